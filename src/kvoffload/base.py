@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary: keys, request contexts, load/store specs, events, and the two seams every backend fills.
+
+Names here are fixed (``design.md`` section 4). The control plane (``OffloadingManager``, scheduler process)
+decides and keeps books; the data plane (``OffloadingHandler``, worker process) moves bytes. They share only the
+small records of this module, so importing it loads neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvoffload.metrics import Stats
+
+__all__ = [
+    "BlockIDsLoadStoreSpec",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "GPULoadStoreSpec",
+    "LoadStoreSpec",
+    "OffloadKey",
+    "OffloadPolicy",
+    "OffloadingEvent",
+    "OffloadingHandler",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RequestOffloadingContext",
+    "TransferResult",
+    "get_offload_block_hash",
+    "get_offload_group_idx",
+    "make_offload_key",
+]
+
+# --------------------------------------------------------------------------------------------------------- keys
+
+OffloadKey = NewType("OffloadKey", bytes)
+"""Identity of one offloaded block: the engine's block hash, then the KV group's index in four bytes.
+
+Plain bytes rather than a tuple: hashed once, compared by memcmp, invisible to the garbage collector.
+"""
+
+_GROUP_BYTES = 4
+
+
+def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
+    """``block_hash`` followed by ``group_idx`` (unsigned, big endian, 4 bytes; ``OverflowError`` outside that)."""
+    return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big", signed=False))
+
+
+def get_offload_block_hash(key: OffloadKey) -> bytes:
+    """The engine's block hash inside ``key``."""
+    return key[:-_GROUP_BYTES]
+
+
+def get_offload_group_idx(key: OffloadKey) -> int:
+    """The KV group index inside ``key``."""
+    return int.from_bytes(key[-_GROUP_BYTES:], "big", signed=False)
+
+
+# ----------------------------------------------------------------------------------------------------- requests
+
+
+@dataclass(slots=True)
+class ReqContext:
+    """What managers may know of a request: its id, and the parameters its client sent along for KV transfer."""
+
+    req_id: str
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class OffloadPolicy(Enum):
+    """How much of a request is offered for offloading."""
+
+    BLOCK_LEVEL = "block_level"
+    """Only blocks the request computed; what came from a hit is stored already. The default."""
+    REQUEST_LEVEL = "request_level"
+    """All blocks of the request, hits included: for tiers that need a request's whole context."""
+
+
+@dataclass(slots=True)
+class RequestOffloadingContext:
+    """A manager's (or tier's) answer to ``on_new_request``."""
+
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+
+
+# -------------------------------------------------------------------------------------------------------- specs
+
+
+class LoadStoreSpec(ABC):
+    """One end of a transfer: where its bytes lie. Picklable; built by the control plane, read by a handler."""
+
+    @staticmethod
+    @abstractmethod
+    def medium() -> str:
+        """The medium's name, ``"GPU"`` or ``"CPU"``: handlers are chosen by the pair (source, destination)."""
+
+
+class BlockIDsLoadStoreSpec(LoadStoreSpec):
+    """A spec that names its bytes by block ids alone.
+
+    ``block_ids`` is any sequence of non-negative ints, kept as a one-dimensional int64 array in transfer order;
+    an id may occur more than once.
+    """
+
+    __slots__ = ("block_ids",)
+
+    def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self.block_ids: npt.NDArray[np.int64] = np.asarray(block_ids, dtype=np.int64)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.block_ids.tolist()})"
+
+
+class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """GPU blocks of one request, group after group.
+
+    ``group_sizes[g]`` GPU blocks belong to KV group ``g`` (``sum(group_sizes) == len(block_ids)``; a group may
+    have none). ``block_indices[g]`` is the position in the request of the group's first GPU block here, so that
+    a transfer may start inside an offloaded block: with ``block_size_factor`` f it starts at sub-block
+    ``block_indices[g] % f`` of the first CPU block listed for the group.
+    """
+
+    __slots__ = ("block_indices", "group_sizes")
+
+    def __init__(
+        self,
+        block_ids: Sequence[int] | npt.NDArray[np.int64],
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+    ) -> None:
+        super().__init__(block_ids)
+        if sum(group_sizes) != len(self.block_ids):
+            raise ValueError(
+                f"group_sizes must add up to the number of block_ids: {list(group_sizes)} for {len(self.block_ids)}."
+            )
+        if len(block_indices) != len(group_sizes):
+            raise ValueError(
+                f"block_indices needs one entry per group: {len(block_indices)} for {len(group_sizes)} groups."
+            )
+        self.group_sizes: tuple[int, ...] = tuple(group_sizes)
+        self.block_indices: tuple[int, ...] = tuple(block_indices)
+
+    def __repr__(self) -> str:
+        return (
+            f"GPULoadStoreSpec({self.block_ids.tolist()}, group_sizes={list(self.group_sizes)}, "
+            f"block_indices={list(self.block_indices)})"
+        )
+
+    @staticmethod
+    def medium() -> str:
+        return "GPU"
+
+
+@dataclass(slots=True)
+class PrepareStoreOutput:
+    """``prepare_store``'s answer: which of the offered keys to write (in the order of ``store_spec``'s blocks),
+    where, and which keys lost their place for it."""
+
+    keys_to_store: list[OffloadKey]
+    store_spec: LoadStoreSpec
+    evicted_keys: list[OffloadKey]
+
+
+@dataclass(slots=True)
+class OffloadingEvent:
+    """Blocks that appeared in (``removed=False``) or left (``removed=True``) a medium.
+
+    There is no block size: one event may group blocks of KV groups whose sizes differ, and the engine's own
+    events carry them already.
+    """
+
+    keys: list[OffloadKey]
+    medium: str
+    removed: bool
+
+
+# ------------------------------------------------------------------------------------------------ control plane
+
+
+class OffloadingManager(ABC):
+    """Decides what is stored, kept and evicted. Lives in the scheduler process; every call is on its thread.
+
+    Called by the connector's scheduler side, per request, in this order::
+
+        on_new_request                                      once, before anything else
+        lookup*                                             per step while the request waits; None = ask again
+        touch                                               blocks in use, wherever they were found
+        prepare_load -> (transfer) -> complete_load         pins, then unpins, the same keys
+        prepare_store -> (transfer) -> complete_store       reserves, then publishes or frees, keys_to_store
+        on_request_finished                                 once, after the request's last prepare_*
+
+    and once per step ``on_schedule_end`` and ``take_events``. ``complete_*`` may arrive after
+    ``on_request_finished``: a transfer outlives its request, which is why those two need no request context.
+
+    No method blocks, does I/O or raises because a tier is broken: trouble is a miss. Obligations are abstract in
+    pairs, so that a subclass cannot forget the half that gives a pin back; only true options have defaults.
+    """
+
+    @abstractmethod
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """``True``: ready to load. ``False``: not here. ``None``: not yet; ask again in a later step."""
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """The answers of ``lookup`` for ``keys`` in order, up to and including the first ``False``.
+
+        Exactly equal to that loop, side effects included; a manager overrides it only to be faster.
+        """
+        answers: list[bool | None] = []
+        for key in keys:
+            answer = self.lookup(key, req_context)
+            answers.append(answer)
+            if answer is False:
+                break
+        return answers
+
+    @abstractmethod
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pins ``keys`` (all of which ``lookup`` called ``True`` in this step) and says where they lie, in order."""
+
+    @abstractmethod
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """Gives back the pins of one ``prepare_load`` of these keys, whether or not the transfer succeeded."""
+
+    @abstractmethod
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """Marks a request's prefix, given head to tail, as just used; keys that are not here are ignored."""
+
+    @abstractmethod
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Reserves places for those of ``keys`` that should be stored and are not here yet.
+
+        ``None``: there is no room now, and nothing was changed. An empty ``keys_to_store`` means nothing to do.
+        """
+
+    @abstractmethod
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        """Publishes ``keys`` (``keys_to_store`` of an earlier ``prepare_store``), or frees them if not ``success``."""
+
+    @abstractmethod
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """A request arrives; says how its blocks are to be offered. Abstract, so that no manager forgets it."""
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """No more ``lookup`` or ``prepare_*`` for this request; transfers in flight may still complete."""
+
+    def on_schedule_end(self) -> None:
+        """The step is decided: submit what was gathered. Called on every step, also those without a forward pass."""
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Events since the last call, in the order things became true. Folding them gives the resident set."""
+        return ()
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed (``on_schedule_end``) although no request runs."""
+        return False
+
+    def reset_cache(self) -> None:
+        """Forgets every block. Transfers in flight keep their places until they complete; they publish nothing."""
+
+    def get_stats(self) -> Stats:
+        """Current metric values (``kvoffload.metrics``): counters since start, gauges now."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Releases threads and files. Idempotent."""
+
+
+# --------------------------------------------------------------------------------------------------- data plane
+
+
+class TransferResult(NamedTuple):
+    """The end of one transfer, told once by ``OffloadingHandler.get_finished``."""
+
+    job_id: int
+    success: bool
+    num_bytes: int = 0
+    """Bytes moved, 0 on failure."""
+    seconds: float = 0.0
+    """From the start of the copy itself (not of its waiting) to its end."""
+
+
+class OffloadingHandler(ABC):
+    """Moves blocks in one direction, for one pair (source medium, destination medium). Lives in a worker.
+
+    All methods are called from the worker's own thread and none but ``wait`` and ``shutdown`` blocks. A transfer
+    that fails is a ``TransferResult`` with ``success=False``, never an exception.
+    """
+
+    @abstractmethod
+    def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
+        """Starts copying ``spec = (source, destination)``, ordered after the compute submitted so far."""
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Every transfer that ended since the last call, each once."""
+
+    @abstractmethod
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Returns once these transfers have ended; they are still told by ``get_finished``. Unknown ids are ignored."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Waits for what runs, drops what is queued, releases threads and device resources. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCacheTensor:
+    """One block-major view of device memory: an int8 or uint8 tensor of shape (num_gpu_blocks, page_size_bytes).
+
+    ``page_size_bytes`` is the contiguous part of each GPU block in this tensor; rows may lie further apart
+    (padding, or layers interleaved in one allocation).
+    """
+
+    tensor: torch.Tensor
+    page_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCacheRef:
+    """A part of a group's GPU block: the first ``page_size_bytes`` of a page in tensor ``tensor_idx``."""
+
+    tensor_idx: int
+    page_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCaches:
+    """A worker's KV cache, whatever the engine's layout was.
+
+    ``group_data_refs[g]`` lists, in storage order, the pages that make up one GPU block of KV group ``g``.
+    Groups may share tensors: their GPU block ids then come from one pool.
+    """
+
+    tensors: list[CanonicalKVCacheTensor] = field(default_factory=list)
+    group_data_refs: list[list[CanonicalKVCacheRef]] = field(default_factory=list)
+
+
+class OffloadingSpec(ABC):
+    """Builds both planes of one way of offloading from one validated configuration.
+
+    An engine adapter makes one in the scheduler process, where only ``get_manager`` is called, and one in each
+    worker process, where only ``get_handlers`` is. Constructors take ``(config, layout)``:
+    ``kvoffload.config.OffloadingConfig`` and ``kvoffload.config.EngineLayout``, and refuse what cannot work
+    (``ConfigError``) before anything is allocated.
+    """
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """The manager, made on first call and the same one afterwards."""
+
+    @abstractmethod
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> dict[tuple[str, str], OffloadingHandler]:
+        """The handlers for ``kv_caches``, by (source medium, destination medium); called once per worker."""
+
+    def shutdown(self) -> None:
+        """Releases what ``get_manager`` and ``get_handlers`` made. Idempotent."""

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine hands to the connector: protocols for the objects it has anyway, small records for the rest.
+
+Engine-neutral on purpose. vLLM's ``Request`` satisfies ``EngineRequest`` as it is; its scheduler output is
+translated into an ``EngineStep``. An engine calls the scheduler side in this order::
+
+    on_new_request(request)                               once, when the request arrives
+    get_num_new_matched_tokens(request, computed)         each step while it waits to be admitted
+    update_state_after_alloc(request, blocks, external)   when the engine has given it GPU blocks
+    build_connector_meta(step)                            once per step, also when nothing is scheduled
+    update_connector_output(report)                       with the merged reports of all workers
+    request_finished(request)                             once: done, stopped or aborted at any stage
+
+and each worker, with what ``build_connector_meta`` returned::
+
+    start_step(meta)       before the forward pass: flush what must end first, start loads
+    end_step()             after the forward pass was submitted: start stores
+    get_report()           what ended since the last call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["BlockIds", "EngineRequest", "EngineStep", "ScheduledRequest"]
+
+BlockIds = tuple[Sequence[int], ...]
+"""GPU block ids by KV group, each in the request's block order."""
+
+
+class EngineRequest(Protocol):
+    """A request as the engine's scheduler knows it. Read only, never kept beyond ``request_finished``."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Prefix-chained hashes of the request's full hash-blocks so far; grows as tokens come."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request that this step computes tokens for."""
+
+    request_id: str
+    new_block_ids: BlockIds
+    """GPU blocks given to it in this step; all of its blocks if ``block_table_is_new``."""
+    num_computed_tokens: int
+    """Tokens whose KV is on the device before this step (loaded ones included)."""
+    num_scheduled_tokens: int
+    """Tokens this step computes."""
+    block_table_is_new: bool = False
+    """First scheduled, or resumed after a preemption: earlier block ids are void."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """What the engine decided for one step. Empty when nothing is scheduled."""
+
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    preempted_request_ids: frozenset[str] = frozenset()
+    """Requests whose GPU blocks were taken away in this step, and may be handed out again in it."""

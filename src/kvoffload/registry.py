@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One registry for everything that can be chosen by name, open to outsiders through entry points."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from kvoffload.errors import ConfigError, UnknownNameError, suggest
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names to values of one kind (cache policies, block stores, offloading specs).
+
+    A value is registered in code (``register``), as a dotted ``"module:attribute"`` that is imported on first
+    use (so that a registry can name what needs torch without importing it), or by an installed distribution
+    through the entry-point group ``group``. Code wins over entry points; a broken entry point raises only when
+    its own name is asked for.
+
+    Not thread-safe: fill it at import time.
+    """
+
+    def __init__(self, kind: str, group: str) -> None:
+        self._kind = kind
+        self._group = group
+        self._values: dict[str, T | str] = {}
+
+    def __repr__(self) -> str:
+        return f"Registry({self._kind!r}, names={self.names()})"
+
+    def register(self, name: str, value: T | str) -> None:
+        """Adds ``value`` (or its ``"module:attribute"``) under ``name``; a second value for a name is an error."""
+        if name in self._values and self._values[name] != value:
+            raise ConfigError(f"{self._kind} {name!r} is registered already; choose another name.")
+        self._values[name] = value
+
+    def unregister(self, name: str) -> None:
+        """Forgets a name registered in code; unknown names are ignored."""
+        self._values.pop(name, None)
+
+    def names(self) -> list[str]:
+        """Every name that can be asked for, sorted, entry points included."""
+        return sorted({*self._values, *(point.name for point in entry_points(group=self._group))})
+
+    def get(self, name: str) -> T:
+        """The value called ``name``. Raises ``UnknownNameError`` (a ``ValueError``) that lists the choices."""
+        if name not in self._values:
+            return self._from_entry_point(name)
+        value = self._values[name]
+        if isinstance(value, str):
+            value = self._import(name, value)
+            self._values[name] = value
+        return value
+
+    def _from_entry_point(self, name: str) -> T:
+        for point in entry_points(group=self._group, name=name):
+            try:
+                loaded: T = point.load()
+            except Exception as exc:
+                raise ConfigError(
+                    f"{self._kind} {name!r} comes from the entry point {point.value!r}, which fails to import: {exc}"
+                ) from exc
+            return loaded
+        raise UnknownNameError(f"Unknown {self._kind}: {name!r}.{suggest(name, self.names())}")
+
+    def _import(self, name: str, path: str) -> T:
+        module, _, attribute = path.partition(":")
+        try:
+            found: T = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as exc:
+            raise ConfigError(f"{self._kind} {name!r} is {path!r}, which fails to import: {exc}") from exc
+        return found

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam for tiers below the primary one: ``SecondaryTierManager``, and the records of its jobs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from kvoffload.metrics import Stats
+
+__all__ = ["JobMetadata", "JobResult", "SecondaryTierManager"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobMetadata:
+    """Blocks to move between the primary tier and one secondary tier.
+
+    ``block_ids[i]`` is the primary slot of ``keys[i]``. The slots belong to the tier from ``submit_*`` until the
+    job is told by ``get_finished_jobs``: they are neither evicted nor reused before, however long that takes.
+    """
+
+    job_id: int
+    keys: Sequence[OffloadKey]
+    block_ids: npt.NDArray[np.int64]
+    is_promotion: bool
+    req_context: ReqContext
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """The end of a job. With ``successful_keys=None``, ``success`` speaks for all of its keys; otherwise those
+    keys succeeded and the others failed."""
+
+    job_id: int
+    success: bool
+    successful_keys: Collection[OffloadKey] | None = None
+
+
+class SecondaryTierManager(ABC):
+    """A tier below host memory. Every method runs on the scheduler thread and returns at once: no I/O, no waiting
+    (``drain_jobs`` alone excepted).
+
+    Called by ``TieringOffloadingManager``::
+
+        on_new_request                       once per request
+        lookup* / touch                      while it waits, while it runs
+        submit_store / submit_load           each answered once by get_finished_jobs
+        on_request_finished                  once, after the request's last submit
+        on_schedule_end, get_finished_jobs   every step
+        drain_jobs                           before primary memory is reused or unmapped
+        shutdown                             last
+
+    ``primary_kv_view`` is the primary tier's memory, two-dimensional (num_blocks, block_bytes), format ``B``.
+    """
+
+    def __init__(self, primary_kv_view: memoryview, tier_type: str) -> None:
+        if primary_kv_view.ndim != 2:
+            raise ValueError("primary_kv_view must be two-dimensional: (num_blocks, block_bytes).")
+        self.primary_kv_view = primary_kv_view
+        self.tier_type = tier_type
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        shape = self.primary_kv_view.shape
+        assert shape is not None
+        return shape[1]
+
+    @abstractmethod
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """``True``: a load should succeed. ``False``: not here. ``None``: being found out; ask again next step."""
+
+    @abstractmethod
+    def submit_store(self, job: JobMetadata) -> None:
+        """Copies blocks from their (pinned) primary slots into the tier. May drop them: that is a failed job."""
+
+    @abstractmethod
+    def submit_load(self, job: JobMetadata) -> None:
+        """Copies blocks from the tier into their (reserved) primary slots."""
+
+    @abstractmethod
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs that ended since the last call, each once."""
+
+    @abstractmethod
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """A request arrives; says whether this tier wants all of its blocks."""
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """No more submits for this request; its jobs may still be in flight."""
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """Blocks of a prefix, head to tail, were used."""
+
+    def on_schedule_end(self) -> None:
+        """The step is decided."""
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed for jobs to be told."""
+        return False
+
+    @abstractmethod
+    def drain_jobs(self) -> None:
+        """Returns once no I/O touches primary memory any more. Ends are still told by ``get_finished_jobs``."""
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Events of blocks that appeared in or left this tier since the last call."""
+        return ()
+
+    def get_stats(self) -> Stats:
+        """Current metric values."""
+        return {}
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Drains, then releases threads and files. Idempotent."""

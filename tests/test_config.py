@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_bytes, parse_config
+from kvoffload.errors import ConfigError, LayoutError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("8GiB", 8 << 30),
+        ("1.5 KiB", 1536),
+        ("2 kb", 2000),
+        (" 3TB ", 3 * 10**12),
+    ],
+)
+def test_sizes(text: int | str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8 parsecs", "-1", 0, -5, True, 1.5, None])
+def test_bad_sizes_say_what_to_write(text: Any) -> None:
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
+        parse_bytes(text, "cpu_bytes_to_use")
+
+
+def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:
+    mapping = {"cpu_bytes_to_use": "1GiB"}
+    config = parse_config(mapping)
+    assert config.cpu_bytes == 1 << 30
+    assert config.eviction_policy == "lru"
+    assert mapping == {"cpu_bytes_to_use": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({}, "cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": 1, "evction_policy": "lru"}, "Did you mean 'eviction_policy'"),
+        ({"cpu_bytes_to_use": "lots"}, "no size"),
+        ({"cpu_bytes_to_use": 1, "store_threshold": "two"}, "store_threshold"),
+        ({"cpu_bytes_to_use": 1, "store_threshold": -1}, "store_threshold"),
+        ({"cpu_bytes_to_use": 1, "max_tracker_size": 0}, "max_tracker_size"),
+        ({"cpu_bytes_to_use": 1, "block_size": 0}, "block_size"),
+        ({"cpu_bytes_to_use": 1, "claim_share": 1.5}, "claim_share"),
+        ({"cpu_bytes_to_use": 1, "max_wait_s": -1}, "max_wait_s"),
+        ({"cpu_bytes_to_use": 1, "max_wait_s": float("nan")}, "max_wait_s"),
+        ({"cpu_bytes_to_use": 1, "secondary_tiers": [{"path": "/x"}]}, "type"),
+    ],
+)
+def test_mistakes_are_one_sentence(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(mapping)
+
+
+def layout(*block_tokens: int) -> EngineLayout:
+    groups = tuple(KVGroupLayout(GroupKind.FULL_ATTENTION, tokens, 1000) for tokens in block_tokens)
+    return EngineLayout(groups=groups, hash_block_tokens=16, instance_id="x", num_ranks=2)
+
+
+def test_the_factor_and_the_bytes_of_a_slot() -> None:
+    assert layout(16).block_size_factor(parse_config({"cpu_bytes_to_use": 1})) == 1
+    assert layout(16, 32).block_size_factor(parse_config({"cpu_bytes_to_use": 1, "block_size": 64})) == 4
+    assert layout(16).block_bytes(4) == 8000
+    with pytest.raises(ConfigError, match="multiple of the engine's block of 16 tokens"):
+        layout(16).block_size_factor(parse_config({"cpu_bytes_to_use": 1, "block_size": 40}))
+
+
+def test_layouts_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(LayoutError, match="no multiple"):
+        layout(24)
+    with pytest.raises(LayoutError, match="no KV cache groups"):
+        layout()
+    with pytest.raises(LayoutError, match="sliding_window_tokens"):
+        KVGroupLayout(GroupKind.SLIDING_WINDOW, 16, 100)
