@@ -1,1 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The ``kvoffload`` command. One module per subcommand; each has a ``register(app)``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+__all__ = ["main"]
+
+_COMMANDS: tuple[str, ...] = ()
+"""Modules of this package that register a subcommand, in the order ``--help`` shows them."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. Exit code 2 and one sentence for a caller's mistake, also where an extra is missing."""
+    try:
+        import typer
+    except ImportError:
+        sys.exit("The kvoffload command needs typer and rich: pip install 'kvoffload[cli]'.")
+    from kvoffload.errors import ConfigError, MissingExtraError
+
+    app = typer.Typer(
+        name="kvoffload", help="KV-cache offloading for LLM servers.", no_args_is_help=True, add_completion=False
+    )
+    app.callback()(_version_callback)
+    for name in _COMMANDS:
+        importlib.import_module(f"kvoffload.cli.{name}").register(app)
+    try:
+        app(args=argv, prog_name="kvoffload")
+    except (ConfigError, MissingExtraError) as exc:
+        print(f"kvoffload: {exc}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _version_callback() -> None:
+    """KV-cache offloading for LLM servers."""

@@ -95,7 +95,8 @@ class CachePolicy(ABC):
 
 
 POLICIES: Registry[type[CachePolicy]] = Registry("cache policy", "kvoffload.policies")
-"""Every cache policy by name. Outsiders add one with ``POLICIES.register`` or the entry point ``kvoffload.policies``."""
+"""Every cache policy by name. Outsiders add one with ``POLICIES.register`` or the entry point
+``kvoffload.policies``."""
 
 POLICIES.register("lru", "kvoffload.cpu.policies.lru:LRUCachePolicy")
 POLICIES.register("arc", "kvoffload.cpu.policies.arc:ARCCachePolicy")

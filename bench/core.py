@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing two things against each other on a noisy machine, and the rows they give."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Row", "interleaved_medians"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a report."""
+
+    bench: str
+    case: str
+    value: float
+    unit: str
+    reference: str = ""
+    """What it is compared with."""
+    ratio: float | None = None
+    """value / reference, in the unit's own sense."""
+    target: str = ""
+    """For example ``"<= 2"`` or ``">= 0.9"``; empty where none is set."""
+
+    @property
+    def meets_target(self) -> bool | None:
+        if not self.target or self.ratio is None:
+            return None
+        sign, bound = self.target.split()
+        return self.ratio <= float(bound) if sign == "<=" else self.ratio >= float(bound)
+
+
+def interleaved_medians(*work: Callable[[], object], repeats: int) -> list[float]:
+    """Median seconds of each callable, run in turn ``repeats`` times, so that a slow minute hits all of them."""
+    times: list[list[float]] = [[] for _ in work]
+    gc_was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for log, call in zip(times, work, strict=True):
+                start = time.perf_counter()
+                call()
+                log.append(time.perf_counter() - start)
+            gc.collect()
+    finally:
+        if gc_was_on:
+            gc.enable()
+    return [statistics.median(log) for log in times]
