@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads traces: JSON lines, plain, gzip or zstd, one request a line.
+
+Two forms are known, told apart by their fields:
+
+* *Mooncake* (also what ``kvoffload.record`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``,
+  ``hash_ids`` that are prefix-chained, optionally ``session`` and ``block_tokens``.
+* *Qwen-Bailian*: has ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that
+  name single blocks, which are chained here.
+
+A file is read as a stream, once. What is kept per access is 8 bytes while reading and 4 afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib
+import io
+import math
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvoffload.errors import MissingExtraError
+from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, parents_of
+
+__all__ = ["load_trace"]
+
+_MAX_LINE_BYTES = 64 << 20
+_MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
+_BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
+_WIDEST = 1 << 63
+
+
+class _Line(msgspec.Struct):
+    """One request as it stands in a file; unknown fields are let through."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int | str]
+    session: int | str | None = None
+    block_tokens: int | None = None
+    chat_id: int | None = None
+    parent_chat_id: int | None = None
+
+
+def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
+    """The trace in ``path``. Raises ``TraceError`` (file, line, field) for anything that cannot be replayed.
+
+    ``block_tokens`` is found from the lengths where it is not given: the power of two that fits every request,
+    the form's own size (512 or 16) where several do.
+    """
+    path = Path(path)
+    if block_tokens is not None and block_tokens < 1:
+        raise TraceError(f"{path}: block_tokens must be positive, not {block_tokens}.")
+    reader = _Reader(path)
+    for number, text in _lines(path):
+        reader.add(number, text)
+        if max_requests is not None and len(reader.lines) >= max_requests:
+            break
+    return reader.finish(block_tokens)
+
+
+class _Reader:
+    """Gathers lines into arrays, checking each as it comes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._decoder = msgspec.json.Decoder(_Line)
+        self._is_bailian = False
+        self._stated_tokens: int | None = None
+        self._sessions_seen: dict[object, int] = {}
+        self.lines = array("q")
+        self._times = array("d")
+        self._inputs = array("q")
+        self._outputs = array("q")
+        self._sessions = array("q")
+        self._counts = array("q")
+        self._hashes = array("q")
+
+    def add(self, number: int, text: bytes) -> None:
+        try:
+            line = self._decoder.decode(text)
+        except msgspec.ValidationError as exc:
+            raise self._error(number, _plain(exc)) from exc
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise self._error(number, f"no JSON object ({_plain(exc)}); is this a trace?") from exc
+        self._check(number, line)
+        if not self.lines:
+            self._is_bailian = line.chat_id is not None
+            self._stated_tokens = line.block_tokens
+        scale = 1.0 if self._is_bailian else 1e-3
+        self.lines.append(number)
+        self._times.append(line.timestamp * scale)
+        self._inputs.append(line.input_length)
+        self._outputs.append(line.output_length)
+        self._sessions.append(self._session_of(number, line))
+        self._counts.append(len(line.hash_ids))
+        hashes = [item if isinstance(item, int) else _hash(item.encode()) for item in line.hash_ids]
+        if self._is_bailian:
+            hashes = _chained(hashes)
+        try:
+            self._hashes += array("q", hashes)
+        except OverflowError:
+            self._hashes += array("q", [item if -_WIDEST <= item < _WIDEST else _hash(b"%d" % item) for item in hashes])
+
+    def _check(self, number: int, line: _Line) -> None:
+        if not math.isfinite(line.timestamp) or line.timestamp < 0:
+            raise self._error(number, f"timestamp must be 0 or later, not {line.timestamp:g}")
+        for field in ("input_length", "output_length"):
+            if getattr(line, field) < 0:
+                raise self._error(number, f"{field} must not be negative, and is {getattr(line, field)}")
+        if line.block_tokens is not None and line.block_tokens < 1:
+            raise self._error(number, f"block_tokens must be positive, not {line.block_tokens}")
+        if self.lines:
+            if (line.chat_id is not None) != self._is_bailian:
+                missing = "chat_id is missing" if self._is_bailian else "chat_id appears"
+                raise self._error(number, f"{missing}, unlike in the lines before; do not mix forms in one file")
+            before = self._times[-1] * (1.0 if self._is_bailian else 1e3)
+            if line.timestamp < before - 1e-6:
+                raise self._error(
+                    number, f"timestamp {line.timestamp:g} lies before that of the previous request ({before:g}); sort"
+                )
+
+    def _session_of(self, number: int, line: _Line) -> int:
+        if self._is_bailian:
+            if line.parent_chat_id is None:
+                raise self._error(number, "parent_chat_id is missing (-1 stands for none)")
+            # A parent outside of the file (its head was cut off) begins a conversation of its own.
+            session = self._sessions_seen.get(line.parent_chat_id, len(self._sessions_seen))
+            self._sessions_seen[cast(int, line.chat_id)] = session
+            return session
+        if line.session is None:
+            return NO_SESSION
+        return self._sessions_seen.setdefault(line.session, len(self._sessions_seen))
+
+    def finish(self, block_tokens: int | None) -> Trace:
+        if not self.lines:
+            raise TraceError(f"{self._path} holds no request.")
+        counts = np.frombuffer(self._counts, dtype=np.int64)
+        inputs = np.frombuffer(self._inputs, dtype=np.int64)
+        if not len(self._hashes):
+            raise TraceError(f"{self._path}: hash_ids is empty in every line, so there is nothing to replay.")
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        ids = _numbered(np.frombuffer(self._hashes, dtype=np.int64))
+        self._check_chained(offsets, ids)
+        return Trace(
+            name=self._path.name.split(".")[0],
+            block_tokens=self._block_tokens(block_tokens or self._stated_tokens, counts, inputs),
+            times_s=np.frombuffer(self._times, dtype=np.float64),
+            input_tokens=inputs,
+            output_tokens=np.frombuffer(self._outputs, dtype=np.int64),
+            sessions=np.frombuffer(self._sessions, dtype=np.int64),
+            offsets=offsets,
+            ids=ids,
+        )
+
+    def _check_chained(self, offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> None:
+        before = parents_of(offsets, ids)
+        usual = np.empty(int(ids.max()) + 1, dtype=np.int32)
+        usual[ids[::-1]] = before[::-1]  # of several writes to one place the last stays: the first appearance's
+        wrong = np.flatnonzero(usual[ids] != before)
+        if len(wrong):
+            request = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+            place = int(wrong[0] - offsets[request])
+            raise self._error(
+                self.lines[request],
+                f"hash_ids[{place}] has another predecessor than where it first appeared, so the ids are not "
+                "prefix-chained; number a block together with all blocks before it",
+            )
+
+    def _block_tokens(self, stated: int | None, counts: npt.NDArray[np.int64], inputs: npt.NDArray[np.int64]) -> int:
+        """The size of a block: a request of n ids has more than (n - 1) and fewer than (n + 1) blocks of tokens."""
+        least = inputs / (counts + 1)
+        most = np.divide(inputs, counts - 1, out=np.full(len(counts), np.inf), where=counts > 1)
+        if stated is not None:
+            misfits = np.flatnonzero((least >= stated) | (most <= stated))
+            if len(misfits):
+                at = int(misfits[0])
+                raise self._error(
+                    self.lines[at],
+                    f"{counts[at]} hash_ids do not fit input_length {inputs[at]} with blocks of {stated} tokens",
+                )
+            return stated
+        fitting = [size for size in _BLOCK_SIZES if float(least.max()) < size < float(most.min())]
+        usual = _BAILIAN_TOKENS if self._is_bailian else _MOONCAKE_TOKENS
+        if usual in fitting:
+            return usual
+        if len(fitting) != 1:
+            why = "no power of two fits" if not fitting else f"several sizes fit ({', '.join(map(str, fitting))})"
+            raise TraceError(f"{self._path}: tokens per hash id are not clear, {why}; give --block-tokens.")
+        return fitting[0]
+
+    def _error(self, number: int, what: str) -> TraceError:
+        return TraceError(f"{self._path}, line {number}: {what}.")
+
+
+def _numbered(hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Hashes as numbers from 0 by first appearance."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    number = np.empty(len(first), dtype=np.int32)
+    number[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
+    return number[inverse.reshape(-1)]
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> 1
+
+
+def _chained(hashes: list[int]) -> list[int]:
+    chain, out = 0, []
+    for item in hashes:
+        chain = _hash(b"%d,%d" % (chain, item))
+        out.append(chain)
+    return out
+
+
+def _plain(exc: Exception) -> str:
+    """msgspec's words with the field's name in place of its JSON path."""
+    return str(exc).replace("`", "'").replace("$.", "").replace("Object missing", "missing").replace(" - at ", " in ")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers from 1."""
+    damage: tuple[type[Exception], ...] = (OSError, EOFError)  # gzip reports it as either
+    with contextlib.ExitStack() as stack:
+        try:
+            raw: BinaryIO = stack.enter_context(path.open("rb"))
+            magic = raw.read(4)
+            raw.seek(0)
+            stream = raw
+            if magic[:2] == b"\x1f\x8b":
+                stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
+            elif magic == b"\x28\xb5\x2f\xfd":
+                zstandard = _zstandard(path)
+                damage = (*damage, zstandard.ZstdError)
+                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+                stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(reader, 1 << 20)))
+            yield from _numbered_lines(path, stream)
+        except damage as exc:
+            raise TraceError(f"{path} cannot be read: {exc}.") from exc
+
+
+def _numbered_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while text := stream.readline(_MAX_LINE_BYTES):
+        number += 1
+        if len(text) == _MAX_LINE_BYTES:
+            raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB; no trace.")
+        if not text.isspace():
+            yield number, text
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as exc:
+        raise MissingExtraError(f"{path} is zstd-compressed; pip install 'kvoffload[sim]' to read it.") from exc

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offline optimum: how many hits any policy could have had, had it known the future.
+
+Belady's rule with bypass on prefix blocks (L. A. Belady, "A study of replacement algorithms for a virtual-storage
+computer", IBM Systems Journal 5(2), 1966): of all blocks that could stay, drop the one needed again furthest in the
+future, and don't keep one that is never needed again.
+
+Why it is a bound *and* reachable here: any request that uses a block uses its predecessors too, so a predecessor's
+next use is never later than its successor's. Dropping the furthest, the deepest first among equals, therefore never
+leaves a block without its predecessor, and every resident block of a request counts as a hit. Without the prefix
+rule this is the classic problem of choosing most intervals (from a use to the next) with at most ``capacity`` at a
+time, which the rule solves exactly.
+
+The same argument makes it fast. Among resident blocks those whose next use is request ``t`` are a run on ``t``'s path,
+and the deepest goes first, so their *number* is all that has to be kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.sim.trace import Trace
+
+__all__ = ["Optimum", "next_uses", "optimum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The most that a cache of ``capacity_blocks`` can hit."""
+
+    capacity_blocks: int
+    hit_blocks: int
+    hit_tokens: int
+
+
+def optimum(trace: Trace, capacities: Sequence[int]) -> list[Optimum]:
+    """The bound at each capacity (in blocks). O(accesses · log) once, then O(different next uses) per capacity."""
+    plan = _plan(trace)
+    return [_solve(trace, plan, capacity) for capacity in capacities]
+
+
+def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
+    """For each access the index of the next request that uses the same block; ``len(trace)`` where none does."""
+    order = np.argsort(trace.ids, kind="stable")
+    sorted_ids = trace.ids[order]
+    request = np.repeat(np.arange(len(trace), dtype=np.int64), np.diff(trace.offsets))[order]
+    following = np.full(len(order), len(trace), dtype=np.int64)
+    same = sorted_ids[1:] == sorted_ids[:-1]
+    following[:-1][same] = request[1:][same]
+    found = np.empty_like(following)
+    found[order] = following
+    return found
+
+
+_Plan = list[list[tuple[int, int]]]
+
+
+def _plan(trace: Trace) -> _Plan:
+    """Per request: (next request, number of its blocks used again there), for blocks that are used again."""
+    following = next_uses(trace)
+    new_run = np.ones(len(following), dtype=bool)
+    new_run[1:] = following[1:] != following[:-1]
+    new_run[trace.offsets[:-1][np.diff(trace.offsets) > 0]] = True
+    starts = np.flatnonzero(new_run)
+    lengths = np.diff(np.append(starts, len(following)))
+    owners = np.searchsorted(trace.offsets, starts, side="right") - 1
+    plan: _Plan = [[] for _ in range(len(trace))]
+    never = len(trace)
+    for owner, target, length in zip(owners.tolist(), following[starts].tolist(), lengths.tolist(), strict=True):
+        if target != never:
+            plan[owner].append((target, length))
+    return plan
+
+
+def _solve(trace: Trace, plan: _Plan, capacity: int) -> Optimum:
+    kept = [0] * len(trace)  # resident blocks by the request that needs them next
+    furthest: list[int] = []  # heap of -request; may name requests whose count fell to 0
+    resident = hits = hit_tokens = 0
+    for request, needs in enumerate(plan):
+        hits += kept[request]
+        hit_tokens += trace.tokens_in(request, kept[request])
+        resident -= kept[request]
+        for target, count in needs:
+            if not kept[target]:
+                heapq.heappush(furthest, -target)
+            kept[target] += count
+            resident += count
+        while resident > capacity:
+            target = -furthest[0]
+            dropped = min(kept[target], resident - capacity)
+            kept[target] -= dropped
+            resident -= dropped
+            if not kept[target]:
+                heapq.heappop(furthest)
+    return Optimum(capacity, hits, hit_tokens)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request traces in memory: which request used which blocks, and when. Compact arrays, no tokens, no text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.errors import KVOffloadError
+
+__all__ = ["NO_SESSION", "Trace", "TraceError", "parents_of"]
+
+NO_SESSION = -1
+"""``Trace.sessions`` of a request whose session is not known."""
+
+
+class TraceError(KVOffloadError, ValueError):
+    """A trace that cannot be replayed; the message names the file, the line and the field."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests in order of arrival, each a path in the tree of prefixes.
+
+    Blocks are numbered 0 .. ``num_unique`` - 1 by first appearance, and *prefix-chained*: a number stands for a
+    block together with everything before it, so it always has the same predecessor. Request ``r`` used, head to
+    tail, ``ids[offsets[r]:offsets[r + 1]]``. All arrays are read-only by convention and shared freely.
+    """
+
+    name: str
+    block_tokens: int
+    """Tokens per block; a request's last block may be partial."""
+    times_s: npt.NDArray[np.float64]
+    """Arrivals, non-decreasing, shape (requests,)."""
+    input_tokens: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
+    sessions: npt.NDArray[np.int64]
+    """A number per conversation, or ``NO_SESSION``."""
+    offsets: npt.NDArray[np.int64]
+    """Shape (requests + 1,)."""
+    ids: npt.NDArray[np.int32]
+    """Shape (accesses,)."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.name!r}, requests={len(self)}, accesses={self.num_accesses}, unique={self.num_unique}, "
+            f"block_tokens={self.block_tokens})"
+        )
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.times_s)
+
+    @property
+    def num_accesses(self) -> int:
+        """Blocks used, summed over requests."""
+        return len(self.ids)
+
+    @property
+    def num_unique(self) -> int:
+        """The footprint: different blocks. A cache of this size never evicts."""
+        return int(self.ids.max()) + 1 if len(self.ids) else 0
+
+    @property
+    def total_input_tokens(self) -> int:
+        return int(self.input_tokens.sum())
+
+    def blocks(self, request: int) -> npt.NDArray[np.int32]:
+        """The blocks of one request, head to tail."""
+        return self.ids[self.offsets[request] : self.offsets[request + 1]]
+
+    def tokens_in(self, request: int, num_blocks: int) -> int:
+        """Prompt tokens that the first ``num_blocks`` blocks of a request hold."""
+        return min(num_blocks * self.block_tokens, int(self.input_tokens[request]))
+
+    def head(self, num_requests: int) -> Trace:
+        """The first requests only."""
+        end = int(self.offsets[min(num_requests, len(self))])
+        return Trace(
+            self.name,
+            self.block_tokens,
+            self.times_s[:num_requests],
+            self.input_tokens[:num_requests],
+            self.output_tokens[:num_requests],
+            self.sessions[:num_requests],
+            self.offsets[: num_requests + 1],
+            self.ids[:end],
+        )
+
+    def keys(self) -> list[OffloadKey]:
+        """The key of every block, by number: what managers are asked with."""
+        return [make_offload_key(number.to_bytes(8, "big"), 0) for number in range(self.num_unique)]
+
+
+def parents_of(offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The predecessor of each access (-1 at a head), shape (accesses,)."""
+    before = np.empty_like(ids)
+    before[1:] = ids[:-1]
+    heads = offsets[:-1]
+    before[heads[heads < len(ids)]] = -1
+    return before
