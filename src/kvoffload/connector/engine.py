@@ -24,10 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["BlockIds", "EngineRequest", "EngineStep", "ScheduledRequest"]
+__all__ = ["NO_BLOCK", "BlockIds", "EngineRequest", "EngineStep", "ScheduledRequest"]
+
+NO_BLOCK = -1
+"""Stands in a block table where a request has no GPU block: its tokens lie outside of the window (vLLM's null
+block). Never stored, loaded or fenced."""
 
 BlockIds = tuple[Sequence[int], ...]
-"""GPU block ids by KV group, each in the request's block order."""
+"""GPU block ids by KV group, each in the request's block order; ``NO_BLOCK`` where there is none."""
 
 
 class EngineRequest(Protocol):
