@@ -1,1 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The primary tier. What is named here is its control plane, which loads no torch."""
+
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.policies import POLICIES, BlockStatus, CachePolicy
+from kvoffload.cpu.reuse import ReuseFilter
+
+__all__ = ["POLICIES", "BlockStatus", "CPULoadStoreSpec", "CPUOffloadingManager", "CachePolicy", "ReuseFilter"]

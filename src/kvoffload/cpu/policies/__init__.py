@@ -1,1 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Cache policies: the seam, the registry, and one algorithm a file."""
+
+from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Victims
+from kvoffload.cpu.policies.order import RecencyOrder
+
+__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "RecencyOrder", "Victims"]

@@ -4,33 +4,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from kvoffload.base import OffloadKey
 from kvoffload.registry import Registry
 
-__all__ = ["POLICIES", "BlockStatus", "CachePolicy"]
+__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "Victims"]
 
 
 class BlockStatus:
-    """One tracked block: its slot, and how many transfers pin it.
+    """One slot of the primary tier: which block it holds, and how many transfers pin it.
 
-    Made and changed by the manager alone; a policy reads ``is_idle`` to know whether it may evict the block.
-    ``pins`` is -1 while the block is being written (in flight), else the number of reads in progress.
+    Made once per slot and reused for every block that the slot ever holds, so nobody but the manager and its
+    policy may keep one beyond a call. Changed by the manager alone; a policy reads ``pins`` (or ``is_idle``) to know
+    whether it may evict the block. ``pins`` is -1 while the block is being written (in flight), else the number of
+    reads in progress. ``key`` is ``None`` while the slot is free.
     """
 
-    __slots__ = ("block_id", "pins")
+    __slots__ = ("block_id", "key", "pins")
 
     IN_FLIGHT: Final = -1
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
+        self.key: OffloadKey | None = None
         self.pins = self.IN_FLIGHT
 
     def __repr__(self) -> str:
         state = "in flight" if self.pins < 0 else f"pins={self.pins}"
-        return f"BlockStatus(block_id={self.block_id}, {state})"
+        return f"BlockStatus(block_id={self.block_id}, {'free' if self.key is None else state})"
 
     @property
     def is_ready(self) -> bool:
@@ -43,11 +46,15 @@ class BlockStatus:
         return self.pins == 0
 
 
+Victims = list[tuple[OffloadKey, BlockStatus]]
+
+
 class CachePolicy(ABC):
     """Orders resident blocks for eviction. One thread; no I/O; knows keys and idleness, not bytes or slots.
 
-    Called by ``CPUOffloadingManager``: ``get`` for every lookup, ``insert`` when a slot is reserved, ``touch``
-    when a request uses blocks, ``evict`` when slots are needed, ``remove`` when a store failed, ``clear`` on reset.
+    Called by ``CPUOffloadingManager``: ``get`` for every lookup; ``make_room`` and then ``insert``, tail to head, when
+    slots are reserved; ``touch`` when a request uses blocks; ``released`` when pins were given back; ``remove`` when a
+    store failed; ``clear`` on reset.
 
     Laws (``kvoffload.testing`` has the contract):
 
@@ -56,6 +63,9 @@ class CachePolicy(ABC):
       nothing at all has changed, ghosts and targets included. A batch costs O(n + blocks stepped over).
     * ``touch(keys)`` is given a prefix head to tail and applies it tail to head, so that the tail goes first: a
       block is worthless once its predecessor is gone. Keys that are not resident are ignored.
+
+    The abstract methods are all that a policy needs. ``make_room`` and ``released`` are true options: for policies
+    that learn from what is coming back, and for those that do not want to step over the same pinned block twice.
     """
 
     @abstractmethod
@@ -68,7 +78,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """A block that is not resident becomes so, as the most recently used."""
+        """A block that is not resident becomes so, as the most recently used. It is in flight."""
 
     @abstractmethod
     def remove(self, key: OffloadKey) -> BlockStatus | None:
@@ -76,10 +86,10 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """Blocks were used."""
+        """Blocks were used by one request."""
 
     @abstractmethod
-    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         """Takes out the ``n`` idle blocks that should go first, none of them in ``protected``; or ``None``.
 
         ``protected`` answers ``in`` in O(1). ``evict(0, ...)`` is ``[]``.
@@ -92,6 +102,20 @@ class CachePolicy(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Resident blocks."""
+
+    def make_room(self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]) -> Victims | None:
+        """``evict``, for a policy that wants to know for whom.
+
+        ``incoming``: distinct absent keys, in the order in which they will all be inserted if the answer is not
+        ``None``; ``n <= len(incoming)`` of them need another block's slot.
+        """
+        return self.evict(n, protected) if n else []
+
+    def released(self, keys: Iterable[OffloadKey]) -> None:
+        """Pins of these resident blocks went down, or their writing ended: some may be idle now."""
+
+    def check_invariants(self) -> None:
+        """Recomputes what the policy keeps redundantly; ``AssertionError`` if it disagrees. For tests: O(blocks)."""
 
 
 POLICIES: Registry[type[CachePolicy]] = Registry("cache policy", "kvoffload.policies")

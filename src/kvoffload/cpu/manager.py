@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The primary tier's manager: slots, pins, readiness, events and the reuse filter. Order is the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from kvoffload.base import (
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.orphans import Orphans
+from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy
+from kvoffload.cpu.reuse import ReuseFilter
+from kvoffload.errors import ConfigError
+from kvoffload.metrics import Stats
+
+__all__ = ["CPUOffloadingManager"]
+
+_IN_FLIGHT = BlockStatus.IN_FLIGHT
+_NOBODY: frozenset[OffloadKey] = frozenset()
+
+
+class CPUOffloadingManager(OffloadingManager):
+    """Decides which blocks the primary tier's ``num_blocks`` slots hold.
+
+    A block is *in flight* from ``prepare_store`` to ``complete_store``: ``lookup`` says ``None``, and it is neither
+    loaded nor evicted. A block that ``prepare_load`` pinned is not evicted until as many ``complete_load`` came.
+
+    A batch of ``prepare_store`` is taken for a piece of one request's prefix, head first: its tail is evicted before
+    its head. Across batches the caller's ``touch`` of the whole prefix makes it so.
+
+    ``reset_cache`` forgets all blocks at once. Slots of transfers in flight are handed out again only after those
+    have completed; they publish nothing. A forgotten key may be stored again at once. While old and new
+    transfers of the same key and kind overlap, completions cannot be told apart, so they are settled together by the
+    last of them (``kvoffload.cpu.orphans``). The reuse filter keeps its counts: they are about requests, not blocks.
+
+    For tiers below (``kvoffload.tiering``), the same operations without request, reuse filter and refusal count:
+    ``_pin``/``_unpin`` and ``_reserve``/``_publish``/``_abandon``; ``num_free_blocks``, ``num_in_flight_blocks`` and
+    ``num_busy_blocks`` say what is left.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cache_policy: str = "lru",
+        enable_events: bool = False,
+        store_threshold: int = 1,
+        max_tracker_size: int = 64_000,
+    ) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}: give the primary tier more memory.")
+        self.num_blocks = num_blocks
+        self.medium = CPULoadStoreSpec.medium()
+        self._filter = ReuseFilter.or_none(store_threshold, max_tracker_size)
+        self._policy: CachePolicy = POLICIES.get(cache_policy)(num_blocks)
+        self._get = self._policy.get
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._slots: list[BlockStatus] = []
+        """Every slot handed out so far, by its id; those beyond are fresh."""
+        self._free: list[BlockStatus] = []
+        """Slots handed out before and free now; the last is the next."""
+        self._orphans = Orphans()
+        self._num_in_flight = 0
+        self._num_read = 0
+        self._stored = self._evicted = self._refused = self._filtered = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._policy)} of {self.num_blocks} blocks, {self._policy!r})"
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._filter is not None:
+            self._filter.on_new_request(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        if self._filter is not None:
+            self._filter.on_request_finished(req_context)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._filter is not None:
+            self._filter.looked_up(key, req_context)
+        block = self._get(key)
+        if block is None:
+            return False
+        return True if block.pins >= 0 else None
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        get, reuse = self._get, self._filter
+        answers: list[bool | None] = []
+        answer = answers.append
+        for key in keys:
+            if reuse is not None:
+                reuse.looked_up(key, req_context)
+            block = get(key)
+            if block is None:
+                answer(False)
+                break
+            answer(True if block.pins >= 0 else None)
+        return answers
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self._policy.touch(keys)
+
+    # --------------------------------------------------------------------------------------------- loads
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        return CPULoadStoreSpec(self._pin(keys))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self._unpin(keys)
+
+    def _pin(self, keys: Collection[OffloadKey]) -> list[int]:
+        """Pins blocks, each of which must be ready, and returns their slots in order. A key given twice is pinned
+        twice. Asking for a block that is not ready is a bug of ours: ``AssertionError``, and nothing is pinned."""
+        get = self._get
+        slots: list[int] = []
+        newly_busy = 0
+        for key in keys:
+            block = get(key)
+            if block is None or block.pins < 0:
+                for slot in slots:
+                    self._slots[slot].pins -= 1
+                raise AssertionError(f"block {key.hex()} cannot be read: it is {'absent' if block is None else block}")
+            if block.pins == 0:
+                newly_busy += 1
+            block.pins += 1
+            slots.append(block.block_id)
+        self._num_read += newly_busy
+        return slots
+
+    def _unpin(self, keys: Collection[OffloadKey]) -> None:
+        """Gives back what ``_pin`` of these keys took. Keys forgotten by a reset are settled with their old block;
+        unknown ones are ignored."""
+        get, orphans = self._get, self._orphans.reads
+        newly_idle = 0
+        for key in keys:
+            block = get(key)
+            if orphans and key in orphans:
+                self._unpin_ambiguous(key, block)
+            elif block is not None:
+                pins = block.pins - 1
+                assert pins >= 0, f"block {key.hex()} is given back more often than it was pinned"
+                block.pins = pins
+                if pins == 0:
+                    newly_idle += 1
+        self._num_read -= newly_idle
+        self._policy.released(keys)
+
+    def _unpin_ambiguous(self, key: OffloadKey, block: BlockStatus | None) -> None:
+        begun_since = max(block.pins, 0) if block is not None else 0
+        debt = self._orphans.reads[key]
+        if not debt.settles(begun_since):
+            return
+        del self._orphans.reads[key]
+        self._num_read -= len(debt.slots)
+        self._give_back(debt.slots)
+        if block is not None and begun_since:
+            block.pins = 0
+            self._num_read -= 1
+
+    # -------------------------------------------------------------------------------------------- stores
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        if self._filter is None:
+            wanted = keys
+        else:
+            # Counted even if there is no room below: the request did ask.
+            wanted = self._filter.offered(keys, req_context)
+        reserved = self._reserve(wanted, keys if wanted is not keys else _NOBODY)
+        if reserved is None:
+            self._refused += 1
+        elif wanted is not keys and len(wanted) != len(keys):
+            admitted = set(wanted)
+            self._filtered += sum(key not in admitted and self._get(key) is None for key in set(keys))
+        return reserved
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        if self._orphans.writes:
+            keys, failed = self._settle_ambiguous(keys, success)
+            self._abandon(failed)
+        if success:
+            self._publish(keys)
+        else:
+            self._abandon(keys)
+
+    def _reserve(
+        self, keys: Collection[OffloadKey], protected: Collection[OffloadKey] = _NOBODY
+    ) -> PrepareStoreOutput | None:
+        """Puts those of ``keys`` that are absent in flight, each in a slot of its own, in the order of ``keys``.
+
+        Evicts for it what the policy gives up, but none of ``keys`` or ``protected``. ``None``: not enough idle
+        blocks, and nothing was changed. Stepping over a protected block costs time on every call, so what stays
+        protected for long is better pinned, or touched, which takes it out of the way.
+        """
+        get = self._get
+        missing = [key for key in keys if get(key) is None]
+        if not missing:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        if len(missing) > 1 and len(set(missing)) != len(missing):
+            missing = list(dict.fromkeys(missing))
+        num_victims = len(missing) - self.num_free_blocks
+        shield: Collection[OffloadKey] = _NOBODY
+        if num_victims > 0:
+            if len(missing) > self.num_blocks:
+                return None
+            if protected or len(missing) != len(keys):
+                shield = {*keys, *protected}
+        arrivals = missing[::-1]  # tail first, so that the head is the most recent and outlives it
+        victims = self._policy.make_room(arrivals, max(num_victims, 0), shield)
+        if victims is None:
+            return None
+        assert len(victims) == max(num_victims, 0), "the policy gave up another number of blocks than was asked"
+        evicted: list[OffloadKey] = []
+        if victims:
+            evicted = [key for key, _ in victims]
+            self._free += [block for _, block in victims]
+            self._evicted += len(evicted)
+            self._tell(evicted, removed=True)
+        blocks = self._take_slots(len(missing))
+        insert = self._policy.insert
+        for key, block in zip(arrivals, reversed(blocks)):
+            block.key = key
+            block.pins = _IN_FLIGHT
+            insert(key, block)
+        self._num_in_flight += len(blocks)
+        return PrepareStoreOutput(missing, CPULoadStoreSpec([block.block_id for block in blocks]), evicted)
+
+    def _publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Those of ``keys`` that are in flight become ready, and are returned."""
+        get = self._get
+        ready: list[OffloadKey] = []
+        for key in keys:
+            block = get(key)
+            if block is not None and block.pins < 0:
+                block.pins = 0
+                ready.append(key)
+        self._num_in_flight -= len(ready)
+        self._stored += len(ready)
+        self._policy.released(ready)
+        self._tell(ready, removed=False)
+        return ready
+
+    def _abandon(self, keys: Iterable[OffloadKey]) -> None:
+        """Those of ``keys`` that are in flight vanish, and their slots are free."""
+        freed: list[BlockStatus] = []
+        for key in keys:
+            block = self._get(key)
+            if block is not None and block.pins < 0:
+                self._policy.remove(key)
+                freed.append(block)
+        self._num_in_flight -= len(freed)
+        freed.reverse()
+        self._give_back(freed)
+
+    def _settle_ambiguous(
+        self, keys: Collection[OffloadKey], success: bool
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """(keys whose completion means what it says, keys whose new block is lost with the old one's failure)."""
+        clear: list[OffloadKey] = []
+        lost: list[OffloadKey] = []
+        for key in keys:
+            debt = self._orphans.writes.get(key)
+            if debt is None:
+                clear.append(key)
+                continue
+            block = self._get(key)
+            begun_since = block is not None and block.pins < 0
+            if debt.settles(int(begun_since), success):
+                del self._orphans.writes[key]
+                self._num_in_flight -= len(debt.slots)
+                self._give_back(debt.slots)
+                if begun_since:
+                    (lost if debt.failed else clear).append(key)
+        return clear, lost
+
+    # --------------------------------------------------------------------------------------------- slots
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Slots that hold nothing and that no transfer uses."""
+        return self.num_blocks - len(self._slots) + len(self._free)
+
+    @property
+    def num_in_flight_blocks(self) -> int:
+        """Slots that are being written, those of forgotten blocks included."""
+        return self._num_in_flight
+
+    @property
+    def num_busy_blocks(self) -> int:
+        """Slots that are being read or written: not evictable now."""
+        return self._num_in_flight + self._num_read
+
+    def _take_slots(self, n: int) -> list[BlockStatus]:
+        """``n`` slots: the lowest fresh ones first, then freed ones."""
+        first = len(self._slots)
+        blocks = [BlockStatus(slot) for slot in range(first, min(first + n, self.num_blocks))]
+        self._slots += blocks
+        if rest := n - len(blocks):
+            # From the end: a batch is freed tail first, so it comes back as a run of rising slots.
+            blocks += self._free[: -rest - 1 : -1]
+            del self._free[-rest:]
+        return blocks
+
+    def _give_back(self, blocks: Iterable[BlockStatus]) -> None:
+        for block in blocks:
+            block.key = None
+            block.pins = _IN_FLIGHT
+            self._free.append(block)
+
+    def reset_cache(self) -> None:
+        resident: list[OffloadKey] = []
+        idle: list[BlockStatus] = []
+        old = {id(block) for block in self._orphans.slots()}
+        for block in self._slots:
+            key = block.key
+            if key is None or id(block) in old:
+                continue
+            if block.pins >= 0:
+                resident.append(key)
+            if block.pins == 0:
+                idle.append(block)
+            else:
+                self._orphans.adopt(key, block)
+        self._policy.clear()
+        self._give_back(reversed(idle))
+        self._tell(resident, removed=True)
+
+    # ------------------------------------------------------------------------------------------- reports
+
+    def _tell(self, keys: list[OffloadKey], removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(list(keys), self.medium, removed))
+
+    def take_events(self) -> list[OffloadingEvent]:
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    def get_stats(self) -> Stats:
+        return {
+            ("primary_blocks",): self.num_blocks,
+            ("primary_blocks_used",): self.num_blocks - self.num_free_blocks,
+            ("primary_blocks_pinned",): self.num_busy_blocks,
+            ("primary_blocks_stored",): self._stored,
+            ("primary_blocks_evicted",): self._evicted,
+            ("primary_stores_refused",): self._refused,
+            ("reuse_filtered_blocks",): self._filtered,
+        }
+
+    def check_invariants(self) -> None:
+        """Recomputes the books from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
+        assert len(self._slots) <= self.num_blocks
+        assert [block.block_id for block in self._slots] == list(range(len(self._slots)))
+        free = {block.block_id for block in self._free}
+        orphans = {block.block_id for block in self._orphans.slots()}
+        owned = {block.block_id: block for block in self._slots if self._is_owner(block)}
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert len(orphans) == len(self._orphans.slots()), "a slot has two old owners"
+        assert len(free | orphans | owned.keys()) == len(free) + len(orphans) + len(owned), "a slot has two owners"
+        assert len(free) + len(orphans) + len(owned) == len(self._slots), "a slot is lost"
+        assert len(owned) == len(self._policy), "the policy tracks blocks that own no slot"
+        assert all(self._slots[slot].key is None for slot in free)
+        busy = [self._slots[slot] for slot in (*owned, *orphans) if self._slots[slot].pins != 0]
+        assert all(block.pins >= _IN_FLIGHT for block in busy), "negative pins"
+        assert self._num_in_flight == sum(block.pins < 0 for block in busy)
+        assert self._num_read == sum(block.pins > 0 for block in busy)
+        for kind in (self._orphans.reads, self._orphans.writes):
+            assert all(debt.slots and debt.begun >= len(debt.slots) for debt in kind.values())
+        self._policy.check_invariants()
+        if self._filter is not None:
+            self._filter.check_invariants()
+
+    def _is_owner(self, block: BlockStatus) -> bool:
+        return block.key is not None and self._get(block.key) is block

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Least recently used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import islice
+
+from kvoffload.base import OffloadKey
+from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
+from kvoffload.cpu.policies.order import RecencyOrder
+
+__all__ = ["LRUCachePolicy"]
+
+
+class LRUCachePolicy(CachePolicy):
+    """Evicts the idle block whose last use is longest ago."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        self.order = RecencyOrder()
+        self._blocks = self.order.blocks
+        self._parked = self.order.parked
+
+    def __repr__(self) -> str:
+        return f"LRUCachePolicy({len(self)} blocks)"
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        block = self._blocks.get(key)
+        if block is None and self._parked:
+            return self.order.get(key)
+        return block
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        self._blocks[key] = block
+
+    def remove(self, key: OffloadKey) -> BlockStatus | None:
+        return self.order.pop(key)
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        blocks, parked = self._blocks, self._parked
+        move_to_end = blocks.move_to_end
+        for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
+            if key in blocks:
+                move_to_end(key)
+            elif parked and key in parked:
+                blocks[key] = parked.pop(key).block
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
+        sweep = self.order.sweep(protected)
+        victims = list(islice(sweep, n))
+        if len(victims) < n:
+            sweep.give_up(len(victims))
+            return None
+        sweep.take(victims)
+        return victims
+
+    def clear(self) -> None:
+        self.order.clear()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def released(self, keys: Iterable[OffloadKey]) -> None:
+        if self._parked:
+            self.order.released(keys)
+
+    def check_invariants(self) -> None:
+        self.order.check_invariants()
