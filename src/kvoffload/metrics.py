@@ -87,6 +87,7 @@ METRICS: dict[str, Metric] = _table(
         Metric("promotions", _C, "Blocks brought up from secondary tiers, by outcome.", ("outcome",)),
         Metric("promotions_refused", _C, "Promotions not begun, by reason.", ("reason",)),
         Metric("lookups_out_of_patience", _C, "Answers that became a miss because the request waited too long."),
+        Metric("cascades", _C, "Blocks sent down to secondary tiers, by outcome.", ("outcome",)),
         Metric("cascades_parked", _G, "Request-level blocks waiting to become ready before their cascade."),
     ]
 )

@@ -14,6 +14,7 @@ from kvoffload.base import (
     RequestOffloadingContext,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.either import Either
 from kvoffload.cpu.orphans import Orphans
 from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy
 from kvoffload.cpu.reuse import ReuseFilter
@@ -174,7 +175,7 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             # Counted even if there is no room below: the request did ask.
             wanted = self._filter.offered(keys, req_context)
-        reserved = self._reserve(wanted, keys if wanted is not keys else _NOBODY)
+        reserved = self._reserve(wanted, set(keys) if wanted is not keys else _NOBODY)
         if reserved is None:
             self._refused += 1
         elif wanted is not keys and len(wanted) != len(keys):
@@ -198,9 +199,9 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Puts those of ``keys`` that are absent in flight, each in a slot of its own, in the order of ``keys``.
 
-        Evicts for it what the policy gives up, but none of ``keys`` or ``protected``. ``None``: not enough idle
-        blocks, and nothing was changed. Stepping over a protected block costs time on every call, so what stays
-        protected for long is better pinned, or touched, which takes it out of the way.
+        Evicts for it what the policy gives up, but none of ``keys`` or ``protected`` (which answers ``in`` in O(1)).
+        ``None``: not enough idle blocks, and nothing was changed. Stepping over a protected block costs time on every
+        call, so what stays protected for long is better pinned, or touched, which takes it out of the way.
         """
         get = self._get
         missing = [key for key in keys if get(key) is None]
@@ -213,8 +214,8 @@ class CPUOffloadingManager(OffloadingManager):
         if num_victims > 0:
             if len(missing) > self.num_blocks:
                 return None
-            if protected or len(missing) != len(keys):
-                shield = {*keys, *protected}
+            # ``protected`` may be large and live, so it is never copied; what is missing need not be protected.
+            shield = protected if len(missing) == len(keys) else Either(set(keys), protected)
         arrivals = missing[::-1]  # tail first, so that the head is the most recent and outlives it
         victims = self._policy.make_room(arrivals, max(num_victims, 0), shield)
         if victims is None:

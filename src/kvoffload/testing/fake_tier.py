@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A secondary tier with real bytes whose every trouble is planned by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from kvoffload.base import (
+    OffloadingEvent,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+__all__ = ["FakeTier", "TierCall"]
+
+
+class TierCall(NamedTuple):
+    """One call the tier received: its name, the request's id, the keys and the job, where there are any."""
+
+    name: str
+    req_id: str | None
+    keys: tuple[OffloadKey, ...] = ()
+    job_id: int | None = None
+
+
+class FakeTier(SecondaryTierManager):
+    """Holds blocks in a dict and copies real bytes to and from the primary tier's memory. No threads.
+
+    Jobs wait in ``jobs`` until the test ends them: ``finish(...)`` copies and tells, all or some, with or without
+    success; ``tear=True`` writes garbage into the slots of a load first, as a broken read does. With
+    ``at_once=True`` every job ends well within its submit. ``answers`` overrides ``lookup`` for single keys
+    (``None``: never found out). ``capacity`` drops the blocks written longest ago. ``log`` has every call that
+    concerns a request, in order.
+    """
+
+    def __init__(
+        self,
+        primary_kv_view: memoryview,
+        tier_type: str = "fake",
+        *,
+        policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
+        at_once: bool = False,
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__(primary_kv_view, tier_type)
+        self.policy = policy
+        self.at_once = at_once
+        self.capacity = capacity
+        self.blocks: dict[OffloadKey, bytes] = {}
+        self.answers: dict[OffloadKey, bool | None] = {}
+        self.jobs: dict[int, JobMetadata] = {}
+        self.log: list[TierCall] = []
+        self.is_shut_down = False
+        self._results: list[JobResult] = []
+        self._events: list[OffloadingEvent] = []
+
+    def __repr__(self) -> str:
+        return f"FakeTier({self.tier_type!r}, blocks={len(self.blocks)}, jobs={list(self.jobs)})"
+
+    # What the test does.
+
+    def put(self, keys: Iterable[OffloadKey], blocks: Iterable[bytes]) -> None:
+        """Places blocks in the tier as if an earlier process had stored them."""
+        self.blocks.update(zip(keys, blocks, strict=True))
+
+    def finish(
+        self,
+        job_ids: Iterable[int] | None = None,
+        *,
+        success: bool = True,
+        lose: Collection[OffloadKey] = (),
+        tear: bool = False,
+    ) -> list[int]:
+        """Ends jobs (all of them by default) in the given order.
+
+        Without ``success`` nothing is copied; the keys in ``lose`` fail alone, as do loads of blocks that are not
+        here. ``tear`` scribbles over the slots of whatever load fails.
+        """
+        ended = list(self.jobs) if job_ids is None else list(job_ids)
+        for job_id in ended:
+            job = self.jobs.pop(job_id)
+            doomed = set(job.keys) if not success else set(lose) & set(job.keys)
+            if job.is_promotion:
+                doomed |= {key for key in job.keys if key not in self.blocks}
+            self._copy(job, doomed, tear)
+            partial = doomed and doomed != set(job.keys)
+            good = tuple(key for key in job.keys if key not in doomed)
+            self._results.append(JobResult(job_id, not doomed, good if partial else None))
+        return ended
+
+    def calls(self, name: str) -> list[TierCall]:
+        """The calls of one method, in order."""
+        return [call for call in self.log if call.name == name]
+
+    # The tier itself.
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if key in self.answers:
+            return self.answers[key]
+        return key in self.blocks
+
+    def submit_store(self, job: JobMetadata) -> None:
+        assert not job.is_promotion
+        self._submit("submit_store", job)
+
+    def submit_load(self, job: JobMetadata) -> None:
+        assert job.is_promotion
+        self._submit("submit_load", job)
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        results, self._results = self._results, []
+        return results
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.log.append(TierCall("on_new_request", req_context.req_id))
+        return RequestOffloadingContext(self.policy)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.log.append(TierCall("on_request_finished", req_context.req_id))
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.log.append(TierCall("touch", req_context.req_id if req_context else None, tuple(keys)))
+
+    def has_pending_work(self) -> bool:
+        return bool(self.jobs or self._results)
+
+    def drain_jobs(self) -> None:
+        self.finish()
+
+    def take_events(self) -> Sequence[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def shutdown(self) -> None:
+        if not self.is_shut_down:
+            self.drain_jobs()
+            self.is_shut_down = True
+
+    def _submit(self, name: str, job: JobMetadata) -> None:
+        assert len(job.keys) == len(job.block_ids) > 0
+        assert not self.is_shut_down
+        self.log.append(TierCall(name, job.req_context.req_id, tuple(job.keys), job.job_id))
+        self.jobs[job.job_id] = job
+        if self.at_once:
+            self.finish([job.job_id])
+
+    def _copy(self, job: JobMetadata, doomed: set[OffloadKey], tear: bool) -> None:
+        size = self.block_bytes
+        flat = self.primary_kv_view.cast("B") if self.primary_kv_view.c_contiguous else None
+        assert flat is not None, "FakeTier needs primary memory without gaps between rows"
+        for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True):
+            row = flat[slot * size : (slot + 1) * size]
+            if key in doomed:
+                if tear and job.is_promotion:
+                    row[: size // 2 or 1] = b"\xa5" * (size // 2 or 1)
+            elif job.is_promotion:
+                row[:] = self.blocks[key]
+            else:
+                self._keep(key, bytes(row))
+
+    def _keep(self, key: OffloadKey, block: bytes) -> None:
+        if key not in self.blocks:
+            self._events.append(OffloadingEvent([key], self.tier_type, removed=False))
+        self.blocks[key] = block
+        while self.capacity is not None and len(self.blocks) > self.capacity:
+            oldest = next(iter(self.blocks))
+            del self.blocks[oldest]
+            self._events.append(OffloadingEvent([oldest], self.tier_type, removed=True))

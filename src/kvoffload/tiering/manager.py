@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control plane of tiering: one primary tier, any number of tiers below it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvoffload.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from kvoffload.metrics import Stats, add_stats
+from kvoffload.tiering.base import SecondaryTierManager
+from kvoffload.tiering.cascades import Cascades
+from kvoffload.tiering.claims import Claims
+from kvoffload.tiering.guard import GuardedTier
+from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.promotions import Promotions
+from kvoffload.tiering.requests import RequestState
+from kvoffload.tiering.transfers import EndedJob, Transfers
+
+__all__ = ["TieringOffloadingManager"]
+
+
+class TieringOffloadingManager(OffloadingManager):
+    """Keeps blocks in host memory and in the tiers below it, and brings them back up. All bytes pass through the
+    primary tier; every call is on the scheduler's thread and does no I/O.
+
+    The eight laws (``docs/design/0006-tiering.md``) in a line: what is stored goes down to every tier; a miss that a
+    tier can serve comes up once, whoever asks; tiers that want whole requests get them; a tier hears of a request's
+    end after its last job; a failed promotion is a miss; nobody waits longer than ``max_wait_s``; what a waiting
+    request was told stays until it loads; slots under I/O are nobody else's.
+
+    ``claim_share`` and ``promotion_share`` (of the primary tier's blocks) bound what one waiting request, and all
+    of them, may hold back from eviction. ``clock`` gives seconds and never goes back.
+
+    A context that was never announced by ``on_new_request`` is taken as a new block-level request.
+    """
+
+    def __init__(
+        self,
+        primary_tier: CPUPrimaryTierOffloadingManager,
+        secondary_tiers: Sequence[SecondaryTierManager] | None = None,
+        *,
+        max_wait_s: float = 10.0,
+        claim_share: float = 0.75,
+        promotion_share: float = 0.75,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.primary_tier = primary_tier
+        self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
+        self._tiers = tuple(GuardedTier(index, tier) for index, tier in enumerate(self.secondary_tiers))
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share)
+        primary_tier.spared = self._claims
+        self._transfers = Transfers()
+        self._promotions = Promotions(primary_tier, self._claims, self._transfers)
+        self._cascades = Cascades(primary_tier, self._transfers)
+        self._requests: dict[str, RequestState] = {}
+        # In the order their waits began, so that the longest waits are in front.
+        self._waiting: dict[int, RequestState] = {}
+        self._storing: dict[OffloadKey, RequestState] = {}
+        self._step = 0
+        self._patience_ran_out = 0
+
+    def __repr__(self) -> str:
+        names = [tier.name for tier in self._tiers]
+        return f"TieringOffloadingManager({self.primary_tier!r}, tiers={names}, jobs={len(self._transfers)})"
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.primary_tier.on_new_request(req_context)
+        request = self._request(req_context)
+        # Every tier is asked, and only those that want the whole request are remembered.
+        wanting = [tier for tier in self._tiers if tier.wants_whole_request(req_context)]
+        request.whole_request_tiers = tuple(wanting)
+        return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if wanting else OffloadPolicy.BLOCK_LEVEL)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.primary_tier.on_request_finished(req_context)
+        request = self._requests.pop(req_context.req_id, None)
+        if request is None:
+            return  # told already, or never heard of: a tier hears of an end once, after a beginning
+        self._promotions.submit(request)
+        self._stop_waiting(request)
+        request.finished = True
+        self._finalize(request)
+
+    # -------------------------------------------------------------------------------------------------- reading
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        answer = self.primary_tier.lookup(key, req_context)
+        if not self._tiers:
+            return answer
+        request = self._request(req_context)
+        if answer is None and key in self._promotions and self._poll():
+            answer = self._peek(key)
+        if answer is True:
+            self._tell(request, key)
+            return True
+        if request.has_waited_enough(now := self._clock()):
+            self._out_of_patience(request)
+            self._patience_ran_out += 1
+            return False
+        if answer is None:
+            self._wait(request, now)
+            self._claims.claim(request, key)
+            return None
+        return self._ask_tiers(request, key, now)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        spec = self.primary_tier.prepare_load(keys, req_context)
+        # Pinned now: the claims have served.
+        self._stop_waiting(self._request(req_context))
+        return spec
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.primary_tier.complete_load(keys, req_context)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.primary_tier.touch(keys, req_context)
+        for tier in self._tiers:
+            tier.touch(keys, req_context)
+
+    # -------------------------------------------------------------------------------------------------- writing
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        request = self._request(req_context)
+        self._poll()
+        self._stop_waiting(request)  # it runs
+        keys = list(keys)
+        output = self.primary_tier.prepare_store(keys, req_context)
+        if output is None:
+            return None
+        for key in output.keys_to_store:
+            self._storing[key] = request
+        request.stores_in_flight += len(output.keys_to_store)
+        if request.whole_request_tiers:
+            # What this very request is writing goes down when it is complete, in its name.
+            others = [key for key in dict.fromkeys(keys) if self._storing.get(key) is not request]
+            self._cascades.send_or_park(request, others)
+        return output
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        keys = list(keys)
+        self.primary_tier.complete_store(keys, req_context, success)
+        written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
+        for key in keys:
+            block = self.primary_tier.peek(key)
+            if block is not None and not block.is_ready:
+                continue  # a store from before a reset has completed, and one from after it has not
+            request = self._storing.pop(key, None)
+            if request is None:
+                continue  # begun before a reset: it published nothing
+            request.stores_in_flight -= 1
+            ready = written.setdefault(id(request), (request, []))[1]
+            if block is not None:
+                ready.append(key)
+        for request, ready in written.values():
+            self._cascades.send(self._tiers, ready, request.context)
+        moved = self._cascades.settle(keys)
+        for request in (*(request for request, _ in written.values()), *moved):
+            self._finalize(request)
+
+    # ----------------------------------------------------------------------------------------------------- steps
+
+    def on_schedule_end(self) -> None:
+        self._poll()
+        self._expire_waits()
+        self._promotions.submit()
+        if self._cascades.has_parked:
+            for request in self._cascades.settle():
+                self._finalize(request)
+        for tier in self._tiers:
+            tier.on_schedule_end()
+        self._step += 1
+
+    def has_pending_work(self) -> bool:
+        return (
+            bool(self._transfers)
+            or self._promotions.has_queued
+            or self._cascades.has_parked
+            or any(tier.has_pending_work() for tier in self._tiers)
+        )
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        yield from self.primary_tier.take_events()
+        for tier in self._tiers:
+            yield from tier.events()
+
+    def reset_cache(self) -> None:
+        """Forgets every block of the primary tier; what the tiers below hold stays there.
+
+        Tiers are drained first. A tier that does not come to an end in its own time does not hold this up: the
+        slots its jobs may still touch stay reserved until they do end.
+        """
+        for tier in self._tiers:
+            tier.drain_jobs()
+        self._poll()
+        for request in list(self._waiting.values()):
+            self._stop_waiting(request)
+        self._promotions.forget()
+        self._transfers.abandon()
+        self._claims.clear()
+        touched = self._cascades.forget_parked()
+        for request in self._storing.values():
+            request.stores_in_flight = 0
+            touched.append(request)
+        self._storing.clear()
+        self.primary_tier.reset_cache()
+        for request in touched:
+            self._finalize(request)
+
+    def get_stats(self) -> Stats:
+        own: Stats = {("lookups_out_of_patience",): self._patience_ran_out}
+        own |= {("promotions", outcome): count for outcome, count in self._promotions.outcomes.items()}
+        own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
+        own |= {("cascades", outcome): count for outcome, count in self._cascades.stats.items()}
+        own[("cascades_parked",)] = self._cascades.num_parked
+        return add_stats([self.primary_tier.get_stats(), own, *(tier.stats() for tier in self._tiers)])
+
+    def shutdown(self) -> None:
+        for tier in self._tiers:
+            tier.shutdown()
+        self.primary_tier.shutdown()
+
+    def check_invariants(self) -> None:
+        """Recomputes every book from scratch. For tests: O(everything)."""
+        self.primary_tier.check_invariants()
+        self._promotions.check_invariants()
+        self._cascades.check_invariants()
+        ending = {id(request): request for request in self._storing.values()}
+        requests = {id(request): request for request in self._requests.values()} | ending
+        for request in requests.values():
+            assert request.stores_in_flight == sum(storing is request for storing in self._storing.values())
+            assert (request.waiting_since is not None) == (id(request) in self._waiting)
+        assert self._waiting.keys() <= requests.keys()
+        for key in self._storing:
+            block = self.primary_tier.peek(key)
+            assert block is not None
+            assert not block.is_ready
+            assert key not in self._promotions
+        self._claims.check_invariants(list(requests.values()), set(self._promotions))
+
+    # ---------------------------------------------------------------------------------------------- lookups below
+
+    def _ask_tiers(self, request: RequestState, key: OffloadKey, now_s: float) -> bool | None:
+        """Answers for a block that the primary tier does not have: the first tier that has it brings it up."""
+        if key in request.failed or key in request.promoted:
+            return False
+        being_found_out = False
+        for tier in self._tiers:
+            found = tier.lookup(key, request.context)
+            if found:
+                return self._promote(request, key, tier, now_s)
+            being_found_out |= found is None
+        if not being_found_out:
+            return False
+        self._wait(request, now_s)
+        return None
+
+    def _promote(self, request: RequestState, key: OffloadKey, tier: GuardedTier, now_s: float) -> bool | None:
+        was_waiting = request.waiting_since is not None
+        self._wait(request, now_s)  # first: what it was told so far must not make room for this block
+        if self._promotions.begin(request, key, tier):
+            return None
+        if not was_waiting:
+            self._stop_waiting(request)
+        return False
+
+    # ----------------------------------------------------------------------------------------------------- waits
+
+    def _request(self, req_context: ReqContext) -> RequestState:
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            request = self._requests[req_context.req_id] = RequestState(req_context, self._max_wait_s)
+        return request
+
+    def _tell(self, request: RequestState, key: OffloadKey) -> None:
+        """``request`` is told that ``key`` is ready: a claim if it waits, else remembered in case it will."""
+        if request.waiting_since is None:
+            request.remember_told(key, self._step)
+        else:
+            self._claims.claim(request, key)
+
+    def _peek(self, key: OffloadKey) -> bool | None:
+        block = self.primary_tier.peek(key)
+        return False if block is None else True if block.is_ready else None
+
+    def _wait(self, request: RequestState, now_s: float) -> None:
+        if request.waiting_since is not None:
+            return
+        request.waiting_since = now_s
+        self._waiting[id(request)] = request
+        if request.told_step == self._step:
+            for key in request.told:
+                self._claims.claim(request, key)
+        request.told.clear()
+
+    def _stop_waiting(self, request: RequestState) -> None:
+        request.told.clear()
+        if request.waiting_since is None:
+            return
+        request.patience_s -= self._clock() - request.waiting_since
+        request.waiting_since = None
+        request.promoted.clear()
+        del self._waiting[id(request)]
+        self._claims.release(request)
+
+    def _out_of_patience(self, request: RequestState) -> None:
+        self._stop_waiting(request)
+        request.patience_s = 0.0
+
+    def _expire_waits(self) -> None:
+        """Ends the waits that nobody comes back for, so that their claims end too."""
+        while self._waiting:
+            longest = next(iter(self._waiting.values()))
+            if not longest.has_waited_enough(self._clock()):
+                return
+            self._out_of_patience(longest)
+
+    # ------------------------------------------------------------------------------------------------- job ends
+
+    def _poll(self) -> bool:
+        """Hears which jobs have ended; whether any had."""
+        ended = self._transfers.ended()
+        if not ended:
+            return False
+        for job in ended:
+            self._end(job)
+        for request in self._cascades.settle():
+            self._finalize(request)
+        return True
+
+    def _end(self, ended: EndedJob) -> None:
+        if ended.job.is_promotion:
+            self._promotions.ended(ended)
+        else:
+            self._cascades.ended(ended)
+
+    def _finalize(self, request: RequestState) -> None:
+        """Tells the tiers of the request's end, if it has ended and nothing can be submitted for it any more."""
+        if not request.finished or request.may_still_submit:
+            return
+        request.finished = False  # told once
+        for tier in self._tiers:
+            tier.on_request_finished(request.context)

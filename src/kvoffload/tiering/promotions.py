@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks on their way up, from a secondary tier into the primary one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvoffload.base import OffloadKey
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.tiering.claims import Claims
+from kvoffload.tiering.guard import GuardedTier
+from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.requests import RequestState
+from kvoffload.tiering.transfers import EndedJob, Transfers
+
+__all__ = ["Promotions"]
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """The loads of one step for one (tier, request)."""
+
+    tier: GuardedTier
+    request: RequestState
+    slots: dict[OffloadKey, int] = field(default_factory=dict)
+
+
+class Promotions:
+    """Reserves a primary slot per block at once, gathers a step's loads into batches, and publishes what arrives.
+
+    A slot stays reserved until the tier has told the end of its job, whoever still wants the block: memory that a
+    late read may write to is never reused.
+    """
+
+    def __init__(self, primary: CPUPrimaryTierOffloadingManager, claims: Claims, transfers: Transfers) -> None:
+        self._primary = primary
+        self._claims = claims
+        self._transfers = transfers
+        self._queue: dict[tuple[int, int], _Batch] = {}
+        self._wanted_by: dict[OffloadKey, RequestState] = {}
+        self._placed_since_touch = 0
+        self.refused: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Promotions(in_flight={len(self._wanted_by)}, batches_queued={len(self._queue)})"
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._wanted_by
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._wanted_by)
+
+    def __len__(self) -> int:
+        return len(self._wanted_by)
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._queue)
+
+    def begin(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool:
+        """Reserves a slot for ``key`` and queues its load; ``False``, counted by reason, if that may not be."""
+        reason = self._claims.refusal(request)
+        slot = None if reason else self._reserve(request, key)
+        if slot is None:
+            self.refused[reason or "no_room"] += 1
+            return False
+        self._claims.promotion_begun(request, key)
+        self._wanted_by[key] = request
+        request.promoted.add(key)
+        batch = self._queue.setdefault((tier.index, id(request)), _Batch(tier, request))
+        batch.slots[key] = slot
+        return True
+
+    def submit(self, request: RequestState | None = None) -> None:
+        """Submits what is queued, for all requests or one of them."""
+        if not self._queue:
+            return
+        due = [place for place, batch in self._queue.items() if request is None or batch.request is request]
+        for place in due:
+            batch = self._queue.pop(place)
+            refused = self._transfers.submit(
+                batch.tier,
+                list(batch.slots),
+                list(batch.slots.values()),
+                batch.request.context,
+                is_promotion=True,
+            )
+            if refused is not None:
+                self.ended(refused)
+
+    def ended(self, job: EndedJob) -> None:
+        """Publishes what arrived. The rest is a miss, for good, for each request that waited for it."""
+        self.outcomes["ok"] += len(job.succeeded)
+        self.outcomes["failed"] += len(job.failed)
+        if job.succeeded:
+            self._primary.complete_write(job.succeeded, job.job.req_context)
+        if job.failed:
+            self._primary.complete_write(job.failed, job.job.req_context, success=False)
+        if job.is_stale:
+            return  # all but its slots was forgotten
+        for key in job.succeeded:
+            del self._wanted_by[key]
+            self._claims.promotion_ended(key, success=True)
+        for key in job.failed:
+            self._wanted_by.pop(key).failed.add(key)
+            for waiter in self._claims.promotion_ended(key, success=False):
+                waiter.failed.add(key)
+
+    def forget(self) -> None:
+        """After a reset: nobody waits any more, and what is queued is not begun. The primary tier has forgotten the
+        blocks; the slots of jobs in flight are given back when those end."""
+        for batch in self._queue.values():
+            self._primary.complete_write(list(batch.slots), batch.request.context, success=False)
+        self._queue.clear()
+        self._wanted_by.clear()
+
+    def check_invariants(self) -> None:
+        """Every promotion is queued or in a job, once, and its slot is reserved and nobody else's."""
+        moving = [(key, slot) for batch in self._queue.values() for key, slot in batch.slots.items()]
+        for job in self._transfers:
+            if job.is_promotion and not self._transfers.is_stale(job):
+                moving += zip(job.keys, job.block_ids.tolist(), strict=True)
+        assert len(moving) == len(self._wanted_by)
+        assert {key for key, _ in moving} == set(self._wanted_by)
+        for key, slot in moving:
+            block = self._primary.peek(key)
+            assert block is not None
+            assert not block.is_ready
+            assert block.block_id == slot
+
+    def _reserve(self, request: RequestState, key: OffloadKey) -> int | None:
+        """A slot for ``key``, taken from blocks that nobody waits for."""
+        # What is held goes to the safe end of the policy's order first, or each eviction would step over it again:
+        # when it becomes held, and again when a good part of the tier was replaced since.
+        held = self._claims.take_fresh()
+        self._placed_since_touch += 1
+        if self._placed_since_touch > self._primary.num_blocks // 4:
+            self._placed_since_touch, held = 0, list(self._claims)
+        if held and not self._primary.num_free_blocks:
+            self._primary.touch(held)
+        place = self._primary.prepare_write([key], request.context)
+        if place is None:
+            return None
+        assert isinstance(place.store_spec, CPULoadStoreSpec)
+        return int(place.store_spec.block_ids[0])

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws 2, 5 and 6: what comes up, what becomes of what does not, and how long anybody waits."""
+
+from __future__ import annotations
+
+import pytest
+from tests.tiering.rig import Rig, keys, prefix
+
+from kvoffload.base import OffloadPolicy
+
+BLOCK = OffloadPolicy.BLOCK_LEVEL
+
+
+# ---------------------------------------------------------------------------------------------------- 2 promotion
+
+
+def test_a_miss_comes_up_from_the_first_tier_that_has_it() -> None:
+    rig = Rig(policies=(BLOCK, BLOCK, BLOCK))
+    rig.below(keys(0), tier=1)
+    rig.below(keys(0), tier=2)
+    request = rig.start("r")
+    assert rig.ask(keys(0), request) == [None]
+    rig.step()
+    assert [len(tier.calls("submit_load")) for tier in rig.tiers] == [0, 1, 0]
+    rig.finish()
+    assert rig.ask(keys(0), request) == [True]
+    rig.load(keys(0), request)
+
+
+def test_loads_of_a_step_are_one_batch_per_tier_and_request() -> None:
+    rig = Rig(num_blocks=16, policies=(BLOCK, BLOCK))
+    rig.below(keys(0, 1, 4), tier=0)
+    rig.below(keys(2, 3), tier=1)
+    one, two = rig.start("one"), rig.start("two")
+    assert rig.ask(keys(0, 1, 2, 3), one) == [None] * 4
+    assert rig.ask(keys(4), two) == [None]
+    assert not any(tier.jobs for tier in rig.tiers), "nothing goes out before the step ends"
+    assert rig.manager.has_pending_work()
+    rig.step()
+    calls = [[(call.req_id, list(call.keys)) for call in tier.calls("submit_load")] for tier in rig.tiers]
+    assert calls == [[("one", keys(0, 1)), ("two", keys(4))], [("one", keys(2, 3))]]
+    assert all(job.is_promotion for tier in rig.tiers for job in tier.jobs.values())
+
+
+def test_nobody_promotes_a_block_twice() -> None:
+    rig = Rig()
+    rig.below(keys(0))
+    one, two = rig.start("one"), rig.start("two")
+    assert rig.ask(keys(0), one) == [None]
+    assert rig.ask(keys(0), two) == [None]
+    assert rig.ask(keys(0), one) == [None]
+    rig.step()
+    assert rig.ask(keys(0), two) == [None]
+    rig.step()
+    assert len(rig.tier.calls("submit_load")) == 1
+
+
+def test_no_slot_to_be_had_is_a_miss() -> None:
+    rig = Rig(num_blocks=2)
+    rig.below(keys(0))
+    rig.write(prefix(2, of="q"), rig.start("writer"))  # both slots are being written
+    request = rig.start("r")
+    assert rig.ask(keys(0), request) == [False]
+    rig.step()
+    assert not rig.tier.jobs
+    assert rig.manager.get_stats()["promotions_refused", "no_room"] == 1
+
+
+def test_a_tier_that_must_find_out_defers_and_another_may_answer_first() -> None:
+    rig = Rig(policies=(BLOCK, BLOCK))
+    request = rig.start("r")
+    (key,) = keys(0)
+    rig.tiers[0].answers[key] = None
+    assert rig.ask([key], request) == [None]
+    rig.below([key], tier=1)
+    assert rig.ask([key], request) == [None]
+    rig.finish()
+    rig.finish()
+    assert rig.ask([key], request) == [True]
+
+
+def test_a_tier_that_answers_no_after_finding_out_is_a_miss() -> None:
+    rig = Rig()
+    request = rig.start("r")
+    (key,) = keys(0)
+    rig.tier.answers[key] = None
+    assert rig.ask([key], request) == [None]
+    rig.step()
+    rig.tier.answers[key] = False
+    assert rig.ask([key], request) == [False]
+
+
+def test_the_end_of_a_promotion_is_seen_within_the_step_it_happened_in() -> None:
+    rig = Rig()
+    rig.below(keys(0))
+    request = rig.start("r")
+    assert rig.ask(keys(0), request) == [None]
+    rig.step()
+    assert rig.ask(keys(0), request) == [None]
+    rig.tier.finish()
+    assert rig.ask(keys(0), request) == [True]
+
+
+def test_promotion_goes_past_the_reuse_filter() -> None:
+    # The filter decides what is worth storing; what a tier has was worth it once.
+    rig = Rig(primary_options={"store_threshold": 3})
+    rig.below(prefix(2))
+    assert rig.wait_for_prefix(prefix(2), rig.start("r")) == 2
+
+
+def test_the_reuse_filter_keeps_what_was_seen_once_away_from_the_tiers() -> None:
+    rig = Rig(num_blocks=16, primary_options={"store_threshold": 2})
+    for req_id, expected in (("first", 0), ("second", 4)):
+        request = rig.start(req_id)
+        assert rig.ask(prefix(4), request) == [False]
+        rig.store(prefix(4), request)
+        assert sum(len(call.keys) for call in rig.tier.calls("submit_store")) == expected
+        rig.manager.on_request_finished(request)
+    assert rig.manager.get_stats()["reuse_filtered_blocks",] == 4
+
+
+def test_lookup_prefix_is_the_loop() -> None:
+    def story(rig: Rig) -> list[list[bool | None]]:
+        answers = []
+        rig.below(keys(2, 3, 5))
+        rig.store(keys(0, 1), rig.start("w"))
+        request = rig.start("r")
+        for _ in range(4):
+            if rig is looping:
+                found: list[bool | None] = []
+                for key in prefix(8):
+                    found.append(rig.manager.lookup(key, request))
+                    if found[-1] is False:
+                        break
+            else:
+                found = rig.manager.lookup_prefix(prefix(8), request)
+            answers.append(found)
+            rig.step()
+            rig.finish()
+        return answers
+
+    looping, batched = Rig(), Rig()
+    assert story(looping) == story(batched)
+    assert looping.tier.log == batched.tier.log
+    assert looping.manager.get_stats() == batched.manager.get_stats()
+
+
+def test_shared_prefix_waiters_are_all_answered_by_one_load() -> None:
+    rig = Rig(num_blocks=8)
+    rig.below(prefix(4))
+    requests = [rig.start(f"r{i}") for i in range(20)]
+    for request in requests:
+        assert rig.ask(prefix(4), request) == [None] * 4
+    rig.step()
+    rig.finish()
+    for request in requests:
+        assert rig.ask(prefix(4), request) == [True] * 4
+        rig.load(prefix(4), request)
+    assert len(rig.tier.calls("submit_load")) == 1
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_promotion_begun_for_an_aborted_request_serves_the_others(submitted: bool) -> None:
+    rig = Rig()
+    rig.below(prefix(3))
+    first, second = rig.start("first"), rig.start("second")
+    rig.ask(prefix(3), first)
+    rig.ask(prefix(3), second)
+    if submitted:
+        rig.step()
+    rig.manager.on_request_finished(first)
+    rig.manager.check_invariants()
+    rig.step()
+    rig.finish()
+    assert rig.ask(prefix(3), second) == [True] * 3
+    rig.load(prefix(3), second)
+    assert len(rig.tier.calls("submit_load")) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ 5 failure
+
+
+def test_a_failed_promotion_frees_its_slots_and_is_a_miss_for_good() -> None:
+    rig = Rig(num_blocks=4)
+    rig.below(prefix(3))
+    request = rig.start("r")
+    assert rig.ask(prefix(3), request) == [None] * 3
+    rig.step()
+    rig.finish(success=False, tear=True)
+    for _ in range(3):
+        assert rig.ask(prefix(3), request) == [False]
+        rig.step()
+    assert len(rig.tier.calls("submit_load")) == 1
+    assert rig.manager.get_stats()["promotions", "failed"] == 3
+    assert rig.manager.prepare_store(prefix(4, of="q"), request) is not None, "all four slots are free"
+
+
+def test_another_request_may_try_again() -> None:
+    rig = Rig()
+    rig.below(keys(0))
+    first = rig.start("first")
+    rig.ask(keys(0), first)
+    rig.step()
+    rig.finish(success=False)
+    assert rig.wait_for_prefix(keys(0), rig.start("second")) == 1
+
+
+def test_everybody_who_waited_for_a_failed_block_has_a_miss() -> None:
+    # Otherwise each of them would try the same bad block in turn.
+    rig = Rig()
+    rig.below(keys(0))
+    requests = [rig.start(f"r{i}") for i in range(5)]
+    for request in requests:
+        assert rig.ask(keys(0), request) == [None]
+    rig.step()
+    rig.finish(success=False)
+    for request in requests:
+        assert rig.ask(keys(0), request) == [False]
+
+
+def test_what_did_load_of_a_failed_batch_is_kept() -> None:
+    rig = Rig()
+    rig.below(prefix(4))
+    request = rig.start("r")
+    rig.ask(prefix(4), request)
+    rig.step()
+    rig.finish(lose=keys(2), tear=True)
+    assert rig.ask(prefix(4), request) == [True, True, False]
+    rig.load(prefix(2), request)
+    assert rig.ask(keys(3), request) == [True]
+    rig.load(keys(3), request)
+
+
+def test_a_tier_that_raises_is_a_tier_that_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(policies=(BLOCK, BLOCK))
+    rig.below(prefix(2), tier=1)
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("tier is gone")
+
+    for name in (
+        "lookup",
+        "submit_store",
+        "get_finished_jobs",
+        "on_new_request",
+        "on_request_finished",
+        "touch",
+        "on_schedule_end",
+        "has_pending_work",
+        "drain_jobs",
+        "take_events",
+        "get_stats",
+        "shutdown",
+    ):
+        monkeypatch.setattr(rig.tiers[0], name, broken)
+    request = rig.start("r")
+    rig.store(keys(7), request)
+    assert rig.wait_for_prefix(prefix(2), request) == 2
+    rig.manager.touch(prefix(2), request)
+    rig.load(prefix(2), request)
+    rig.manager.on_request_finished(request)
+    list(rig.manager.take_events())
+    rig.manager.get_stats()
+    rig.manager.reset_cache()
+    rig.manager.check_invariants()
+    rig.manager.shutdown()
+
+
+def test_a_load_that_the_tier_refuses_by_raising_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.below(keys(0))
+    request = rig.start("r")
+    rig.ask(keys(0), request)
+
+    def broken(job: object) -> None:
+        raise OSError("no such tier")
+
+    monkeypatch.setattr(rig.tier, "submit_load", broken)
+    rig.step()
+    assert rig.ask(keys(0), request) == [False]
+    assert not rig.manager.has_pending_work()
+
+
+def test_results_that_nobody_asked_for_are_ignored() -> None:
+    from kvoffload.tiering.base import JobResult
+
+    rig = Rig(policies=(BLOCK, BLOCK))
+    rig.below(keys(0))
+    request = rig.start("r")
+    rig.ask(keys(0), request)
+    rig.step()
+    (job_id,) = rig.tiers[0].jobs
+    rig.store(keys(5), request, finish=False)  # gives the other tier a job, so that it is asked at all
+    rig.tiers[1]._results += [JobResult(job_id, True), JobResult(10_000, True)]
+    rig.step()
+    assert rig.ask(keys(0), request) == [None], "only the tier that has the job can end it"
+    rig.finish()
+    assert rig.ask(keys(0), request) == [True]
+
+
+# ----------------------------------------------------------------------------------------------------- 6 patience
+
+
+def test_a_slow_promotion_becomes_a_miss_but_keeps_its_slot_until_it_ends() -> None:
+    rig = Rig(num_blocks=2, max_wait_s=5.0)
+    rig.below(keys(0))
+    request = rig.start("r")
+    assert rig.ask(keys(0), request) == [None]
+    rig.step()
+    rig.clock.advance(4.9)
+    assert rig.ask(keys(0), request) == [None]
+    rig.clock.advance(0.2)
+    assert rig.ask(keys(0), request) == [False]
+    assert rig.manager.get_stats()["lookups_out_of_patience",] == 1
+    assert rig.manager.prepare_store(prefix(2, of="q"), request) is None, "the late read may still write into it"
+    rig.manager.on_request_finished(request)
+    assert rig.manager.prepare_store(prefix(2, of="q"), request) is None
+    rig.finish()
+    assert rig.wait_for_prefix(keys(0), rig.start("next")) == 1, "it serves the next one"
+    assert len(rig.tier.calls("submit_load")) == 1
+
+
+def test_remote_lookups_are_waited_for_only_so_long() -> None:
+    rig = Rig(max_wait_s=5.0)
+    request = rig.start("r")
+    (key,) = keys(0)
+    rig.tier.answers[key] = None
+    assert rig.ask([key], request) == [None]
+    rig.clock.advance(5.0)
+    assert rig.ask([key], request) == [False]
+    rig.tier.answers[key] = True
+    assert rig.ask([key], request) == [False], "no new wait is begun"
+    assert rig.ask([key], rig.start("next")) == [None]
+
+
+def test_patience_is_one_budget_for_the_whole_request() -> None:
+    rig = Rig(num_blocks=8, max_wait_s=5.0)
+    rig.below(keys(0, 1))
+    request = rig.start("r")
+    assert rig.ask(keys(0), request) == [None]
+    rig.clock.advance(3.0)
+    rig.step()
+    rig.finish()
+    assert rig.ask(keys(0), request) == [True]
+    rig.load(keys(0), request)
+    rig.clock.advance(100.0)  # running costs no patience
+    assert rig.ask(keys(1), request) == [None]
+    rig.clock.advance(1.9)
+    assert rig.ask(keys(1), request) == [None]
+    rig.clock.advance(0.2)
+    assert rig.ask(keys(1), request) == [False]
+
+
+def test_ready_blocks_are_true_however_late_it_is() -> None:
+    rig = Rig(max_wait_s=5.0)
+    rig.below(keys(0, 1))
+    rig.store(keys(2), rig.start("w"))
+    request = rig.start("r")
+    rig.ask(keys(0), request)
+    rig.step()
+    rig.clock.advance(60.0)
+    rig.finish()
+    assert rig.ask(keys(0), request) == [True]
+    assert rig.ask(keys(2), request) == [True]
+    assert rig.ask(keys(1), request) == [False]
+
+
+def test_claims_of_a_request_nobody_asks_for_any_more_end_with_its_patience() -> None:
+    rig = Rig(num_blocks=4, max_wait_s=5.0, promotion_share=0.5)
+    rig.below(prefix(2))
+    rig.below(prefix(2, of="q"))
+    rig.ask(prefix(2), rig.start("forgotten"))
+    rig.step()
+    rig.finish()
+    assert rig.ask(prefix(2, of="q"), rig.start("early")) == [False]
+    rig.clock.advance(5.0)
+    rig.step()
+    assert rig.ask(prefix(2, of="q"), rig.start("late")) == [None, None]
+
+
+def test_no_patience_at_all_means_no_promotion() -> None:
+    rig = Rig(max_wait_s=0.0)
+    rig.below(keys(0))
+    assert rig.ask(keys(0), rig.start("r")) == [False]
+    rig.step()
+    assert not rig.tier.jobs
