@@ -1,1 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The protocol between an engine and the two planes. ``engine.py`` says what an engine must provide."""
+
+from __future__ import annotations
+
+from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
+from kvoffload.connector.guard import GuardedManager
+from kvoffload.connector.messages import ConnectorMeta, JobEnd, StepOutcome, TransferJob, WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
+from kvoffload.connector.worker import OffloadingConnectorWorker
+
+__all__ = [
+    "NO_BLOCK",
+    "BlockIds",
+    "ConnectorMeta",
+    "EngineRequest",
+    "EngineStep",
+    "GuardedManager",
+    "JobEnd",
+    "OffloadingConnectorScheduler",
+    "OffloadingConnectorWorker",
+    "ScheduledRequest",
+    "StepOutcome",
+    "TransferJob",
+    "WorkerReport",
+]

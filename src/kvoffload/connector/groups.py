@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of one KV group: tokens, GPU blocks and offloaded blocks. Pure, immutable.
+
+Three units meet here. A *hash-block* is what one of the engine's hashes covers, a *GPU block* is a multiple of
+it, and a *block* (the offloaded unit) is ``factor`` GPU blocks. Ranges are half open and count from the request's
+first token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
+from kvoffload.connector.engine import NO_BLOCK
+
+__all__ = ["GroupGeometry", "geometry_of", "hit_unit_tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """What must be known of one group to plan its lookups, loads and stores."""
+
+    index: int
+    kind: GroupKind
+    gpu_block_tokens: int
+    factor: int
+    """GPU blocks per block."""
+    block_tokens: int
+    """Tokens per block: ``factor * gpu_block_tokens``."""
+    hashes_per_block: int
+    window_tokens: int | None = None
+
+    @property
+    def hit_align_tokens(self) -> int:
+        """A hit of this group ends at a multiple of this.
+
+        Full attention may stop at any GPU block, also inside a block. The others keep only what is needed at the
+        *end* of a block (``first_gpu_block``), so they stop there.
+        """
+        return self.gpu_block_tokens if self.kind is GroupKind.FULL_ATTENTION else self.block_tokens
+
+    def first_needed_token(self, num_tokens: int) -> int:
+        """The first token whose KV is needed to go on after ``num_tokens`` tokens.
+
+        GPU blocks that lie wholly before it may be freed by the engine while the request runs.
+        """
+        match self.kind:
+            case GroupKind.FULL_ATTENTION:
+                return 0
+            case GroupKind.SLIDING_WINDOW:
+                assert self.window_tokens is not None
+                return max(0, num_tokens - self.window_tokens + 1)
+            case GroupKind.SINGLE_STATE:
+                return max(0, num_tokens - 1)
+
+    def gpu_blocks_for_hit(self, computed_tokens: int, hit_tokens: int) -> range:
+        """The GPU blocks to load so that a request with ``computed_tokens`` on the device has ``hit_tokens``."""
+        if hit_tokens <= computed_tokens:
+            return range(0)
+        stop = hit_tokens // self.gpu_block_tokens
+        if self.kind is GroupKind.SINGLE_STATE:
+            return range(stop - 1, stop)
+        start = max(computed_tokens, self.first_needed_token(hit_tokens)) // self.gpu_block_tokens
+        return range(min(start, stop), stop)
+
+    def blocks_for_hit(self, computed_tokens: int, hit_tokens: int) -> range:
+        """The blocks that hold ``gpu_blocks_for_hit``."""
+        needed = self.gpu_blocks_for_hit(computed_tokens, hit_tokens)
+        if not needed:
+            return range(0)
+        return range(needed.start // self.factor, -(-needed.stop // self.factor))
+
+    def first_gpu_block(self, block: int) -> int:
+        """The first GPU block of ``block`` whose content any hit can need; earlier ones in it are don't-care.
+
+        A hit at or behind the end of the block looks back a window at most, or only at the last state. The engine
+        may have freed the earlier GPU blocks before the block was complete.
+        """
+        first, last = block * self.factor, (block + 1) * self.factor - 1
+        if self.kind is GroupKind.FULL_ATTENTION:
+            return first
+        needed = self.first_needed_token((block + 1) * self.block_tokens) // self.gpu_block_tokens
+        return min(max(first, needed), last)
+
+    def source_gpu_blocks(self, block: int, gpu_block_ids: Sequence[int], computed_tokens: int) -> list[int] | None:
+        """The ``factor`` GPU block ids to copy ``block`` from, or ``None`` if it is not (or no longer) on the device.
+
+        ``computed_tokens``: tokens computed before this step; the engine frees by them. Don't-care places repeat
+        the last id, so that a transfer always moves whole blocks and a block's bytes depend on its key alone.
+        """
+        first, stop = self.first_gpu_block(block), (block + 1) * self.factor
+        if (first + 1) * self.gpu_block_tokens <= self.first_needed_token(computed_tokens):
+            return None
+        ids = list(gpu_block_ids[first:stop])
+        if len(ids) < stop - first or NO_BLOCK in ids:
+            return None
+        return [ids[-1]] * (self.factor - len(ids)) + ids
+
+    def extend_keys(self, keys: list[OffloadKey], block_hashes: Sequence[bytes]) -> None:
+        """Appends the keys of blocks that became full; a block's key is the engine's hash at its end."""
+        step = self.hashes_per_block
+        if len(block_hashes) >= (len(keys) + 1) * step:
+            new = range(len(keys), len(block_hashes) // step)
+            keys += [make_offload_key(block_hashes[(block + 1) * step - 1], self.index) for block in new]
+
+
+def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGeometry, ...]:
+    """One geometry per group of ``layout``. Raises ``ConfigError`` if ``config.block_size`` does not fit."""
+    factor = layout.block_size_factor(config)
+    return tuple(
+        GroupGeometry(
+            index=index,
+            kind=group.kind,
+            gpu_block_tokens=group.block_tokens,
+            factor=factor,
+            block_tokens=factor * group.block_tokens,
+            hashes_per_block=factor * group.block_tokens // layout.hash_block_tokens,
+            window_tokens=group.sliding_window_tokens,
+        )
+        for index, group in enumerate(layout.groups)
+    )
+
+
+def hit_unit_tokens(groups: Sequence[GroupGeometry]) -> int:
+    """Hits end at multiples of this: a boundary of every group."""
+    return math.lcm(*(group.hit_align_tokens for group in groups))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one boundary where a manager's exceptions become cache misses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
+
+from kvoffload.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from kvoffload.errors import TransferError
+from kvoffload.metrics import Stats
+
+__all__ = ["GuardedManager"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class GuardedManager(OffloadingManager):
+    """Any manager, with every exception turned into the answer that costs a recomputation and nothing else.
+
+    For engine adapters: an engine step must survive a manager or plug-in that is broken. Tests use the bare manager, so
+    that faults show. ``prepare_load`` has no harmless answer and raises ``TransferError``, which the scheduler side
+    takes as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
+    """
+
+    def __init__(
+        self, manager: OffloadingManager, log_every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.manager = manager
+        self._log_every_s = log_every_s
+        self._clock = clock
+        self._log_after_s = float("-inf")
+        self._unlogged = 0
+
+    def __repr__(self) -> str:
+        return f"GuardedManager({self.manager!r})"
+
+    def _log(self, what: str) -> None:
+        now_s = self._clock()
+        if now_s < self._log_after_s:
+            self._unlogged += 1
+            return
+        logger.exception("%s failed; taken as a cache miss (%d earlier failures not logged).", what, self._unlogged)
+        self._log_after_s, self._unlogged = now_s + self._log_every_s, 0
+
+    def _guard(self, otherwise: T, call: Callable[..., T], *args: object) -> T:
+        try:
+            return call(*args)
+        except Exception:  # noqa: BLE001 - this is the boundary
+            self._log(getattr(call, "__qualname__", repr(call)))
+            return otherwise
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        miss: bool | None = False
+        return self._guard(miss, self.manager.lookup, key, req_context)
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return self._guard([False] if keys else [], self.manager.lookup_prefix, keys, req_context)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        try:
+            return self.manager.prepare_load(keys, req_context)
+        except Exception as exc:
+            self._log("prepare_load")
+            raise TransferError(f"{len(keys)} blocks could not be prepared for a load.") from exc
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self._guard(None, self.manager.complete_load, keys, req_context)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self._guard(None, self.manager.touch, keys, req_context)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        return self._guard(None, self.manager.prepare_store, keys, req_context)
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        self._guard(None, self.manager.complete_store, keys, req_context, success)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return self._guard(RequestOffloadingContext(), self.manager.on_new_request, req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._guard(None, self.manager.on_request_finished, req_context)
+
+    def on_schedule_end(self) -> None:
+        self._guard(None, self.manager.on_schedule_end)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._guard((), lambda: tuple(self.manager.take_events()))
+
+    def has_pending_work(self) -> bool:
+        return self._guard(False, self.manager.has_pending_work)
+
+    def reset_cache(self) -> None:
+        self._guard(None, self.manager.reset_cache)
+
+    def get_stats(self) -> Stats:
+        return self._guard({}, self.manager.get_stats)
+
+    def shutdown(self) -> None:
+        self._guard(None, self.manager.shutdown)

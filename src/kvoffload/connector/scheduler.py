@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's scheduler side: turns an engine's steps into loads, stores and flushes. Scheduler thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from kvoffload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+)
+from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
+from kvoffload.connector.groups import GroupGeometry, geometry_of
+from kvoffload.connector.jobs import Direction, Job, JobTable
+from kvoffload.connector.lookup import find_hit
+from kvoffload.connector.messages import ConnectorMeta, StepOutcome, TransferJob, WorkerReport
+from kvoffload.connector.requests import UNLIMITED, GroupState, RequestOffloadState
+from kvoffload.connector.stores import Offer, plan_offer, select_source
+from kvoffload.errors import TransferError
+from kvoffload.metrics import Sample, Stats, add_stats
+
+__all__ = ["OffloadingConnectorScheduler"]
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadingConnectorScheduler:
+    """Per request: what was looked up, loaded, offered for store; over all: jobs, fences, metrics.
+
+    The call sequence is in ``connector/engine.py``. The engine is never asked to delay freeing GPU blocks: transfers
+    that still use them are fenced, and flushed when the blocks are handed out again. ``manager`` is expected not to
+    raise; adapters wrap it in ``connector.guard.GuardedManager``, the one place where exceptions become misses.
+    """
+
+    def __init__(self, manager: OffloadingManager, layout: EngineLayout, config: OffloadingConfig) -> None:
+        self._manager = manager
+        self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
+        self._prompt_only = config.offload_prompt_only
+        self._requests: dict[str, RequestOffloadState] = {}
+        self._jobs = JobTable(layout.num_ranks)
+        self._epoch = 0
+        # Decided since the last build_connector_meta, for the next one.
+        self._loads: list[TransferJob] = []
+        self._lost_loads: list[TransferJob] = []
+        self._flushes: set[int] = set()
+        # Keys that a load in flight brings to the device, with that load's job.
+        self._loading: dict[OffloadKey, int] = {}
+        self._counts: dict[Sample, float] = {}
+
+    def __repr__(self) -> str:
+        return f"OffloadingConnectorScheduler({len(self._requests)} requests, {self._jobs})"
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """The request arrived. A second call for the same object does nothing; the engine may even omit it."""
+        self._state_of(request)
+
+    def _state_of(self, request: EngineRequest) -> RequestOffloadState:
+        state = self._requests.get(request.request_id)
+        if state is not None and state.request is request:
+            return state
+        if state is not None:  # the id was used again without request_finished
+            self._finish(state)
+        context = ReqContext(request.request_id, request.kv_transfer_params)
+        policy = self._manager.on_new_request(context).policy
+        state = RequestOffloadState(request, context, policy, tuple(GroupState() for _ in self._geometry))
+        self._requests[request.request_id] = state
+        return state
+
+    def request_finished(self, request: EngineRequest) -> None:
+        """The request ended, at whatever stage. Its GPU blocks may be freed at once. Unknown requests are ignored."""
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            self._finish(state)
+
+    def _finish(self, state: RequestOffloadState) -> None:
+        del self._requests[state.request_id]
+        state.finished = True
+        self._call_back_load(state)
+        self._manager.on_request_finished(state.context)
+
+    def _call_back_load(self, state: RequestOffloadState) -> None:
+        """Ends a load that no worker has heard of yet; one that runs is left to its fence."""
+        for job in [job for job in self._jobs if job.request is state and not job.submitted] if state.jobs else ():
+            self._loads = [load for load in self._loads if load.job_id != job.job_id]
+            self._lost_loads = [load for load in self._lost_loads if load.job_id != job.job_id]
+            self._jobs.remove(job)
+            self._end_load(job)
+
+    # ------------------------------------------------------------------------------------------------- hits
+
+    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` can be loaded.
+
+        ``(None, False)``: ask again in a later step. ``(n > 0, True)``: n tokens, by an asynchronous load that starts
+        once ``update_state_after_alloc`` is called. ``(0, False)``: nothing. The last token is never part of a hit,
+        since the engine must compute something.
+        """
+        state = self._state_of(request)
+        hit: int | None = None
+        # A request that lost its blocks waits for its old transfers: one load or several stores, never both.
+        if not state.jobs:
+            hit = self._find_hit(state, num_computed_tokens)
+        if hit is None:
+            self._count(("lookups_deferred",))
+            return None, False
+        state.computed_tokens = num_computed_tokens
+        state.asked = True
+        return hit - num_computed_tokens, hit > num_computed_tokens
+
+    def _find_hit(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
+        state.extend_keys(self._geometry)
+        hit = find_hit(
+            self._geometry,
+            [len(group.keys) for group in state.groups],
+            lambda group, blocks: self._ask(state, group, blocks),
+            computed_tokens,
+            state.request.num_tokens - 1,
+        )
+        if hit is not None and hit > computed_tokens and self._should_await_load(state, computed_tokens, hit):
+            return None
+        return hit
+
+    def _ask(self, state: RequestOffloadState, group: int, blocks: range) -> Sequence[bool | None]:
+        keys: Sequence[OffloadKey] = state.groups[group].keys[blocks.start : blocks.stop]
+        if not state.failed_keys:
+            return self._manager.lookup_prefix(keys, state.context)
+        good = next((n for n, key in enumerate(keys) if key in state.failed_keys), len(keys))
+        answers = list(self._manager.lookup_prefix(keys[:good], state.context))
+        # A load of this key failed for this request: it is a miss for good, whatever the manager thinks.
+        return answers if good == len(keys) or False in answers else [*answers, False]
+
+    def _should_await_load(self, state: RequestOffloadState, computed_tokens: int, hit_tokens: int) -> bool:
+        """Whether another request's load is bringing most of these blocks already.
+
+        Once it has ended the engine's own prefix cache holds them. A request waits for one such load at most, and for
+        none that brings less than half of its hit, so that requests on a shared prefix never form a queue.
+        """
+        if state.awaited_load is not None:
+            return state.awaited_load in self._jobs
+        if not self._loading:
+            return False
+        for group, group_state in zip(self._geometry, state.groups, strict=True):
+            blocks = group.blocks_for_hit(computed_tokens, hit_tokens)
+            if blocks:
+                state.awaited_load = self._loading.get(group_state.keys[blocks[len(blocks) // 2]])
+                break
+        return state.awaited_load is not None
+
+    def update_state_after_alloc(self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
+        """The engine gave the request GPU blocks: all it has, in order. Called at every admission, also with zero
+        external tokens; a load for ``num_external_tokens`` goes out with this step's meta."""
+        state = self._state_of(request)
+        self._fence(block_ids, state.computed_tokens)
+        state.set_gpu_blocks(block_ids)
+        if not state.asked:
+            return  # the second call after a load: nothing new but the blocks
+        state.asked = False
+        state.extend_keys(self._geometry)
+        hit_tokens = state.hit_tokens = state.computed_tokens + num_external_tokens
+        self._count(("lookup_tokens",), max(0, request.num_tokens - state.computed_tokens))
+        self._count(("hit_tokens",), num_external_tokens)
+        if num_external_tokens > 0:
+            self._begin_load(state, hit_tokens)
+        self._touch(state, hit_tokens)
+        state.start_offers_after(hit_tokens, self._geometry)
+
+    def _touch(self, state: RequestOffloadState, hit_tokens: int) -> None:
+        """Marks the prefix in use, also what the device held: what is in use there should not age here."""
+        keys: list[OffloadKey] = []
+        for group, group_state in zip(self._geometry, state.groups, strict=True):
+            blocks = group.blocks_for_hit(0, hit_tokens)
+            keys += group_state.keys[blocks.start : blocks.stop]
+        if keys:
+            self._manager.touch(keys, state.context)
+
+    def _begin_load(self, state: RequestOffloadState, hit_tokens: int) -> None:
+        keys: list[OffloadKey] = []
+        gpu_ids: list[int] = []
+        sizes: list[int] = []
+        starts: list[int] = []
+        complete = True
+        for group, group_state in zip(self._geometry, state.groups, strict=True):
+            places = group.gpu_blocks_for_hit(state.computed_tokens, hit_tokens)
+            blocks = group.blocks_for_hit(state.computed_tokens, hit_tokens)
+            ids = group_state.gpu_block_ids[places.start : places.stop]
+            complete &= len(ids) == len(places) and NO_BLOCK not in ids
+            keys += group_state.keys[blocks.start : blocks.stop]
+            gpu_ids += ids
+            sizes.append(len(ids))
+            starts.append(places.start)
+        destination = GPULoadStoreSpec(gpu_ids, sizes, starts)
+        source: LoadStoreSpec | None = None
+        if complete:
+            try:
+                source = self._manager.prepare_load(keys, state.context)
+            except TransferError:
+                source = None
+        fenced = [block_id for block_id in gpu_ids if block_id != NO_BLOCK]
+        job = self._jobs.begin(Direction.LOAD, state, keys if source is not None else (), fenced, self._epoch)
+        state.load_job = job.job_id
+        if source is None:
+            state.failed_keys.update(keys)
+            self._lost_loads.append(TransferJob(job.job_id, state.request_id, destination, destination))
+            return
+        self._loading.update(dict.fromkeys(keys, job.job_id))
+        self._loads.append(TransferJob(job.job_id, state.request_id, source, destination))
+
+    # ------------------------------------------------------------------------------------------------- steps
+
+    def build_connector_meta(self, step: EngineStep) -> ConnectorMeta:
+        """What the workers do in this step. To be called on every step, also when nothing is scheduled."""
+        for request_id in step.preempted_request_ids:
+            if (preempted := self._requests.get(request_id)) is not None:
+                self._flush(self._jobs.flush_for_request(preempted))
+                self._call_back_load(preempted)
+                preempted.lose_gpu_blocks()
+        stores: list[TransferJob] = []
+        for scheduled in step.scheduled:
+            state = self._requests.get(scheduled.request_id)
+            if scheduled.block_table_is_new or any(scheduled.new_block_ids):
+                self._take_new_blocks(state, scheduled)
+            done_tokens = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+            if state is not None and done_tokens >= state.next_offer_tokens and state.load_job is None:
+                self._offer(state, scheduled.num_computed_tokens, done_tokens, stores)
+        self._manager.on_schedule_end()
+        meta = ConnectorMeta(tuple(self._loads), tuple(stores), frozenset(self._flushes), tuple(self._lost_loads))
+        for transfer in (*meta.loads, *meta.stores, *meta.lost_loads):
+            self._jobs[transfer.job_id].submitted = True
+        self._loads, self._lost_loads, self._flushes = [], [], set()
+        return meta
+
+    def _take_new_blocks(self, state: RequestOffloadState | None, scheduled: ScheduledRequest) -> None:
+        if scheduled.block_table_is_new:
+            # What lies under computed tokens is shared and only read, or was fenced when it was allocated for a load.
+            self._fence(scheduled.new_block_ids, scheduled.num_computed_tokens)
+            if state is not None:
+                state.set_gpu_blocks(scheduled.new_block_ids)
+        else:
+            self._fence(scheduled.new_block_ids, 0)
+            if state is not None:
+                state.add_gpu_blocks(scheduled.new_block_ids)
+
+    def _fence(self, block_ids: BlockIds, computed_tokens: int) -> None:
+        """Flushes the jobs that use GPU blocks which were handed out to be written from ``computed_tokens`` on."""
+        if not self._jobs.has_fences:
+            return
+        for group, ids in zip(self._geometry, block_ids, strict=True):
+            self._flush(self._jobs.flush_for_blocks(ids[computed_tokens // group.gpu_block_tokens :]))
+
+    def _flush(self, job_ids: Iterable[int]) -> None:
+        for job_id in job_ids:
+            self._flushes.add(job_id)
+            self._count(("fenced_jobs",))
+
+    def _offer(
+        self, state: RequestOffloadState, computed_tokens: int, done_tokens: int, stores: list[TransferJob]
+    ) -> None:
+        """Offers the blocks that are full at the end of this step, in as many portions as find room."""
+        limit = min(done_tokens, state.request.num_tokens)
+        if self._prompt_only:
+            limit = min(limit, state.request.num_prompt_tokens)
+        state.extend_keys(self._geometry)
+        refused = self._offer_portions(state, computed_tokens, limit, stores)
+        if refused:
+            # Not again before the request has filled another block: a full tier must not cost a call every step.
+            least = min(group.block_tokens for group in self._geometry)
+            state.next_offer_tokens = (done_tokens // least + 1) * least
+        elif self._prompt_only and limit == state.request.num_prompt_tokens:
+            state.next_offer_tokens = UNLIMITED
+        else:
+            state.wait_for_next_block(self._geometry)
+
+    def _offer_portions(
+        self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
+    ) -> bool:
+        """Offers all, or what the tier has room for, head first; whether it refused the rest.
+
+        A refused portion is cut to a quarter, an accepted one lets the next be four times larger, so a long prompt in a
+        nearly full tier takes logarithmically many calls, and a request that met a full one begins with a single block.
+        """
+        accepted = False
+        while offer := plan_offer(self._geometry, state, computed_tokens, limit_tokens):
+            output = self._manager.prepare_store(offer.keys, state.context) if offer.blocks else None
+            if offer.blocks and output is None:
+                state.offer_blocks = max(1, offer.largest // 4)
+                if accepted or offer.largest == 1:
+                    return True
+                continue
+            accepted = True
+            state.offer_blocks = min(UNLIMITED, state.offer_blocks * 4)
+            for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
+                group_state.cursor = cursor
+            if output is not None and output.keys_to_store:
+                self._begin_store(state, offer, output, stores)
+        return False
+
+    def _begin_store(
+        self, state: RequestOffloadState, offer: Offer, output: PrepareStoreOutput, stores: list[TransferJob]
+    ) -> None:
+        source = select_source(self._geometry, offer, output.keys_to_store)
+        if source is None:
+            logger.error("A manager prepared blocks that were not offered, or in another order; they are not stored.")
+            self._manager.complete_store(output.keys_to_store, state.context, success=False)
+            return
+        job = self._jobs.begin(Direction.STORE, state, output.keys_to_store, source.block_ids.tolist(), self._epoch)
+        stores.append(TransferJob(job.job_id, state.request_id, source, output.store_spec))
+
+    # ------------------------------------------------------------------------------------------ ends of jobs
+
+    def update_connector_output(self, report: WorkerReport) -> StepOutcome:
+        """Takes in what ended on the workers. A job ends when every rank has reported it; one failure fails it."""
+        loaded: set[str] = set()
+        failed: dict[str, frozenset[int]] = {}
+        for end in report.ends:
+            job = self._jobs.record(end)
+            if job is None:
+                continue
+            self._count_end(job)
+            if job.direction is Direction.STORE:
+                self._manager.complete_store(job.keys, job.request.context, success=job.success)
+                continue
+            self._end_load(job)
+            state = job.request
+            if state.finished or state.load_job != job.job_id:
+                continue  # aborted or preempted meanwhile: nobody waits for it
+            state.load_job = None
+            if job.success:
+                state.computed_tokens = state.hit_tokens
+                loaded.add(state.request_id)
+            else:
+                state.failed_keys.update(job.keys)
+                state.start_offers_after(state.computed_tokens, self._geometry)
+                failed[state.request_id] = job.gpu_block_ids
+        return StepOutcome(frozenset(loaded), failed)
+
+    def _end_load(self, job: Job) -> None:
+        if job.keys:
+            for key in job.keys:
+                if self._loading.get(key) == job.job_id:
+                    del self._loading[key]
+            self._manager.complete_load(job.keys, job.request.context)
+
+    def _count_end(self, job: Job) -> None:
+        direction = job.direction.value
+        self._count((f"{direction}_jobs", "ok" if job.success else "failed"))
+        self._count((f"{direction}_bytes",), job.num_bytes)
+        self._count((f"{direction}_seconds",), job.seconds)
+        if job.epoch != self._epoch:
+            self._count(("stale_jobs",))
+
+    # ------------------------------------------------------------------------------------------------- whole
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._manager.take_events()
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must go on stepping although it has nothing to compute."""
+        return len(self._jobs) > 0 or self._manager.has_pending_work()
+
+    def reset_cache(self) -> None:
+        """Forgets all offloaded blocks. Jobs in flight become stale: they end as ever, and nothing they stored is kept.
+
+        A load in flight still brings right bytes, since its slots stay pinned until it ends.
+        """
+        self._epoch += 1
+        self._manager.reset_cache()
+
+    def get_stats(self) -> Stats:
+        gauges: Stats = {("jobs_in_flight",): len(self._jobs), ("requests_tracked",): len(self._requests)}
+        return add_stats([self._counts, gauges, self._manager.get_stats()])
+
+    def shutdown(self) -> None:
+        self._manager.shutdown()
+
+    def _count(self, sample: Sample, value: float = 1) -> None:
+        self._counts[sample] = self._counts.get(sample, 0) + value
+
+    def check_invariants(self) -> None:
+        """For tests: everything that must hold between two calls."""
+        self._jobs.check_invariants()
+        live = {id(state) for state in self._requests.values()}
+        for job in self._jobs:
+            assert job.request.finished != (id(job.request) in live), f"{job} belongs to a request that is half dropped"
+            siblings = [self._jobs[each].direction for each in job.request.jobs]
+            assert Direction.LOAD not in siblings or len(siblings) == 1, f"a load beside other jobs: {siblings}"
+        loading = {key: job.job_id for job in self._jobs if job.direction is Direction.LOAD for key in job.keys}
+        assert loading.keys() == self._loading.keys()
+        for state in self._requests.values():
+            assert not state.finished
+            assert state.load_job is None or state.load_job in state.jobs
+            assert all(job_id in self._jobs for job_id in state.jobs)
+            for group_state in state.groups:
+                assert group_state.cursor >= 0

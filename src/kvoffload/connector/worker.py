@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's worker side: starts, awaits and reports transfers. One per rank, on the worker's own thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec
+from kvoffload.connector.messages import ConnectorMeta, JobEnd, TransferJob, WorkerReport
+
+__all__ = ["OffloadingConnectorWorker"]
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadingConnectorWorker:
+    """Does what ``ConnectorMeta`` says on one rank, and tells each end once.
+
+    Per step ``start_step`` before the forward pass and ``end_step`` after it was submitted, both also when there is no
+    forward pass. Nothing here raises into the engine: what a handler cannot do is reported as a failed job.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+        self._held_stores: list[TransferJob] = []
+        # Loads in flight here, for engines whose workers report them.
+        self._loads: dict[int, TransferJob] = {}
+        self._ends: list[JobEnd] = []
+        self._loaded_request_ids: set[str] = set()
+        self._invalid_block_ids: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"OffloadingConnectorWorker(rank={self._rank}, loads={sorted(self._loads)})"
+
+    def register_kv_caches(self, spec: OffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
+        """Once, when the KV cache has been allocated."""
+        self._handlers = spec.get_handlers(kv_caches)
+
+    def start_step(self, meta: ConnectorMeta) -> None:
+        """Waits for the jobs to flush, then starts the loads. Stores are kept until ``end_step``."""
+        self._start_held_stores()  # of a step whose end was not told; the compute they read was submitted since
+        if meta.flush_job_ids:
+            self._wait(meta.flush_job_ids)
+        for job in meta.loads:
+            self._loads[job.job_id] = job
+            self._start(job)
+        for job in meta.lost_loads:
+            self._loads[job.job_id] = job
+            self._end(JobEnd(job.job_id, self._rank, success=False))
+        self._held_stores += meta.stores
+
+    def end_step(self) -> None:
+        """The step's forward pass, if any, has been submitted to the device: starts the stores of what it writes."""
+        self._start_held_stores()
+
+    def get_report(self) -> WorkerReport:
+        """The jobs that ended on this rank since the last call."""
+        self._poll()
+        ends, self._ends = self._ends, []
+        return WorkerReport(tuple(ends))
+
+    def take_finished_loads(self) -> tuple[set[str], set[int]]:
+        """For engines whose workers tell of loads: requests whose load ended here since the last call, well or not,
+        and the GPU blocks that failed loads left undefined. Takes nothing away from ``get_report``."""
+        self._poll()
+        ended, self._loaded_request_ids = self._loaded_request_ids, set()
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return ended, invalid
+
+    def shutdown(self) -> None:
+        """Waits for what runs. Idempotent."""
+        self._held_stores = []
+        handlers, self._handlers = self._handlers, {}
+        for handler in dict.fromkeys(handlers.values()):
+            handler.shutdown()
+
+    def _start_held_stores(self) -> None:
+        stores, self._held_stores = self._held_stores, []
+        for job in stores:
+            self._start(job)
+
+    def _start(self, job: TransferJob) -> None:
+        media = job.source.medium(), job.destination.medium()
+        try:
+            self._handlers[media].transfer_async(job.job_id, (job.source, job.destination))
+        except Exception:
+            # The boundary between a broken handler and the engine's step: the job failed, the step goes on.
+            logger.exception("Transfer %d from %s to %s could not be started.", job.job_id, *media)
+            self._end(JobEnd(job.job_id, self._rank, success=False))
+
+    def _wait(self, job_ids: Collection[int]) -> None:
+        for handler in dict.fromkeys(self._handlers.values()):
+            handler.wait(job_ids)
+
+    def _poll(self) -> None:
+        for handler in dict.fromkeys(self._handlers.values()):
+            for result in handler.get_finished():
+                self._end(JobEnd(result.job_id, self._rank, result.success, result.num_bytes, result.seconds))
+
+    def _end(self, end: JobEnd) -> None:
+        self._ends.append(end)
+        load = self._loads.pop(end.job_id, None)
+        if load is not None:
+            self._loaded_request_ids.add(load.request_id)
+            if not end.success and isinstance(load.destination, GPULoadStoreSpec):
+                self._invalid_block_ids.update(load.destination.block_ids.tolist())
