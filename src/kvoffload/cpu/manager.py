@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import NoReturn
 
 from kvoffload.base import (
     OffloadingEvent,
@@ -42,8 +43,8 @@ class CPUOffloadingManager(OffloadingManager):
     last of them (``kvoffload.cpu.orphans``). The reuse filter keeps its counts: they are about requests, not blocks.
 
     For tiers below (``kvoffload.tiering``), the same operations without request, reuse filter and refusal count:
-    ``_pin``/``_unpin`` and ``_reserve``/``_publish``/``_abandon``; ``num_free_blocks``, ``num_in_flight_blocks`` and
-    ``num_busy_blocks`` say what is left.
+    ``_pin``/``_unpin`` and ``_reserve``/``_publish``/``_abandon``; ``num_free_blocks``, ``num_idle_blocks`` and
+    ``num_in_flight_blocks`` say what is left.
     """
 
     def __init__(
@@ -121,51 +122,60 @@ class CPUOffloadingManager(OffloadingManager):
     def _pin(self, keys: Collection[OffloadKey]) -> list[int]:
         """Pins blocks, each of which must be ready, and returns their slots in order. A key given twice is pinned
         twice. Asking for a block that is not ready is a bug of ours: ``AssertionError``, and nothing is pinned."""
-        get = self._get
+        blocks = self._policy.get_all(keys)
         slots: list[int] = []
         newly_busy = 0
-        for key in keys:
-            block = get(key)
+        for block in blocks:
             if block is None or block.pins < 0:
-                for slot in slots:
-                    self._slots[slot].pins -= 1
-                raise AssertionError(f"block {key.hex()} cannot be read: it is {'absent' if block is None else block}")
-            if block.pins == 0:
+                self._refuse_to_pin(keys, slots)
+            pins = block.pins
+            if not pins:
                 newly_busy += 1
-            block.pins += 1
+            block.pins = pins + 1
             slots.append(block.block_id)
         self._num_read += newly_busy
         return slots
 
+    def _refuse_to_pin(self, keys: Collection[OffloadKey], pinned: list[int]) -> NoReturn:
+        for slot in pinned:
+            self._slots[slot].pins -= 1
+        key = list(keys)[len(pinned)]
+        state = "absent" if self._get(key) is None else "still being written"
+        raise AssertionError(f"block {key.hex()} cannot be read: it is {state}")
+
     def _unpin(self, keys: Collection[OffloadKey]) -> None:
         """Gives back what ``_pin`` of these keys took. Keys forgotten by a reset are settled with their old block;
         unknown ones are ignored."""
-        get, orphans = self._get, self._orphans.reads
+        if self._orphans.reads:
+            keys = [key for key in keys if not self._unpin_ambiguous(key)]
         newly_idle = 0
-        for key in keys:
-            block = get(key)
-            if orphans and key in orphans:
-                self._unpin_ambiguous(key, block)
-            elif block is not None:
-                pins = block.pins - 1
-                assert pins >= 0, f"block {key.hex()} is given back more often than it was pinned"
-                block.pins = pins
-                if pins == 0:
-                    newly_idle += 1
+        for block in self._policy.get_all(keys):
+            if block is None:
+                continue
+            pins = block.pins - 1
+            assert pins >= 0, f"{block!r} is given back more often than it was pinned"
+            block.pins = pins
+            if not pins:
+                newly_idle += 1
         self._num_read -= newly_idle
         self._policy.released(keys)
 
-    def _unpin_ambiguous(self, key: OffloadKey, block: BlockStatus | None) -> None:
+    def _unpin_ambiguous(self, key: OffloadKey) -> bool:
+        """Whether ``key`` has reads from before a reset, and this completion was counted with theirs."""
+        debt = self._orphans.reads.get(key)
+        if debt is None:
+            return False
+        block = self._get(key)
         begun_since = max(block.pins, 0) if block is not None else 0
-        debt = self._orphans.reads[key]
-        if not debt.settles(begun_since):
-            return
-        del self._orphans.reads[key]
-        self._num_read -= len(debt.slots)
-        self._give_back(debt.slots)
-        if block is not None and begun_since:
-            block.pins = 0
-            self._num_read -= 1
+        if debt.settles(begun_since):
+            del self._orphans.reads[key]
+            self._num_read -= len(debt.slots)
+            self._give_back(debt.slots)
+            if block is not None and begun_since:
+                block.pins = 0
+                self._num_read -= 1
+                self._policy.released([key])
+        return True
 
     # -------------------------------------------------------------------------------------------- stores
 
@@ -203,8 +213,7 @@ class CPUOffloadingManager(OffloadingManager):
         ``None``: not enough idle blocks, and nothing was changed. Stepping over a protected block costs time on every
         call, so what stays protected for long is better pinned, or touched, which takes it out of the way.
         """
-        get = self._get
-        missing = [key for key in keys if get(key) is None]
+        missing = [key for key, block in zip(keys, self._policy.get_all(keys), strict=True) if block is None]
         if not missing:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if len(missing) > 1 and len(set(missing)) != len(missing):
@@ -212,7 +221,7 @@ class CPUOffloadingManager(OffloadingManager):
         num_victims = len(missing) - self.num_free_blocks
         shield: Collection[OffloadKey] = _NOBODY
         if num_victims > 0:
-            if len(missing) > self.num_blocks:
+            if num_victims > self.num_idle_blocks:
                 return None
             # ``protected`` may be large and live, so it is never copied; what is missing need not be protected.
             shield = protected if len(missing) == len(keys) else Either(set(keys), protected)
@@ -228,20 +237,17 @@ class CPUOffloadingManager(OffloadingManager):
             self._evicted += len(evicted)
             self._tell(evicted, removed=True)
         blocks = self._take_slots(len(missing))
-        insert = self._policy.insert
-        for key, block in zip(arrivals, reversed(blocks)):
+        for key, block in zip(missing, blocks):
             block.key = key
             block.pins = _IN_FLIGHT
-            insert(key, block)
+        self._policy.insert_all(arrivals, blocks[::-1])
         self._num_in_flight += len(blocks)
         return PrepareStoreOutput(missing, CPULoadStoreSpec([block.block_id for block in blocks]), evicted)
 
-    def _publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+    def _publish(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """Those of ``keys`` that are in flight become ready, and are returned."""
-        get = self._get
         ready: list[OffloadKey] = []
-        for key in keys:
-            block = get(key)
+        for key, block in zip(keys, self._policy.get_all(keys), strict=True):
             if block is not None and block.pins < 0:
                 block.pins = 0
                 ready.append(key)
@@ -290,6 +296,11 @@ class CPUOffloadingManager(OffloadingManager):
     def num_free_blocks(self) -> int:
         """Slots that hold nothing and that no transfer uses."""
         return self.num_blocks - len(self._slots) + len(self._free)
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Slots whose block could be evicted now."""
+        return len(self._slots) - len(self._free) - self._num_in_flight - self._num_read
 
     @property
     def num_in_flight_blocks(self) -> int:

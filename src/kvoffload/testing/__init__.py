@@ -1,1 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Contracts, fakes and a manual clock, for this project's tests and for people who write their own policy, store,
+tier or handler. Importing this package loads neither torch nor pytest.
+
+A contract is a class of tests without the ``Test`` prefix that makes pytest collect it: inherit, and supply the
+factory that its docstring names.
+"""
+
+from kvoffload.testing.clock import ManualClock
+from kvoffload.testing.keys import key, keys
+from kvoffload.testing.manager_contract import OffloadingManagerContract
+from kvoffload.testing.policy_contract import CachePolicyContract, PolicyDriver
+
+__all__ = ["CachePolicyContract", "ManualClock", "OffloadingManagerContract", "PolicyDriver", "key", "keys"]

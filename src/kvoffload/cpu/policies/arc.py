@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
@@ -65,102 +66,133 @@ class ARCCachePolicy(CachePolicy):
             elif frequent.parked and (block := frequent.pop(key)) is not None:
                 frequent_blocks[key] = block
 
+    def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
+        recent, frequent = self.recent, self.frequent
+        found = [
+            once or again
+            for once, again in zip(map(recent.blocks.get, keys), map(frequent.blocks.get, keys), strict=True)
+        ]
+        if (recent.parked or frequent.parked) and None in found:
+            recent.get_all(keys, found)
+            frequent.get_all(keys, found)
+        return found
+
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        if self._recalled and key in self._recalled:
+        if key in self._recalled:
             self._recalled.remove(key)
             self.frequent.blocks[key] = block
-            return
-        if key in self.recent_ghosts or key in self.frequent_ghosts:
+        elif key in self.recent_ghosts or key in self.frequent_ghosts:
             self.target = self._adapted(key, self.target, len(self.recent_ghosts), len(self.frequent_ghosts))
             self._forget_ghost(key)
             self.frequent.blocks[key] = block
-            return
-        recent, ghosts = self.recent, self.recent_ghosts
-        recent.blocks[key] = block
-        once = len(recent) + len(ghosts)
-        if once > self._capacity and ghosts:
-            ghosts.popitem(last=False)
-            once -= 1
-        if once + len(self.frequent) + len(self.frequent_ghosts) > 2 * self._capacity and self.frequent_ghosts:
-            self.frequent_ghosts.popitem(last=False)
+        else:
+            self.recent.blocks[key] = block
+        self._trim_ghosts()
+
+    def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
+        if self._recalled or not self._all_new(keys):
+            super().insert_all(keys, blocks)
+        else:
+            self.recent.blocks.update(zip(keys, blocks))
+            self._trim_ghosts()
+
+    def _trim_ghosts(self) -> None:
+        """After insertions: keeps T1 + B1 within the capacity, and all lists together within twice that."""
+        ghosts, capacity = self.recent_ghosts, self._capacity
+        excess = len(self.recent) + len(ghosts) - capacity
+        while excess > 0 and ghosts:
+            ghosts.popitem(False)
+            excess -= 1
+        ghosts = self.frequent_ghosts
+        excess = len(self) + len(self.recent_ghosts) + len(ghosts) - 2 * capacity
+        while excess > 0 and ghosts:
+            ghosts.popitem(False)
+            excess -= 1
+
+    def _all_new(self, keys: Iterable[OffloadKey]) -> bool:
+        return self.recent_ghosts.keys().isdisjoint(keys) and self.frequent_ghosts.keys().isdisjoint(keys)
 
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         return self.recent.pop(key) or self.frequent.pop(key)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        return self._replace([None] * n, n, protected)
+        # The paper's REPLACE, n times: from T1 while it is above its target.
+        above_target = max(math.ceil(len(self.recent) - self.target), 0)
+        return self._evict(min(n, above_target), n, protected)
 
     def make_room(self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        return self._replace(incoming, n, protected)
+        if not self._all_new(incoming):
+            return self._make_room_for_ghosts(incoming, n, protected)
+        if not n:
+            return []
+        # As in the paper, key by key: while T1 is within its target, T2 gives a block and T1 grows by the new one; from
+        # then on T1 gives one for each that it gets.
+        within_target = max(math.floor(self.target - (len(self.recent) + len(incoming) - n)) + 1, 0)
+        return self._evict(max(n - within_target, 0), n, protected)
 
-    def _replace(
-        self, incoming: Sequence[OffloadKey | None], n: int, protected: Collection[OffloadKey]
+    def _evict(self, from_recent: int, n: int, protected: Collection[OffloadKey]) -> Victims | None:
+        """``n`` blocks, ``from_recent`` of them from T1 and the others from T2, as far as either has them."""
+        recent, frequent = self.recent.sweep(protected), self.frequent.sweep(protected)
+        missing = n - recent.take(from_recent)
+        if missing:
+            missing -= frequent.take(missing)
+        if missing and len(recent.victims) == from_recent:
+            missing -= recent.take(missing)
+        if missing:
+            recent.undo()
+            frequent.undo()
+            return None
+        return self._commit(recent, frequent)
+
+    def _make_room_for_ghosts(
+        self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]
     ) -> Victims | None:
-        """Plans on numbers what the paper does for each of ``incoming`` (``None``: nothing comes in), then acts.
+        """Does on numbers what the paper does for each of ``incoming``, some of which are ghosts, then acts.
 
         The first ``len(incoming) - n`` find a free slot.
         """
-        recent_ghosts, frequent_ghosts, capacity = self.recent_ghosts, self.frequent_ghosts, self._capacity
-        sweeps = self.recent.sweep(protected), self.frequent.sweep(protected)
-        from_recent, from_frequent = iter(sweeps[0]), iter(sweeps[1])
-        victims: tuple[Victims, Victims] = ([], [])
-        take_recent, take_frequent = victims[0].append, victims[1].append
-        t1, b1, b2, target = len(self.recent), len(recent_ghosts), len(frequent_ghosts), self.target
-        twice = len(self.frequent)
+        recent, frequent = self.recent.sweep(protected), self.frequent.sweep(protected)
+        t1, b1 = len(self.recent), len(self.recent_ghosts)
+        t2, b2 = len(self.frequent), len(self.frequent_ghosts)
+        target, capacity = self.target, self._capacity
         recalled: set[OffloadKey] = set()
-        free = len(incoming) - n
-        for key in incoming:
-            ghost_of_frequent = False
-            is_ghost = False
-            if key is not None and (key in recent_ghosts or (ghost_of_frequent := key in frequent_ghosts)):
-                is_ghost = True
-                recalled.add(key)
+        for position, key in enumerate(incoming):
+            was_recent = key in self.recent_ghosts
+            was_frequent = not was_recent and key in self.frequent_ghosts
+            if was_recent or was_frequent:
                 target = self._adapted(key, target, b1, b2)
-            if free > 0:
-                free -= 1
-            else:
-                victim = None
-                if t1 > target or (ghost_of_frequent and t1 == target):
-                    victim = next(from_recent, None)
-                if victim is not None:
-                    take_recent(victim)
+                recalled.add(key)
+            if position >= len(incoming) - n:
+                recent_first = t1 > target or (was_frequent and t1 == target)
+                if recent_first and recent.take(1):
                     t1, b1 = t1 - 1, b1 + 1
-                elif (victim := next(from_frequent, None)) is not None:
-                    take_frequent(victim)
-                    twice, b2 = twice - 1, b2 + 1
-                elif (victim := next(from_recent, None)) is not None:
-                    take_recent(victim)
+                elif frequent.take(1):
+                    t2, b2 = t2 - 1, b2 + 1
+                elif not recent_first and recent.take(1):
                     t1, b1 = t1 - 1, b1 + 1
                 else:
-                    for sweep, taken in zip(sweeps, victims, strict=True):
-                        sweep.give_up(len(taken))
+                    recent.undo()
+                    frequent.undo()
                     return None
-            if is_ghost:
-                twice += 1
-                if ghost_of_frequent:
-                    b2 -= 1
-                else:
-                    b1 -= 1
-            elif key is not None:
+            if was_recent:
+                t2, b1 = t2 + 1, max(b1 - 1, 0)
+            elif was_frequent:
+                t2, b2 = t2 + 1, max(b2 - 1, 0)
+            else:
                 t1 += 1
-                if t1 + b1 > capacity and b1:
-                    b1 -= 1
-                if t1 + b1 + twice + b2 > 2 * capacity and b2:
-                    b2 -= 1
-        self._commit(sweeps, victims, recalled, target)
-        return victims[0] + victims[1]
-
-    def _commit(
-        self, sweeps: tuple[Sweep, Sweep], victims: tuple[Victims, Victims], recalled: set[OffloadKey], target: float
-    ) -> None:
+                b1 = min(b1, max(capacity - t1, 0))
+                b2 = min(b2, max(2 * capacity - t1 - t2 - b1, 0))
         self.target = target
         for key in recalled:
             self._forget_ghost(key)
         self._recalled = recalled
-        for sweep, taken, ghosts in zip(sweeps, victims, (self.recent_ghosts, self.frequent_ghosts), strict=True):
-            sweep.take(taken)
-            for key, _ in taken:
-                ghosts[key] = None
+        return self._commit(recent, frequent)
+
+    def _commit(self, recent: Sweep, frequent: Sweep) -> Victims:
+        for sweep, ghosts in ((recent, self.recent_ghosts), (frequent, self.frequent_ghosts)):
+            sweep.commit()
+            ghosts.update((key, None) for key, _ in sweep.victims)
+        return recent.victims + frequent.victims
 
     def _adapted(self, key: OffloadKey, target: float, b1: int, b2: int) -> float:
         """The target after a hit on the ghost ``key``, with ghost lists of these lengths (``key`` included)."""

@@ -52,9 +52,9 @@ Victims = list[tuple[OffloadKey, BlockStatus]]
 class CachePolicy(ABC):
     """Orders resident blocks for eviction. One thread; no I/O; knows keys and idleness, not bytes or slots.
 
-    Called by ``CPUOffloadingManager``: ``get`` for every lookup; ``make_room`` and then ``insert``, tail to head, when
-    slots are reserved; ``touch`` when a request uses blocks; ``released`` when pins were given back; ``remove`` when a
-    store failed; ``clear`` on reset.
+    Called by ``CPUOffloadingManager``: ``get`` (or ``get_all``) to find blocks; ``make_room`` and then ``insert_all``,
+    tail to head, when slots are reserved; ``touch`` when a request uses blocks; ``released`` when pins were given
+    back; ``remove`` when a store failed; ``clear`` on reset.
 
     Laws (``kvoffload.testing`` has the contract):
 
@@ -64,8 +64,9 @@ class CachePolicy(ABC):
     * ``touch(keys)`` is given a prefix head to tail and applies it tail to head, so that the tail goes first: a
       block is worthless once its predecessor is gone. Keys that are not resident are ignored.
 
-    The abstract methods are all that a policy needs. ``make_room`` and ``released`` are true options: for policies
-    that learn from what is coming back, and for those that do not want to step over the same pinned block twice.
+    The abstract methods are all that a policy needs. The others are true options: ``get_all`` and ``insert_all`` may be
+    faster than their loops, ``make_room`` is for policies that learn from what is coming back, and ``released`` for
+    those that do not want to step over the same pinned block twice.
     """
 
     @abstractmethod
@@ -102,6 +103,15 @@ class CachePolicy(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Resident blocks."""
+
+    def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
+        """``get`` for each of ``keys``, in their order."""
+        return list(map(self.get, keys))
+
+    def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
+        """``insert`` for each of these distinct keys, in their order: the last is the most recently used."""
+        for key, block in zip(keys, blocks, strict=True):
+            self.insert(key, block)
 
     def make_room(self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]) -> Victims | None:
         """``evict``, for a policy that wants to know for whom.

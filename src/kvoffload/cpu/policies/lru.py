@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import islice
+from collections.abc import Collection, Iterable, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
@@ -30,8 +29,17 @@ class LRUCachePolicy(CachePolicy):
             return self.order.get(key)
         return block
 
+    def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
+        found = list(map(self._blocks.get, keys))
+        if self._parked and None in found:
+            self.order.get_all(keys, found)
+        return found
+
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self._blocks[key] = block
+
+    def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
+        self._blocks.update(zip(keys, blocks))
 
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         return self.order.pop(key)
@@ -47,12 +55,11 @@ class LRUCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         sweep = self.order.sweep(protected)
-        victims = list(islice(sweep, n))
-        if len(victims) < n:
-            sweep.give_up(len(victims))
+        if sweep.take(n) < n:
+            sweep.undo()
             return None
-        sweep.take(victims)
-        return victims
+        sweep.commit()
+        return sweep.victims
 
     def clear(self) -> None:
         self.order.clear()

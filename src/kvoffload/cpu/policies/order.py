@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import islice
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, Victims
@@ -83,6 +82,13 @@ class RecencyOrder:
         self.parked.clear()
         self._heap.clear()
 
+    def get_all(self, keys: Iterable[OffloadKey], found: list[BlockStatus | None]) -> None:
+        """Fills the gaps of ``found``, which was looked up in ``blocks`` alone, with parked blocks."""
+        parked = self.parked
+        for position, key in enumerate(keys):
+            if found[position] is None and key in parked:
+                found[position] = parked[key].block
+
     def sweep(self, protected: Collection[OffloadKey]) -> Sweep:
         return Sweep(self, protected)
 
@@ -97,90 +103,101 @@ class RecencyOrder:
         for key, parked in self.parked.items():
             assert parked.queued or not parked.block.is_idle, f"{key!r} is idle, but no sweep would find it"
 
-    # ------------------------------------------------------------------------------------- used by Sweep
-
-    def _next_returned(self) -> tuple[int, OffloadKey] | None:
-        """The least recent parked block that is idle again, out of the heap but still parked."""
-        while self._heap:
-            rank, key = heappop(self._heap)
-            parked = self.parked.get(key)
-            if parked is None or parked.rank != rank:
-                continue  # used or removed since it was queued
-            if parked.block.pins == 0:
-                return rank, key
-            parked.queued = False  # pinned again: released() will queue it again
-        return None
-
-    def _park(self, keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            parked = _Parked(self.blocks.pop(key), self._next_rank)
-            self._next_rank += 1
-            self.parked[key] = parked
-            if parked.block.pins == 0:
-                parked.queued = True
-                heappush(self._heap, (parked.rank, key))
+    def _park(self, key: OffloadKey, block: BlockStatus, rank: int) -> None:
+        self.parked[key] = parked = _Parked(block, rank)
+        if block.pins == 0:
+            parked.queued = True
+            heappush(self._heap, (rank, key))
 
 
 class Sweep:
-    """One eviction's walk over an order, least recent first: an iterator of idle, unprotected blocks.
+    """One eviction's walk over an order, least recent first. Ends with exactly one of ``commit`` and ``undo``.
 
-    Ends with exactly one of ``take`` and ``give_up``; until then, and after ``give_up``, the order is as it was. What
-    was stepped over is parked either way, so that the next sweep starts behind it.
+    What it steps over is parked either way, which does not change the order, so that the next sweep starts behind it.
     """
 
-    __slots__ = ("_candidates", "_order", "_popped", "_protected", "_stepped_over", "_yielded")
+    __slots__ = ("_base", "_deferred", "_gaps", "_order", "_protected", "_ranks", "victims")
 
     def __init__(self, order: RecencyOrder, protected: Collection[OffloadKey]) -> None:
+        self.victims: Victims = []
+        """Taken out so far: first those that were parked, then others."""
         self._order = order
         self._protected = protected
-        self._popped: list[tuple[int, OffloadKey]] = []
-        self._stepped_over: list[OffloadKey] = []
-        self._yielded = 0
-        self._candidates = self._walk()
+        self._base = order._next_rank
+        self._ranks: list[int] = []  # of the victims that were parked
+        self._gaps: list[int] = []  # ranks of blocks stepped over among the others
+        self._deferred: list[tuple[int, OffloadKey]] = []  # protected ones, out of the heap for now
 
-    def __iter__(self) -> Iterator[tuple[OffloadKey, BlockStatus]]:
-        return self._candidates
-
-    def _walk(self) -> Iterator[tuple[OffloadKey, BlockStatus]]:
-        order, protected = self._order, self._protected
-        while order._heap and (returned := order._next_returned()) is not None:
-            self._popped.append(returned)
-            key = returned[1]
-            if key not in protected:
-                self._yielded += 1
-                yield key, order.parked[key].block
-        step_over = self._stepped_over.append
-        for key, block in order.blocks.items():
-            if block.pins or key in protected:
-                step_over(key)
+    def take(self, n: int) -> int:
+        """Takes up to ``n`` more idle, unprotected blocks out of the order; says how many there were."""
+        order, victims = self._order, self.victims
+        before = len(victims)
+        if order._heap:
+            self._take_returned(n)
+        blocks, protected = order.blocks, self._protected
+        pop, take = blocks.popitem, victims.append
+        missing = n - (len(victims) - before)
+        while missing and blocks:
+            item = pop(False)
+            if item[1].pins or item[0] in protected:
+                self._step_over(*item)
             else:
-                yield key, block
+                take(item)
+                missing -= 1
+        return n - missing
 
-    def take(self, victims: Victims) -> None:
-        """Takes ``victims``, which are all that this sweep has yielded, out of the order."""
+    def commit(self) -> None:
+        """The victims are gone."""
+        for entry in self._deferred:
+            heappush(self._order._heap, entry)
+
+    def undo(self) -> None:
+        """Puts the victims back where they were. Only after a ``take`` that found less than it was asked for."""
         order = self._order
-        blocks = order.blocks
-        if self._yielded:
-            for key, _ in victims[: self._yielded]:
+        assert not order.blocks
+        self.commit()
+        parked, others = self.victims[: len(self._ranks)], self.victims[len(self._ranks) :]
+        for rank, (key, block) in zip(self._ranks, parked, strict=True):
+            order._park(key, block, rank)
+        gaps = set(self._gaps)
+        last_gap = self._gaps[-1] if self._gaps else -1
+        rank = self._base
+        for key, block in others:
+            while rank in gaps:
+                rank += 1
+            if rank < last_gap:
+                order._park(key, block, rank)
+            else:
+                order.blocks[key] = block
+            rank += 1
+        order._next_rank = max(order._next_rank, rank)
+
+    def _take_returned(self, n: int) -> None:
+        """Takes up to ``n`` parked blocks that are idle again."""
+        order = self._order
+        heap = order._heap
+        while n and heap:
+            rank, key = entry = heappop(heap)
+            parked = order.parked.get(key)
+            if parked is None or parked.rank != rank:
+                continue  # used or removed since it was queued
+            if parked.block.pins:
+                parked.queued = False  # pinned again: released() will queue it again
+            elif key in self._protected:
+                self._deferred.append(entry)
+            else:
                 del order.parked[key]
-            victims = victims[self._yielded :]
-        for key, _ in victims:
-            del blocks[key]
-        if self._popped:
-            self._requeue()
-        if self._stepped_over:
-            order._park(self._stepped_over)
+                self.victims.append((key, parked.block))
+                self._ranks.append(rank)
+                n -= 1
 
-    def give_up(self, num_yielded: int) -> None:
-        """Leaves the order as it is. ``num_yielded``: how many blocks were taken from the iterator."""
-        self._requeue()
-        if self._stepped_over:
-            # Idle blocks between those stepped over are parked with them: else they would count as more recent.
-            visited = num_yielded - self._yielded + len(self._stepped_over)
-            self._order._park(list(islice(self._order.blocks, visited)))
-
-    def _requeue(self) -> None:
-        order = self._order
-        for rank, key in self._popped:
-            if key in order.parked:
-                heappush(order._heap, (rank, key))
+    def _step_over(self, key: OffloadKey, block: BlockStatus) -> None:
+        rank = self._base + len(self.victims) - len(self._ranks) + len(self._gaps)
+        self._order._next_rank = rank + 1
+        self._gaps.append(rank)
+        if block.pins:
+            self._order.parked[key] = _Parked(block, rank)
+        else:
+            parked = self._order.parked[key] = _Parked(block, rank)
+            parked.queued = True
+            self._deferred.append((rank, key))

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bookkeeping of the primary tier, per block, against the same walk on a bare ``OrderedDict``.
+
+The walk keeps a full cache in steady state. Each step serves one request whose prefix is resident (look up, touch,
+pin for a load, unpin) and one whose blocks are new (look up until the first miss, reserve, which evicts as many, and
+publish). "Bare" is what those five do to one ``OrderedDict`` of slotted records, with no class, policy or call
+between; new records included.
+"""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+
+from bench.core import Row, interleaved_medians
+from kvoffload.base import OffloadKey, ReqContext, make_offload_key
+from kvoffload.cpu import CPUOffloadingManager
+
+BATCH = 64
+REQ = ReqContext("bench")
+TARGETS = {"lru": "<= 2", "arc": "<= 3"}
+MAX_BYTES = 330
+
+
+class Record:
+    """The least a tier must know of a block."""
+
+    __slots__ = ("block_id", "pins")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.pins = -1
+
+
+class Keys:
+    """Batches of keys nobody has seen before, made ahead so that making them is not timed."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._salt = os.urandom(24)
+
+    def batch(self, size: int = BATCH) -> list[OffloadKey]:
+        return [make_offload_key(self._salt + next(self._numbers).to_bytes(8, "big"), 0) for _ in range(size)]
+
+
+class Bare:
+    """The walk on an ``OrderedDict``."""
+
+    def __init__(self, num_blocks: int, keys: Sequence[Sequence[OffloadKey]]) -> None:
+        self.blocks: OrderedDict[OffloadKey, Record] = OrderedDict()
+        slots = iter(range(num_blocks))
+        for batch in keys:
+            for key in reversed(batch):
+                self.blocks[key] = Record(next(slots))
+                self.blocks[key].pins = 0
+
+    def step(self, known: Sequence[OffloadKey], new: Sequence[OffloadKey]) -> None:
+        blocks = self.blocks
+        for key in known:
+            block = blocks.get(key)
+            assert block is not None
+            assert block.pins >= 0
+        for key in reversed(known):
+            blocks.move_to_end(key)
+        slots = []
+        for key in known:
+            block = blocks[key]
+            block.pins += 1
+            slots.append(block.block_id)
+        for key in known:
+            blocks[key].pins -= 1
+        missing = [key for key in new if key not in blocks]
+        freed = []
+        for _ in missing:
+            _, block = blocks.popitem(last=False)
+            assert block.pins == 0
+            freed.append(block.block_id)
+        for key, slot in zip(reversed(missing), freed):
+            blocks[key] = Record(slot)
+        for key in missing:
+            blocks[key].pins = 0
+
+
+class Managed:
+    """The walk through ``CPUOffloadingManager``."""
+
+    def __init__(self, policy: str, num_blocks: int, keys: Sequence[Sequence[OffloadKey]], by_prefix: bool) -> None:
+        self.manager = CPUOffloadingManager(num_blocks, policy)
+        self.by_prefix = by_prefix
+        for batch in keys:
+            self.manager.prepare_store(batch, REQ)
+            self.manager.complete_store(batch, REQ)
+
+    def step(self, known: Sequence[OffloadKey], new: Sequence[OffloadKey]) -> None:
+        manager = self.manager
+        if self.by_prefix:
+            assert False not in manager.lookup_prefix(known, REQ)
+        else:
+            for key in known:
+                assert manager.lookup(key, REQ)
+        manager.touch(known, REQ)
+        manager.prepare_load(known, REQ)
+        manager.complete_load(known, REQ)
+        output = manager.prepare_store(new, REQ)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, REQ)
+
+
+class Walk:
+    """Feeds a stepper: ``known`` goes round a hot quarter of the cache, ``new`` is new."""
+
+    def __init__(self, num_blocks: int, stepper: Callable[..., Bare | Managed]) -> None:
+        self.keys = Keys()
+        stored = [self.keys.batch() for _ in range(num_blocks // BATCH)]
+        self.stepper = stepper(len(stored) * BATCH, stored)
+        self.hot = stored[: max(len(stored) // 4, 1)]
+        self.turn = 0
+        self.plan: list[tuple[list[OffloadKey], list[OffloadKey]]] = []
+        for batch in self.hot:
+            self.stepper.step(batch, [])
+
+    def prepare(self, num_steps: int) -> None:
+        """Makes the next steps' keys."""
+        self.plan = []
+        for _ in range(num_steps):
+            self.plan.append((self.hot[self.turn % len(self.hot)], self.keys.batch()))
+            self.turn += 1
+
+    def run(self) -> None:
+        step = self.stepper.step
+        for known, new in self.plan:
+            step(known, new)
+
+
+def run(short: bool) -> list[Row]:
+    rows: list[Row] = []
+    for num_blocks in (2_000,) if short else (10_000, 100_000, 1_000_000):
+        rows += _walk_rows(num_blocks, steps=5 if short else 150, repeats=3 if short else 15)
+    for policy in TARGETS:
+        rows.append(_memory_row(policy, 5_000 if short else 700_000))
+        rows.append(_pinned_row(policy, 2_000 if short else 100_000, repeats=3 if short else 9))
+    return rows
+
+
+def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
+    cases: dict[str, Walk] = {"bare": Walk(num_blocks, Bare)}
+    for policy in TARGETS:
+        for by_prefix in (False, True):
+            stepper = partial(Managed, policy, by_prefix=by_prefix)
+            cases[f"{policy}, lookup{'_prefix' if by_prefix else ''}"] = Walk(num_blocks, stepper)
+
+    def prepare_all() -> None:
+        for walk in cases.values():
+            walk.prepare(steps)
+
+    _, bare, *managed = interleaved_medians(prepare_all, *(walk.run for walk in cases.values()), repeats=repeats)
+    scale = 1e9 / steps / BATCH
+    rows = [Row("control_plane", f"bare walk, {num_blocks:,} blocks", bare * scale, "ns/block")]
+    for case, seconds in zip(list(cases)[1:], managed, strict=True):
+        name = f"{case}, {num_blocks:,} blocks"
+        target = TARGETS[case.split(",")[0]]
+        rows.append(Row("control_plane", name, seconds * scale, "ns/block", "bare OrderedDict", seconds / bare, target))
+    return rows
+
+
+def _memory_row(policy: str, num_blocks: int) -> Row:
+    """Bytes per resident block, its key included, of a cache that has turned over (so ARC has its ghosts)."""
+    batches = num_blocks // BATCH
+    tracemalloc.start()
+    try:
+        manager = CPUOffloadingManager(batches * BATCH, policy)
+        keys = Keys()
+        for _ in range(batches):
+            output = manager.prepare_store(keys.batch(), REQ)
+            assert output is not None
+            manager.complete_store(output.keys_to_store)
+        del output
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    value = used / (batches * BATCH)
+    name = f"{policy}, memory, {num_blocks:,} blocks"
+    return Row("control_plane", name, value, "bytes/block", f"{MAX_BYTES} bytes", value / MAX_BYTES, "<= 1")
+
+
+def _pinned_row(policy: str, num_blocks: int, repeats: int) -> Row:
+    """Storing one block at a time while the less recent nine tenths of the cache are pinned."""
+
+    def walk(pin: bool) -> Callable[[], None]:
+        keys = Keys()
+        manager = CPUOffloadingManager(num_blocks, policy)
+        first = keys.batch(num_blocks * 9 // 10)
+        for batch in (first, keys.batch(num_blocks - len(first))):
+            manager.prepare_store(batch, REQ)
+            manager.complete_store(batch)
+        if pin:
+            manager.prepare_load(first, REQ)
+
+        def stores() -> None:
+            for key in keys.batch(500):
+                assert manager.prepare_store([key], REQ) is not None
+                manager.complete_store([key])
+
+        stores()
+        return stores
+
+    pinned, free = interleaved_medians(walk(True), walk(False), repeats=repeats)
+    name = f"{policy}, one store, nine tenths of {num_blocks:,} blocks pinned"
+    return Row("control_plane", name, pinned / 500 * 1e9, "ns/block", "nothing pinned", pinned / free, "<= 1.5")

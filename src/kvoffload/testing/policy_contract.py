@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every cache policy must do, as tests to inherit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable
+
+from kvoffload.base import OffloadKey
+from kvoffload.cpu.policies import BlockStatus, CachePolicy
+from kvoffload.testing.keys import key, keys
+
+__all__ = ["CachePolicyContract", "PolicyDriver"]
+
+
+class PolicyDriver:
+    """Does to a policy what the manager does, so that a test says ``store`` and ``pin``."""
+
+    def __init__(self, policy: CachePolicy) -> None:
+        self.policy = policy
+        self.blocks: dict[OffloadKey, BlockStatus] = {}
+        self._next_slot = 0
+
+    def reserve(self, arriving: Collection[OffloadKey], evict: int = 0, block: type[BlockStatus] = BlockStatus) -> bool:
+        """Inserts distinct absent keys, given head to tail, as in flight; whether ``evict`` victims were found."""
+        arrivals = list(arriving)[::-1]
+        victims = self.policy.make_room(arrivals, evict, frozenset())
+        if victims is None:
+            return False
+        for victim, _ in victims:
+            del self.blocks[victim]
+        new = []
+        for one in arrivals:
+            new.append(block(self._next_slot))
+            new[-1].key = one
+            self._next_slot += 1
+        self.policy.insert_all(arrivals, new)
+        self.blocks.update(zip(arrivals, new, strict=True))
+        return True
+
+    def publish(self, ready: Collection[OffloadKey]) -> None:
+        for one in ready:
+            self.blocks[one].pins = 0
+        self.policy.released(ready)
+
+    def store(self, arriving: Collection[OffloadKey], evict: int = 0) -> None:
+        assert self.reserve(arriving, evict)
+        self.publish(arriving)
+
+    def pin(self, *pinned: OffloadKey) -> None:
+        for one in pinned:
+            self.blocks[one].pins += 1
+
+    def unpin(self, *pinned: OffloadKey) -> None:
+        for one in pinned:
+            self.blocks[one].pins -= 1
+        self.policy.released(pinned)
+
+    def evict(self, n: int, protected: Iterable[OffloadKey] = ()) -> list[OffloadKey] | None:
+        victims = self.policy.evict(n, frozenset(protected))
+        if victims is None:
+            return None
+        for victim, block in victims:
+            assert self.blocks.pop(victim) is block, "evict() answered another block than was inserted"
+        return [victim for victim, _ in victims]
+
+    def idle(self) -> set[OffloadKey]:
+        return {one for one, block in self.blocks.items() if block.is_idle}
+
+    def drain(self) -> list[OffloadKey]:
+        """Evicts every idle block, one by one: the order."""
+        order = []
+        while self.idle():
+            victims = self.evict(1)
+            assert victims is not None, "evict() refused although a block is idle"
+            order += victims
+        assert self.evict(1) is None
+        return order
+
+
+class _Watched(BlockStatus):
+    """A block that counts how often its pins are looked at."""
+
+    __slots__ = ("_pins",)
+    looks = 0
+
+    @property
+    def pins(self) -> int:
+        _Watched.looks += 1
+        return self._pins
+
+    @pins.setter
+    def pins(self, value: int) -> None:
+        self._pins = value
+
+
+class CachePolicyContract:
+    """Inherit in a class whose name starts with ``Test`` and supply ``make_policy``::
+
+        class TestMyPolicy(CachePolicyContract):
+            def make_policy(self, capacity):
+                return MyPolicy(capacity)
+
+    The two class attributes say which of the optional promises the policy makes.
+    """
+
+    uses_matter = True
+    """``touch`` makes a block outlive untouched ones (false for FIFO)."""
+    steps_over_once = True
+    """A pinned block costs evictions one step in all, however long it stays pinned."""
+
+    def make_policy(self, capacity: int) -> CachePolicy:
+        raise NotImplementedError
+
+    def make_driver(self, capacity: int = 8) -> PolicyDriver:
+        return PolicyDriver(self.make_policy(capacity))
+
+    def test_insert_get_remove(self) -> None:
+        driver = self.make_driver()
+        policy = driver.policy
+        driver.store(keys(1, 2))
+        assert policy.get(key(1)) is driver.blocks[key(1)]
+        assert policy.get_all(keys(2, 3, 1)) == [driver.blocks[key(2)], None, driver.blocks[key(1)]]
+        assert policy.get(key(3)) is None
+        assert len(policy) == 2
+        assert policy.remove(key(1)) is driver.blocks[key(1)]
+        assert policy.remove(key(1)) is None
+        assert policy.get(key(1)) is None
+        assert len(policy) == 1
+        policy.check_invariants()
+
+    def test_clear_forgets_everything(self) -> None:
+        driver = self.make_driver(4)
+        fresh = self.make_driver(4)
+        driver.store(keys(1, 2, 3, 4))
+        driver.pin(key(4))
+        driver.evict(2)
+        driver.policy.clear()
+        driver.blocks.clear()
+        assert len(driver.policy) == 0
+        assert driver.policy.get(key(4)) is None
+        for one in (driver, fresh):
+            one.store(keys(5, 1, 2))
+            one.policy.touch(keys(5))
+        assert driver.drain() == fresh.drain()
+
+    def test_get_does_not_change_the_order(self) -> None:
+        left, right = self.make_driver(), self.make_driver()
+        for driver in (left, right):
+            driver.store(keys(1, 2, 3))
+        for number in (3, 1, 9):
+            left.policy.get(key(number))
+        left.policy.get_all(keys(2, 1, 8))
+        assert left.drain() == right.drain()
+
+    def test_only_idle_unprotected_blocks_are_evicted(self) -> None:
+        driver = self.make_driver()
+        driver.store(keys(1, 2, 3, 4))
+        driver.reserve(keys(5))
+        driver.pin(key(1), key(3))
+        assert driver.evict(1, keys(2)) == keys(4)
+        assert driver.evict(1, keys(2)) is None
+        assert driver.evict(1) == keys(2)
+        driver.unpin(key(1), key(3))
+        driver.publish(keys(5))
+        assert {*driver.drain()} == {*keys(1, 3, 5)}
+        assert len(driver.policy) == 0
+
+    def test_evict_of_nothing(self) -> None:
+        driver = self.make_driver()
+        assert driver.evict(0) == []
+        assert driver.evict(1) is None
+        driver.store(keys(1))
+        assert driver.evict(0) == []
+        assert len(driver.policy) == 1
+
+    def test_a_refused_eviction_changes_nothing(self) -> None:
+        """Two policies live the same life, but one is asked for too much now and then."""
+        rng = random.Random(7)
+        for _ in range(30):
+            left, right = self.make_driver(12), self.make_driver(12)
+            for _ in range(60):
+                self._same_random_step(left, right, rng)
+                if rng.random() < 0.4:
+                    protected = rng.sample(sorted(left.blocks), len(left.blocks) // 3)
+                    assert left.evict(len(left.idle() - {*protected}) + 1, protected) is None
+                left.policy.check_invariants()
+            for driver in (left, right):
+                self._release_all(driver)
+            assert left.drain() == right.drain()
+
+    def test_a_random_life_keeps_exactly_what_was_not_evicted(self) -> None:
+        rng = random.Random(11)
+        driver = self.make_driver(10)
+        for _ in range(1500):
+            self._same_random_step(driver, driver, rng)
+            driver.policy.check_invariants()
+            assert len(driver.policy) == len(driver.blocks)
+            for number in range(40):
+                assert driver.policy.get(key(number)) is driver.blocks.get(key(number))
+        self._release_all(driver)
+        assert len(driver.drain()) == len({*driver.blocks}) or not driver.blocks
+
+    def test_evicted_keys_may_come_back(self) -> None:
+        driver = self.make_driver(2)
+        driver.store(keys(1, 2))
+        for number in (3, 1, 2, 3, 1):
+            driver.store(keys(number), evict=1)
+            driver.policy.check_invariants()
+            assert len(driver.policy) == 2
+
+    def test_the_tail_of_a_touched_prefix_goes_first(self) -> None:
+        if not self.uses_matter:
+            return
+        driver = self.make_driver(6)
+        for number in (4, 1, 3, 2):
+            driver.store(keys(number))
+        driver.policy.touch(tuple(keys(1, 2, 3, 4, 99)))
+        assert driver.drain() == keys(4, 3, 2, 1)
+
+    def test_touch_takes_any_iterable_and_ignores_absent_keys(self) -> None:
+        left, right = self.make_driver(), self.make_driver()
+        for driver in (left, right):
+            driver.store(keys(1, 2, 3))
+        left.policy.touch(iter(keys(7, 2, 8, 1)))
+        right.policy.touch(keys(2, 1))
+        assert len(left.policy) == 3
+        assert left.drain() == right.drain()
+
+    def test_a_block_that_is_idle_again_takes_its_old_place(self) -> None:
+        """Being stepped over is no use: once unpinned, blocks go in the order they would have gone in anyway."""
+        left, right = self.make_driver(12), self.make_driver(12)
+        for driver in (left, right):
+            driver.store(keys(1, 2, 3, 4))
+            driver.store(keys(5, 6, 7, 8))
+        left.pin(*keys(3, 4, 2))
+        evicted = left.evict(2, keys(1))
+        assert evicted == left_out(right.drain(), keys(3, 4, 2, 1))[:2]
+        left.unpin(key(2))
+        left.unpin(key(4))
+        left.pin(key(4))
+        left.unpin(key(3), key(4))
+        right = self.make_driver(12)
+        right.store(keys(1, 2, 3, 4))
+        right.store(keys(5, 6, 7, 8))
+        assert left.drain() == left_out(right.drain(), evicted)
+
+    def test_pinned_blocks_are_stepped_over_once(self) -> None:
+        if not self.steps_over_once:
+            return
+        num_pinned = num_idle = 200
+        driver = self.make_driver(num_pinned + num_idle)
+        numbers = range(num_pinned + num_idle)
+        for number in numbers:
+            assert driver.reserve(keys(number), block=_Watched)
+        driver.publish(keys(*numbers))
+        driver.pin(*keys(*numbers[:num_pinned]))
+        _Watched.looks = 0
+        for _ in range(num_idle):
+            assert driver.policy.evict(1, frozenset()) is not None
+        for _ in range(num_idle):
+            assert driver.policy.evict(1, frozenset()) is None
+        assert _Watched.looks <= 8 * (num_pinned + num_idle)
+
+    def _same_random_step(self, left: PolicyDriver, right: PolicyDriver, rng: random.Random) -> None:
+        drivers = [left] if left is right else [left, right]
+        resident = sorted(left.blocks)
+        action = rng.choice(["reserve", "reserve", "publish", "publish", "pin", "unpin", "touch", "evict", "remove"])
+        some = rng.sample(resident, min(len(resident), rng.randint(1, 4)))
+        absent = [key(number) for number in rng.sample(range(40), 3) if key(number) not in left.blocks]
+        capacity = 10
+        for driver in drivers:
+            blocks = driver.blocks
+            if action == "reserve":
+                excess = max(len(blocks) + len(absent) - capacity, 0)
+                if excess <= len(driver.idle()):
+                    assert driver.reserve(absent, excess)
+            elif action == "publish":
+                driver.publish([one for one in some if not blocks[one].is_ready])
+            elif action == "pin":
+                driver.pin(*(one for one in some if blocks[one].is_ready))
+            elif action == "unpin":
+                driver.unpin(*(one for one in some if blocks[one].pins > 0))
+            elif action == "touch":
+                driver.policy.touch([*some, *absent])
+            elif action == "evict":
+                driver.evict(min(len(driver.idle()), 2))
+            elif action == "remove":
+                for one in some:
+                    if not blocks[one].is_ready:
+                        driver.policy.remove(one)
+                        del blocks[one]
+
+    @staticmethod
+    def _release_all(driver: PolicyDriver) -> None:
+        for block in driver.blocks.values():
+            block.pins = 0
+        driver.policy.released([*driver.blocks])
+
+
+def left_out(order: list[OffloadKey], without: Collection[OffloadKey]) -> list[OffloadKey]:
+    return [one for one in order if one not in without]
