@@ -7,7 +7,6 @@ import importlib
 import math
 
 import pytest
-
 from bench import BENCHES
 
 
