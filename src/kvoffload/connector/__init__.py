@@ -7,12 +7,13 @@ from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, Engine
 from kvoffload.connector.guard import GuardedManager
 from kvoffload.connector.messages import ConnectorMeta, JobEnd, StepOutcome, TransferJob, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.connector.worker import OffloadingConnectorWorker
+from kvoffload.connector.worker import EndedLoads, OffloadingConnectorWorker
 
 __all__ = [
     "NO_BLOCK",
     "BlockIds",
     "ConnectorMeta",
+    "EndedLoads",
     "EngineRequest",
     "EngineStep",
     "GuardedManager",

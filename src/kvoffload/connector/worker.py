@@ -5,13 +5,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec
 from kvoffload.connector.messages import ConnectorMeta, JobEnd, TransferJob, WorkerReport
 
-__all__ = ["OffloadingConnectorWorker"]
+__all__ = ["EndedLoads", "OffloadingConnectorWorker"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EndedLoads:
+    """Loads that ended on one rank."""
+
+    request_ids: set[str] = field(default_factory=set)
+    """Their requests, whether or not the load succeeded."""
+    failed_request_ids: set[str] = field(default_factory=set)
+    """Those of them whose load failed."""
+    invalid_block_ids: set[int] = field(default_factory=set)
+    """GPU blocks that failed loads left undefined."""
 
 
 class OffloadingConnectorWorker:
@@ -28,8 +41,7 @@ class OffloadingConnectorWorker:
         # Loads in flight here, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
         self._ends: list[JobEnd] = []
-        self._loaded_request_ids: set[str] = set()
-        self._invalid_block_ids: set[int] = set()
+        self._ended_loads = EndedLoads()
 
     def __repr__(self) -> str:
         return f"OffloadingConnectorWorker(rank={self._rank}, loads={sorted(self._loads)})"
@@ -61,13 +73,12 @@ class OffloadingConnectorWorker:
         ends, self._ends = self._ends, []
         return WorkerReport(tuple(ends))
 
-    def take_finished_loads(self) -> tuple[set[str], set[int]]:
-        """For engines whose workers tell of loads: requests whose load ended here since the last call, well or not,
-        and the GPU blocks that failed loads left undefined. Takes nothing away from ``get_report``."""
+    def take_ended_loads(self) -> EndedLoads:
+        """For engines whose workers tell of loads: what ended here since the last call. Takes nothing away from
+        ``get_report``."""
         self._poll()
-        ended, self._loaded_request_ids = self._loaded_request_ids, set()
-        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
-        return ended, invalid
+        ended, self._ended_loads = self._ended_loads, EndedLoads()
+        return ended
 
     def shutdown(self) -> None:
         """Waits for what runs. Idempotent."""
@@ -103,6 +114,8 @@ class OffloadingConnectorWorker:
         self._ends.append(end)
         load = self._loads.pop(end.job_id, None)
         if load is not None:
-            self._loaded_request_ids.add(load.request_id)
+            ended = self._ended_loads
+            ended.request_ids.add(load.request_id)
             if not end.success and isinstance(load.destination, GPULoadStoreSpec):
-                self._invalid_block_ids.update(load.destination.block_ids.tolist())
+                ended.failed_request_ids.add(load.request_id)
+                ended.invalid_block_ids.update(load.destination.block_ids.tolist())
