@@ -17,6 +17,7 @@ from kvoffload.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from kvoffload.connector.complaints import Complaints
 from kvoffload.errors import TransferError
 from kvoffload.metrics import Stats
 
@@ -38,27 +39,16 @@ class GuardedManager(OffloadingManager):
         self, manager: OffloadingManager, log_every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.manager = manager
-        self._log_every_s = log_every_s
-        self._clock = clock
-        self._log_after_s = float("-inf")
-        self._unlogged = 0
+        self._complaints = Complaints(logger, log_every_s, clock)
 
     def __repr__(self) -> str:
         return f"GuardedManager({self.manager!r})"
-
-    def _log(self, what: str) -> None:
-        now_s = self._clock()
-        if now_s < self._log_after_s:
-            self._unlogged += 1
-            return
-        logger.exception("%s failed; taken as a cache miss (%d earlier failures not logged).", what, self._unlogged)
-        self._log_after_s, self._unlogged = now_s + self._log_every_s, 0
 
     def _guard(self, otherwise: T, call: Callable[..., T], *args: object) -> T:
         try:
             return call(*args)
         except Exception:  # noqa: BLE001 - this is the boundary
-            self._log(getattr(call, "__qualname__", repr(call)))
+            self._complaints.log(f"{getattr(call, '__qualname__', call)} failed; taken as a cache miss")
             return otherwise
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -72,7 +62,7 @@ class GuardedManager(OffloadingManager):
         try:
             return self.manager.prepare_load(keys, req_context)
         except Exception as exc:
-            self._log("prepare_load")
+            self._complaints.log("prepare_load failed; taken as a failed load")
             raise TransferError(f"{len(keys)} blocks could not be prepared for a load.") from exc
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:

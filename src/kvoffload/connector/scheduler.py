@@ -50,7 +50,7 @@ class OffloadingConnectorScheduler:
         self._loads: list[TransferJob] = []
         self._lost_loads: list[TransferJob] = []
         self._flushes: set[int] = set()
-        # Keys that a load in flight brings to the device, with that load's job.
+        # Keys that a load in flight brings to the device, with that load's job: the first, if several bring the same.
         self._loading: dict[OffloadKey, int] = {}
         self._counts: dict[Sample, float] = {}
 
@@ -211,7 +211,8 @@ class OffloadingConnectorScheduler:
             state.failed_keys.update(keys)
             self._lost_loads.append(TransferJob(job.job_id, state.request_id, destination, destination))
             return
-        self._loading.update(dict.fromkeys(keys, job.job_id))
+        for key in keys:
+            self._loading.setdefault(key, job.job_id)
         self._loads.append(TransferJob(job.job_id, state.request_id, source, destination))
 
     # ------------------------------------------------------------------------------------------------- steps
@@ -392,8 +393,7 @@ class OffloadingConnectorScheduler:
             assert job.request.finished != (id(job.request) in live), f"{job} belongs to a request that is half dropped"
             siblings = [self._jobs[each].direction for each in job.request.jobs]
             assert Direction.LOAD not in siblings or len(siblings) == 1, f"a load beside other jobs: {siblings}"
-        loading = {key: job.job_id for job in self._jobs if job.direction is Direction.LOAD for key in job.keys}
-        assert loading.keys() == self._loading.keys()
+        assert all(key in self._jobs[job_id].keys for key, job_id in self._loading.items())
         for state in self._requests.values():
             assert not state.finished
             assert state.load_job is None or state.load_job in state.jobs

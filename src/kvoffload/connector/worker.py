@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec
+from kvoffload.connector.complaints import Complaints
 from kvoffload.connector.messages import ConnectorMeta, JobEnd, TransferJob, WorkerReport
 
 __all__ = ["EndedLoads", "OffloadingConnectorWorker"]
@@ -37,6 +38,7 @@ class OffloadingConnectorWorker:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+        self._complaints = Complaints(logger)
         self._held_stores: list[TransferJob] = []
         # Loads in flight here, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
@@ -96,9 +98,9 @@ class OffloadingConnectorWorker:
         media = job.source.medium(), job.destination.medium()
         try:
             self._handlers[media].transfer_async(job.job_id, (job.source, job.destination))
-        except Exception:
-            # The boundary between a broken handler and the engine's step: the job failed, the step goes on.
-            logger.exception("Transfer %d from %s to %s could not be started.", job.job_id, *media)
+        except Exception:  # noqa: BLE001 - this is the boundary
+            # Between a broken handler and the engine's step: the job failed, the step goes on.
+            self._complaints.log(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
             self._end(JobEnd(job.job_id, self._rank, success=False))
 
     def _wait(self, job_ids: Collection[int]) -> None:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory without a device: real bytes that are a function of what they stand for, and a pool that caches.
+
+There is no model. "Computing" a GPU block writes bytes derived from the tokens up to its end, the KV group and the
+rank; so any block can be judged by looking at it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DevicePool", "chain_hash", "page_of"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a run of tokens and everything before it."""
+    return hashlib.blake2b(parent + repr(tuple(tokens)).encode(), digest_size=16).digest()
+
+
+def page_of(prefix_hash: bytes, group: int, rank: int, page_bytes: int) -> Bytes:
+    """What a GPU block that ends a prefix must hold."""
+    seed = hashlib.blake2b(prefix_hash + bytes((group, rank)), digest_size=32).digest()
+    return np.resize(np.frombuffer(seed, dtype=np.uint8), page_bytes)
+
+
+class DevicePool:
+    """GPU block ids, shared by all groups, with a prefix cache: a freed block keeps its content, and can be had back by
+    its hash, until it is handed out again, least recently freed first."""
+
+    def __init__(self, num_gpu_blocks: int) -> None:
+        self.num_gpu_blocks = num_gpu_blocks
+        self._refs = [0] * num_gpu_blocks
+        self._free: dict[int, None] = dict.fromkeys(range(num_gpu_blocks))
+        self._cached: dict[tuple[bytes, int], int] = {}
+        self._name: dict[int, tuple[bytes, int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> dict[tuple[bytes, int], int]:
+        """GPU block by (prefix hash, group)."""
+        return self._cached
+
+    def take(self, n: int) -> list[int] | None:
+        """``n`` GPU blocks to write, or ``None`` if there are not so many."""
+        if n > len(self._free):
+            return None
+        ids: list[int] = []
+        for _ in range(n):
+            block_id = next(iter(self._free))
+            del self._free[block_id]
+            self.forget(block_id)
+            self._refs[block_id] = 1
+            ids.append(block_id)
+        return ids
+
+    def share(self, block_id: int) -> None:
+        """One more reader of a cached block."""
+        self._free.pop(block_id, None)
+        self._refs[block_id] += 1
+
+    def give_back(self, block_id: int) -> None:
+        self._refs[block_id] -= 1
+        assert self._refs[block_id] >= 0
+        if self._refs[block_id] == 0:
+            self._free[block_id] = None
+
+    def name(self, block_id: int, prefix_hash: bytes, group: int) -> None:
+        """The block is full and valid: others may share it. The first of several equal ones is kept."""
+        if (prefix_hash, group) not in self._cached and block_id not in self._name:
+            self._cached[prefix_hash, group] = block_id
+            self._name[block_id] = (prefix_hash, group)
+
+    def forget(self, block_id: int) -> None:
+        if (name := self._name.pop(block_id, None)) is not None:
+            del self._cached[name]
+
+    def forget_all(self) -> None:
+        self._cached.clear()
+        self._name.clear()
+
+    def check_invariants(self) -> None:
+        assert all((refs == 0) == (block_id in self._free) for block_id, refs in enumerate(self._refs))
+        assert {name: block_id for block_id, name in self._name.items()} == self._cached

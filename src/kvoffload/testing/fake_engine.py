@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small engine without a model, for testing connectors: requests, scheduling, preemption, device prefix cache.
+
+It speaks to kvoffload through ``connector/engine.py`` alone and frees GPU blocks the moment it may, also while
+transfers use them. Its bytes are real, and ``check`` judges every GPU block it believes in; a connector that mixes
+up order, ids or groups is caught by the block it damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from kvoffload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadKey,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
+from kvoffload.connector import (
+    NO_BLOCK,
+    EngineStep,
+    OffloadingConnectorScheduler,
+    OffloadingConnectorWorker,
+    ScheduledRequest,
+    WorkerReport,
+)
+from kvoffload.connector.groups import GroupGeometry, geometry_of
+from kvoffload.testing.fake_device import Bytes, DevicePool, chain_hash, page_of
+from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
+
+__all__ = ["FakeEngine", "FakeRequest", "Status"]
+
+WorkerFactory = Callable[[int, Bytes], OffloadingConnectorWorker]
+"""(rank, that rank's device memory as (GPU blocks, page bytes)) -> its worker, registered."""
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """A prompt and what was generated after it; satisfies ``EngineRequest``."""
+
+    request_id: str
+    tokens: list[int]
+    max_new_tokens: int
+    hash_tokens: int
+    kv_transfer_params: dict[str, Any] | None = None
+    num_prompt_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    status: Status = Status.WAITING
+    tables: list[list[int]] = field(default_factory=list)
+    """GPU blocks by group; empty lists while it has none."""
+    computed_tokens: int = 0
+    valid_tokens: int = 0
+    """While loading: tokens that are on the device whether or not the load succeeds."""
+    table_is_new: bool = True
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+        self.extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def has_blocks(self) -> bool:
+        return any(self.tables)
+
+    def extend_hashes(self) -> None:
+        step = self.hash_tokens
+        for n in range(len(self.block_hashes), len(self.tokens) // step):
+            parent = self.block_hashes[-1] if self.block_hashes else b""
+            self.block_hashes.append(chain_hash(parent, self.tokens[n * step : (n + 1) * step]))
+
+    def prefix_hash(self, num_tokens: int) -> bytes:
+        """Of the first ``num_tokens`` tokens: the block hash where one ends there."""
+        full, rest = divmod(num_tokens, self.hash_tokens)
+        parent = self.block_hashes[full - 1] if full else b""
+        return chain_hash(parent, self.tokens[num_tokens - rest : num_tokens]) if rest else parent
+
+
+class FakeEngine:
+    """Call ``add``, ``abort`` and ``step`` in any order; ``check`` after each.
+
+    ``chunk_tokens`` bounds what one request computes in a step. By default every rank has a ``ManualHandler``
+    (``handlers[rank]``), whose transfers end when the test runs them; ``make_worker`` puts real ones there.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        layout: EngineLayout,
+        config: OffloadingConfig,
+        *,
+        num_gpu_blocks: int,
+        num_slots: int,
+        chunk_tokens: int = 16,
+        max_running: int = 4,
+        make_worker: WorkerFactory | None = None,
+    ) -> None:
+        self.manager = manager
+        self.layout = layout
+        self.groups: tuple[GroupGeometry, ...] = geometry_of(layout, config)
+        self.connector = OffloadingConnectorScheduler(manager, layout, config)
+        self.pool = DevicePool(num_gpu_blocks)
+        self.pages = [self._new_pages(num_gpu_blocks) for _ in range(layout.num_ranks)]
+        slice_bytes = layout.slice_bytes(self.groups[0].factor)
+        self.slots = [np.zeros((num_slots, slice_bytes), dtype=np.uint8) for _ in self.pages]
+        self.handlers: list[ManualHandler] = []
+        self.workers = [(make_worker or self._manual_worker)(rank, pages) for rank, pages in enumerate(self.pages)]
+        self.waiting: list[FakeRequest] = []
+        self.running: list[FakeRequest] = []
+        self.finished: list[FakeRequest] = []
+        self.computed_total = 0
+        """Tokens computed since the start, those computed again included."""
+        self._chunk_tokens = chunk_tokens
+        self._max_running = max_running
+        self._prefixes: dict[bytes, tuple[FakeRequest, int]] = {}
+
+    def _new_pages(self, num_gpu_blocks: int) -> Bytes:
+        return np.zeros((num_gpu_blocks, max(group.page_bytes for group in self.layout.groups)), dtype=np.uint8)
+
+    def _manual_worker(self, rank: int, pages: Bytes) -> OffloadingConnectorWorker:
+        widths = tuple(group.page_bytes for group in self.layout.groups)
+        self.handlers.append(ManualHandler(pages, self.slots[rank], widths, self.groups[0].factor))
+        worker = OffloadingConnectorWorker(rank)
+        worker.register_kv_caches(ManualSpec(self.manager, self.handlers[-1]), CanonicalKVCaches())
+        return worker
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def add(self, request_id: str, tokens: Sequence[int], max_new_tokens: int) -> FakeRequest:
+        request = FakeRequest(request_id, list(tokens), max_new_tokens, self.layout.hash_block_tokens)
+        most = request.num_tokens + max_new_tokens
+        needed = sum(-(-most // group.gpu_block_tokens) for group in self.groups)
+        assert needed <= self.pool.num_gpu_blocks, f"{request_id} may need {needed} GPU blocks, more than there are"
+        self.connector.on_new_request(request)
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request: FakeRequest) -> None:
+        """At any stage; its GPU blocks are free at once."""
+        if request.status is not Status.FINISHED:
+            self._finish(request)
+
+    def _finish(self, request: FakeRequest) -> None:
+        (self.running if request in self.running else self.waiting).remove(request)
+        self.connector.request_finished(request)
+        self._free_blocks(request)
+        request.status = Status.FINISHED
+        self.finished.append(request)
+
+    def _free_blocks(self, request: FakeRequest) -> None:
+        for table in request.tables:
+            for block_id in reversed(table):
+                if block_id != NO_BLOCK:
+                    self.pool.give_back(block_id)
+        request.tables = []
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self.connector.has_pending_work())
+
+    # ---------------------------------------------------------------------------------------------- step
+
+    def step(self) -> None:
+        """One engine step, as real ones do it: schedule, tell the workers, compute, collect."""
+        preempted: set[str] = set()
+        scheduled = self._schedule_running(preempted)
+        if not preempted:
+            scheduled += self._schedule_waiting()
+        records = tuple(record for _, record in scheduled)
+        meta = self.connector.build_connector_meta(EngineStep(records, frozenset(preempted)))
+        for worker in self.workers:
+            worker.start_step(meta)
+        for request, record in scheduled:
+            self._compute(request, record.num_computed_tokens, record.num_scheduled_tokens)
+        for worker in self.workers:
+            worker.end_step()
+        for request, record in scheduled:
+            self._advance(request, record.num_scheduled_tokens)
+        self._collect()
+
+    def _schedule_running(self, preempted: set[str]) -> list[tuple[FakeRequest, ScheduledRequest]]:
+        scheduled: list[tuple[FakeRequest, ScheduledRequest]] = []
+        for request in tuple(self.running):
+            if request not in self.running:
+                continue  # preempted for the sake of an earlier one
+            n = min(self._chunk_tokens, request.num_tokens - request.computed_tokens)
+            while (new := self._grow(request, request.computed_tokens + n)) is None:
+                if self._reclaim_from_waiting():
+                    continue
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted.add(victim.request_id)
+                scheduled = [each for each in scheduled if each[0] is not victim]
+                if victim is request:
+                    break
+            if new is not None:
+                scheduled.append((request, self._record(request, new, n)))
+        return scheduled
+
+    def _reclaim_from_waiting(self) -> bool:
+        """Takes the blocks of a request whose load has ended and that waits on; else it could starve the running."""
+        for request in reversed(self.waiting):
+            if request.has_blocks and request.status is Status.WAITING:
+                self._free_blocks(request)
+                request.computed_tokens = 0
+                return True
+        return False
+
+    def _preempt(self, victim: FakeRequest) -> None:
+        self.running.remove(victim)
+        self._free_blocks(victim)
+        victim.status, victim.computed_tokens, victim.table_is_new = Status.WAITING, 0, True
+        self.waiting.insert(0, victim)
+
+    def _schedule_waiting(self) -> list[tuple[FakeRequest, ScheduledRequest]]:
+        scheduled: list[tuple[FakeRequest, ScheduledRequest]] = []
+        for request in tuple(self.waiting):
+            if request.status is Status.LOADING or len(self.running) >= self._max_running:
+                continue
+            external = 0
+            if not request.has_blocks:
+                hit, tables = self._device_hit(request)
+                answer, is_async = self.connector.get_num_new_matched_tokens(request, hit)
+                if answer is None:
+                    continue
+                assert is_async == (answer > 0), "only asynchronous loads are promised"
+                external = answer
+                request.tables, request.computed_tokens = tables, hit
+                for block_id in (each for table in tables for each in table if each != NO_BLOCK):
+                    self.pool.share(block_id)
+            n = 0 if external else min(self._chunk_tokens, request.num_tokens - request.computed_tokens)
+            assert external or n > 0, "a hit must leave a token to compute"
+            until = request.computed_tokens + external + n
+            # What the load brings is freed by its own window, before anything is computed.
+            new = self._grow(request, until, keep_from=request.computed_tokens + external)
+            if new is None:
+                # Also what was loaded is let go: requests that hold blocks while they wait for more could all wait.
+                self._free_blocks(request)
+                request.computed_tokens = 0
+                break
+            self.connector.update_state_after_alloc(request, self._tables(request), external)
+            request.table_is_new = True
+            if external:
+                request.status = Status.LOADING
+                request.valid_tokens = request.computed_tokens
+                request.computed_tokens += external
+                continue
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.status = Status.RUNNING
+            scheduled.append((request, self._record(request, new, n)))
+        return scheduled
+
+    def _record(self, request: FakeRequest, new: list[list[int]], n: int) -> ScheduledRequest:
+        is_new, request.table_is_new = request.table_is_new, False
+        blocks = self._tables(request) if is_new else tuple(tuple(ids) for ids in new)
+        return ScheduledRequest(request.request_id, blocks, request.computed_tokens, n, is_new)
+
+    def _tables(self, request: FakeRequest) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(table) for table in request.tables)
+
+    def _device_hit(self, request: FakeRequest) -> tuple[int, list[list[int]]]:
+        """The longest prefix the device itself can continue from, by trying all: (tokens, tables)."""
+        unit = int(np.lcm.reduce([group.gpu_block_tokens for group in self.groups]))
+        for hit in range((request.num_tokens - 1) // unit * unit, 0, -unit):
+            tables = [self._cached_table(request, group, hit) for group in self.groups]
+            if None not in tables:
+                return hit, [table for table in tables if table is not None]
+        return 0, [[] for _ in self.groups]
+
+    def _cached_table(self, request: FakeRequest, group: GroupGeometry, hit: int) -> list[int] | None:
+        size = group.gpu_block_tokens
+        table: list[int] = []
+        for n in range(hit // size):
+            if (n + 1) * size <= group.first_needed_token(hit):
+                table.append(NO_BLOCK)
+                continue
+            block_id = self.pool.cached.get((request.prefix_hash((n + 1) * size), group.index))
+            if block_id is None:
+                return None
+            table.append(block_id)
+        return table
+
+    def _grow(self, request: FakeRequest, until: int, keep_from: int | None = None) -> list[list[int]] | None:
+        """Frees what fell out of the windows, then takes GPU blocks up to ``until`` tokens; the new ones by group, or
+        ``None`` (nothing taken) if the pool cannot give them. ``keep_from``: tokens the windows end at."""
+        at = request.computed_tokens if keep_from is None else keep_from
+        wanted: list[list[bool]] = []
+        for group, table in zip(self.groups, request.tables, strict=True):
+            size = group.gpu_block_tokens
+            for n, block_id in enumerate(table):
+                if block_id != NO_BLOCK and (n + 1) * size <= group.first_needed_token(at):
+                    self.pool.give_back(block_id)
+                    table[n] = NO_BLOCK
+            places = range(len(table), -(-until // size))
+            wanted.append([(n + 1) * size > group.first_needed_token(at) for n in places])
+        ids = self.pool.take(sum(map(sum, wanted)))
+        if ids is None:
+            return None
+        fresh = iter(ids)
+        new = [[next(fresh) if real else NO_BLOCK for real in places] for places in wanted]
+        for table, added in zip(request.tables, new, strict=True):
+            table.extend(added)
+        return new
+
+    # ------------------------------------------------------------------------------------------- compute
+
+    def _compute(self, request: FakeRequest, start: int, n: int) -> None:
+        self._check_context(request, start)
+        self.computed_total += n
+        for group, table in zip(self.groups, request.tables, strict=True):
+            size = group.gpu_block_tokens
+            for place in range(start // size, -(-(start + n) // size)):
+                content = request.prefix_hash(min((place + 1) * size, start + n))
+                for rank, pages in enumerate(self.pages):
+                    width = self.layout.groups[group.index].page_bytes
+                    pages[table[place], :width] = page_of(content, group.index, rank, width)
+
+    def _advance(self, request: FakeRequest, n: int) -> None:
+        request.computed_tokens += n
+        self._name_blocks(request)
+        if request.computed_tokens < request.num_tokens:
+            return
+        if request.num_tokens - request.num_prompt_tokens >= request.max_new_tokens:
+            self._finish(request)
+            return
+        request.tokens.append(sum(request.tokens) % 7)
+        request.extend_hashes()
+
+    def _name_blocks(self, request: FakeRequest) -> None:
+        """Full GPU blocks enter the device's prefix cache."""
+        for group, table in zip(self.groups, request.tables, strict=True):
+            size = group.gpu_block_tokens
+            for n in range(min(request.computed_tokens // size, len(table))):
+                prefix_hash = request.prefix_hash((n + 1) * size)
+                self._prefixes.setdefault(prefix_hash, (request, (n + 1) * size))
+                if table[n] != NO_BLOCK:
+                    self.pool.name(table[n], prefix_hash, group.index)
+
+    def _collect(self) -> None:
+        report = WorkerReport.merge(worker.get_report() for worker in self.workers)
+        outcome = self.connector.update_connector_output(report)
+        by_id = {request.request_id: request for request in self.waiting}
+        for request_id in outcome.loaded_request_ids:
+            request = by_id[request_id]
+            assert request.status is Status.LOADING
+            request.status = Status.WAITING
+            self._name_blocks(request)
+        for request_id, invalid in outcome.failed_loads.items():
+            request = by_id[request_id]
+            assert request.status is Status.LOADING
+            request.status, request.computed_tokens = Status.WAITING, request.valid_tokens
+            lost = {
+                block_id
+                for group, table in zip(self.groups, request.tables, strict=True)
+                for block_id in table[request.valid_tokens // group.gpu_block_tokens :]
+            }
+            assert lost - {NO_BLOCK} <= invalid, "a GPU block that was not loaded counts as valid"
+            if all(group.kind is GroupKind.FULL_ATTENTION for group in self.groups):
+                self._keep_blocks(request, request.valid_tokens)
+            else:  # windows were moved on to the end of the hit
+                self._free_blocks(request)
+                request.computed_tokens = 0
+
+    def _keep_blocks(self, request: FakeRequest, num_tokens: int) -> None:
+        for group, table in zip(self.groups, request.tables, strict=True):
+            for block_id in reversed(table[num_tokens // group.gpu_block_tokens :]):
+                self.pool.give_back(block_id)
+            del table[num_tokens // group.gpu_block_tokens :]
+
+    # --------------------------------------------------------------------------------------------- check
+
+    def _check_context(self, request: FakeRequest, num_tokens: int) -> None:
+        """Every GPU block that continuing after ``num_tokens`` reads holds what it must."""
+        for group, table in zip(self.groups, request.tables, strict=True):
+            size = group.gpu_block_tokens
+            for n in range(group.first_needed_token(num_tokens) // size, -(-num_tokens // size)):
+                content = request.prefix_hash(min((n + 1) * size, num_tokens))
+                self._check_page(table[n], content, group.index, f"{request.request_id} block {n}")
+
+    def _check_page(self, block_id: int, prefix_hash: bytes, group: int, what: str) -> None:
+        assert block_id != NO_BLOCK, f"group {group}: {what} has no GPU block"
+        width = self.layout.groups[group].page_bytes
+        for rank, pages in enumerate(self.pages):
+            right = np.array_equal(pages[block_id, :width], page_of(prefix_hash, group, rank, width))
+            assert right, f"wrong bytes: group {group}, rank {rank}, GPU block {block_id}, {what}"
+
+    def check(self) -> None:
+        """Judges all GPU blocks the engine believes in, and checks the books of pool and connector."""
+        self.pool.check_invariants()
+        self.connector.check_invariants()
+        for (prefix_hash, group), block_id in self.pool.cached.items():
+            self._check_page(block_id, prefix_hash, group, "in the prefix cache")
+        for request in self.running:
+            self._check_context(request, request.computed_tokens)
+
+    def check_slot(self, key: OffloadKey, slot: int) -> None:
+        """The slot of a ready block holds, on every rank, what a hit on it may read."""
+        group = self.groups[get_offload_group_idx(key)]
+        request, end = self._prefixes[get_offload_block_hash(key)]
+        block = end // group.block_tokens - 1
+        width = self.layout.groups[group.index].page_bytes
+        for place in range(group.first_gpu_block(block), (block + 1) * group.factor):
+            content = request.prefix_hash((place + 1) * group.gpu_block_tokens)
+            within = place % group.factor
+            for rank, slots in enumerate(self.slots):
+                found = slots[slot, within * width : (within + 1) * width]
+                assert np.array_equal(found, page_of(content, group.index, rank, width)), (
+                    f"wrong bytes in slot {slot}: group {group.index}, rank {rank}, block {block}, GPU block {place}"
+                )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A handler over numpy arrays whose transfers run when the test says so: late, in another order, or failing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    OffloadingManager,
+    OffloadingSpec,
+    TransferResult,
+)
+
+__all__ = ["ManualHandler", "ManualSpec"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_GARBAGE = 0xEE
+
+
+class ManualHandler(OffloadingHandler):
+    """Copies between GPU blocks and slots, both directions, one GPU block at a time, plainly.
+
+    ``gpu``: (GPU blocks, page bytes); ``slots``: (slots, bytes of this rank's slice). A transfer reads and writes at
+    the moment of ``run`` or ``wait``, not when it is started: bytes that were overwritten in between come out wrong,
+    as they would with a device queue that lags behind.
+    """
+
+    def __init__(self, gpu: Bytes, slots: Bytes, page_bytes: tuple[int, ...], factor: int) -> None:
+        self._gpu = gpu
+        self._slots = slots
+        self._page_bytes = page_bytes
+        self._factor = factor
+        self._pending: dict[int, tuple[LoadStoreSpec, LoadStoreSpec]] = {}
+        self._finished: list[TransferResult] = []
+        self.refuse_next = False
+        """Makes the next ``transfer_async`` raise, as a broken device would."""
+
+    @property
+    def pending(self) -> list[int]:
+        return list(self._pending)
+
+    def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
+        if self.refuse_next:
+            self.refuse_next = False
+            raise RuntimeError("refused on plan")
+        self._pending[job_id] = spec
+
+    def run(self, job_id: int, success: bool = True) -> None:
+        """Does a pending transfer now. A failing one leaves garbage in its destination."""
+        source, destination = self._pending.pop(job_id)
+        num_bytes = 0
+        for read, write in self._pages(source, destination):
+            write[:] = read if success else _GARBAGE
+            num_bytes += len(read)
+        self._finished.append(TransferResult(job_id, success, num_bytes if success else 0))
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        for job_id in [each for each in self._pending if each in job_ids]:
+            self.run(job_id)
+
+    def shutdown(self) -> None:
+        self._pending.clear()
+
+    def _pages(self, source: LoadStoreSpec, destination: LoadStoreSpec) -> list[tuple[Bytes, Bytes]]:
+        """(bytes to read, bytes to write) for each GPU block."""
+        stores = isinstance(source, GPULoadStoreSpec)
+        gpu, slots = (source, destination) if stores else (destination, source)
+        assert isinstance(gpu, GPULoadStoreSpec)
+        assert isinstance(slots, BlockIDsLoadStoreSpec)
+        pages: list[tuple[Bytes, Bytes]] = []
+        gpu_ids, slot_ids = iter(gpu.block_ids.tolist()), iter(slots.block_ids.tolist())
+        for group, size in enumerate(gpu.group_sizes):
+            width = self._page_bytes[group]
+            slot: int | None = None
+            for place in range(gpu.block_indices[group], gpu.block_indices[group] + size):
+                within = place % self._factor
+                if slot is None or within == 0:
+                    slot = next(slot_ids)
+                on_gpu = self._gpu[next(gpu_ids), :width]
+                in_slot = self._slots[slot, within * width : (within + 1) * width]
+                pages.append((on_gpu, in_slot) if stores else (in_slot, on_gpu))
+        assert next(slot_ids, None) is None, "more slots than the GPU blocks fill"
+        return pages
+
+
+class ManualSpec(OffloadingSpec):
+    """One rank's manual handler as a spec, so that the real worker drives it."""
+
+    def __init__(self, manager: OffloadingManager, handler: ManualHandler) -> None:
+        self._manager = manager
+        self._handler = handler
+
+    def get_manager(self) -> OffloadingManager:
+        return self._manager
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> dict[tuple[str, str], OffloadingHandler]:
+        return {("GPU", "CPU"): self._handler, ("CPU", "GPU"): self._handler}

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fake engine with everything that may happen to it, and a judge. Driven by Hypothesis and by plain chance."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.testing.fake_engine import FakeEngine, FakeRequest
+
+HASH = 2
+FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, 4, 8)
+FINE = KVGroupLayout(GroupKind.FULL_ATTENTION, 2, 6)
+SLIDING = KVGroupLayout(GroupKind.SLIDING_WINDOW, 4, 8, sliding_window_tokens=7)
+NARROW = KVGroupLayout(GroupKind.SLIDING_WINDOW, 2, 5, sliding_window_tokens=3)
+STATE = KVGroupLayout(GroupKind.SINGLE_STATE, 4, 7)
+
+LAYOUTS = {
+    "full": (FULL,),
+    "sliding": (SLIDING,),
+    "state": (STATE,),
+    "full+sliding": (FULL, SLIDING),
+    "full+state": (FULL, STATE),
+    "two sizes": (FULL, NARROW),
+    "all": (FINE, SLIDING, STATE),
+}
+LENGTHS = (1, 8, 13, 20, 21, 33)
+MAX_NEW = 6
+PROBE = ReqContext("probe")
+
+
+@dataclass(frozen=True)
+class Setup:
+    layout: str = "full"
+    factor: int = 1
+    num_ranks: int = 1
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+    num_slots: int = 40
+    pool_tokens: int = 60
+    chunk: int = 8
+    prompt_only: bool = False
+
+    @staticmethod
+    def random(chance: random.Random) -> Setup:
+        return Setup(
+            layout=chance.choice(sorted(LAYOUTS)),
+            factor=chance.choice([1, 1, 2, 3]),
+            num_ranks=chance.choice([1, 1, 2]),
+            policy=chance.choice(list(OffloadPolicy)),
+            num_slots=chance.choice([3, 8, 40]),
+            pool_tokens=chance.choice([40, 60, 100]),
+            chunk=chance.choice([3, 8, 24]),
+            prompt_only=chance.random() < 0.2,
+        )
+
+
+class PolicyManager(CPUOffloadingManager):
+    """The primary tier, asking for one policy."""
+
+    def __init__(self, num_blocks: int, policy: OffloadPolicy) -> None:
+        super().__init__(num_blocks, enable_events=True)
+        self._offload_policy = policy
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        super().on_new_request(req_context)
+        return RequestOffloadingContext(self._offload_policy)
+
+
+class Chaos:
+    """``judge`` after whatever was done; ``drain`` at the end."""
+
+    def __init__(self, setup: Setup) -> None:
+        groups = LAYOUTS[setup.layout]
+        base = min(group.block_tokens for group in groups)
+        self.manager = PolicyManager(setup.num_slots, setup.policy)
+        self.engine = FakeEngine(
+            self.manager,
+            EngineLayout(groups, HASH, "chaos", num_ranks=setup.num_ranks),
+            OffloadingConfig(
+                cpu_bytes_to_use=1 << 20, block_size=base * setup.factor, offload_prompt_only=setup.prompt_only
+            ),
+            num_gpu_blocks=sum(-(-setup.pool_tokens // group.block_tokens) for group in groups),
+            num_slots=setup.num_slots,
+            chunk_tokens=setup.chunk,
+            max_running=3,
+        )
+        self.resident: dict[OffloadKey, None] = {}
+        self.count = 0
+
+    def arrive(self, stem: int, length: int, new: int, fork: int) -> None:
+        """A request of a small alphabet, so that prefixes are shared: stems differ at once, forks in the last token."""
+        tokens = [stem * 100 + n for n in range(length)]
+        if fork:
+            tokens[-1] = 1000 + fork
+        self.engine.add(f"r{self.count}", tokens, new)
+        self.count += 1
+
+    def pending(self) -> list[tuple[int, int]]:
+        """(rank, job) of transfers that were started and have not run."""
+        return [(rank, job) for rank, each in enumerate(self.engine.handlers) for job in each.pending]
+
+    def live(self) -> list[FakeRequest]:
+        return [*self.engine.waiting, *self.engine.running]
+
+    def end_some_jobs(self, chance: random.Random, lag: int, failures: float) -> None:
+        """Each pending transfer runs with probability 1 / ``lag``, in any order, and some of them fail."""
+        pending = self.pending()
+        chance.shuffle(pending)
+        for rank, job in pending:
+            if chance.random() * lag < 1:
+                self.engine.handlers[rank].run(job, chance.random() >= failures)
+
+    def step(self) -> None:
+        self.engine.step()
+        self.judge()
+
+    def judge(self) -> None:
+        """All bytes anybody believes in, all books, and that the events add up to what can be loaded."""
+        self.engine.check()
+        self.manager.check_invariants()
+        for event in self.engine.connector.take_events():
+            for key in event.keys:
+                if event.removed:
+                    del self.resident[key]
+                else:
+                    self.resident[key] = None
+        for key in self.resident:
+            slot = self.manager.prepare_load([key], PROBE).block_ids[0]
+            self.engine.check_slot(key, int(slot))
+            self.manager.complete_load([key], PROBE)
+
+    def drain(self) -> None:
+        """With transfers that end, all requests end, and nothing is left: no jobs, states, pins or fences."""
+        steps = 0
+        while not self.engine.idle:
+            for rank, job in self.pending():
+                self.engine.handlers[rank].run(job)
+            self.step()
+            steps += 1
+            assert steps < 2000, "the engine does not drain"
+        assert self.engine.pool.num_free == self.engine.pool.num_gpu_blocks
+        stats = self.engine.connector.get_stats()
+        assert stats["jobs_in_flight",] == stats["requests_tracked",] == stats["primary_blocks_pinned",] == 0

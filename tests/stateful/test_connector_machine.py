@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector under an engine with real bytes: any order of arrivals, aborts, steps, ends and failures of jobs.
+
+The oracle is the bytes: each GPU block and each ready slot is a function of what it stands for. After every rule all
+blocks anybody believes in are judged, and all books recomputed. At the end everything must drain.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.stateful.chaos import LENGTHS, MAX_NEW, Chaos, Setup
+
+from kvoffload.metrics import add_stats
+
+MAX_WAITING = 8
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", logger="kvoffload")  # transfers refused on plan
+
+
+class ConnectorMachine(RuleBasedStateMachine):
+    """Hypothesis chooses: finds short sequences, and makes them shorter."""
+
+    chaos: Chaos | None = None
+
+    @initialize(seed=st.integers(0, 1 << 16))
+    def start(self, seed: int) -> None:
+        self.chaos = Chaos(Setup.random(random.Random(seed)))
+
+    @rule(
+        shapes=st.lists(
+            st.tuples(st.integers(0, 1), st.sampled_from(LENGTHS), st.integers(0, MAX_NEW), st.integers(0, 2)),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    def arrive(self, shapes: list[tuple[int, int, int, int]]) -> None:
+        for shape in shapes[: MAX_WAITING - len(self.chaos.engine.waiting)]:
+            self.chaos.arrive(*shape)
+
+    @rule(n=st.integers(1, 6))
+    def step(self, n: int) -> None:
+        for _ in range(n):
+            self.chaos.step()
+
+    @rule(n=st.integers(4, 20), lag=st.integers(1, 4), seed=st.integers(0, 99))
+    def serve(self, n: int, lag: int, seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(n):
+            self.chaos.end_some_jobs(chance, lag, failures=0.1)
+            self.chaos.step()
+
+    @precondition(lambda self: self.chaos.pending())
+    @rule(data=st.data(), success=st.sampled_from([True, True, True, False]))
+    def end_job(self, data: st.DataObject, success: bool) -> None:
+        rank, job = data.draw(st.sampled_from(self.chaos.pending()))
+        self.chaos.engine.handlers[rank].run(job, success)
+
+    @precondition(lambda self: self.chaos.live())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = self.chaos.live()
+        self.chaos.engine.abort(live[data.draw(st.integers(0, len(live) - 1))])
+
+    @rule(what=st.sampled_from(["device", "device", "device", "reset", "refuse"]), rank=st.integers(0, 1))
+    def disturb(self, what: str, rank: int) -> None:
+        disturb(self.chaos, what, rank)
+
+    @invariant()
+    def judge(self) -> None:
+        if self.chaos is not None:
+            self.chaos.judge()
+
+    def teardown(self) -> None:
+        if self.chaos is not None:
+            self.chaos.drain()
+
+
+def disturb(chaos: Chaos, what: str, rank: int) -> None:
+    match what:
+        case "device":  # what is not in use is gone from the device: only offloaded blocks can bring it back
+            chaos.engine.pool.forget_all()
+        case "reset":
+            chaos.engine.connector.reset_cache()
+        case "refuse":
+            chaos.engine.handlers[rank % len(chaos.engine.handlers)].refuse_next = True
+
+
+TestConnectorMachine = ConnectorMachine.TestCase
+TestConnectorMachine.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def soak(seed: int, rounds: int) -> Chaos:
+    """Plain chance: long, dense runs, which a shrinking search seldom proposes."""
+    chance = random.Random(seed)
+    chaos = Chaos(Setup.random(chance))
+    lag = chance.choice([1, 2, 5])
+    for _ in range(rounds):
+        if len(chaos.engine.waiting) < MAX_WAITING and chance.random() < 0.5:
+            chaos.arrive(
+                chance.randrange(2), chance.choice(LENGTHS), chance.randrange(MAX_NEW + 1), chance.randrange(3)
+            )
+        if chance.random() < 0.03 and chaos.live():
+            chaos.engine.abort(chance.choice(chaos.live()))
+        if chance.random() < 0.15:
+            disturb(chaos, "device", 0)
+        if chance.random() < 0.03:
+            disturb(chaos, chance.choice(["reset", "refuse"]), chance.randrange(2))
+        chaos.end_some_jobs(chance, lag, failures=0.05)
+        chaos.step()
+    chaos.drain()
+    return chaos
+
+
+def test_soak() -> None:
+    total = Counter(add_stats(soak(seed, 120).engine.connector.get_stats() for seed in range(60)))
+    # The runs must have been where it hurts; otherwise passing means little.
+    for sample in [
+        ("hit_tokens",),
+        ("lookups_deferred",),
+        ("load_jobs", "ok"),
+        ("load_jobs", "failed"),
+        ("store_jobs", "ok"),
+        ("store_jobs", "failed"),
+        ("stale_jobs",),
+        ("fenced_jobs",),
+        ("primary_stores_refused",),
+        ("primary_blocks_evicted",),
+    ]:
+        assert total[sample] >= 20, f"{sample} only {total[sample]} times"
