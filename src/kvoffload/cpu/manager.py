@@ -218,25 +218,28 @@ class CPUOffloadingManager(OffloadingManager):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if len(missing) > 1 and len(set(missing)) != len(missing):
             missing = list(dict.fromkeys(missing))
-        num_victims = len(missing) - self.num_free_blocks
+        num_victims = max(len(missing) - self.num_free_blocks, 0)
         shield: Collection[OffloadKey] = _NOBODY
-        if num_victims > 0:
+        if num_victims:
             if num_victims > self.num_idle_blocks:
                 return None
             # ``protected`` may be large and live, so it is never copied; what is missing need not be protected.
             shield = protected if len(missing) == len(keys) else Either(set(keys), protected)
         arrivals = missing[::-1]  # tail first, so that the head is the most recent and outlives it
-        victims = self._policy.make_room(arrivals, max(num_victims, 0), shield)
+        victims = self._policy.make_room(arrivals, num_victims, shield)
         if victims is None:
             return None
-        assert len(victims) == max(num_victims, 0), "the policy gave up another number of blocks than was asked"
+        assert len(victims) == num_victims, "the policy gave up another number of blocks than was asked"
         evicted: list[OffloadKey] = []
         if victims:
             evicted = [key for key, _ in victims]
-            self._free += [block for _, block in victims]
-            self._evicted += len(evicted)
+            self._evicted += num_victims
             self._tell(evicted, removed=True)
-        blocks = self._take_slots(len(missing))
+        if num_victims == len(missing):
+            blocks = [block for _, block in reversed(victims)]
+        else:
+            self._free += [block for _, block in victims]
+            blocks = self._take_slots(len(missing))
         for key, block in zip(missing, blocks):
             block.key = key
             block.pins = _IN_FLIGHT

@@ -37,6 +37,8 @@ class ARCCachePolicy(CachePolicy):
         self.target = 0.0
         self._recalled: set[OffloadKey] = set()
         """Ghosts that ``make_room`` has accounted for; ``insert`` comes next."""
+        self._known_new: Sequence[OffloadKey] | None = None
+        """The batch in which ``make_room`` found no ghost; ``insert_all`` comes next, usually with the same list."""
 
     def __repr__(self) -> str:
         return (
@@ -90,27 +92,34 @@ class ARCCachePolicy(CachePolicy):
         self._trim_ghosts()
 
     def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
-        if self._recalled or not self._all_new(keys):
-            super().insert_all(keys, blocks)
-        else:
+        if keys is self._known_new or not (self._recalled or self._any_ghost(keys)):
             self.recent.blocks.update(zip(keys, blocks))
             self._trim_ghosts()
+        else:
+            super().insert_all(keys, blocks)
+        self._known_new = None
 
     def _trim_ghosts(self) -> None:
         """After insertions: keeps T1 + B1 within the capacity, and all lists together within twice that."""
-        ghosts, capacity = self.recent_ghosts, self._capacity
-        excess = len(self.recent) + len(ghosts) - capacity
-        while excess > 0 and ghosts:
-            ghosts.popitem(False)
-            excess -= 1
-        ghosts = self.frequent_ghosts
-        excess = len(self) + len(self.recent_ghosts) + len(ghosts) - 2 * capacity
-        while excess > 0 and ghosts:
-            ghosts.popitem(False)
-            excess -= 1
+        recent, frequent, capacity = self.recent, self.frequent, self._capacity
+        once = len(recent.blocks) + len(recent.parked) + len(self.recent_ghosts)
+        if once > capacity:
+            once -= self._drop(self.recent_ghosts, once - capacity)
+        total = once + len(frequent.blocks) + len(frequent.parked) + len(self.frequent_ghosts)
+        if total > 2 * capacity:
+            self._drop(self.frequent_ghosts, total - 2 * capacity)
 
-    def _all_new(self, keys: Iterable[OffloadKey]) -> bool:
-        return self.recent_ghosts.keys().isdisjoint(keys) and self.frequent_ghosts.keys().isdisjoint(keys)
+    @staticmethod
+    def _drop(ghosts: OrderedDict[OffloadKey, None], n: int) -> int:
+        n = min(n, len(ghosts))
+        pop = ghosts.popitem
+        for _ in range(n):
+            pop(False)
+        return n
+
+    def _any_ghost(self, keys: Collection[OffloadKey]) -> bool:
+        once, again = self.recent_ghosts, self.frequent_ghosts
+        return bool((once and not once.keys().isdisjoint(keys)) or (again and not again.keys().isdisjoint(keys)))
 
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         return self.recent.pop(key) or self.frequent.pop(key)
@@ -121,28 +130,33 @@ class ARCCachePolicy(CachePolicy):
         return self._evict(min(n, above_target), n, protected)
 
     def make_room(self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        if not self._all_new(incoming):
+        if self._any_ghost(incoming):
             return self._make_room_for_ghosts(incoming, n, protected)
         if not n:
+            self._known_new = incoming
             return []
         # As in the paper, key by key: while T1 is within its target, T2 gives a block and T1 grows by the new one; from
         # then on T1 gives one for each that it gets.
         within_target = max(math.floor(self.target - (len(self.recent) + len(incoming) - n)) + 1, 0)
-        return self._evict(max(n - within_target, 0), n, protected)
+        victims = self._evict(max(n - within_target, 0), n, protected)
+        self._known_new = incoming if victims is not None else None
+        return victims
 
     def _evict(self, from_recent: int, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         """``n`` blocks, ``from_recent`` of them from T1 and the others from T2, as far as either has them."""
-        recent, frequent = self.recent.sweep(protected), self.frequent.sweep(protected)
+        recent = self.recent.sweep(protected)
         missing = n - recent.take(from_recent)
-        if missing:
-            missing -= frequent.take(missing)
+        if not missing:
+            return self._commit(recent)
+        frequent = self.frequent.sweep(protected)
+        missing -= frequent.take(missing)
         if missing and len(recent.victims) == from_recent:
             missing -= recent.take(missing)
         if missing:
             recent.undo()
             frequent.undo()
             return None
-        return self._commit(recent, frequent)
+        return self._commit(recent) + self._commit(frequent)
 
     def _make_room_for_ghosts(
         self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]
@@ -186,13 +200,14 @@ class ARCCachePolicy(CachePolicy):
         for key in recalled:
             self._forget_ghost(key)
         self._recalled = recalled
-        return self._commit(recent, frequent)
+        return self._commit(recent) + self._commit(frequent)
 
-    def _commit(self, recent: Sweep, frequent: Sweep) -> Victims:
-        for sweep, ghosts in ((recent, self.recent_ghosts), (frequent, self.frequent_ghosts)):
-            sweep.commit()
-            ghosts.update((key, None) for key, _ in sweep.victims)
-        return recent.victims + frequent.victims
+    def _commit(self, sweep: Sweep) -> Victims:
+        sweep.commit()
+        ghosts = self.recent_ghosts if sweep.order is self.recent else self.frequent_ghosts
+        for key, _ in sweep.victims:
+            ghosts[key] = None
+        return sweep.victims
 
     def _adapted(self, key: OffloadKey, target: float, b1: int, b2: int) -> float:
         """The target after a hit on the ghost ``key``, with ghost lists of these lengths (``key`` included)."""
@@ -209,6 +224,7 @@ class ARCCachePolicy(CachePolicy):
     def clear(self) -> None:
         for part in (self.recent, self.frequent, self.recent_ghosts, self.frequent_ghosts, self._recalled):
             part.clear()
+        self._known_new = None
         self.target = 0.0
 
     def __len__(self) -> int:

@@ -116,12 +116,12 @@ class Sweep:
     What it steps over is parked either way, which does not change the order, so that the next sweep starts behind it.
     """
 
-    __slots__ = ("_base", "_deferred", "_gaps", "_order", "_protected", "_ranks", "victims")
+    __slots__ = ("_base", "_deferred", "_gaps", "_protected", "_ranks", "order", "victims")
 
     def __init__(self, order: RecencyOrder, protected: Collection[OffloadKey]) -> None:
         self.victims: Victims = []
         """Taken out so far: first those that were parked, then others."""
-        self._order = order
+        self.order = order
         self._protected = protected
         self._base = order._next_rank
         self._ranks: list[int] = []  # of the victims that were parked
@@ -130,7 +130,7 @@ class Sweep:
 
     def take(self, n: int) -> int:
         """Takes up to ``n`` more idle, unprotected blocks out of the order; says how many there were."""
-        order, victims = self._order, self.victims
+        order, victims = self.order, self.victims
         before = len(victims)
         if order._heap:
             self._take_returned(n)
@@ -149,11 +149,11 @@ class Sweep:
     def commit(self) -> None:
         """The victims are gone."""
         for entry in self._deferred:
-            heappush(self._order._heap, entry)
+            heappush(self.order._heap, entry)
 
     def undo(self) -> None:
         """Puts the victims back where they were. Only after a ``take`` that found less than it was asked for."""
-        order = self._order
+        order = self.order
         assert not order.blocks
         self.commit()
         parked, others = self.victims[: len(self._ranks)], self.victims[len(self._ranks) :]
@@ -174,7 +174,7 @@ class Sweep:
 
     def _take_returned(self, n: int) -> None:
         """Takes up to ``n`` parked blocks that are idle again."""
-        order = self._order
+        order = self.order
         heap = order._heap
         while n and heap:
             rank, key = entry = heappop(heap)
@@ -193,11 +193,11 @@ class Sweep:
 
     def _step_over(self, key: OffloadKey, block: BlockStatus) -> None:
         rank = self._base + len(self.victims) - len(self._ranks) + len(self._gaps)
-        self._order._next_rank = rank + 1
+        self.order._next_rank = rank + 1
         self._gaps.append(rank)
         if block.pins:
-            self._order.parked[key] = _Parked(block, rank)
+            self.order.parked[key] = _Parked(block, rank)
         else:
-            parked = self._order.parked[key] = _Parked(block, rank)
+            parked = self.order.parked[key] = _Parked(block, rank)
             parked.queued = True
             self._deferred.append((rank, key))
