@@ -100,6 +100,7 @@ class RecencyOrder:
         queued = {(parked.rank, key) for key, parked in self.parked.items() if parked.queued}
         assert queued <= set(self._heap)
         assert len(set(self._heap)) == len(self._heap)
+        assert all(key not in self.parked or (rank, key) in queued for rank, key in self._heap)
         for key, parked in self.parked.items():
             assert parked.queued or not parked.block.is_idle, f"{key!r} is idle, but no sweep would find it"
 
@@ -179,8 +180,8 @@ class Sweep:
         while n and heap:
             rank, key = entry = heappop(heap)
             parked = order.parked.get(key)
-            if parked is None or parked.rank != rank:
-                continue  # used or removed since it was queued
+            if parked is None:
+                continue  # used or removed since it was queued; parked again it cannot be, before the heap is empty
             if parked.block.pins:
                 parked.queued = False  # pinned again: released() will queue it again
             elif key in self._protected:
