@@ -143,6 +143,24 @@ def test_a_waiting_request_whose_blocks_are_taken_again_and_again_still_ends(cac
     assert answers == [False]
 
 
+def test_what_a_request_was_told_is_not_evicted_for_another_ones_promotion() -> None:
+    rig = Rig(num_blocks=5)
+    rig.store(keys(0), rig.start("w"))
+    rig.below(keys(1))
+    rig.store(keys(0, 1, 2, of="old"), rig.start("w2"))
+    first, second = rig.start("first"), rig.start("second")
+    assert rig.ask(prefix(2), first) == [True, None]
+    rig.step()
+    rig.finish()
+    rig.manager.touch(keys(0, 1, 2, of="old"), second)  # what was told is the least recently used now
+    rig.below(keys(0, of="q"))
+    assert rig.ask(keys(0, of="q"), second) == [None]
+    rig.step()
+    rig.finish()
+    assert rig.ask(prefix(2), first) == [True, True]
+    rig.load(prefix(2), first)
+
+
 @pytest.mark.parametrize("how", ["load", "store", "finish", "patience", "reset"])
 def test_claims_end(how: str) -> None:
     rig = Rig(num_blocks=4, max_wait_s=5.0)
@@ -335,6 +353,7 @@ def test_a_reset_ends_finished_requests_that_waited_for_a_parked_cascade() -> No
     rig.write(keys(0), request)
     rig.manager.on_request_finished(request)
     rig.manager.reset_cache()
+    rig.manager.check_invariants()
     rig.manager.complete_store(pending, writer)
     rig.step()
     assert [call.name for call in rig.tier.log if call.req_id == "r"] == ["on_new_request", "on_request_finished"]

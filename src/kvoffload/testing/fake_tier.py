@@ -33,8 +33,8 @@ class FakeTier(SecondaryTierManager):
     Jobs wait in ``jobs`` until the test ends them: ``finish(...)`` copies and tells, all or some, with or without
     success; ``tear=True`` writes garbage into the slots of a load first, as a broken read does. With
     ``at_once=True`` every job ends well within its submit. ``answers`` overrides ``lookup`` for single keys
-    (``None``: never found out). ``capacity`` drops the blocks written longest ago. ``log`` has every call that
-    concerns a request, in order.
+    (``None``: never found out). ``capacity`` drops the blocks written longest ago. While ``hangs``, ``drain_jobs``
+    gives up and leaves its jobs in flight. ``log`` has every call that concerns a request, in order.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class FakeTier(SecondaryTierManager):
         self.answers: dict[OffloadKey, bool | None] = {}
         self.jobs: dict[int, JobMetadata] = {}
         self.log: list[TierCall] = []
+        self.hangs = False
         self.is_shut_down = False
         self._results: list[JobResult] = []
         self._events: list[OffloadingEvent] = []
@@ -129,7 +130,8 @@ class FakeTier(SecondaryTierManager):
         return bool(self.jobs or self._results)
 
     def drain_jobs(self) -> None:
-        self.finish()
+        if not self.hangs:
+            self.finish()
 
     def take_events(self) -> Sequence[OffloadingEvent]:
         events, self._events = self._events, []

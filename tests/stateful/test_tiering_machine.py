@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiering manager against a plain-dict oracle, with two tiers that are late, lose, tear, fail and hang.
+
+The oracle knows only what went over the seams: events, the stores and loads it began itself, and the jobs that lie
+in the fake tiers. A block's bytes are a function of its key, so a wrong block is visible wherever it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.tiering.rig import Rig, content, prefix
+
+from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.testing.fake_tier import FakeTier
+
+CHAINS = ("a", "b")
+LENGTH = 7
+UNIVERSE = [key for name in CHAINS for key in prefix(LENGTH, of=name)]
+MAX_WAIT_S = 5.0
+
+chains = st.sampled_from(CHAINS)
+lengths = st.integers(1, LENGTH)
+picks = st.integers(0, 11)
+
+WEIGHTS = {"ask": 8, "store": 4, "complete_store": 4, "step": 5, "job_ok": 6, "job_fails": 1, "job_loses": 1}
+WEIGHTS |= {"start": 2, "finish": 1, "complete_load": 2, "touch": 1, "put": 2, "gone": 1, "unknown": 1, "known": 1}
+WEIGHTS |= {"wait": 1, "lose_patience": 1, "reset": 1}
+ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+@dataclass
+class Transfer:
+    """A store or load between device and primary tier."""
+
+    keys: list[OffloadKey]
+    slots: list[int]
+    context: ReqContext
+    is_stale: bool = False
+
+
+class TieringMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(2, 9),
+        cache_policy=st.sampled_from(["lru", "arc"]),
+        policies=st.tuples(*[st.sampled_from(OffloadPolicy)] * 2),
+        threshold=st.sampled_from([1, 1, 2]),
+        shares=st.sampled_from([(0.75, 0.75), (0.5, 0.75), (1.0, 1.0), (0.2, 0.4)]),
+        below=st.tuples(*[st.tuples(chains, lengths)] * 2),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        cache_policy: str,
+        policies: tuple[OffloadPolicy, OffloadPolicy],
+        threshold: int,
+        shares: tuple[float, float],
+        below: tuple[tuple[str, int], tuple[str, int]],
+    ) -> None:
+        self.rig = Rig(
+            num_blocks,
+            policies,
+            cache_policy=cache_policy,
+            primary_options={"store_threshold": threshold},
+            max_wait_s=MAX_WAIT_S,
+            claim_share=shares[0],
+            promotion_share=shares[1],
+        )
+        self.manager = self.rig.manager
+        self.live: dict[str, ReqContext] = {}
+        self.started = 0
+        self.resident: set[OffloadKey] = set()
+        self.stores: list[Transfer] = []
+        self.loads: list[Transfer] = []
+        self.queued: set[OffloadKey] = set()
+        self.began_asking: dict[str, float] = {}
+        for tier, (name, length) in zip(self.rig.tiers, below):
+            tier.put(prefix(length, of=name), map(content, prefix(length, of=name)))
+        for _ in range(3):
+            self.start()
+
+    @rule(action=st.sampled_from(ACTIONS), pick=picks, chain=chains, length=lengths, flag=st.booleans())
+    def act(self, action: str, pick: int, chain: str, length: int, flag: bool) -> None:
+        """One weighted choice instead of a rule per action, which would leave most runs without most actions."""
+        context = list(self.live.values())[pick % len(self.live)] if self.live else None
+        tier = self.rig.tiers[pick % 2]
+        key = prefix(LENGTH, of=chain)[length - 1]
+        match action:
+            case "start" if len(self.live) < 5:
+                self.start()
+            case "finish" if context:
+                self.finish_request(context)
+            case "ask" if context:
+                self.ask(context, prefix(length, of=chain), load=flag)
+            case "complete_load" if self.loads:
+                self.complete_load(self.loads.pop(pick % len(self.loads)))
+            case "touch" if context:
+                self.manager.touch(prefix(length, of=chain), context)
+            case "store" if context:
+                self.prepare_store(context, prefix(length, of=chain)[pick % length :])
+            case "complete_store" if self.stores:
+                self.complete_store(self.stores.pop(pick % len(self.stores)), success=pick % 4 > 0, named=flag)
+            case "step":
+                self.step()
+            case "job_ok" | "job_fails" | "job_loses" if tier.jobs:
+                self.end_job(tier, list(tier.jobs)[length % len(tier.jobs)], action, tear=flag)
+            case "gone":
+                tier.blocks.pop(key, None)
+            case "put":
+                tier.put([key], [content(key)])
+            case "unknown":
+                tier.answers[key] = None
+            case "known":
+                tier.answers.clear()
+            case "wait":
+                self.rig.clock.advance(0.1 if flag else 2.0)
+            case "lose_patience" if context:
+                self.lose_patience(context, prefix(LENGTH, of=chain))
+            case "reset" if pick % 4 == 0:
+                self.reset(hangs=flag)
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def start(self) -> None:
+        self.started += 1
+        context = ReqContext(f"r{self.started}")
+        wanted = {tier.policy for tier in self.rig.tiers}
+        answer = self.manager.on_new_request(context)
+        assert (answer.policy is OffloadPolicy.REQUEST_LEVEL) == (OffloadPolicy.REQUEST_LEVEL in wanted)
+        self.live[context.req_id] = context
+
+    def finish_request(self, context: ReqContext) -> None:
+        self._expect_submits(lambda: self.manager.on_request_finished(context))
+        del self.live[context.req_id]
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    def ask(self, context: ReqContext, blocks: list[OffloadKey], load: bool) -> None:
+        answers = self.manager.lookup_prefix(blocks, context)
+        self._hear_events()
+        assert len(answers) == len(blocks) or answers[-1] is False
+        for key, answer in zip(blocks, answers):
+            self._check_answer(key, answer, context)
+        hit = answers.index(False) if False in answers else len(answers)
+        if load and None not in answers and hit:
+            spec = self.manager.prepare_load(blocks[:hit], context)
+            transfer = Transfer(blocks[:hit], spec.block_ids.tolist(), context)
+            self._check_bytes(transfer)
+            self.loads.append(transfer)
+
+    def _check_answer(self, key: OffloadKey, answer: bool | None, context: ReqContext) -> None:
+        assert (answer is True) == (key in self.resident)
+        if answer is not None:
+            return
+        began = self.began_asking.setdefault(context.req_id, self.rig.clock())
+        assert self.rig.clock() - began < MAX_WAIT_S * 3, "deferred beyond its patience"
+        being_written = any(key in store.keys for store in self.stores)
+        below = [tier for tier in self.rig.tiers if tier.lookup(key, context) is not False]
+        coming = self._coming() | self.queued
+        if not being_written and key not in coming:
+            assert below, "deferred for a block that nobody has"
+            if any(tier.lookup(key, context) for tier in below):
+                self.queued.add(key)
+
+    def _coming(self) -> set[OffloadKey]:
+        return {key for tier in self.rig.tiers for job in tier.jobs.values() if job.is_promotion for key in job.keys}
+
+    def complete_load(self, transfer: Transfer) -> None:
+        self._check_bytes(transfer)
+        self.manager.complete_load(transfer.keys, transfer.context)
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def prepare_store(self, context: ReqContext, offered: list[OffloadKey]) -> None:
+        output = self.manager.prepare_store(offered, context)
+        self._hear_events()
+        if output is None:
+            return
+        assert not set(output.keys_to_store) & self.resident
+        assert not set(output.evicted_keys) & set(offered), "never evicts a key of its own call"
+        if not output.keys_to_store:
+            return
+        transfer = Transfer(output.keys_to_store, output.store_spec.block_ids.tolist(), context)
+        for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+            self.rig.memory.write(slot, content(key))
+        self.stores.append(transfer)
+
+    def complete_store(self, transfer: Transfer, success: bool, named: bool) -> None:
+        before = [len(tier.jobs) for tier in self.rig.tiers]
+        overlap = any(set(other.keys) & set(transfer.keys) for other in self.stores)
+        self.manager.complete_store(transfer.keys, transfer.context if named else None, success)
+        after = [len(tier.jobs) for tier in self.rig.tiers]
+        if success and not transfer.is_stale and not overlap and not self._was_ambiguous:
+            assert all(new > old for new, old in zip(after, before)), "a completed store goes to every tier"
+
+    # --------------------------------------------------------------------------------------------- steps, tiers
+
+    def step(self) -> None:
+        self._expect_submits(self.manager.on_schedule_end, everything=True)
+
+    def _expect_submits(self, call, *, everything: bool = False) -> None:  # type: ignore[no-untyped-def]
+        seen = [len(tier.log) for tier in self.rig.tiers]
+        call()
+        loads = [
+            (tier, key)
+            for tier, start in zip(self.rig.tiers, seen)
+            for entry in tier.log[start:]
+            if entry.name == "submit_load"
+            for key in entry.keys
+        ]
+        found = [key for _, key in loads]
+        assert len(found) == len(set(found)), "promoted twice"
+        assert set(found) <= self.queued
+        if everything:
+            assert set(found) == self.queued, "a promotion that was answered for is not begun"
+        self.queued -= set(found)
+
+    def end_job(self, tier: FakeTier, job_id: int, how: str, tear: bool) -> None:
+        keys = tier.jobs[job_id].keys
+        tier.finish([job_id], success=how != "job_fails", lose=keys[-1:] if how == "job_loses" else (), tear=tear)
+
+    def lose_patience(self, context: ReqContext, blocks: list[OffloadKey]) -> None:
+        answers = self.manager.lookup_prefix(blocks, context)
+        if None in answers:
+            self._expect_queued(blocks, answers)
+            self.rig.clock.advance(MAX_WAIT_S)
+            assert None not in self.manager.lookup_prefix(blocks, context)
+
+    def _expect_queued(self, blocks: list[OffloadKey], answers: list[bool | None]) -> None:
+        for key, answer in zip(blocks, answers):
+            block = self.rig.primary.peek(key)
+            if answer is None and block is not None and not any(key in store.keys for store in self.stores):
+                self.queued |= {key} - self._coming()
+
+    def reset(self, hangs: bool) -> None:
+        self.rig.tiers[0].hangs = hangs
+        self.manager.reset_cache()
+        self.rig.tiers[0].hangs = False
+        for transfer in (*self.stores, *self.loads):
+            transfer.is_stale = True
+        self.queued.clear()
+        self._hear_events()
+        assert not self.resident
+
+    # ---------------------------------------------------------------------------------------------- invariants
+
+    @property
+    def _was_ambiguous(self) -> bool:
+        return bool(self.rig.primary._orphans)
+
+    def _hear_events(self) -> None:
+        for event in self.manager.take_events():
+            if event.medium == "CPU":
+                keys = set(event.keys)
+                assert len(keys) == len(event.keys)
+                assert keys <= self.resident if event.removed else not keys & self.resident
+                self.resident ^= keys
+
+    def _check_bytes(self, transfer: Transfer) -> None:
+        for key, slot in zip(transfer.keys, transfer.slots, strict=True):
+            assert self.rig.memory.read(slot) == content(key), f"wrong bytes for {key!r}"
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.manager.check_invariants()
+        self._hear_events()
+        ready = {key for key in UNIVERSE if (block := self.rig.primary.peek(key)) is not None and block.is_ready}
+        assert ready == self.resident
+
+    @invariant()
+    def every_resident_block_has_its_own_bytes(self) -> None:
+        for key in self.resident:
+            block = self.rig.primary.peek(key)
+            assert block is not None
+            assert self.rig.memory.read(block.block_id) == content(key)
+        for transfer in (*self.loads, *self.stores):
+            self._check_bytes(transfer)
+        for tier in self.rig.tiers:
+            assert all(block == content(key) for key, block in tier.blocks.items())
+
+    @invariant()
+    def no_slot_is_written_by_one_and_used_by_another(self) -> None:
+        jobs = [job for tier in self.rig.tiers for job in tier.jobs.values()]
+        written = [slot for store in self.stores for slot in store.slots]
+        written += [slot for job in jobs if job.is_promotion for slot in job.block_ids.tolist()]
+        read = {slot for load in self.loads for slot in load.slots}
+        read |= {slot for job in jobs if not job.is_promotion for slot in job.block_ids.tolist()}
+        assert len(written) == len(set(written))
+        assert not set(written) & read
+
+    @invariant()
+    def tiers_hear_of_each_end_once_and_last(self) -> None:
+        for tier in self.rig.tiers:
+            ended: set[str | None] = set()
+            for call in tier.log:
+                if call.name == "touch":
+                    continue
+                assert call.req_id not in ended, f"{call} after the request's end"
+                if call.name == "on_request_finished":
+                    ended.add(call.req_id)
+            assert not ended & self.live.keys()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        for transfer in self.stores:
+            self.manager.complete_store(transfer.keys, transfer.context)
+        self.stores.clear()
+        for transfer in self.loads:
+            self.manager.complete_load(transfer.keys, transfer.context)
+        self.loads.clear()
+        for tier in self.rig.tiers:
+            tier.answers.clear()
+        self.rig.finish()
+        self._everybody_is_answered()
+        for context in list(self.live.values()):
+            self.manager.on_request_finished(context)
+        for _ in range(3):
+            self.rig.finish()
+        assert not self.manager.has_pending_work()
+        for tier in self.rig.tiers:
+            told = sorted(str(call.req_id) for call in tier.calls("on_request_finished"))
+            assert told == sorted(f"r{n + 1}" for n in range(self.started))
+        stats = self.manager.get_stats()
+        assert stats["primary_blocks_pinned",] == 0
+        assert stats["primary_blocks_used",] == len({*map(bytes, self._resident_now())})
+        self.manager.shutdown()
+
+    def _resident_now(self) -> set[OffloadKey]:
+        self._hear_events()
+        return self.resident
+
+    def _everybody_is_answered(self) -> None:
+        """Without any time passing: whoever asks and goes on asking gets an answer in a few steps of I/O."""
+        waiting = {f"{req_id}{chain}": (context, chain) for req_id, context in self.live.items() for chain in CHAINS}
+        for _ in range(2 * LENGTH):
+            for name, (context, chain) in list(waiting.items()):
+                if None not in self.rig.ask(prefix(LENGTH, of=chain), context):
+                    del waiting[name]
+            self.rig.step()
+            self.rig.finish()
+        assert not waiting, f"deferred for ever: {sorted(waiting)}"
+
+
+TestTieringMachine = TieringMachine.TestCase
+TestTieringMachine.settings = settings(max_examples=300, stateful_step_count=60)
