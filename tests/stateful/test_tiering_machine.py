@@ -76,6 +76,8 @@ class TieringMachine(RuleBasedStateMachine):
         self.stores: list[Transfer] = []
         self.loads: list[Transfer] = []
         self.queued: set[OffloadKey] = set()
+        self.perhaps_queued: set[OffloadKey] = set()
+        self.late_jobs: set[int] = set()
         self.began_asking: dict[str, float] = {}
         for tier, (name, length) in zip(self.rig.tiers, below):
             tier.put(prefix(length, of=name), map(content, prefix(length, of=name)))
@@ -157,16 +159,25 @@ class TieringMachine(RuleBasedStateMachine):
             return
         began = self.began_asking.setdefault(context.req_id, self.rig.clock())
         assert self.rig.clock() - began < MAX_WAIT_S * 3, "deferred beyond its patience"
-        being_written = any(key in store.keys for store in self.stores)
         below = [tier for tier in self.rig.tiers if tier.lookup(key, context) is not False]
-        coming = self._coming() | self.queued
-        if not being_written and key not in coming:
-            assert below, "deferred for a block that nobody has"
-            if any(tier.lookup(key, context) for tier in below):
-                self.queued.add(key)
+        if any(key in store.keys for store in self.stores if not store.is_stale) or key in self._coming():
+            return
+        if any(key in store.keys for store in self.stores) or self._is_late(key):
+            self.perhaps_queued.add(key)  # held up by a write from before a reset, or promoted beside it
+            return
+        assert below, "deferred for a block that nobody has"
+        if any(tier.lookup(key, context) for tier in below):
+            self.queued.add(key)
+
+    def _is_late(self, key: OffloadKey) -> bool:
+        """Whether a promotion from before the last reset is still writing ``key`` somewhere."""
+        return any(
+            key in job.keys and job.job_id in self.late_jobs for tier in self.rig.tiers for job in tier.jobs.values()
+        )
 
     def _coming(self) -> set[OffloadKey]:
-        return {key for tier in self.rig.tiers for job in tier.jobs.values() if job.is_promotion for key in job.keys}
+        jobs = [job for tier in self.rig.tiers for job in tier.jobs.values()]
+        return {key for job in jobs if job.is_promotion and job.job_id not in self.late_jobs for key in job.keys}
 
     def complete_load(self, transfer: Transfer) -> None:
         self._check_bytes(transfer)
@@ -213,9 +224,10 @@ class TieringMachine(RuleBasedStateMachine):
         ]
         found = [key for _, key in loads]
         assert len(found) == len(set(found)), "promoted twice"
-        assert set(found) <= self.queued
+        assert set(found) <= self.queued | self.perhaps_queued
         if everything:
-            assert set(found) == self.queued, "a promotion that was answered for is not begun"
+            assert set(found) >= self.queued, "a promotion that was answered for is not begun"
+            self.perhaps_queued.clear()
         self.queued -= set(found)
 
     def end_job(self, tier: FakeTier, job_id: int, how: str, tear: bool) -> None:
@@ -224,16 +236,12 @@ class TieringMachine(RuleBasedStateMachine):
 
     def lose_patience(self, context: ReqContext, blocks: list[OffloadKey]) -> None:
         answers = self.manager.lookup_prefix(blocks, context)
+        self._hear_events()
         if None in answers:
-            self._expect_queued(blocks, answers)
+            for key, answer in zip(blocks, answers):
+                self._check_answer(key, answer, context)
             self.rig.clock.advance(MAX_WAIT_S)
             assert None not in self.manager.lookup_prefix(blocks, context)
-
-    def _expect_queued(self, blocks: list[OffloadKey], answers: list[bool | None]) -> None:
-        for key, answer in zip(blocks, answers):
-            block = self.rig.primary.peek(key)
-            if answer is None and block is not None and not any(key in store.keys for store in self.stores):
-                self.queued |= {key} - self._coming()
 
     def reset(self, hangs: bool) -> None:
         self.rig.tiers[0].hangs = hangs
@@ -241,6 +249,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.tiers[0].hangs = False
         for transfer in (*self.stores, *self.loads):
             transfer.is_stale = True
+        self.late_jobs |= {job_id for tier in self.rig.tiers for job_id in tier.jobs}
         self.queued.clear()
         self._hear_events()
         assert not self.resident
@@ -346,4 +355,4 @@ class TieringMachine(RuleBasedStateMachine):
 
 
 TestTieringMachine = TieringMachine.TestCase
-TestTieringMachine.settings = settings(max_examples=300, stateful_step_count=60)
+TestTieringMachine.settings = settings(max_examples=200, stateful_step_count=60)

@@ -346,6 +346,26 @@ def test_stores_from_before_a_reset_publish_and_cascade_nothing(old_first: bool)
     rig.load(keys(0), after)
 
 
+@pytest.mark.parametrize("late_succeeds", [True, False])
+def test_a_store_beside_a_late_promotion_of_its_block_ends_with_it(
+    late_succeeds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(num_blocks=8)
+    monkeypatch.setattr(rig.tier, "drain_jobs", lambda: None)
+    rig.below(keys(0))
+    rig.ask(keys(0), rig.start("before"))
+    rig.step()
+    rig.manager.reset_cache()
+    after = rig.start("after")
+    rig.manager.complete_store(rig.write(keys(0), after), after)
+    rig.manager.on_request_finished(after)
+    rig.step()
+    assert [call.name for call in rig.tier.log if call.req_id == "after"] == ["on_new_request"]
+    rig.finish(success=late_succeeds)
+    names = [call.name for call in rig.tier.log if call.req_id == "after"]
+    assert names == ["on_new_request", *["submit_store"] * late_succeeds, "on_request_finished"]
+
+
 def test_a_reset_ends_finished_requests_that_waited_for_a_parked_cascade() -> None:
     rig = Rig(policies=(REQUEST,))
     writer, request = rig.start("w"), rig.start("r")

@@ -58,11 +58,11 @@ class Claims(Collection[OffloadKey]):
 
     # Changes.
 
-    def refusal(self, request: RequestState) -> str | None:
-        """Why ``request`` may not have one more block promoted; ``None`` if it may."""
-        if len(request.claims) >= self.per_request:
+    def refusal(self, request: RequestState, key: OffloadKey) -> str | None:
+        """Why ``request`` may not have ``key`` promoted; ``None`` if it may."""
+        if len(request.claims) >= self.per_request and key not in request.claims:
             return "claim_share"
-        if len(self._held) >= self.in_all:
+        if len(self._held) >= self.in_all and key not in self._held:
             return "promotion_share"
         return None
 
@@ -70,9 +70,9 @@ class Claims(Collection[OffloadKey]):
         """Holds ``key`` for ``request``; ``False`` beyond a limit, which leaves the block unprotected."""
         if key in request.claims:
             return True
-        held = self._held.get(key)
-        if len(request.claims) >= self.per_request or (held is None and len(self._held) >= self.in_all):
+        if self.refusal(request, key):
             return False
+        held = self._held.get(key)
         if held is None:
             held = self._held[key] = _Held()
             self._fresh[key] = None
@@ -89,7 +89,7 @@ class Claims(Collection[OffloadKey]):
         request.claims.clear()
 
     def promotion_begun(self, request: RequestState, key: OffloadKey) -> None:
-        """``key``, not held until now, is being promoted for ``request``, which ``refusal`` had nothing against."""
+        """``key`` is being promoted for ``request``, which ``refusal`` had nothing against."""
         claimed = self.claim(request, key)
         assert claimed
         self._held[key].promoting = True

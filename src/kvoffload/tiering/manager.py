@@ -24,7 +24,7 @@ from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import RequestState
-from kvoffload.tiering.transfers import EndedJob, Transfers
+from kvoffload.tiering.transfers import Transfers
 
 __all__ = ["TieringOffloadingManager"]
 
@@ -155,23 +155,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         keys = list(keys)
         self.primary_tier.complete_store(keys, req_context, success)
-        written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
-        for key in keys:
-            block = self.primary_tier.peek(key)
-            if block is not None and not block.is_ready:
-                continue  # a store from before a reset has completed, and one from after it has not
-            request = self._storing.pop(key, None)
-            if request is None:
-                continue  # begun before a reset: it published nothing
-            request.stores_in_flight -= 1
-            ready = written.setdefault(id(request), (request, []))[1]
-            if block is not None:
-                ready.append(key)
-        for request, ready in written.values():
-            self._cascades.send(self._tiers, ready, request.context)
-        moved = self._cascades.settle(keys)
-        for request in (*(request for request, _ in written.values()), *moved):
-            self._finalize(request)
+        self._stores_ended(keys)
 
     # ----------------------------------------------------------------------------------------------------- steps
 
@@ -338,16 +322,35 @@ class TieringOffloadingManager(OffloadingManager):
         if not ended:
             return False
         for job in ended:
-            self._end(job)
-        for request in self._cascades.settle():
-            self._finalize(request)
+            if not job.job.is_promotion:
+                self._cascades.ended(job)
+                continue
+            self._promotions.ended(job)
+            self._stores_ended(job.job.keys)
         return True
 
-    def _end(self, ended: EndedJob) -> None:
-        if ended.job.is_promotion:
-            self._promotions.ended(ended)
-        else:
-            self._cascades.ended(ended)
+    def _stores_ended(self, keys: Sequence[OffloadKey]) -> None:
+        """Writes of ``keys`` into the primary tier have ended; what was stored goes down to every tier.
+
+        While a write from before a reset overlaps with one from after it, the primary tier trusts neither until
+        both have ended. So a store counts as ended when its block is no longer in flight, and the word that makes
+        it so may be that of a late promotion.
+        """
+        written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
+        for key in keys:
+            block = self.primary_tier.peek(key)
+            if key not in self._storing or (block is not None and not block.is_ready):
+                continue
+            request = self._storing.pop(key)
+            request.stores_in_flight -= 1
+            ready = written.setdefault(id(request), (request, []))[1]
+            if block is not None:
+                ready.append(key)
+        for request, ready in written.values():
+            self._cascades.send(self._tiers, ready, request.context)
+        moved = self._cascades.settle(keys)
+        for request in (*(request for request, _ in written.values()), *moved):
+            self._finalize(request)
 
     def _finalize(self, request: RequestState) -> None:
         """Tells the tiers of the request's end, if it has ended and nothing can be submitted for it any more."""

@@ -62,7 +62,7 @@ class Promotions:
 
     def begin(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool:
         """Reserves a slot for ``key`` and queues its load; ``False``, counted by reason, if that may not be."""
-        reason = self._claims.refusal(request)
+        reason = self._claims.refusal(request, key)
         slot = None if reason else self._reserve(request, key)
         if slot is None:
             self.refused[reason or "no_room"] += 1
