@@ -134,3 +134,4 @@ POLICIES: Registry[type[CachePolicy]] = Registry("cache policy", "kvoffload.poli
 
 POLICIES.register("lru", "kvoffload.cpu.policies.lru:LRUCachePolicy")
 POLICIES.register("arc", "kvoffload.cpu.policies.arc:ARCCachePolicy")
+POLICIES.register("density", "kvoffload.cpu.policies.density:DensityCachePolicy")

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evicts the block with the least hits to expect for the space and time it takes, learned from the traffic."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import xxhash
+
+from kvoffload.base import OffloadKey
+from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
+from kvoffload.cpu.policies.hit_density import NUM_CLASSES, HitDensity
+from kvoffload.cpu.policies.order import RecencyOrder
+from kvoffload.cpu.policies.use_counts import UseCounts
+
+__all__ = ["DensityCachePolicy"]
+
+_TOP = NUM_CLASSES - 1
+_SAMPLED = 1 << 7
+
+
+class _Front(NamedTuple):
+    """The least recent block of a class during an eviction. Fronts compare as victims do: the least goes first."""
+
+    value: float
+    last: int
+    """Time of its last use."""
+    class_: int
+    limit: float
+    """Blocks of the class that were used later than this are worth more than ``value``."""
+
+    def until(self, rival: _Front | None) -> float:
+        """Blocks of this class used no later than this go before ``rival``, the least front of other classes."""
+        return min(self.limit, rival.last) if rival is not None and rival.value == self.value else self.limit
+
+
+class DensityCachePolicy(CachePolicy):
+    """Blocks in classes by number of uses, each in order of recency; the victim is the least recent block of the class
+    where such a block is worth least (``kvoffload.cpu.policies.hit_density``), the least recent one among equals.
+
+    With nothing learned yet this is LRU. What it learns makes it keep blocks of a class that comes back late, give
+    up those of a class that hardly ever does, or go on as LRU where uses say nothing. ``docs/design/0009-policies.md``
+    has the measurements.
+
+    The uses of evicted blocks are remembered for the next 1.5 to 3 capacities of evictions, in 24 bytes per block of
+    capacity. Uses while a block is being written belong to the request that writes it: they refresh it but do not
+    count.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        self._model = HitDensity(cache_capacity)
+        self._past_uses = UseCounts(cache_capacity * 3 // 2)
+        self._orders = tuple(RecencyOrder() for _ in range(NUM_CLASSES))
+        self._blocks: dict[OffloadKey, BlockStatus] = {}
+        # By slot: the class (with the _SAMPLED bit), and the time of the last use.
+        self._classes = bytearray()
+        self._last_uses = array("q")
+        self._now = 0
+        """Uses of blocks so far: the clock of ages."""
+
+    def __repr__(self) -> str:
+        return f"DensityCachePolicy({len(self)} blocks, by uses: {[len(order) for order in self._orders]})"
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        return self._blocks.get(key)
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        slot = block.block_id
+        if slot >= len(self._classes):
+            missing = slot + 1 - len(self._classes)
+            self._classes.extend(bytes(missing))
+            self._last_uses.extend([0] * missing)
+        digest = xxhash.xxh3_64_intdigest(key)
+        class_ = min(self._past_uses.recall(digest), _TOP)
+        self._now += 1
+        self._last_uses[slot] = self._now
+        self._blocks[key] = block
+        self._orders[class_].blocks[key] = block
+        if digest & self._model.sample_mask:
+            self._classes[slot] = class_
+        else:
+            self._classes[slot] = class_ | _SAMPLED
+            self._model.used(key, class_, self._now)
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        get, classes, last_uses, orders, now = self._blocks.get, self._classes, self._last_uses, self._orders, self._now
+        for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
+            block = get(key)
+            if block is None:
+                continue
+            slot = block.block_id
+            now += 1
+            last_uses[slot] = now
+            state = classes[slot]
+            class_ = state & _TOP
+            order = orders[class_]
+            if block.pins >= 0:
+                if state != class_:
+                    self._model.used(key, min(class_ + 1, _TOP), now)
+                if class_ != _TOP:
+                    classes[slot] = state + 1
+                    if order.blocks.pop(key, None) is None:
+                        order.pop(key)
+                    orders[class_ + 1].blocks[key] = block
+                    continue
+            if key in order.blocks:
+                order.blocks.move_to_end(key)
+            else:
+                order.pop(key)
+                order.blocks[key] = block
+        self._now = now
+
+    def remove(self, key: OffloadKey) -> BlockStatus | None:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            state = self._classes[block.block_id]
+            self._orders[state & _TOP].pop(key)
+            if state & _SAMPLED:
+                self._model.forget(key)
+        return block
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
+        if n == 0:
+            return []
+        victims = self._pop_idle(n, protected)
+        if victims is None:
+            victims = self._sweep(n, protected)
+            if victims is None:
+                return None
+        remember, classes, blocks = self._past_uses.remember, self._classes, self._blocks
+        digest_of = xxhash.xxh3_64_intdigest
+        for key, block in victims:
+            del blocks[key]
+            remember(digest_of(key), (classes[block.block_id] & _TOP) + 1)
+        return victims
+
+    def _pop_idle(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
+        """The usual case, in which no block has to be stepped over: ``None``, and nothing changed, in any other."""
+        orders = self._orders
+        fronts = []
+        for class_, order in enumerate(orders):
+            if order.parked:
+                return None
+            if order.blocks:
+                key, block = next(iter(order.blocks.items()))
+                if block.pins or key in protected:
+                    return None
+                fronts.append(self._front(class_, block))
+        victims: Victims = []
+        while fronts and len(victims) < n:
+            best = min(fronts)
+            until = best.until(min((front for front in fronts if front is not best), default=None))
+            blocks = orders[best.class_].blocks
+            last_uses = self._last_uses
+            while len(victims) < n:
+                victims.append(blocks.popitem(last=False))
+                if not blocks:
+                    fronts.remove(best)
+                    break
+                key, block = next(iter(blocks.items()))
+                if block.pins or key in protected:
+                    self._undo(victims)
+                    return None
+                if last_uses[block.block_id] > until:
+                    fronts.remove(best)
+                    fronts.append(self._front(best.class_, block))
+                    break
+        if len(victims) < n:
+            self._undo(victims)
+            return None
+        return victims
+
+    def _undo(self, victims: Victims) -> None:
+        for key, block in reversed(victims):
+            blocks = self._orders[self._classes[block.block_id] & _TOP].blocks
+            blocks[key] = block
+            blocks.move_to_end(key, last=False)
+
+    def _sweep(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
+        """The general case: pinned and protected blocks are stepped over, once."""
+        sweeps = {class_: order.sweep(protected) for class_, order in enumerate(self._orders) if len(order)}
+        taken: dict[int, Victims] = {class_: [] for class_ in sweeps}
+        heads = {class_: head for class_, sweep in sweeps.items() if (head := next(iter(sweep), None)) is not None}
+        fronts = {class_: self._front(class_, block) for class_, (_, block) in heads.items()}
+        victims: Victims = []
+        while fronts and len(victims) < n:
+            class_ = min(fronts.values()).class_
+            taken[class_].append(heads[class_])
+            victims.append(heads.pop(class_))
+            head = next(iter(sweeps[class_]), None)
+            if head is None:
+                del fronts[class_]
+            else:
+                heads[class_], fronts[class_] = head, self._front(class_, head[1])
+        if len(victims) < n:
+            for class_, sweep in sweeps.items():
+                sweep.give_up(len(taken[class_]) + (class_ in heads))
+            return None
+        for class_, sweep in sweeps.items():
+            sweep.take(taken[class_])
+        return victims
+
+    def _front(self, class_: int, block: BlockStatus) -> _Front:
+        last = self._last_uses[block.block_id]
+        model = self._model
+        bucket = bisect_right(model.bounds, self._now - last)
+        return _Front(model.values[class_][bucket], last, class_, self._now - model.youngest[bucket])
+
+    def clear(self) -> None:
+        for order in self._orders:
+            order.clear()
+        self._blocks.clear()
+        self._past_uses.clear()
+        self._model.clear()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def released(self, keys: Iterable[OffloadKey]) -> None:
+        for order in self._orders:
+            if order.parked:
+                order.released(keys)
+
+    def check_invariants(self) -> None:
+        for class_, order in enumerate(self._orders):
+            order.check_invariants()
+            for key in order:
+                block = self._blocks[key]
+                assert order.get(key) is block
+                assert self._classes[block.block_id] & _TOP == class_
+            lasts = [self._last_uses[self._blocks[key].block_id] for key in order]
+            assert lasts == sorted(lasts), "a class is not in order of recency"
+        assert sum(map(len, self._orders)) == len(self._blocks)

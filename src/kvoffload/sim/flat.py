@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cache, no clock, no bytes: what a policy's order alone is worth.
+
+The rule: a request's hit is its longest resident prefix when it arrives; then all of its blocks are used, one by one
+from tail to head, and those that are absent are stored at once. This is how the optimum beside it counts, and how
+cache simulators replay a flat stream of accesses, so figures can be compared across programs. The manager and the
+policy are the production ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.sim.trace import Trace
+
+__all__ = ["FlatResult", "replay_flat"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatResult:
+    """What one replay found, in blocks unless it says tokens."""
+
+    policy: str
+    capacity_blocks: int
+    accesses: int
+    hit_blocks: int
+    hit_tokens: int
+    input_tokens: int
+    stored_blocks: int
+    evicted_blocks: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Of blocks, 0 to 1."""
+        return self.hit_blocks / self.accesses
+
+    @property
+    def token_hit_rate(self) -> float:
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
+def replay_flat(
+    trace: Trace,
+    policy: str,
+    capacity_blocks: int,
+    *,
+    store_threshold: int = 1,
+    keys: Sequence[OffloadKey] | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> FlatResult:
+    """Replays ``trace`` through a ``CPUOffloadingManager`` of ``capacity_blocks``.
+
+    ``keys``: ``trace.keys()``, to share it between replays. ``progress`` is told the accesses done, now and then.
+    """
+    manager = CPUOffloadingManager(capacity_blocks, policy, store_threshold=store_threshold)
+    table = trace.keys() if keys is None else keys
+    offsets = trace.offsets.tolist()
+    hits = hit_tokens = told = 0
+    for request, (start, end) in enumerate(itertools.pairwise(offsets)):
+        context = ReqContext(str(request))
+        manager.on_new_request(context)
+        path = [table[number] for number in trace.ids[start:end].tolist()]
+        answers = manager.lookup_prefix(path, context)
+        found = len(answers) - (answers[-1] is not True) if answers else 0
+        hits += found
+        hit_tokens += trace.tokens_in(request, found)
+        _use(manager, path, found, context)
+        manager.on_request_finished(context)
+        if progress is not None and end - told > 100_000:
+            progress(end)
+            told = end
+    stats = manager.get_stats()
+    return FlatResult(
+        policy=policy,
+        capacity_blocks=capacity_blocks,
+        accesses=trace.num_accesses,
+        hit_blocks=hits,
+        hit_tokens=hit_tokens,
+        input_tokens=trace.total_input_tokens,
+        stored_blocks=int(stats["primary_blocks_stored",]),
+        evicted_blocks=int(stats["primary_blocks_evicted",]),
+    )
+
+
+def _use(manager: CPUOffloadingManager, path: list[OffloadKey], found: int, context: ReqContext) -> None:
+    """Uses every block of ``path`` from tail to head. Runs of resident blocks go down in one call, which is the same:
+    using resident blocks evicts nothing, and ``touch`` itself goes from tail to head."""
+    end = len(path)
+    for at in range(len(path) - 1, found - 1, -1):
+        if manager.lookup(path[at], context) is not True:
+            _store(manager, path, at, end, context)
+            end = at
+    if end < len(path):
+        # A small cache may have lost part of the hit to its own tail.
+        answers = manager.lookup_prefix(path[:found], context)
+        if answers and answers[-1] is not True:
+            for at in range(found - 1, -1, -1):
+                if manager.lookup(path[at], context) is not True:
+                    _store(manager, path, at, end, context)
+                    end = at
+    manager.touch(path[:end])
+
+
+def _store(manager: CPUOffloadingManager, path: list[OffloadKey], at: int, end: int, context: ReqContext) -> None:
+    if at + 1 < end:
+        manager.touch(path[at + 1 : end])
+    reserved = manager.prepare_store(path[at : at + 1], context)
+    assert reserved is not None, "a cache with nothing in flight always has room for one block"
+    manager.complete_store(reserved.keys_to_store, context)

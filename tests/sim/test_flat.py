@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+
+from kvoffload.cpu.policies.base import POLICIES
+from kvoffload.sim.flat import replay_flat
+from kvoffload.sim.optimum import optimum
+from kvoffload.sim.trace import Trace
+
+PERCENT = (1, 10, 20)
+
+
+def hit_rates(trace: Trace, policy: str, percent: tuple[int, ...] = PERCENT) -> list[float]:
+    keys = trace.keys()
+    runs = [replay_flat(trace, policy, trace.num_unique * share // 100, keys=keys) for share in percent]
+    return [round(100 * run.hit_rate, 2) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "published"),
+    [
+        ("mooncake_conversation", "lru", [5.25, 27.89, 34.53]),
+        ("mooncake_conversation", "arc", [6.49, 28.43, 32.01]),
+        ("lmcache_agent_b256", "lru", [52.20, 89.82, 89.85]),
+        ("lmcache_agent_b256", "arc", [45.86, 89.79, 89.71]),
+    ],
+)
+def test_reproduces_the_published_rows(
+    shared_trace: Callable[..., Trace], name: str, policy: str, published: list[float]
+) -> None:
+    assert hit_rates(shared_trace(name), policy) == published
+
+
+@pytest.mark.slow
+def test_reproduces_the_published_row_of_the_coding_trace(shared_trace: Callable[..., Trace]) -> None:
+    trace = shared_trace("weka_cc_64_s60")
+    assert hit_rates(trace, "lru", (10,)) == [90.81]
+
+
+def plain_lru(trace: Trace, capacity: int) -> tuple[int, int]:
+    """(prefix hits, evictions) by the rule in so many words."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = evictions = 0
+    for request in range(len(trace)):
+        path = trace.blocks(request).tolist()
+        hits += next((at for at, block in enumerate(path) if block not in cache), len(path))
+        for block in reversed(path):
+            if block in cache:
+                cache.move_to_end(block)
+                continue
+            if len(cache) == capacity:
+                cache.popitem(last=False)
+                evictions += 1
+            cache[block] = None
+    return hits, evictions
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.2])
+def test_runs_of_blocks_are_used_as_single_ones_would_be(shared_trace: Callable[..., Trace], share: float) -> None:
+    """With requests longer than the cache, too: those of the coding trace have thousands of blocks."""
+    trace = shared_trace("weka_cc_64_s60", max_requests=100)
+    capacity = max(1, int(trace.num_unique * share))
+    run = replay_flat(trace, "lru", capacity)
+    assert (run.hit_blocks, run.evicted_blocks) == plain_lru(trace, capacity)
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_no_policy_beats_the_optimum(shared_trace: Callable[..., Trace], policy: str) -> None:
+    trace = shared_trace("mooncake_conversation", max_requests=1500)
+    capacities = [trace.num_unique * share // 100 for share in (1, 10)]
+    for bound, capacity in zip(optimum(trace, capacities), capacities, strict=True):
+        run = replay_flat(trace, policy, capacity)
+        assert 0 < run.hit_blocks <= bound.hit_blocks
+        assert run.hit_tokens <= bound.hit_tokens
+
+
+def test_a_cache_of_the_footprint_reaches_the_optimum(shared_trace: Callable[..., Trace]) -> None:
+    trace = shared_trace("lmcache_agent_b256")
+    (bound,) = optimum(trace, [trace.num_unique])
+    for policy in POLICIES.names():
+        run = replay_flat(trace, policy, trace.num_unique)
+        assert run.hit_blocks == bound.hit_blocks
+        assert run.stored_blocks == trace.num_unique
+        assert run.evicted_blocks == 0
+
+
+def test_a_threshold_writes_less(shared_trace: Callable[..., Trace]) -> None:
+    trace = shared_trace("mooncake_conversation", max_requests=1500)
+    everything, twice = (replay_flat(trace, "lru", 2000, store_threshold=threshold) for threshold in (1, 2))
+    assert twice.stored_blocks < everything.stored_blocks / 2
+
+
+def test_progress_reaches_far(shared_trace: Callable[..., Trace]) -> None:
+    trace = shared_trace("mooncake_conversation")
+    told: list[int] = []
+    replay_flat(trace, "lru", 100, progress=told.append)
+    assert told == sorted(told)
+    assert told[-1] > trace.num_accesses * 0.6
+
+
+@pytest.mark.parametrize(("policy", "name"), [("lru", "LRU"), ("arc", "ARC")])
+@pytest.mark.parametrize("share", [1, 10])
+def test_equals_libcachesim_to_the_last_hit(
+    shared_trace: Callable[..., Trace], policy: str, name: str, share: int
+) -> None:
+    """An outside oracle on the same flat stream: every block of every request from tail to head, hit by hit."""
+    oracle = pytest.importorskip("libcachesim", reason="libcachesim (GPL, optional) is not installed: nothing to ask")
+    trace = shared_trace("mooncake_conversation", max_requests=4000)
+    capacity = trace.num_unique * share // 100
+    cache = getattr(oracle, name)(cache_size=capacity)
+    asked = hits = 0
+    for request in range(len(trace)):
+        for block in reversed(trace.blocks(request).tolist()):
+            record = oracle.Request()
+            record.obj_id, record.obj_size = block, 1
+            hits += bool(cache.get(record))
+            asked += 1
+    run = replay_flat(trace, policy, capacity)
+    assert asked == run.accesses
+    assert hits == run.accesses - run.stored_blocks
