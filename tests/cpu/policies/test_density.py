@@ -8,16 +8,28 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.cpu.policies.base import BlockStatus
 from kvoffload.cpu.policies.density import DensityCachePolicy
 from kvoffload.cpu.policies.hit_density import NUM_CLASSES, HitDensity, densities
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.cpu.policies.use_counts import UseCounts
+from kvoffload.testing import CachePolicyContract, key
 
 
-def key(number: int) -> OffloadKey:
-    return make_offload_key(number.to_bytes(8, "big"), 0)
+class TestContract(CachePolicyContract):
+    def make_policy(self, capacity: int) -> DensityCachePolicy:
+        return DensityCachePolicy(capacity)
+
+
+class TestContractWhileLearning(CachePolicyContract):
+    """The same with values that differ by class and age, as they would after a while."""
+
+    def make_policy(self, capacity: int) -> DensityCachePolicy:
+        policy = DensityCachePolicy(capacity)
+        policy._model.values = [
+            [2.0 ** (class_ // 2) / (bucket // 4 + 1) for bucket in range(40)] for class_ in range(NUM_CLASSES)
+        ]
+        return policy
 
 
 class Cache:

@@ -13,7 +13,7 @@ import xxhash
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
 from kvoffload.cpu.policies.hit_density import NUM_CLASSES, HitDensity
-from kvoffload.cpu.policies.order import RecencyOrder
+from kvoffload.cpu.policies.timed_order import TimedOrder
 from kvoffload.cpu.policies.use_counts import UseCounts
 
 __all__ = ["DensityCachePolicy"]
@@ -31,6 +31,7 @@ class _Front(NamedTuple):
     class_: int
     limit: float
     """Blocks of the class that were used later than this are worth more than ``value``."""
+    item: tuple[OffloadKey, BlockStatus]
 
     def until(self, rival: _Front | None) -> float:
         """Blocks of this class used no later than this go before ``rival``, the least front of other classes."""
@@ -53,11 +54,11 @@ class DensityCachePolicy(CachePolicy):
     def __init__(self, cache_capacity: int) -> None:
         self._model = HitDensity(cache_capacity)
         self._past_uses = UseCounts(cache_capacity * 3 // 2)
-        self._orders = tuple(RecencyOrder() for _ in range(NUM_CLASSES))
         self._blocks: dict[OffloadKey, BlockStatus] = {}
         # By slot: the class (with the _SAMPLED bit), and the time of the last use.
         self._classes = bytearray()
         self._last_uses = array("q")
+        self._orders = tuple(TimedOrder(self._last_uses) for _ in range(NUM_CLASSES))
         self._now = 0
         """Uses of blocks so far: the clock of ages."""
 
@@ -125,11 +126,29 @@ class DensityCachePolicy(CachePolicy):
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         if n == 0:
             return []
-        victims = self._pop_idle(n, protected)
-        if victims is None:
-            victims = self._sweep(n, protected)
-            if victims is None:
-                return None
+        orders, last_uses = self._orders, self._last_uses
+        fronts = [front for class_ in range(NUM_CLASSES) if (front := self._front(class_, protected)) is not None]
+        victims: Victims = []
+        while fronts and len(victims) < n:
+            best = min(fronts)
+            fronts.remove(best)
+            until = best.until(min(fronts, default=None))
+            order = orders[best.class_]
+            item: tuple[OffloadKey, BlockStatus] | None = best.item
+            while item is not None and last_uses[item[1].block_id] <= until:
+                order.drop(item[0])
+                victims.append(item)
+                if len(victims) == n:
+                    break
+                item = order.head(protected)
+            else:
+                if item is not None:
+                    fronts.append(self._front_of(best.class_, item))
+        if len(victims) < n:
+            self._undo(victims)
+            return None
+        for order in orders:
+            order.settle()
         remember, classes, blocks = self._past_uses.remember, self._classes, self._blocks
         digest_of = xxhash.xxh3_64_intdigest
         for key, block in victims:
@@ -137,77 +156,23 @@ class DensityCachePolicy(CachePolicy):
             remember(digest_of(key), (classes[block.block_id] & _TOP) + 1)
         return victims
 
-    def _pop_idle(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        """The usual case, in which no block has to be stepped over: ``None``, and nothing changed, in any other."""
-        orders = self._orders
-        fronts = []
-        for class_, order in enumerate(orders):
-            if order.parked:
-                return None
-            if order.blocks:
-                key, block = next(iter(order.blocks.items()))
-                if block.pins or key in protected:
-                    return None
-                fronts.append(self._front(class_, block))
-        victims: Victims = []
-        while fronts and len(victims) < n:
-            best = min(fronts)
-            until = best.until(min((front for front in fronts if front is not best), default=None))
-            blocks = orders[best.class_].blocks
-            last_uses = self._last_uses
-            while len(victims) < n:
-                victims.append(blocks.popitem(last=False))
-                if not blocks:
-                    fronts.remove(best)
-                    break
-                key, block = next(iter(blocks.items()))
-                if block.pins or key in protected:
-                    self._undo(victims)
-                    return None
-                if last_uses[block.block_id] > until:
-                    fronts.remove(best)
-                    fronts.append(self._front(best.class_, block))
-                    break
-        if len(victims) < n:
-            self._undo(victims)
+    def _front(self, class_: int, protected: Collection[OffloadKey]) -> _Front | None:
+        order = self._orders[class_]
+        if not order.blocks and not order.parked:
             return None
-        return victims
+        item = order.head(protected)
+        return self._front_of(class_, item) if item is not None else None
 
-    def _undo(self, victims: Victims) -> None:
-        for key, block in reversed(victims):
-            blocks = self._orders[self._classes[block.block_id] & _TOP].blocks
-            blocks[key] = block
-            blocks.move_to_end(key, last=False)
-
-    def _sweep(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        """The general case: pinned and protected blocks are stepped over, once."""
-        sweeps = {class_: order.sweep(protected) for class_, order in enumerate(self._orders) if len(order)}
-        taken: dict[int, Victims] = {class_: [] for class_ in sweeps}
-        heads = {class_: head for class_, sweep in sweeps.items() if (head := next(iter(sweep), None)) is not None}
-        fronts = {class_: self._front(class_, block) for class_, (_, block) in heads.items()}
-        victims: Victims = []
-        while fronts and len(victims) < n:
-            class_ = min(fronts.values()).class_
-            taken[class_].append(heads[class_])
-            victims.append(heads.pop(class_))
-            head = next(iter(sweeps[class_]), None)
-            if head is None:
-                del fronts[class_]
-            else:
-                heads[class_], fronts[class_] = head, self._front(class_, head[1])
-        if len(victims) < n:
-            for class_, sweep in sweeps.items():
-                sweep.give_up(len(taken[class_]) + (class_ in heads))
-            return None
-        for class_, sweep in sweeps.items():
-            sweep.take(taken[class_])
-        return victims
-
-    def _front(self, class_: int, block: BlockStatus) -> _Front:
-        last = self._last_uses[block.block_id]
+    def _front_of(self, class_: int, item: tuple[OffloadKey, BlockStatus]) -> _Front:
+        last = self._last_uses[item[1].block_id]
         model = self._model
         bucket = bisect_right(model.bounds, self._now - last)
-        return _Front(model.values[class_][bucket], last, class_, self._now - model.youngest[bucket])
+        return _Front(model.values[class_][bucket], last, class_, self._now - model.youngest[bucket], item)
+
+    def _undo(self, victims: Victims) -> None:
+        for class_, order in enumerate(self._orders):
+            order.put_back([item for item in victims if self._classes[item[1].block_id] & _TOP == class_])
+            order.settle()
 
     def clear(self) -> None:
         for order in self._orders:
@@ -221,16 +186,12 @@ class DensityCachePolicy(CachePolicy):
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
         for order in self._orders:
-            if order.parked:
-                order.released(keys)
+            order.released(keys)
 
     def check_invariants(self) -> None:
         for class_, order in enumerate(self._orders):
             order.check_invariants()
-            for key in order:
-                block = self._blocks[key]
-                assert order.get(key) is block
+            for key, block in (*order.blocks.items(), *order.parked.items()):
+                assert self._blocks[key] is block
                 assert self._classes[block.block_id] & _TOP == class_
-            lasts = [self._last_uses[self._blocks[key].block_id] for key in order]
-            assert lasts == sorted(lasts), "a class is not in order of recency"
         assert sum(map(len, self._orders)) == len(self._blocks)
