@@ -1,9 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Hits and loads. The numbers in the names' comments are lines of hazards.md."""
+
 from __future__ import annotations
 
-from tests.connector.rig import Request, Rig, key
+from typing import Any
 
-from kvoffload.connector import StepOutcome
+from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
+
+from kvoffload.base import ReqContext
+from kvoffload.config import GroupKind, KVGroupLayout
+from kvoffload.connector import NO_BLOCK, StepOutcome, TransferJob
+from kvoffload.errors import TransferError
+
+
+def start_load(rig: Rig, request: Request, ids: list[int], external: int) -> TransferJob:
+    rig.arrive(request)
+    assert rig.ask(request) == (external, True)
+    rig.alloc(request, ids, external=external)
+    (load,) = rig.step().loads
+    return load
 
 
 def test_a_stored_prefix_comes_back_by_an_asynchronous_load() -> None:
@@ -42,3 +57,240 @@ def test_the_device_hit_is_not_loaded_again_but_touched() -> None:
     assert load.destination.block_ids.tolist() == [9]
     assert load.destination.block_indices == (2,)
     assert rig.manager.touched == [[key(0), key(1), key(2)]]
+
+
+def test_a_load_starts_inside_an_offloaded_block() -> None:
+    rig = Rig(block_size=16)
+    rig.store_prefix(32)
+    request = rig.arrive(Request("r", 33))
+    assert rig.ask(request, computed=8) == (24, True)
+    rig.alloc(request, range(8), external=24)
+    (load,) = rig.step().loads
+    assert load.destination.block_ids.tolist() == [2, 3, 4, 5, 6, 7]
+    assert load.destination.block_indices == (2,)
+    assert len(load.source.block_ids) == 2
+
+
+def test_groups_are_loaded_by_their_own_needs() -> None:
+    rig = Rig(groups=(FULL, SLIDING, STATE))
+    rig.store_prefix(16)
+    request = rig.arrive(Request("r", 17))
+    assert rig.ask(request) == (16, True)
+    tables = [0, 1, 2, 3], [NO_BLOCK, NO_BLOCK, 12, 13], [NO_BLOCK, NO_BLOCK, NO_BLOCK, 23]
+    rig.alloc(request, *tables, external=16)
+    (load,) = rig.step().loads
+    assert load.destination.block_ids.tolist() == [0, 1, 2, 3, 12, 13, 23]
+    assert load.destination.group_sizes == (4, 2, 1)
+    assert load.destination.block_indices == (0, 2, 3)
+    assert rig.manager.touched == [[key(0), key(1), key(2), key(3), key(2, 1), key(3, 1), key(3, 2)]]
+
+
+def test_a_deferred_block_makes_the_request_wait() -> None:
+    rig = Rig()
+    meta = rig.admit(Request("a", 8), [0, 1])  # its store is in flight
+    request = rig.arrive(Request("b", 9))
+    assert rig.ask(request) == (None, False)
+    rig.end(*meta.stores)
+    assert rig.ask(request) == (8, True)
+
+
+def test_loads_go_out_on_steps_without_a_forward_pass() -> None:  # 11
+    rig = Rig()
+    rig.store_prefix(8)
+    ends = rig.manager.schedule_ends
+    assert start_load(rig, Request("r", 9), [0, 1, 2], 8).request_id == "r"
+    rig.step()
+    assert rig.manager.schedule_ends == ends + 2
+
+
+def test_readmission_waits_for_the_old_jobs() -> None:  # 5
+    rig = Rig()
+    rig.store_prefix(8)
+    request = Request("r", 20)
+    load = start_load(rig, request, [0, 1], 8)
+    assert rig.end(load).loaded_request_ids == {"r"}
+    rig.alloc(request, range(5))
+    (store,) = rig.step(rig.run(request, range(5), computed=8)).stores
+    rig.step(preempted=["r"])
+    assert rig.ask(request) == (None, False)
+    rig.end(store)
+    assert rig.ask(request) == (16, True)
+
+
+def test_a_failed_load_names_its_gpu_blocks_and_is_not_tried_again() -> None:  # 12, 13
+    rig = Rig()
+    rig.store_prefix(12)
+    request = Request("r", 14)
+    load = start_load(rig, request, [7, 8, 9], 12)
+    assert rig.end(load, success=False) == StepOutcome(frozenset(), {"r": frozenset({7, 8, 9})})
+    assert rig.ask(request) == (0, False)
+    # It is this request's verdict alone.
+    assert rig.ask(rig.arrive(Request("other", 14))) == (12, True)
+    # What it computes instead is offered as ever.
+    rig.alloc(request, [7, 8, 9, 10])
+    rig.step(rig.run(request, [7, 8, 9, 10]))
+    assert rig.manager.offered[-1] == [key(0), key(1), key(2)]
+    rig.finish(request)
+    assert rig.scheduler.get_stats()["primary_blocks_pinned",] == 0
+
+
+def test_a_failed_load_leaves_what_the_device_had() -> None:
+    rig = Rig()
+    rig.store_prefix(12)
+    request = rig.arrive(Request("r", 14))
+    rig.ask(request, computed=4)
+    rig.alloc(request, [100, 8, 9], external=8)
+    (load,) = rig.step().loads
+    assert rig.end(load, success=False).failed_loads == {"r": {8, 9}}
+
+
+def test_every_rank_must_report_and_one_failure_fails() -> None:
+    rig = Rig(num_ranks=3)
+    rig.store_prefix(8)
+    load = start_load(rig, Request("r", 9), [0, 1, 2], 8)
+    assert rig.end(load, ranks=[0]) == StepOutcome()
+    assert rig.end(load, ranks=[0, 0]) == StepOutcome(), "a rank told twice"
+    assert rig.end(load, ranks=[1], success=False) == StepOutcome()
+    assert rig.scheduler.has_pending_work()
+    assert rig.end(load, ranks=[2]).failed_loads == {"r": {0, 1}}
+    assert rig.end(load) == StepOutcome(), "an end after the end"
+
+
+def test_an_abort_before_anything_else() -> None:  # 7
+    rig = Rig()
+    rig.finish(Request("never seen", 9))
+    request = rig.arrive(Request("r", 9))
+    rig.finish(request)
+    rig.finish(request)
+    assert rig.manager.calls == [("on_new_request", "r"), ("on_request_finished", "r")]
+    rig.assert_drained()
+
+
+def test_an_abort_between_the_decision_and_the_step_calls_the_load_back() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 9))
+    rig.ask(request)
+    rig.alloc(request, [0, 1, 2], external=8)
+    rig.finish(request)
+    assert rig.step().is_empty()
+    rig.assert_drained()
+
+
+def test_an_abort_while_loading_keeps_the_blocks_fenced() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    request = Request("r", 9)
+    load = start_load(rig, request, [0, 1, 2], 8)
+    rig.finish(request)
+    assert rig.scheduler.has_pending_work()
+    other = rig.arrive(Request("o", 9, "q"))
+    rig.ask(other)
+    rig.alloc(other, [1, 5, 6])
+    assert rig.step(rig.run(other, [1, 5, 6])).flush_job_ids == {load.job_id}
+    assert rig.end(load) == StepOutcome(), "nobody waits for it any more"
+    assert rig.scheduler.get_stats()["primary_blocks_pinned",] == 2, "only the other request's own store"
+
+
+def test_an_abort_while_deferred() -> None:
+    rig = Rig()
+    meta = rig.admit(Request("a", 8), [0, 1])
+    request = rig.arrive(Request("b", 9))
+    rig.ask(request)
+    rig.finish(request)
+    rig.end(*meta.stores)
+    assert rig.manager.calls[-1] == ("on_request_finished", "b")
+
+
+def test_a_request_waits_for_one_load_of_the_same_prefix_only() -> None:  # 18
+    rig = Rig()
+    rig.store_prefix(16)
+    first = start_load(rig, Request("a", 17), [0, 1, 2, 3], 16)
+    others = [rig.arrive(Request(f"b{n}", 17)) for n in range(3)]
+    assert [rig.ask(each) for each in others] == [(None, False)] * 3
+    rig.end(first)
+    # The device does not have it after all: all of them load at once, none behind another.
+    for n, each in enumerate(others):
+        assert rig.ask(each) == (16, True)
+        rig.alloc(each, range(10 * n, 10 * n + 4), external=16)
+    assert len(rig.step().loads) == 3
+
+
+def test_a_request_does_not_wait_for_a_load_that_brings_less_than_half() -> None:  # 18
+    rig = Rig()
+    rig.store_prefix(16)
+    start_load(rig, Request("short", 5), [0, 1], 4)
+    assert rig.ask(rig.arrive(Request("long", 17))) == (16, True)
+
+
+def test_a_load_in_flight_at_a_reset_still_brings_its_blocks() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    request = Request("r", 9)
+    load = start_load(rig, request, [0, 1, 2], 8)
+    rig.scheduler.reset_cache()
+    rig.check()
+    assert rig.end(load).loaded_request_ids == {"r"}
+    assert rig.scheduler.get_stats()["stale_jobs",] == 1
+    rig.finish(request)
+    rig.assert_drained()
+
+
+def test_blocks_that_vanish_before_they_are_pinned_are_a_failed_load() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+
+    def lost(keys: Any, req_context: ReqContext) -> Any:
+        raise TransferError("gone")
+
+    rig.manager.prepare_load = lost  # type: ignore[method-assign]
+    request = rig.arrive(Request("r", 9))
+    assert rig.ask(request) == (8, True)
+    rig.alloc(request, [0, 1, 2], external=8)
+    meta = rig.step()
+    assert meta.loads == ()
+    (job,) = meta.lost_loads
+    assert rig.end(job, success=False).failed_loads == {"r": {0, 1}}
+    assert rig.ask(request) == (0, False)
+    rig.finish(request)
+    rig.assert_drained()
+
+
+def test_too_few_gpu_blocks_for_a_load_is_a_failed_load() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 9))
+    rig.ask(request)
+    rig.alloc(request, [5], external=8)
+    (job,) = rig.step().lost_loads
+    assert rig.end(job, success=False).failed_loads == {"r": {5}}
+
+
+def test_different_block_sizes() -> None:
+    fine = KVGroupLayout(GroupKind.FULL_ATTENTION, 4, 8)
+    coarse = KVGroupLayout(GroupKind.FULL_ATTENTION, 8, 8)
+    rig = Rig(groups=(fine, coarse), block_size=8)
+    rig.store_prefix(32)
+    request = rig.arrive(Request("r", 31))
+    # 28 full tokens in blocks of 8 and 16: the coarse group has one key.
+    assert rig.ask(request) == (16, True)
+    rig.alloc(request, range(8), range(20, 24), external=16)
+    (load,) = rig.step().loads
+    assert load.destination.block_ids.tolist() == [0, 1, 2, 3, 20, 21]
+    assert len(load.source.block_ids) == 3
+
+
+def test_hit_tokens_are_counted_once_an_admission() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    before = rig.scheduler.get_stats()["lookup_tokens",]
+    request = Request("r", 14)
+    load = start_load(rig, request, [0, 1, 2, 3], 8)
+    rig.end(load)
+    rig.alloc(request, [0, 1, 2, 3])  # engines call it again after a load
+    stats = rig.scheduler.get_stats()
+    assert stats["hit_tokens",] == 8
+    assert stats["lookup_tokens",] - before == 14
+    assert stats["load_jobs", "ok"] == 1
+    assert stats["load_bytes",] == 10
+    assert stats["load_seconds",] == 0.5

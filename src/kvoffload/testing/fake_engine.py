@@ -230,8 +230,12 @@ class FakeEngine:
 
     def _schedule_waiting(self) -> list[tuple[FakeRequest, ScheduledRequest]]:
         scheduled: list[tuple[FakeRequest, ScheduledRequest]] = []
+        pool_is_short = False
         for request in tuple(self.waiting):
             if request.status is Status.LOADING or len(self.running) >= self._max_running:
+                continue
+            # One that cannot be admitted holds up those behind it, but none that holds loaded blocks already.
+            if pool_is_short and not request.has_blocks:
                 continue
             external = 0
             if not request.has_blocks:
@@ -253,7 +257,8 @@ class FakeEngine:
                 # Also what was loaded is let go: requests that hold blocks while they wait for more could all wait.
                 self._free_blocks(request)
                 request.computed_tokens = 0
-                break
+                pool_is_short = True
+                continue
             self.connector.update_state_after_alloc(request, self._tables(request), external)
             request.table_is_new = True
             if external:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import inspect
+import logging
+
+import pytest
+from tests.connector.rig import BT, FULL, Request, Rig, key
+
+from kvoffload.base import OffloadingManager, OffloadPolicy, ReqContext
+from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.connector import EngineStep, GuardedManager, OffloadingConnectorScheduler
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.errors import TransferError
+
+CONTEXT = ReqContext("r")
+
+
+class Broken(CPUOffloadingManager):
+    """Every method raises once ``broken`` is set."""
+
+    broken = False
+
+    def __getattribute__(self, name: str) -> object:
+        found = super().__getattribute__(name)
+        if name in vars(OffloadingManager) and not name.startswith("_") and super().__getattribute__("broken"):
+
+            def fail(*args: object, **kwargs: object) -> None:
+                raise RuntimeError(f"{name} is broken")
+
+            return fail
+        return found
+
+
+def test_every_method_of_the_seam_is_guarded() -> None:
+    seam = {name for name, value in vars(OffloadingManager).items() if inspect.isfunction(value)}
+    assert seam == {name for name in vars(GuardedManager) if name in seam}
+
+
+def test_exceptions_become_misses(caplog: pytest.LogCaptureFixture) -> None:
+    manager = Broken(4)
+    guarded = GuardedManager(manager)
+    manager.broken = True
+    assert guarded.lookup(key(0), CONTEXT) is False
+    assert guarded.lookup_prefix([key(0), key(1)], CONTEXT) == [False]
+    assert guarded.lookup_prefix([], CONTEXT) == []
+    assert guarded.prepare_store([key(0)], CONTEXT) is None
+    assert guarded.on_new_request(CONTEXT).policy is OffloadPolicy.BLOCK_LEVEL
+    assert tuple(guarded.take_events()) == ()
+    assert guarded.has_pending_work() is False
+    assert guarded.get_stats() == {}
+    with pytest.raises(TransferError):
+        guarded.prepare_load([key(0)], CONTEXT)
+    for call in (guarded.complete_load, guarded.complete_store, guarded.touch):
+        call([key(0)], CONTEXT)
+    for quiet in (guarded.on_schedule_end, guarded.reset_cache, guarded.shutdown):
+        quiet()
+    guarded.on_request_finished(CONTEXT)
+    assert len(caplog.records) == 1, "logged once, not for each"
+
+
+def test_the_log_speaks_again_after_a_while_and_says_how_much_it_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    manager = Broken(4)
+    guarded = GuardedManager(manager, log_every_s=60, clock=lambda: now)
+    manager.broken = True
+    for _ in range(5):
+        guarded.on_schedule_end()
+    now = 61.0
+    guarded.on_schedule_end()
+    first, second = caplog.records
+    assert first.levelno == logging.ERROR
+    assert "on_schedule_end failed" in first.getMessage() or "fail" in first.getMessage()
+    assert "4 earlier" in second.getMessage()
+
+
+def test_answers_pass_through() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    guarded = GuardedManager(rig.manager)
+    assert guarded.lookup(key(0), CONTEXT) is True
+    assert guarded.lookup_prefix([key(0), key(5)], CONTEXT) == [True, False]
+    assert len(guarded.prepare_load([key(0)], CONTEXT).block_ids) == 1  # type: ignore[attr-defined]
+    guarded.complete_load([key(0)], CONTEXT)
+    assert guarded.get_stats() == rig.manager.get_stats()
+
+
+def test_a_request_lives_through_a_manager_that_breaks() -> None:
+    manager = Broken(8)
+    layout = EngineLayout((FULL,), BT, "test")
+    scheduler = OffloadingConnectorScheduler(
+        GuardedManager(manager), layout, OffloadingConfig(cpu_bytes_to_use=1 << 20)
+    )
+    rig = Rig()
+    rig.scheduler, rig.manager = scheduler, manager  # type: ignore[assignment]
+    first = Request("a", 8)
+    rig.end(*rig.admit(first, [0, 1]).stores)
+    request = rig.arrive(Request("b", 9))
+    assert rig.ask(request) == (8, True)
+    manager.broken = True
+    rig.alloc(request, [2, 3, 4], external=8)
+    (job,) = scheduler.build_connector_meta(EngineStep()).lost_loads
+    assert rig.end(job, success=False).failed_loads == {"b": {2, 3}}
+    assert rig.ask(request) == (0, False)
+    rig.alloc(request, [2, 3, 4])
+    assert rig.step(rig.run(request, [2, 3, 4])).stores == ()
+    rig.finish(request)
+    rig.finish(first)
+    assert not scheduler.has_pending_work()

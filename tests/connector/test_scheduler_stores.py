@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offers, stores, fences. The numbers beside the names are lines of hazards.md."""
+
+from __future__ import annotations
+
+from tests.connector.rig import SLIDING, STATE, Request, Rig, key
+
+from kvoffload.base import OffloadPolicy
+from kvoffload.connector import NO_BLOCK
+
+
+def stored(meta: object) -> list[list[int]]:
+    return [job.source.block_ids.tolist() for job in meta.stores]
+
+
+# ------------------------------------------------------------------------------------------------- what is offered
+
+
+def test_blocks_are_stored_in_the_step_that_fills_them() -> None:  # 4
+    rig = Rig()
+    request = rig.arrive(Request("r", 14))
+    rig.ask(request)
+    rig.alloc(request, [0, 1, 2, 3])
+    assert stored(rig.step(rig.run(request, [0, 1, 2, 3], tokens=7))) == [[0]]
+    assert stored(rig.step(rig.run(request, [], computed=7, tokens=8, new=False))) == [[1]]
+    assert stored(rig.step(rig.run(request, [], computed=8, new=False))) == [[2]]
+    assert rig.manager.offered == [[key(0)], [key(1)], [key(2)]]
+
+
+def test_generated_tokens_fill_blocks_that_are_stored_too() -> None:
+    rig = Rig()
+    request = Request("r", 7)
+    rig.admit(request, [0, 1])
+    request.num_tokens = 8
+    assert stored(rig.step(rig.run(request, [], computed=7, new=False))) == [[1]]
+
+
+def test_prompt_only_leaves_out_blocks_with_generated_tokens() -> None:
+    rig = Rig(prompt_only=True)
+    request = Request("r", 7)
+    assert stored(rig.admit(request, [0, 1])) == [[0]]
+    for tokens in range(8, 20):
+        request.num_tokens = tokens
+        assert rig.step(rig.run(request, [tokens], computed=tokens - 1, new=False)).stores == ()
+
+
+def test_the_least_of_tokens_keys_and_gpu_blocks_bounds_an_offer() -> None:  # 6
+    rig = Rig()
+    request = rig.arrive(Request("r", 16))
+    rig.ask(request)
+    rig.alloc(request, [0, 1])
+    assert stored(rig.step(rig.run(request, [0, 1], tokens=12))) == [[0, 1]], "the third has no GPU block"
+    request.num_tokens = 14  # draft tokens were scheduled and are not accepted
+    assert stored(rig.step(rig.run(request, [2, 3], computed=12, tokens=16, new=False))) == [[2]]
+    request.num_tokens = 16
+    assert stored(rig.step(rig.run(request, [], computed=15, new=False))) == [[3]], "offered as soon as it has a key"
+
+
+def test_block_level_does_not_offer_what_came_from_a_hit() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 16))
+    assert rig.ask(request, computed=4) == (4, True)
+    rig.alloc(request, range(4), external=4)
+    rig.end(*rig.step().loads)
+    rig.alloc(request, range(4))
+    rig.step(rig.run(request, range(4), computed=8))
+    assert rig.manager.offered == [[key(2), key(3)]]
+
+
+def test_a_block_that_the_hit_ends_in_is_offered_whole() -> None:
+    rig = Rig(block_size=8)
+    request = rig.arrive(Request("r", 16))
+    rig.ask(request, computed=4)
+    rig.alloc(request, range(4))
+    assert stored(rig.step(rig.run(request, range(4), computed=4))) == [[0, 1, 2, 3]]
+
+
+def test_request_level_offers_everything_once() -> None:
+    rig = Rig(policy=OffloadPolicy.REQUEST_LEVEL)
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 16))
+    assert rig.ask(request, computed=4) == (4, True)
+    rig.alloc(request, range(4), external=4)
+    rig.end(*rig.step().loads)
+    assert rig.manager.offered == [], "not before the load has ended"
+    rig.alloc(request, range(4))
+    meta = rig.step(rig.run(request, range(4), computed=8))
+    assert rig.manager.offered == [[key(0), key(1), key(2), key(3)]]
+    assert stored(meta) == [[2, 3]]
+
+
+def test_a_resumed_request_offers_again_what_it_computes_again() -> None:
+    rig = Rig()
+    request = Request("r", 9)
+    meta = rig.admit(request, [0, 1, 2])
+    rig.step(preempted=["r"])
+    rig.end(*meta.stores, success=False)
+    rig.ask(request)
+    rig.alloc(request, [5, 6, 7])
+    assert stored(rig.step(rig.run(request, [5, 6, 7]))) == [[5, 6]]
+
+
+def test_nothing_is_offered_while_the_load_is_in_flight() -> None:  # 4, 5
+    rig = Rig()
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 16))
+    rig.ask(request)
+    rig.alloc(request, range(4), external=8)
+    (load,) = rig.step().loads
+    assert rig.step(rig.run(request, range(4), computed=8)).stores == ()
+    rig.end(load)
+
+
+def test_window_and_state_blocks_are_stored_while_they_are_there() -> None:
+    rig = Rig(groups=(SLIDING, STATE), block_size=8)
+    request = rig.arrive(Request("r", 17))
+    rig.ask(request)
+    rig.alloc(request, range(5), range(10, 15))
+    meta = rig.step(rig.run(request, range(5), range(10, 15), tokens=16))
+    # A window of 6 tokens at the end of a block of 8 needs both GPU blocks; a state the last alone.
+    assert stored(meta) == [[0, 1, 2, 3, 11, 11, 13, 13]]
+    assert meta.stores[0].source.group_sizes == (4, 4)
+
+
+def test_what_fell_out_of_the_window_is_passed_over() -> None:
+    rig = Rig(groups=(SLIDING,))
+    request = rig.arrive(Request("r", 17))
+    rig.ask(request)
+    rig.alloc(request, [NO_BLOCK, NO_BLOCK, 2, 3, 4])
+    assert stored(rig.step(rig.run(request, [NO_BLOCK, NO_BLOCK, 2, 3, 4], computed=0))) == [[2, 3]]
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def fill_and_pin(rig: Rig, blocks: int) -> object:
+    """Makes the tier full of blocks in flight."""
+    return rig.admit(Request("full", 4 * blocks, "f"), range(500, 500 + blocks)).stores
+
+
+def test_refused_blocks_are_offered_again_and_the_cursor_stays() -> None:  # 6
+    rig = Rig(num_blocks=4)
+    stores = fill_and_pin(rig, 4)
+    request = Request("r", 9)
+    assert rig.admit(request, [0, 1, 2]).stores == ()
+    for tokens in (10, 11):
+        request.num_tokens = tokens
+        calls = len(rig.manager.offered)
+        rig.step(rig.run(request, [], computed=tokens - 1, new=False))
+        assert len(rig.manager.offered) == calls, "not again before another block is full"
+    rig.end(*stores)
+    request.num_tokens = 12
+    assert stored(rig.step(rig.run(request, [], computed=11, new=False))) == [[0], [1, 2]]
+
+
+def test_a_prompt_larger_than_the_tier_is_stored_from_its_head() -> None:
+    rig = Rig(num_blocks=10)
+    meta = rig.admit(Request("r", 4 * 32), range(32))
+    assert stored(meta) == [list(range(8))], "32 refused, 8 accepted, the rest refused for now"
+
+
+def test_a_full_tier_costs_few_calls_each_of_one_block() -> None:
+    rig = Rig(num_blocks=4)
+    fill_and_pin(rig, 4)
+    rig.manager.offered.clear()
+    request = Request("r", 4 * 64)
+    rig.admit(request, range(64))
+    assert [len(keys) for keys in rig.manager.offered] == [64, 16, 4, 1]
+    request.num_tokens += 4
+    rig.step(rig.run(request, [64], computed=4 * 64, new=False))
+    assert [len(keys) for keys in rig.manager.offered[4:]] == [1]
+
+
+def test_a_manager_that_prepares_what_was_not_offered_loses_nothing_but_the_store() -> None:
+    rig = Rig()
+    prepare = rig.manager.prepare_store
+
+    def backwards(keys: object, req_context: object) -> object:
+        return prepare(list(keys)[::-1], req_context)
+
+    rig.manager.prepare_store = backwards  # type: ignore[method-assign]
+    request = Request("r", 12)
+    assert rig.admit(request, [0, 1, 2]).stores == ()
+    rig.finish(request)
+    rig.assert_drained()
+
+
+# ------------------------------------------------------------------------------------------------------------ fences
+
+
+def test_a_gpu_block_handed_out_again_flushes_the_store_that_reads_it() -> None:
+    rig = Rig()
+    (store,) = rig.admit(Request("r", 8), [0, 1]).stores
+    rig.finish(Request("r", 8))
+    other = rig.arrive(Request("o", 9, "q"))
+    rig.ask(other)
+    rig.alloc(other, [1, 5, 6])
+    assert rig.step(rig.run(other, [1, 5, 6])).flush_job_ids == {store.job_id}
+    assert rig.step(rig.run(other, [0], computed=9, new=False)).flush_job_ids == frozenset(), "flushed once, for good"
+    assert rig.scheduler.get_stats()["fenced_jobs",] == 1
+
+
+def test_blocks_of_a_running_request_are_fenced_too() -> None:
+    rig = Rig()
+    (store,) = rig.admit(Request("r", 8), [0, 1]).stores
+    other = Request("o", 6, "q")
+    rig.admit(other, [5, 6])
+    assert rig.step(rig.run(other, [1], computed=6, new=False)).flush_job_ids == {store.job_id}
+
+
+def test_blocks_given_to_strangers_and_without_external_tokens_are_fenced() -> None:  # 4
+    rig = Rig()
+    (store,) = rig.admit(Request("r", 8), [0, 1]).stores
+    # Another connector loads into it: we are told of the allocation alone.
+    stranger = Request("s", 9, "q")
+    rig.alloc(stranger, [0, 7, 8])
+    assert rig.step().flush_job_ids == {store.job_id}
+    # Nor need a scheduled request be known.
+    (store,) = rig.admit(Request("t", 8, "t"), [2, 3]).stores
+    assert rig.step(rig.run(Request("unknown", 4, "u"), [3])).flush_job_ids == {store.job_id}
+
+
+def test_a_shared_prefix_is_read_only_and_needs_no_flush() -> None:
+    rig = Rig()
+    rig.admit(Request("r", 8), [0, 1])
+    other = rig.arrive(Request("o", 10))
+    assert rig.ask(other, computed=8) == (0, False)
+    rig.alloc(other, [0, 1, 2])
+    assert rig.step(rig.run(other, [0, 1, 2], computed=8)).flush_job_ids == frozenset()
+
+
+def test_preemption_flushes_the_requests_stores() -> None:  # 3
+    rig = Rig()
+    (store,) = rig.admit(Request("r", 8), [0, 1]).stores
+    assert rig.step(preempted=["r"]).flush_job_ids == {store.job_id}
+    assert rig.step(preempted=["r", "unknown"]).flush_job_ids == frozenset()
+
+
+def test_a_load_into_blocks_a_store_still_reads_flushes_it_first() -> None:  # 2
+    rig = Rig()
+    rig.store_prefix(8)
+    (store,) = rig.admit(Request("r", 8, "q"), [0, 1]).stores
+    request = rig.arrive(Request("o", 9))
+    assert rig.ask(request) == (8, True)
+    rig.alloc(request, [1, 0, 2], external=8)
+    meta = rig.step()
+    assert meta.flush_job_ids == {store.job_id}
+    assert len(meta.loads) == 1
+
+
+def test_the_same_gpu_block_twice_in_one_job() -> None:  # 8
+    rig = Rig(groups=(STATE,), block_size=8)
+    (store,) = rig.admit(Request("r", 8), [NO_BLOCK, 1]).stores
+    assert store.source.block_ids.tolist() == [1, 1]
+    rig.end(store)
+    rig.check()
+
+
+# ------------------------------------------------------------------------------------------------------------- ends
+
+
+def test_a_failed_store_is_a_miss() -> None:  # 12
+    rig = Rig()
+    (store,) = rig.admit(Request("r", 8), [0, 1]).stores
+    rig.end(store, success=False)
+    assert rig.ask(rig.arrive(Request("o", 9))) == (0, False)
+    assert rig.scheduler.get_stats()["store_jobs", "failed"] == 1
+
+
+def test_the_end_comes_after_the_last_offer_and_once() -> None:  # 9
+    rig = Rig()
+    request = Request("r", 8)
+    (store,) = rig.admit(request, [0, 1]).stores
+    rig.finish(request)
+    rig.end(store)
+    assert [name for name, _ in rig.manager.calls] == ["on_new_request", "prepare_store", "on_request_finished"]
+    rig.assert_drained()
+
+
+def test_an_id_used_again_is_a_new_request() -> None:
+    rig = Rig()
+    (store,) = rig.admit(Request("r", 8), [0, 1]).stores
+    again = rig.arrive(Request("r", 5, "q"))
+    assert rig.ask(again) == (0, False), "it does not wait for its namesake's jobs"
+    rig.end(store)
+    rig.finish(again)
+    assert [name for name, _ in rig.manager.calls].count("on_request_finished") == 2
+    rig.assert_drained()
+
+
+def test_a_store_in_flight_at_a_reset_publishes_nothing() -> None:
+    rig = Rig()
+    request = Request("r", 8)
+    (store,) = rig.admit(request, [0, 1]).stores
+    rig.scheduler.reset_cache()
+    rig.end(store)
+    assert rig.scheduler.get_stats()["stale_jobs",] == 1
+    assert list(rig.scheduler.take_events()) == []
+    assert rig.ask(rig.arrive(Request("o", 9))) == (0, False)
+    # The request goes on, and what it computes from now on is stored.
+    request.num_tokens = 12
+    (store,) = rig.step(rig.run(request, [2], computed=8, new=False)).stores
+    rig.end(store)
+    assert [event.keys for event in rig.scheduler.take_events()] == [[key(2)]]
+
+
+def test_steps_with_nothing_to_do_are_empty() -> None:
+    rig = Rig()
+    request = Request("r", 9)
+    rig.end(*rig.admit(request, [0, 1, 2]).stores)
+    calls = len(rig.manager.calls)
+    for tokens in (10, 11):
+        request.num_tokens = tokens
+        assert rig.step(rig.run(request, [], computed=tokens - 1, new=False)).is_empty()
+    assert len(rig.manager.calls) == calls
