@@ -4,11 +4,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["BlockStore"]
+__all__ = ["BlockStore", "StoreStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A store's own counts: gauges as of now, counters since it was opened."""
+
+    used_bytes: int = 0
+    """Bytes held, as far as this process knows."""
+    corrupt_blocks: int = 0
+    evicted_blocks: int = 0
 
 
 class BlockStore(ABC):
@@ -47,3 +58,21 @@ class BlockStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases files and memory. Idempotent; no other call follows."""
+
+    # True options: what a store leaves out, the tier above does without.
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        """Batches of the keys that are here, without reading payloads. Runs once, on a thread of its own, while the
+        other calls go on; a key may be missing or be gone by then."""
+        return iter(())
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """A prefix, head to tail, was used elsewhere: evict its blocks later, the tail before the head."""
+
+    def take_evicted(self) -> list[OffloadKey]:
+        """Blocks removed since the last call other than by ``discard``: for room, or because they were bad."""
+        return []
+
+    def stats(self) -> StoreStats:
+        """Counts. The one method that any thread calls: it takes no lock for long and does no I/O."""
+        return StoreStats()

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks as files in a directory: bounded, verified on every read, and still there after a restart."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from kvoffload.base import OffloadKey
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.fs_format import BlockFormat, directory_of, parse_name
+from kvoffload.tiering.stores.fs_io import FileIO, ReadOutcome
+from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs_space import Space
+from kvoffload.tiering.stores.fs_writer import Workplace, sweep
+
+__all__ = ["FileSystemStore"]
+
+
+class FileSystemStore(BlockStore):
+    """One file per block of ``block_bytes`` under ``root`` (``fs_format`` has the layout).
+
+    A block is written to a temporary file, completely, and renamed into place; each read verifies every byte of the
+    file, the key's identity included. What does not verify twice is deleted and is a miss.
+
+    ``max_bytes`` bounds all files under the root, of every namespace and process, headers included; the least
+    recently used go first, in an order that survives restarts. A write that cannot have room is ``False``.
+    ``durability="fsync"`` has a block on the disk when ``write`` answers; with ``"none"`` a power failure may lose
+    or tear recent blocks, which verification turns into misses.
+
+    Several processes of one host may share a root. The root is made once, here; if it goes away later, calls raise
+    ``StoreError`` until it is back. Blocks of a prefix are best given head to tail.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        block_bytes: int,
+        namespace: str = "",
+        max_bytes: int | None = None,
+        *,
+        durability: Literal["none", "fsync"] = "none",
+    ) -> None:
+        if durability not in ("none", "fsync"):
+            raise ConfigError(f"durability must be 'none' or 'fsync', not {durability!r}.")
+        if block_bytes < 1:
+            raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
+        layout = BlockFormat(directory_of(namespace), block_bytes)
+        if max_bytes is not None and max_bytes < layout.file_bytes + LEDGER_BYTES:
+            raise ConfigError(
+                f"max_bytes={max_bytes} has no room for one block: a file takes {layout.file_bytes} bytes, "
+                f"the ledger {LEDGER_BYTES}."
+            )
+        self._root = os.path.abspath(os.fspath(root))
+        self._layout = layout
+        self._durable = durability == "fsync"
+        try:
+            os.makedirs(self._root, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"The store's directory {self._root} cannot be made: {exc.strerror}.") from exc
+        self._io = FileIO(layout, durable=self._durable)
+        self._workplace = Workplace(self._root)
+        self._space = Space(self._root, max_bytes, self._workplace)
+        self._lock = threading.Lock()
+        self._bad: list[OffloadKey] = []
+        self._num_bad = 0
+        sweep(self._root)
+
+    def __repr__(self) -> str:
+        return f"FileSystemStore({self._root!r}, {self._layout.directory!r}, block_bytes={self._layout.block_bytes})"
+
+    # ------------------------------------------------------------------------------------------------ BlockStore
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        answers, trouble = [], _Trouble(self._root)
+        for key in keys:
+            try:
+                answers.append(self._is_whole(self._full(self._layout.path_of(key))))
+            except OSError as exc:
+                trouble.note(exc)
+                answers.append(False)
+        trouble.judge(any(answers), len(keys))
+        return answers
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        try:
+            return self._write(keys, blocks)
+        except OSError as exc:
+            raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        answers, trouble, freed_bytes = [], _Trouble(self._root), 0
+        for key, block in zip(keys, blocks, strict=True):
+            answer = False
+            path = self._layout.path_of(key)
+            try:
+                # Stamped in the order of the batch, each as it is read.
+                stamp_ns = self._space.stamp()
+                outcome, inode = self._io.read(self._full(path), key, _flat(block, self._layout), stamp_ns)
+                if outcome is ReadOutcome.GOOD:
+                    self._space.used(path, stamp_ns)
+                    answer = True
+                elif outcome is ReadOutcome.ABSENT:
+                    self._space.forget(path)
+                elif outcome is ReadOutcome.BAD:
+                    freed_bytes += self._remove_bad(path, key, inode)
+            except OSError as exc:
+                trouble.note(exc)
+            answers.append(answer)
+        self._space.give_back(freed_bytes)
+        trouble.judge(any(answers), len(keys))
+        return answers
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        freed_bytes = sum(self._remove(self._layout.path_of(key)) for key in keys)
+        self._space.give_back(freed_bytes)
+
+    def close(self) -> None:
+        self._workplace.close()
+        self._space.close()
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        own = self._layout.directory + "/"
+        try:
+            for files in self._space.scan():
+                whole = [file for file in files if file.size_bytes == self._layout.file_bytes]
+                keys = [parse_name(os.path.basename(file.path)) for file in whole if file.path.startswith(own)]
+                yield [key for key in keys if key is not None]
+        except OSError as exc:
+            raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        for key in reversed(keys):
+            path = self._layout.path_of(key)
+            stamp_ns = self._space.stamp()
+            try:
+                os.utime(self._full(path), ns=(stamp_ns, stamp_ns))
+            except OSError:
+                continue
+            self._space.used(path, stamp_ns)
+
+    def take_evicted(self) -> list[OffloadKey]:
+        with self._lock:
+            bad, self._bad = self._bad, []
+        own = self._layout.directory + "/"
+        evicted = [parse_name(os.path.basename(path)) for path in self._space.take_evicted() if path.startswith(own)]
+        return bad + [key for key in evicted if key is not None]
+
+    def stats(self) -> StoreStats:
+        return StoreStats(self._space.used_bytes, self._num_bad, self._space.num_evicted)
+
+    # --------------------------------------------------------------------------------------------------- writing
+
+    def _write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        paths = [self._layout.path_of(key) for key in keys]
+        answers = [self._is_here(path) for path in paths]
+        # A key may be given twice: its first block is the one that is written.
+        wanted = {path: index for index, path in reversed(list(enumerate(paths))) if not answers[index]}
+        new = sorted(wanted.values())
+        self.touch([key for key, is_here in zip(keys, answers) if is_here][::-1])
+        if not new:
+            return answers
+        self._workplace.open()
+        # What the caller is told to be here must not go for the sake of its own batch.
+        num_booked = self._space.reserve([paths[index] for index in new], self._layout.file_bytes, set(paths))
+        trouble, unused, touched_dirs = _Trouble(self._root), 0, set()
+        for index in new[:num_booked]:
+            try:
+                is_new = self._put(paths[index], keys[index], _flat(blocks[index], self._layout))
+                answers[index] = True
+                touched_dirs.add(os.path.dirname(paths[index]))
+                unused += not is_new
+            except OSError as exc:
+                trouble.note(exc)
+                unused += 1
+                self._space.cancelled(paths[index])
+        self._space.give_back(unused * self._layout.file_bytes)
+        if self._durable:
+            for directory in touched_dirs:
+                _sync_directory(self._full(directory))
+        trouble.judge(any(answers), len(keys))
+        return [answers[wanted[path]] if path in wanted else answer for path, answer in zip(paths, answers)]
+
+    def _put(self, path: str, key: OffloadKey, block: memoryview) -> bool:
+        """Writes one reserved block; whether it was new to this process."""
+        stamp_ns = self._space.stamp()
+        temporary = self._workplace.new_path()
+        try:
+            self._io.write(temporary, key, block, stamp_ns)
+            try:
+                os.rename(temporary, self._full(path))
+            except FileNotFoundError:
+                self._make_directory(os.path.dirname(path))
+                os.rename(temporary, self._full(path))
+            except (IsADirectoryError, NotADirectoryError):
+                os.rmdir(self._full(path))  # not ours; an empty one may go
+                os.rename(temporary, self._full(path))
+        except OSError:
+            try:
+                os.unlink(temporary)
+            except OSError:
+                pass
+            raise
+        return self._space.published(path, stamp_ns)
+
+    def _make_directory(self, path: str) -> None:
+        if not os.path.isdir(self._root):
+            raise FileNotFoundError(f"{self._root} is gone")
+        os.makedirs(self._full(path), exist_ok=True)
+        if self._durable:
+            _sync_directory(os.path.dirname(self._full(path)))
+            _sync_directory(self._root)
+
+    def _is_here(self, path: str) -> bool:
+        try:
+            return self._is_whole(self._full(path))
+        except OSError:
+            return False
+
+    # -------------------------------------------------------------------------------------------------- removing
+
+    def _remove_bad(self, path: str, key: OffloadKey, inode: int) -> int:
+        """Deletes a file proven bad, unless another has taken its place meanwhile; answers the bytes freed."""
+        full = self._full(path)
+        with self._lock:
+            self._bad.append(key)
+            self._num_bad += 1
+        try:
+            status = os.stat(full, follow_symlinks=False)
+            if status.st_ino != inode:
+                return 0
+            if stat.S_ISDIR(status.st_mode):
+                os.rmdir(full)
+                return 0
+        except OSError:
+            return 0
+        return self._remove(path)
+
+    def _remove(self, path: str) -> int:
+        self._space.forget(path)
+        try:
+            os.unlink(self._full(path))
+        except OSError:
+            return 0
+        # What was booked for it, whatever its size may have become.
+        return self._layout.file_bytes
+
+    # --------------------------------------------------------------------------------------------------- helpers
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _is_whole(self, full: str) -> bool:
+        try:
+            status = os.stat(full)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == self._layout.file_bytes
+
+
+class _Trouble:
+    """Tells one bad block from a store that is down: nothing worked, and something was wrong."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._first: OSError | None = None
+
+    def note(self, exc: OSError) -> None:
+        self._first = self._first or exc
+
+    def judge(self, anything_worked: bool, num_keys: int) -> None:
+        if anything_worked or not num_keys:
+            return
+        if self._first is not None:
+            raise StoreError(f"The store at {self._root} fails: {self._first}") from self._first
+        if not os.path.isdir(self._root):
+            raise StoreError(f"The store's directory {self._root} is gone.")
+
+
+def _flat(block: memoryview, layout: BlockFormat) -> memoryview:
+    assert block.nbytes == layout.block_bytes, f"a block of {block.nbytes} bytes for a store of {layout.block_bytes}"
+    return block if block.ndim == 1 and block.format == "B" else block.cast("B")
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How blocks look on disk: names of directories and files, and the header in front of each payload. No I/O.
+
+::
+
+    root/.kvoffload/ledger            bytes in use, shared by all processes on the root
+    root/.kvoffload/w-<random>/       one writer's temporary files; the writer holds a lock on the directory
+    root/<namespace>/<2 hex>/<key in hex>.kvb
+
+A file is a header, then the payload. The header is one page where payloads are whole pages, so that both can move
+by direct I/O, and 128 bytes otherwise::
+
+    magic 8 · version u16 · 0 u16 · header_bytes u32 · block_bytes u64 · identity 32 · payload's xxh3_128 16 ·
+    zeros · xxh3_64 of all before 8                                                           (little endian)
+
+``identity`` is a digest of namespace and key, so that another block's file never passes for this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote
+
+import xxhash
+
+from kvoffload.base import OffloadKey
+
+__all__ = ["CONTROL_DIR", "PAGE_BYTES", "SUFFIX", "BlockFormat", "Header", "directory_of", "namespace_of", "parse_name"]
+
+CONTROL_DIR = ".kvoffload"
+SUFFIX = ".kvb"
+PAGE_BYTES = 4096
+
+_MAGIC = b"KVOBLOCK"
+_VERSION = 1
+_FIELDS = struct.Struct("<8sHHIQ32s16s")
+_SMALL_HEADER_BYTES = 128
+_SUM_BYTES = 8
+_PAGED_FROM_BYTES = 16 * PAGE_BYTES
+_LONGEST_HEX_KEY = 112
+_LONGEST_DIRECTORY = 200
+_DEFAULT_DIRECTORY = "="
+
+
+def directory_of(namespace: str) -> str:
+    """A namespace as one safe file name. Very long ones are cut and told apart by a digest."""
+    if not namespace:
+        return _DEFAULT_DIRECTORY
+    name = quote(namespace, safe=" ,+@=:")
+    if name.startswith((".", "=")):
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    if len(name) > _LONGEST_DIRECTORY:
+        digest = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
+        name = f"{name[: _LONGEST_DIRECTORY - 40].rpartition('%')[0] or name[: _LONGEST_DIRECTORY - 40]}~~{digest}"
+    return name
+
+
+def namespace_of(directory: str) -> str:
+    """The namespace of a directory, for people to read (a long one stays cut)."""
+    return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
+
+
+def parse_name(name: str) -> OffloadKey | None:
+    """The key in a file's name; ``None`` where it is too long to be there, or the file is none of ours."""
+    if not name.endswith(SUFFIX) or name.startswith("~"):
+        return None
+    try:
+        return OffloadKey(bytes.fromhex(name.removesuffix(SUFFIX)))
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself, for tools that do not know the block size."""
+
+    header_bytes: int
+    block_bytes: int
+    identity: bytes
+    digest: bytes
+
+    @classmethod
+    def parse(cls, start: bytes) -> Header | None:
+        """From the first page of a file (or all of it); ``None`` if it is no sound header."""
+        if len(start) < _SMALL_HEADER_BYTES:
+            return None
+        magic, version, zero, header_bytes, block_bytes, identity, digest = _FIELDS.unpack_from(start)
+        if magic != _MAGIC or version != _VERSION or zero or header_bytes not in (_SMALL_HEADER_BYTES, PAGE_BYTES):
+            return None
+        body, stated = start[: header_bytes - _SUM_BYTES], start[header_bytes - _SUM_BYTES : header_bytes]
+        if len(stated) < _SUM_BYTES or xxhash.xxh3_64_digest(body) != stated:
+            return None
+        return cls(header_bytes, block_bytes, identity, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """The files of one namespace and block size."""
+
+    directory: str
+    block_bytes: int
+    header_bytes: int = field(init=False)
+    file_bytes: int = field(init=False)
+    _front: bytes = field(init=False, repr=False)
+    _salt: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        paged = self.block_bytes % PAGE_BYTES == 0 and self.block_bytes >= _PAGED_FROM_BYTES
+        header_bytes = PAGE_BYTES if paged else _SMALL_HEADER_BYTES
+        object.__setattr__(self, "header_bytes", header_bytes)
+        object.__setattr__(self, "file_bytes", header_bytes + self.block_bytes)
+        front = _FIELDS.pack(_MAGIC, _VERSION, 0, header_bytes, self.block_bytes, bytes(32), bytes(16))[:-48]
+        object.__setattr__(self, "_front", front)
+        object.__setattr__(self, "_salt", self.directory.encode() + b"\0")
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether header and payload are whole pages, as direct I/O wants them."""
+        return self.header_bytes == PAGE_BYTES
+
+    def path_of(self, key: OffloadKey) -> str:
+        """The file of ``key``, relative to the root."""
+        name = key.hex() if len(key) <= _LONGEST_HEX_KEY else "~" + self.identity(key).hex()
+        return f"{self.directory}/{xxhash.xxh3_64_intdigest(key) & 0xFF:02x}/{name}{SUFFIX}"
+
+    def identity(self, key: OffloadKey) -> bytes:
+        return hashlib.blake2b(self._salt + key, digest_size=32).digest()
+
+    def header(self, key: OffloadKey, payload: memoryview) -> bytes:
+        """The only header that a file with this key and payload may have: reading compares all of it."""
+        parts = self._front + self.identity(key) + xxhash.xxh3_128_digest(payload)
+        body = parts + bytes(self.header_bytes - _SUM_BYTES - len(parts))
+        return body + xxhash.xxh3_64_digest(body)

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The room on a root: a quota in bytes over all namespaces, kept by deleting the blocks least recently used."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX
+from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES, Account, Ledger
+from kvoffload.tiering.stores.fs_writer import Workplace, writers_alive
+
+__all__ = ["FileSeen", "Space", "walk"]
+
+_SCAN_SHARE = 10
+"""A walk that found no room is not repeated for this many times its own duration."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSeen:
+    """A block file as a walk finds it; ``path`` is relative to the root."""
+
+    path: str
+    size_bytes: int
+    used_ns: int
+    """Time of last use (the file's mtime)."""
+
+
+def walk(root: str, directory: str | None = None) -> Iterator[list[FileSeen]]:
+    """Every block file, one list per directory of files; of one namespace's ``directory``, or of all.
+
+    Reads directories and inodes only. What cannot be read or is not ours is left out.
+    """
+    for space in [directory] if directory is not None else _names(root):
+        if space == CONTROL_DIR:
+            continue
+        for fan in _names(os.path.join(root, space)):
+            if len(fan) == 2:
+                yield _files(root, f"{space}/{fan}")
+
+
+def _names(path: str) -> list[str]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def _files(root: str, directory: str) -> list[FileSeen]:
+    seen = []
+    try:
+        with os.scandir(os.path.join(root, directory)) as entries:
+            for entry in entries:
+                if not entry.name.endswith(SUFFIX):
+                    continue
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    seen.append(FileSeen(f"{directory}/{entry.name}", status.st_size, status.st_mtime_ns))
+    except OSError:
+        pass
+    return seen
+
+
+class Space:
+    """Reserves bytes before they are written, and makes room for them. Any number of threads and processes.
+
+    The order of use lives in each file's mtime, so it survives everything, and in memory, where it is a hint: before
+    a file is deleted for room its mtime is looked at, and one that another process has used since goes to the back.
+    In memory a file takes some 250 bytes; without a quota nothing is kept there.
+
+    Lock order: the ledger (which also serialises whoever makes room), then ``_lock`` (moments).
+    """
+
+    def __init__(self, root: str, max_bytes: int | None, workplace: Workplace) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+        self._workplace = workplace
+        self._ledger = Ledger(root, self._count)
+        self._lock = threading.Lock()
+        self._order: OrderedDict[str, int] = OrderedDict()
+        self._in_flight: dict[str, int] = {}
+        self._removed_in_scan: set[str] | None = None
+        self._has_order = False
+        self._no_scan_before_s = 0.0
+        self._last_stamp_ns = 0
+        self._used_bytes = 0
+        self._evicted: list[str] = []
+        self.num_evicted = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """As of the last time the ledger was held here; no I/O."""
+        return self._used_bytes
+
+    def stamp(self) -> int:
+        """The time for a use that happens now, nanoseconds; each later than the one before."""
+        with self._lock:
+            self._last_stamp_ns = max(self._last_stamp_ns + 1, time.time_ns())
+            return self._last_stamp_ns
+
+    def reserve(self, paths: Sequence[str], each_bytes: int, spare: Collection[str]) -> int:
+        """Books the first so many of ``paths`` as there is room for, making room if need be, though never by
+        deleting one of ``spare``. Answers how many; each of them must end in ``published`` or ``cancelled``.
+        """
+        count = len(paths)
+        with self._ledger.hold() as account:
+            if self._max_bytes is not None and account.used_bytes + count * each_bytes > self._max_bytes:
+                count = min(count, max(0, self._max_bytes - LEDGER_BYTES) // each_bytes)
+                self._make_room(account, self._max_bytes - count * each_bytes, spare)
+                count = min(count, max(0, self._max_bytes - account.used_bytes) // each_bytes)
+            account.used_bytes += count * each_bytes
+            self._used_bytes = account.used_bytes
+            with self._lock:
+                self._in_flight.update(dict.fromkeys(paths[:count], each_bytes))
+        return count
+
+    def give_back(self, num_bytes: int) -> None:
+        """Bytes reserved that were not written, or whose file is deleted. Does its best where the root is gone."""
+        if not num_bytes:
+            return
+        try:
+            with self._ledger.hold() as account:
+                account.used_bytes = max(LEDGER_BYTES, account.used_bytes - num_bytes)
+                self._used_bytes = account.used_bytes
+        except OSError:
+            pass  # the count stays too high, which is safe
+
+    def published(self, path: str, stamp_ns: int) -> bool:
+        """A reserved file is in place. ``False`` if this process had put it there already (two threads wrote the
+        same block): then its bytes are to be given back."""
+        with self._lock:
+            self._in_flight.pop(path, None)
+            if self._max_bytes is None:
+                return True
+            is_new = path not in self._order
+            self._order[path] = stamp_ns
+            self._order.move_to_end(path)
+            if self._removed_in_scan is not None:
+                self._removed_in_scan.discard(path)
+            return is_new
+
+    def cancelled(self, path: str) -> None:
+        """A reserved file will not come; the caller gives its bytes back."""
+        with self._lock:
+            self._in_flight.pop(path, None)
+
+    def used(self, path: str, stamp_ns: int) -> None:
+        """A file was used (its mtime is set by the caller)."""
+        if self._max_bytes is not None:
+            with self._lock:
+                self._order[path] = stamp_ns
+                self._order.move_to_end(path)
+
+    def forget(self, path: str) -> None:
+        """A file is gone, by whatever hand."""
+        with self._lock:
+            self._order.pop(path, None)
+            if self._removed_in_scan is not None:
+                self._removed_in_scan.add(path)
+
+    def remove(self, path: str, size_bytes: int) -> None:
+        """Deletes a file and gives its bytes back; one that is gone already is none of ours to give back."""
+        self.forget(path)
+        try:
+            os.unlink(os.path.join(self._root, path))
+        except OSError:
+            return
+        self.give_back(size_bytes)
+
+    def scan(self) -> Iterator[list[FileSeen]]:
+        """Walks the root, learns the order of use on the way, and yields what it sees, directory by directory.
+
+        Writers wait meanwhile, readers do not. Where no other process is at work the bytes are counted anew.
+        """
+        with self._ledger.hold() as account:
+            yield from self._learn(account)
+            self._used_bytes = account.used_bytes
+
+    def shrink(self, max_bytes: int) -> int:
+        """Deletes the least recently used until at most ``max_bytes`` are in use; answers how many files went."""
+        before = self.num_evicted
+        with self._ledger.hold() as account:
+            self._make_room(account, max_bytes, ())
+            self._used_bytes = account.used_bytes
+        return self.num_evicted - before
+
+    def take_evicted(self) -> list[str]:
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+            return evicted
+
+    def close(self) -> None:
+        self._ledger.close()
+
+    # With the ledger held.
+
+    def _make_room(self, account: Account, target_bytes: int, spare: Collection[str]) -> None:
+        """Deletes files until at most ``target_bytes`` are in use, or nothing is left that may go."""
+        if account.used_bytes <= target_bytes:
+            return
+        if not self._has_order:
+            for _ in self._learn(account):
+                pass
+        self._evict(account, target_bytes, spare)
+        if account.used_bytes > target_bytes and time.monotonic() >= self._no_scan_before_s:
+            # Other processes hold the rest. Look what they have; if that does not help, not again soon.
+            start_s = time.monotonic()
+            for _ in self._learn(account):
+                pass
+            self._evict(account, target_bytes, spare)
+            if account.used_bytes > target_bytes:
+                self._no_scan_before_s = time.monotonic() + _SCAN_SHARE * (time.monotonic() - start_s)
+
+    def _evict(self, account: Account, target_bytes: int, spare: Collection[str]) -> None:
+        spared: list[tuple[str, int]] = []
+        while account.used_bytes > target_bytes:
+            with self._lock:
+                if not self._order:
+                    break
+                path, stamp_ns = self._order.popitem(last=False)
+            if path in spare:
+                spared.append((path, stamp_ns))
+                continue
+            full = os.path.join(self._root, path)
+            try:
+                status = os.stat(full, follow_symlinks=False)
+                if status.st_mtime_ns > stamp_ns:
+                    self.used(path, status.st_mtime_ns)  # by another process, since we looked last
+                    continue
+                os.unlink(full)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                self.used(path, stamp_ns)
+                raise
+            account.used_bytes = max(LEDGER_BYTES, account.used_bytes - status.st_size)
+            self.num_evicted += 1
+            self.forget(path)
+            with self._lock:
+                self._evicted.append(path)
+        with self._lock:
+            for path, stamp_ns in spared:
+                self._order.setdefault(path, stamp_ns)
+
+    def _learn(self, account: Account) -> Iterator[list[FileSeen]]:
+        """A walk that leaves ``_order`` complete and, if we are alone, ``account`` exact."""
+        alone = not writers_alive(self._root, besides=self._workplace.path)
+        with self._lock:
+            self._removed_in_scan = set()
+            # No reservation is made while we hold the ledger, so these are all there are. Their files count as
+            # reserved, whether the walk finds them or not.
+            in_flight = dict(self._in_flight)
+            start_ns = self._last_stamp_ns
+        total = LEDGER_BYTES + sum(in_flight.values())
+        found: list[tuple[int, str]] = []
+        try:
+            for files in walk(self._root):
+                total += sum(file.size_bytes for file in files if file.path not in in_flight)
+                if self._max_bytes is not None:
+                    found += [(file.used_ns, file.path) for file in files]
+                yield files
+            found.sort()
+            order = OrderedDict((path, stamp_ns) for stamp_ns, path in found)
+            with self._lock:
+                for path, stamp_ns in self._order.items():
+                    if stamp_ns > start_ns:
+                        order[path] = stamp_ns
+                        order.move_to_end(path)
+                for path in self._removed_in_scan:
+                    order.pop(path, None)
+                self._order = order
+                self._has_order = True
+        finally:
+            with self._lock:
+                self._removed_in_scan = None
+        if alone:
+            account.used_bytes = total
+
+    def _count(self) -> int:
+        with self._lock:
+            in_flight = dict(self._in_flight)
+        files = (file for files in walk(self._root) for file in files)
+        sizes = (file.size_bytes for file in files if file.path not in in_flight)
+        return LEDGER_BYTES + sum(in_flight.values()) + sum(sizes)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Concerns that any store may need, as stores around a store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import xxhash
+
+from kvoffload.base import OffloadKey
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.base import BlockStore, StoreStats
+
+__all__ = ["Checksummed", "Namespaced", "StoreWrapper", "Throttled"]
+
+
+class StoreWrapper(BlockStore):
+    """Passes every call on to ``inner``, options included; a wrapper overrides what it changes."""
+
+    def __init__(self, inner: BlockStore) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self.inner.contains(keys)
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        return self.inner.write(keys, blocks)
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        return self.inner.read_into(keys, blocks)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self.inner.discard(keys)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        return self.inner.scan()
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self.inner.touch(keys)
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return self.inner.take_evicted()
+
+    def stats(self) -> StoreStats:
+        return self.inner.stats()
+
+
+class Checksummed(StoreWrapper):
+    """Binds each block to its key with a checksum, for stores that would hand out wrong bytes unnoticed.
+
+    ``inner`` holds blocks that are ``OVERHEAD_BYTES`` longer. A block that does not verify is a miss and is
+    discarded. Costs one copy of the block each way.
+    """
+
+    OVERHEAD_BYTES = 16
+
+    def __init__(self, inner: BlockStore) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._bad: list[OffloadKey] = []
+        self._num_bad = 0
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        sealed = [memoryview(bytes(block) + _seal(key, block)) for key, block in zip(keys, blocks, strict=True)]
+        return self.inner.write(keys, sealed)
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        sealed = [memoryview(bytearray(block.nbytes + self.OVERHEAD_BYTES)) for block in blocks]
+        answers = self.inner.read_into(keys, sealed)
+        bad = []
+        for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            payload, seal = sealed[index][: block.nbytes], sealed[index][block.nbytes :]
+            if answers[index] and seal != _seal(key, payload):
+                answers[index] = False
+                bad.append(key)
+            elif answers[index]:
+                block[:] = payload
+        if bad:
+            self.inner.discard(bad)
+            with self._lock:
+                self._bad += bad
+                self._num_bad += len(bad)
+        return answers
+
+    def take_evicted(self) -> list[OffloadKey]:
+        with self._lock:
+            bad, self._bad = self._bad, []
+        return self.inner.take_evicted() + bad
+
+    def stats(self) -> StoreStats:
+        inner = self.inner.stats()
+        return StoreStats(inner.used_bytes, inner.corrupt_blocks + self._num_bad, inner.evicted_blocks)
+
+
+def _seal(key: OffloadKey, block: memoryview) -> bytes:
+    state = xxhash.xxh3_128(len(key).to_bytes(4, "big") + key)
+    state.update(block)
+    return state.digest()
+
+
+class Throttled(StoreWrapper):
+    """Keeps reads and writes together below ``bytes_per_s`` on average, by sleeping in the I/O thread."""
+
+    def __init__(
+        self,
+        inner: BlockStore,
+        bytes_per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not bytes_per_s > 0:
+            raise ConfigError(f"bytes_per_s must be positive, not {bytes_per_s}.")
+        super().__init__(inner)
+        self._bytes_per_s = bytes_per_s
+        self._clock, self._sleep = clock, sleep
+        self._lock = threading.Lock()
+        self._free_at_s = clock()
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self._wait(blocks)
+        return self.inner.write(keys, blocks)
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self._wait(blocks)
+        return self.inner.read_into(keys, blocks)
+
+    def _wait(self, blocks: Sequence[memoryview]) -> None:
+        with self._lock:
+            start_s = max(self._free_at_s, self._clock())
+            self._free_at_s = start_s + sum(block.nbytes for block in blocks) / self._bytes_per_s
+        if (delay_s := start_s - self._clock()) > 0:
+            self._sleep(delay_s)
+
+
+class Namespaced(StoreWrapper):
+    """Keeps the keys of several users of one store apart by putting a digest of ``namespace`` before each key."""
+
+    def __init__(self, inner: BlockStore, namespace: str) -> None:
+        super().__init__(inner)
+        self.namespace = namespace
+        self._prefix = xxhash.xxh3_128_digest(namespace.encode())
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self.inner.contains(self._inside(keys))
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        return self.inner.write(self._inside(keys), blocks)
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        return self.inner.read_into(self._inside(keys), blocks)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self.inner.discard(self._inside(keys))
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        for keys in self.inner.scan():
+            yield self._outside(keys)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self.inner.touch(self._inside(keys))
+
+    def take_evicted(self) -> list[OffloadKey]:
+        return self._outside(self.inner.take_evicted())
+
+    def _inside(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        return [OffloadKey(self._prefix + key) for key in keys]
+
+    def _outside(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        cut = len(self._prefix)
+        return [OffloadKey(key[cut:]) for key in keys if key.startswith(self._prefix)]

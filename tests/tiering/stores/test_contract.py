@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every store and every wrapper under the one contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing.store_contract import BlockStoreContract, keys_of
+from kvoffload.testing.stores import FaultyStore, GatedStore
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs_format import BlockFormat, directory_of
+from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
+
+
+class TestMemoryStore(BlockStoreContract):
+    def make_store(self, place: Path) -> BlockStore:
+        return MemoryStore(self.block_bytes)
+
+
+class TestFileSystemStore(BlockStoreContract):
+    namespace = ""
+
+    def make_store(self, place: Path) -> BlockStore:
+        return FileSystemStore(place, self.block_bytes, self.namespace, max_bytes=1 << 30)
+
+    def reopen(self, place: Path) -> BlockStore | None:
+        return self.make_store(place)
+
+    def corrupt(self, store: BlockStore, place: Path, key: OffloadKey) -> bool:
+        path = place / BlockFormat(directory_of(self.namespace), self.block_bytes).path_of(key)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return True
+
+
+class TestFileSystemStoreDirect(TestFileSystemStore):
+    block_bytes = 1 << 16
+    namespace = "org/model ü"
+
+
+class TestFileSystemStoreDurable(TestFileSystemStore):
+    def make_store(self, place: Path) -> BlockStore:
+        return FileSystemStore(place, self.block_bytes, durability="fsync")
+
+
+class TestChecksummed(BlockStoreContract):
+    def make_store(self, place: Path) -> BlockStore:
+        return Checksummed(MemoryStore(self.block_bytes + Checksummed.OVERHEAD_BYTES))
+
+    def corrupt(self, store: BlockStore, place: Path, key: OffloadKey) -> bool:
+        assert isinstance(store, Checksummed)
+        # Another block's bytes, whole and sound, under this key.
+        inner, (other,) = store.inner, keys_of(3)
+        buffer = bytearray(self.block_bytes + Checksummed.OVERHEAD_BYTES)
+        inner.read_into([other], [memoryview(buffer)])
+        inner.discard([key])
+        return inner.write([key], [memoryview(buffer)]) == [True]
+
+
+class TestThrottled(BlockStoreContract):
+    def make_store(self, place: Path) -> BlockStore:
+        return Throttled(MemoryStore(self.block_bytes), 1e6, sleep=lambda seconds: None)
+
+
+class TestNamespaced(BlockStoreContract):
+    def make_store(self, place: Path) -> BlockStore:
+        self.shared = MemoryStore(self.block_bytes)
+        neighbour = Namespaced(self.shared, "other")
+        neighbour.write(keys_of(1), [memoryview(bytes(self.block_bytes))])
+        return Namespaced(self.shared, "mine")
+
+
+class TestStack(TestFileSystemStore):
+    """Wrappers on wrappers on files."""
+
+    def make_store(self, place: Path) -> BlockStore:
+        files = FileSystemStore(place, self.block_bytes + Checksummed.OVERHEAD_BYTES)
+        return Namespaced(Throttled(Checksummed(files), 1e12), "mine")
+
+    def corrupt(self, store: BlockStore, place: Path, key: OffloadKey) -> bool:
+        return False
+
+
+class TestStoreWrapper(BlockStoreContract):
+    def make_store(self, place: Path) -> BlockStore:
+        return StoreWrapper(MemoryStore(self.block_bytes))
+
+
+class TestTestingWrappers(BlockStoreContract):
+    def make_store(self, place: Path) -> BlockStore:
+        return FaultyStore(GatedStore(MemoryStore(self.block_bytes)))
