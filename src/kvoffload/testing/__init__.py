@@ -10,5 +10,17 @@ from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import key, keys
 from kvoffload.testing.manager_contract import OffloadingManagerContract
 from kvoffload.testing.policy_contract import CachePolicyContract, PolicyDriver
+from kvoffload.testing.store_contract import BlockStoreContract
+from kvoffload.testing.stores import FaultyStore, GatedStore
 
-__all__ = ["CachePolicyContract", "ManualClock", "OffloadingManagerContract", "PolicyDriver", "key", "keys"]
+__all__ = [
+    "BlockStoreContract",
+    "CachePolicyContract",
+    "FaultyStore",
+    "GatedStore",
+    "ManualClock",
+    "OffloadingManagerContract",
+    "PolicyDriver",
+    "key",
+    "keys",
+]

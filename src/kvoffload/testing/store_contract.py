@@ -21,15 +21,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.base import OffloadKey
+from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["BlockStoreContract", "block_of", "keys_of"]
-
-
-def keys_of(*numbers: int) -> list[OffloadKey]:
-    """Keys as engines make them: 32 bytes of hash, then the group."""
-    return [make_offload_key(hashlib.sha256(number.to_bytes(4, "big")).digest(), 0) for number in numbers]
+__all__ = ["BlockStoreContract", "block_of"]
 
 
 def block_of(key: OffloadKey, num_bytes: int) -> bytes:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvoffload.base import OffloadKey
-from kvoffload.testing.store_contract import BlockStoreContract, keys_of
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
