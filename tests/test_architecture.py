@@ -17,6 +17,7 @@ FLOOR = {
     "registry": 1,
     "metrics": 1,
     "base": 2,
+    "specs": 3,
     "config": 2,
     "cpu": 3,
     "tiering": 4,

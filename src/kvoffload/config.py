@@ -171,6 +171,11 @@ class EngineLayout:
     num_ranks: int = 1
     """Workers of this node that hold slices of the same blocks (tensor parallelism)."""
     rank: int = 0
+    num_processes: int = 1
+    """Processes of this node that map the primary tier: 1 where scheduler and worker are one process, else one for the
+    scheduler and one for each rank."""
+    events_enabled: bool = False
+    """Whether somebody drains ``take_events``."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """All that changes the bytes of a block besides its key: model, revision, dtype, layout, parallel sizes."""
     hashes_are_stable: bool = True

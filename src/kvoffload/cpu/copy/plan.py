@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block ids to byte runs: what a transfer copies, as plain arrays, computed in one vectorised pass.
+
+One offloaded block fills a rank's slice of one row of the primary region. Within the slice its pages lie one after
+the other in the group's ref order, and each page holds the block's ``factor`` sub-blocks side by side::
+
+    slice:  | page 0: sub 0, sub 1, .. | page 1: sub 0, sub 1, .. | ...
+
+so that consecutive GPU blocks are contiguous on both sides and merge into one run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import GPULoadStoreSpec
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.errors import TransferError
+
+__all__ = ["CopyLayout", "PageRef", "Runs", "plan_runs"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRef:
+    """One page of a group's GPU block: where tensors lie, in bytes, without torch."""
+
+    address: int
+    """Of the tensor's first page."""
+    stride_bytes: int
+    """From one GPU block's page to the next one's."""
+    num_blocks: int
+    """GPU blocks in the tensor."""
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLayout:
+    """Both sides of all transfers of one rank."""
+
+    groups: tuple[tuple[PageRef, ...], ...]
+    factor: int
+    """GPU blocks per offloaded block."""
+    region_address: int
+    """Of this rank's slice in row 0."""
+    row_bytes: int
+    """From one row to the next."""
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Byte runs, all of positive length: ``device[i]`` and ``host[i]`` are addresses, ``lengths[i]`` bytes."""
+
+    device: Int64s
+    host: Int64s
+    lengths: Int64s
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    def split(self, parts: int) -> list[Runs]:
+        """At most ``parts`` pieces of about the same number of bytes, cut inside runs where a run is long."""
+        total = self.num_bytes
+        if parts < 2 or total < parts * _LEAST_PART_BYTES:
+            return [self] if total else []
+        ends = np.cumsum(self.lengths)
+        cuts = np.linspace(0, total, parts + 1).astype(np.int64) & ~np.int64(4095)
+        cuts[-1] = total
+        return [self._slice(int(low), int(high), ends) for low, high in itertools.pairwise(cuts)]
+
+    def _slice(self, low: int, high: int, ends: Int64s) -> Runs:
+        first = int(np.searchsorted(ends, low, side="right"))
+        last = int(np.searchsorted(ends, high, side="left")) + 1
+        device, host = self.device[first:last].copy(), self.host[first:last].copy()
+        lengths = self.lengths[first:last].copy()
+        head = low - (int(ends[first]) - int(lengths[0]))
+        device[0] += head
+        host[0] += head
+        lengths[0] -= head
+        lengths[-1] -= int(ends[last - 1]) - high
+        return Runs(device, host, lengths)
+
+
+_LEAST_PART_BYTES = 64 << 10
+
+
+def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Runs:
+    """The runs between ``gpu``'s blocks and ``cpu``'s rows, runs that touch on both sides merged.
+
+    ``cpu.block_ids`` lists, group after group, the rows that the group's GPU blocks fall into. Raises
+    ``TransferError`` for ids that lie outside of the layout, so that a mistake is a failed transfer and never a write
+    to foreign memory.
+    """
+    if len(gpu.group_sizes) > len(layout.groups):
+        raise TransferError(f"A transfer names {len(gpu.group_sizes)} groups, and there are {len(layout.groups)}.")
+    if len(cpu.block_ids) and not 0 <= int(cpu.block_ids.min()) <= int(cpu.block_ids.max()) < layout.num_rows:
+        raise TransferError(f"A transfer names row {cpu.block_ids.max()}, and there are {layout.num_rows}.")
+    device: list[Int64s] = []
+    host: list[Int64s] = []
+    lengths: list[Int64s] = []
+    gpu_start = cpu_start = 0
+    for pages, size, index in zip(layout.groups, gpu.group_sizes, gpu.block_indices, strict=False):
+        if not size:
+            continue
+        positions = index % layout.factor + np.arange(size, dtype=np.int64)
+        num_rows = int(positions[-1]) // layout.factor + 1
+        rows = cpu.block_ids[cpu_start : cpu_start + num_rows]
+        if len(rows) != num_rows:
+            raise TransferError(f"A transfer of {size} GPU blocks needs {num_rows} rows, and names {len(rows)}.")
+        gpu_ids = gpu.block_ids[gpu_start : gpu_start + size]
+        row_starts = layout.region_address + rows[positions // layout.factor] * layout.row_bytes
+        sub_blocks = positions % layout.factor
+        _append_pages(pages, layout.factor, gpu_ids, row_starts, sub_blocks, (device, host, lengths))
+        gpu_start += size
+        cpu_start += num_rows
+    if cpu_start != len(cpu.block_ids):
+        raise TransferError(f"A transfer names {len(cpu.block_ids)} rows, and needs {cpu_start}.")
+    return _merge(_concatenate(device), _concatenate(host), _concatenate(lengths))
+
+
+def _append_pages(
+    pages: Sequence[PageRef],
+    factor: int,
+    gpu_ids: Int64s,
+    row_starts: Int64s,
+    sub_blocks: Int64s,
+    out: tuple[list[Int64s], list[Int64s], list[Int64s]],
+) -> None:
+    low, high = int(gpu_ids.min()), int(gpu_ids.max())
+    page_offset = 0
+    for page in pages:
+        if low < 0 or high >= page.num_blocks:
+            raise TransferError(f"A transfer names GPU block {high if low >= 0 else low} of {page.num_blocks}.")
+        out[0].append(page.address + gpu_ids * page.stride_bytes)
+        out[1].append(row_starts + (page_offset + sub_blocks * page.page_bytes))
+        out[2].append(np.full(len(gpu_ids), page.page_bytes, dtype=np.int64))
+        page_offset += factor * page.page_bytes
+
+
+def _concatenate(parts: list[Int64s]) -> Int64s:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _merge(device: Int64s, host: Int64s, lengths: Int64s) -> Runs:
+    if len(lengths) < 2:
+        return Runs(device, host, lengths)
+    touches = (device[:-1] + lengths[:-1] == device[1:]) & (host[:-1] + lengths[:-1] == host[1:])
+    starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
+    return Runs(device[starts], host[starts], np.add.reduceat(lengths, starts))

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data plane of the primary tier: one ``OffloadingHandler`` per direction between a worker's KV cache and the
+region that holds the offloaded blocks."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection
+
+import numpy as np
+import torch
+
+from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy.host import copy_to_device, copy_to_host
+from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
+from kvoffload.cpu.transfer_queue import Copy, Direction, Extent, TransferQueue
+from kvoffload.errors import LayoutError
+
+__all__ = ["copy_layout", "make_handlers"]
+
+CopyRuns = Callable[[Runs], None]
+
+
+def make_handlers(
+    kv_caches: CanonicalKVCaches,
+    kv_view: memoryview,
+    factor: int,
+    slice_start: int = 0,
+    num_threads: int | None = None,
+) -> dict[tuple[str, str], OffloadingHandler]:
+    """Handlers for both directions between ``kv_caches`` and the rows of ``kv_view``.
+
+    ``kv_view`` is ``SharedOffloadRegion.create_kv_memoryview()``, (num_blocks, block_bytes); this rank's slice of
+    each row begins at byte ``slice_start``. ``factor`` is GPU blocks per offloaded block. The handlers keep
+    ``kv_caches``' tensors and the view alive until ``shutdown``. KV caches in host memory are copied by the ``host``
+    backend, those on a CUDA device by the ``cuda`` one.
+    """
+    layout = copy_layout(kv_caches, kv_view, factor, slice_start)
+    devices = {tensor.tensor.device.type for tensor in kv_caches.tensors}
+    if devices == {"cuda"}:
+        from kvoffload.cpu.copy.cuda import make_cuda_handlers
+
+        return make_cuda_handlers(kv_caches, kv_view, layout)
+    if devices != {"cpu"}:
+        raise LayoutError(
+            f"KV caches on {sorted(devices)} cannot be offloaded; they must all lie on 'cuda' or on 'cpu'."
+        )
+    keep_alive = (kv_caches, kv_view)
+    queue = TransferQueue(num_threads or max(1, min(4, os.cpu_count() or 1)))
+    store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)
+    load = HostHandler(queue, Direction.LOAD, layout, copy_to_device, keep_alive)
+    return {("GPU", "CPU"): store, ("CPU", "GPU"): load}
+
+
+def copy_layout(kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, slice_start: int) -> CopyLayout:
+    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit a row's slice."""
+    shape = kv_view.shape
+    assert shape is not None
+    num_rows, row_bytes = shape
+    groups = []
+    for refs in kv_caches.group_data_refs:
+        pages = []
+        for ref in refs:
+            tensor = kv_caches.tensors[ref.tensor_idx].tensor
+            _check_tensor(tensor, ref.page_size_bytes)
+            pages.append(PageRef(tensor.data_ptr(), tensor.stride(0), tensor.shape[0], ref.page_size_bytes))
+        needed = slice_start + factor * sum(page.page_bytes for page in pages)
+        if needed > row_bytes:
+            raise LayoutError(f"A block of {needed} bytes does not fit the region's rows of {row_bytes} bytes.")
+        groups.append(tuple(pages))
+    address = np.frombuffer(kv_view.cast("B"), dtype=np.uint8).ctypes.data if num_rows * row_bytes else 0
+    return CopyLayout(tuple(groups), factor, address + slice_start, row_bytes, num_rows)
+
+
+def _check_tensor(tensor: torch.Tensor, page_bytes: int) -> None:
+    if tensor.dtype not in (torch.int8, torch.uint8) or tensor.dim() != 2 or tensor.stride(1) != 1:
+        raise LayoutError(
+            f"A KV cache tensor must be (num_blocks, page_bytes) of int8 or uint8 with contiguous pages, not "
+            f"{tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}."
+        )
+    if page_bytes > tensor.shape[1]:
+        raise LayoutError(f"A page of {page_bytes} bytes does not fit a tensor row of {tensor.shape[1]} bytes.")
+
+
+class HostHandler(OffloadingHandler):
+    """One direction between two places in host memory, over a queue that both directions share.
+
+    A CPU engine computes on the worker's own thread, so the compute submitted before ``transfer_async`` has ended.
+    """
+
+    def __init__(
+        self, queue: TransferQueue, direction: Direction, layout: CopyLayout, copy_runs: CopyRuns, keep_alive: object
+    ) -> None:
+        self._queue = queue
+        self._direction = direction
+        self._layout = layout
+        self._copy_runs = copy_runs
+        self._keep_alive: object = keep_alive
+
+    def __repr__(self) -> str:
+        return f"HostHandler({self._direction.value}, {self._queue!r})"
+
+    def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
+        gpu, cpu = spec if self._direction is Direction.STORE else spec[::-1]
+        if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
+            raise TypeError(f"A {self._direction.value} goes between GPU and CPU blocks, not {spec!r}.")
+        extent = Extent(frozenset(cpu.block_ids.tolist()), frozenset(gpu.block_ids.tolist()))
+        self._queue.submit(job_id, self._direction, extent, lambda: self._plan(gpu, cpu))
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._queue.take_finished(self._direction)
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self._queue.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._queue.shutdown()
+        self._keep_alive = None
+
+    def _plan(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Copy:
+        runs = plan_runs(self._layout, gpu, cpu)
+        parts = runs.split(self._queue.num_threads)
+        return Copy([functools.partial(self._copy_runs, part) for part in parts], runs.num_bytes)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both planes of offloading to host memory, built from one configuration."""
+
+from __future__ import annotations
+
+from kvoffload.base import CanonicalKVCaches, OffloadingHandler, OffloadingManager, OffloadingSpec
+from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.cpu.host_memory import format_bytes
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.policies.base import POLICIES
+from kvoffload.cpu.region import SharedOffloadRegion
+from kvoffload.errors import ConfigError
+
+__all__ = ["CPUOffloadingSpec"]
+
+
+class CPUOffloadingSpec(OffloadingSpec):
+    """Offloading to the primary tier alone.
+
+    Where scheduler and worker are one process (``layout.num_processes == 1``), one spec serves both and its region is
+    anonymous; else each process makes a spec, and they meet in a shared region named by ``layout.instance_id``.
+    """
+
+    def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
+        POLICIES.get(config.eviction_policy)
+        self.config = config
+        self.layout = layout
+        self.block_size_factor = layout.block_size_factor(config)
+        self.block_bytes = layout.block_bytes(self.block_size_factor)
+        self.num_blocks = config.cpu_bytes // self.block_bytes
+        if self.num_blocks < 1:
+            raise ConfigError(
+                f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, and one block alone takes "
+                f"{format_bytes(self.block_bytes)}; raise it to hold some thousand blocks."
+            )
+        self._region: SharedOffloadRegion | None = None
+        self._manager: OffloadingManager | None = None
+        self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_blocks} blocks of {format_bytes(self.block_bytes)})"
+
+    @property
+    def region(self) -> SharedOffloadRegion:
+        """The primary tier's memory, mapped on first use: once per process of a shared region."""
+        if self._region is None:
+            shape = self.num_blocks, self.block_bytes
+            if self.layout.num_processes == 1:
+                self._region = SharedOffloadRegion.anonymous(*shape)
+            else:
+                self._region = SharedOffloadRegion.shared(
+                    self.layout.instance_id, *shape, num_processes=self.layout.num_processes
+                )
+        return self._region
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._manager = self._make_manager()
+        return self._manager
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> dict[tuple[str, str], OffloadingHandler]:
+        from kvoffload.cpu.gpu_worker import make_handlers
+
+        slice_bytes = self.layout.slice_bytes(self.block_size_factor)
+        self._handlers = make_handlers(
+            kv_caches,
+            self.region.create_kv_memoryview(),
+            self.block_size_factor,
+            slice_start=self.layout.rank * slice_bytes,
+        )
+        return self._handlers
+
+    def shutdown(self) -> None:
+        for handler in self._handlers.values():
+            handler.shutdown()
+        if self._manager is not None:
+            self._manager.shutdown()
+        if self._region is not None:
+            self._region.close()
+
+    def _make_manager(self) -> OffloadingManager:
+        """The scheduler side needs no bytes here, but takes its part in the shared region, so that a region too large
+        for the host is refused before any worker starts."""
+        _ = self.region
+        return CPUOffloadingManager(
+            self.num_blocks,
+            cache_policy=self.config.eviction_policy,
+            enable_events=self.layout.events_enabled,
+            store_threshold=self.config.store_threshold,
+            max_tracker_size=self.config.max_tracker_size,
+        )

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs copy jobs on a few threads, in an order that no job can tell from the order of submission.
+
+Two jobs *conflict* when one writes what the other reads or writes (a slot, a GPU block). A job starts once every
+earlier job that it conflicts with has ended. Among those that may start loads go first, because a request waits for a
+load and nobody waits for a store.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvoffload.base import TransferResult
+
+__all__ = ["Copy", "Direction", "Extent", "TransferQueue"]
+
+logger = logging.getLogger(__name__)
+
+
+class Direction(Enum):
+    LOAD = "load"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A planned job: parts that may run side by side, and the bytes they move together."""
+
+    parts: Sequence[Callable[[], None]]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a job touches: slots on the host side, GPU blocks on the device side."""
+
+    rows: frozenset[int]
+    gpu_blocks: frozenset[int]
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    job_id: int
+    direction: Direction
+    plan: Callable[[], Copy]
+    extent: Extent
+    blockers: set[_Job] = field(default_factory=set)
+    num_bytes: int = 0
+    open_parts: int = 0
+    failed: bool = False
+    started_s: float = 0.0
+
+    def conflicts_with(self, earlier: _Job) -> bool:
+        """Stores write rows and read GPU blocks, loads the other way round: only two jobs of one direction share
+        what both merely read."""
+        rows_meet = not self.extent.rows.isdisjoint(earlier.extent.rows)
+        gpu_blocks_meet = not self.extent.gpu_blocks.isdisjoint(earlier.extent.gpu_blocks)
+        if self.direction is not earlier.direction:
+            return rows_meet or gpu_blocks_meet
+        return rows_meet if self.direction is Direction.STORE else gpu_blocks_meet
+
+
+class TransferQueue:
+    """Copy jobs of one worker, both directions.
+
+    ``submit``, ``take_finished``, ``wait`` and ``shutdown`` are called by the worker's thread; plans and copies run on
+    ``num_threads`` daemon threads, started with the first job. What raises there is a failed job.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._job_ended = threading.Condition(self._lock)
+        self._open: dict[int, _Job] = {}
+        self._ready: dict[Direction, deque[_Job]] = {direction: deque() for direction in Direction}
+        self._parts: deque[tuple[_Job, Callable[[], None]]] = deque()
+        self._finished: dict[Direction, list[TransferResult]] = {direction: [] for direction in Direction}
+        self._closing = False
+        self._threads: list[threading.Thread] = []
+
+    def __repr__(self) -> str:
+        return f"TransferQueue(threads={self._num_threads}, open={sorted(self._open)})"
+
+    @property
+    def num_threads(self) -> int:
+        return self._num_threads
+
+    def submit(self, job_id: int, direction: Direction, extent: Extent, plan: Callable[[], Copy]) -> None:
+        """Queues a job. An id that is open already, or a queue that was shut down, makes it fail at once."""
+        job = _Job(job_id, direction, plan, extent)
+        with self._lock:
+            if self._closing or job_id in self._open:
+                self._finished[direction].append(TransferResult(job_id, success=False))
+                return
+            self._start_threads()
+            job.blockers.update(earlier for earlier in self._open.values() if job.conflicts_with(earlier))
+            self._open[job_id] = job
+            if not job.blockers:
+                self._ready[direction].append(job)
+                self._has_work.notify()
+
+    def take_finished(self, direction: Direction) -> list[TransferResult]:
+        """Ends of one direction since the last call, each once."""
+        with self._lock:
+            finished, self._finished[direction] = self._finished[direction], []
+        return finished
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Returns once none of ``job_ids`` is open; ids that were never submitted are not."""
+        with self._job_ended:
+            self._job_ended.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
+
+    def shutdown(self) -> None:
+        """Jobs that have not started fail; those that run are waited for. Idempotent."""
+        with self._lock:
+            self._closing = True
+            for job in [job for job in self._open.values() if not job.started_s]:
+                del self._open[job.job_id]
+                self._finished[job.direction].append(TransferResult(job.job_id, success=False))
+            for ready in self._ready.values():
+                ready.clear()
+            self._has_work.notify_all()
+            self._job_ended.notify_all()
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join()
+
+    # Everything below runs on the queue's threads, or with the lock held.
+
+    def _start_threads(self) -> None:
+        if not self._threads:
+            names = (f"kvoffload-copy-{number}" for number in range(self._num_threads))
+            self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+            for thread in self._threads:
+                thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._has_work:
+                self._has_work.wait_for(lambda: self._parts or any(self._ready.values()) or self._closing)
+                if self._parts:
+                    job, part = self._parts.popleft()
+                elif started := self._start_next():
+                    job, part = started
+                elif self._closing:
+                    return
+                else:
+                    continue
+            self._do(job, part)
+
+    def _start_next(self) -> tuple[_Job, Callable[[], None]] | None:
+        for direction in (Direction.LOAD, Direction.STORE):
+            if self._ready[direction]:
+                job = self._ready[direction].popleft()
+                job.started_s = time.monotonic()
+                job.open_parts = 1
+                return job, functools.partial(self._plan, job)
+        return None
+
+    def _plan(self, job: _Job) -> None:
+        copy = job.plan()
+        if not copy.parts:
+            return
+        with self._lock:
+            job.num_bytes = copy.num_bytes
+            job.open_parts += len(copy.parts)
+            self._parts.extend((job, part) for part in copy.parts)
+            self._has_work.notify(len(copy.parts))
+
+    def _do(self, job: _Job, part: Callable[[], None]) -> None:
+        failed = False
+        try:
+            part()
+        except Exception:
+            # The one boundary of a copying thread: whatever it was, the job failed and its blocks are a miss.
+            logger.exception("Transfer %d failed.", job.job_id)
+            failed = True
+        with self._lock:
+            job.failed |= failed
+            job.open_parts -= 1
+            if not job.open_parts:
+                self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        del self._open[job.job_id]
+        seconds = time.monotonic() - job.started_s
+        result = TransferResult(job.job_id, not job.failed, 0 if job.failed else job.num_bytes, seconds)
+        self._finished[job.direction].append(result)
+        for later in self._open.values():
+            if job in later.blockers:
+                later.blockers.discard(job)
+                if not later.blockers:
+                    self._ready[later.direction].append(later)
+                    self._has_work.notify()
+        self._job_ended.notify_all()

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offloading specs by name, and the one place that turns a configuration into one."""
+
+from __future__ import annotations
+
+import importlib
+
+from kvoffload.base import OffloadingSpec
+from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.errors import ConfigError
+from kvoffload.registry import Registry
+
+__all__ = ["SPECS", "make_spec"]
+
+SPECS: Registry[type[OffloadingSpec]] = Registry("offloading spec", "kvoffload.specs")
+"""Every spec by name. Outsiders add one with ``SPECS.register`` or the entry point ``kvoffload.specs``."""
+
+SPECS.register("CPUOffloadingSpec", "kvoffload.cpu.spec:CPUOffloadingSpec")
+SPECS.register("TieringOffloadingSpec", "kvoffload.tiering.spec:TieringOffloadingSpec")
+
+
+def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
+    """The spec that ``config`` names, from ``spec_module_path`` if that is set. Allocates nothing yet."""
+    if config.spec_module_path is None:
+        return SPECS.get(config.spec_name)(config, layout)  # type: ignore[call-arg]
+    try:
+        spec = getattr(importlib.import_module(config.spec_module_path), config.spec_name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(
+            f"spec_name {config.spec_name!r} of {config.spec_module_path!r} fails to import: {exc}"
+        ) from exc
+    if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
+        raise ConfigError(f"{config.spec_module_path}:{config.spec_name} is no OffloadingSpec.")
+    return spec(config, layout)  # type: ignore[call-arg]
