@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector's scheduler side costs an engine, in microseconds: per step, and per admission."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.core import Row, interleaved_medians
+from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.connector import (
+    ConnectorMeta,
+    EngineStep,
+    JobEnd,
+    OffloadingConnectorScheduler,
+    ScheduledRequest,
+    WorkerReport,
+)
+from kvoffload.cpu.manager import CPUOffloadingManager
+
+BLOCK = 16
+STEP_S = 0.010
+"""A decode step of a fast server with 64 running requests; what "1 % of a step" is taken of."""
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    block_hashes: list[bytes] = field(default_factory=list)
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def grow(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        for n in range(len(self.block_hashes), num_tokens // BLOCK):
+            self.block_hashes.append(f"{self.request_id}/{n}".encode().ljust(32, b"."))
+
+
+class Decoding:
+    """Requests with a prompt of 1,000 tokens, all stored, that decode one token a step."""
+
+    def __init__(self, running: int, prompt_tokens: int = 1000, num_blocks: int = 100_000) -> None:
+        layout = EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK, 1),), BLOCK, "bench")
+        config = OffloadingConfig(cpu_bytes_to_use=1)
+        self.scheduler = OffloadingConnectorScheduler(CPUOffloadingManager(num_blocks), layout, config)
+        self.requests = [Request(f"request-{n}", 0, prompt_tokens) for n in range(running)]
+        self.next_block = 0
+        self.tokens = prompt_tokens
+        for request in self.requests:
+            request.grow(prompt_tokens)
+            self.scheduler.on_new_request(request)
+            self.scheduler.get_num_new_matched_tokens(request, 0)
+            ids = self.blocks(-(-prompt_tokens // BLOCK))
+            self.scheduler.update_state_after_alloc(request, (ids,), 0)
+            self.step((ScheduledRequest(request.request_id, (ids,), 0, prompt_tokens, True),))
+
+    def blocks(self, n: int) -> list[int]:
+        self.next_block += n
+        return list(range(self.next_block - n, self.next_block))
+
+    def step(self, scheduled: tuple[ScheduledRequest, ...]) -> ConnectorMeta:
+        meta = self.scheduler.build_connector_meta(EngineStep(scheduled))
+        self.scheduler.update_connector_output(
+            WorkerReport(tuple(JobEnd(job.job_id, 0, True) for job in (*meta.loads, *meta.stores)))
+        )
+        return meta
+
+    def decode_records(self) -> tuple[ScheduledRequest, ...]:
+        """The next step's records, as the engine would hand them in; made outside of what is timed."""
+        starts_block = self.tokens % BLOCK == 0
+        self.tokens += 1
+        for request in self.requests:
+            request.grow(self.tokens)
+        return tuple(
+            ScheduledRequest(r.request_id, (self.blocks(1) if starts_block else [],), self.tokens - 1, 1)
+            for r in self.requests
+        )
+
+
+def read_records(steps: list[tuple[ScheduledRequest, ...]], limits: dict[str, int]) -> Callable[[], int]:
+    """The least any connector must do: look at each record and compare two numbers."""
+
+    def run() -> int:
+        full = 0
+        for scheduled in steps:
+            for each in scheduled:
+                new = any(each.new_block_ids) or each.block_table_is_new
+                full += new and each.num_computed_tokens + each.num_scheduled_tokens >= limits[each.request_id]
+        return full
+
+    return run
+
+
+def steps_row(running: int, num_steps: int, rounds: int, repeats: int, case: str) -> Row:
+    """``num_steps`` decode steps in a row, ``rounds`` times in a repeat; per step."""
+    bench = Decoding(running)
+    limits = dict.fromkeys((request.request_id for request in bench.requests), 1 << 40)
+    while (bench.tokens + 1) % BLOCK != 1:  # start where a block has just been filled
+        bench.step(bench.decode_records())
+    times: list[list[float]] = []
+    for _ in range(repeats):
+        steps: list[tuple[ScheduledRequest, ...]] = []
+        if num_steps < BLOCK:
+            # The same idle steps again and again: nothing changes in them.
+            if not times:
+                idle = [bench.decode_records() for _ in range(num_steps + 1)][1:]
+            steps = idle * rounds
+        else:
+            steps = [bench.decode_records() for _ in range(num_steps * rounds)]
+
+        def connector(steps: list[tuple[ScheduledRequest, ...]] = steps) -> None:
+            for scheduled in steps:
+                bench.step(scheduled)
+
+        times.append([t / len(steps) for t in interleaved_medians(connector, read_records(steps, limits), repeats=1)])
+    ours, least = (sorted(column)[len(times) // 2] for column in zip(*times, strict=True))
+    return Row(
+        "connector",
+        f"{case}, {running} running",
+        1e6 * ours,
+        "us/step",
+        reference=f"reading the records, {1e6 * least:.3g} us",
+        ratio=ours / least,
+    )
+
+
+def share_row(row: Row) -> Row:
+    """The design's own figure: at most 1 % of a step with nothing to do."""
+    percent = 100 * row.value / 1e6 / STEP_S
+    return Row("connector", "the same as a share of a step", percent, "%", "1 % of 10 ms", percent, "<= 1")
+
+
+def admission_row(num_blocks: int, repeats: int) -> Row:
+    """A prompt whose whole prefix is in the primary tier: the lookup, against the dict behind it."""
+    bench = Decoding(1, prompt_tokens=num_blocks * BLOCK, num_blocks=2 * num_blocks)
+    (resident,) = bench.requests
+    table: dict[OffloadKey, int] = {make_offload_key(each, 0): n for n, each in enumerate(resident.block_hashes)}
+    keys = list(table)
+    asked = Request("again", resident.num_tokens + 1, resident.num_tokens + 1, resident.block_hashes)
+    bench.scheduler.on_new_request(asked)
+
+    def lookup() -> None:
+        found, _ = bench.scheduler.get_num_new_matched_tokens(asked, 0)
+        assert found == num_blocks * BLOCK
+
+    def bare() -> None:
+        found = 0
+        for key in keys:
+            found += key in table
+
+    ours, least = interleaved_medians(lookup, bare, repeats=repeats)
+    return Row(
+        "connector",
+        f"lookup of a hit of {num_blocks} blocks",
+        1e6 * ours,
+        "us",
+        reference=f"a dict lookup each, {1e6 * least:.3g} us",
+        ratio=ours / least,
+    )
+
+
+def run(short: bool) -> list[Row]:
+    repeats = 3 if short else 15
+    idle = steps_row(64, BLOCK - 2, 2 if short else 20, repeats, "step that fills no block")
+    return [
+        idle,
+        share_row(idle),
+        steps_row(64, BLOCK, 1 if short else 4, repeats, "decode, each request stores every 16th step"),
+        admission_row(100 if short else 6_250, repeats),
+    ]
