@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A secondary tier of virtual time: it keeps books and moves no bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+__all__ = ["Link", "SimTier", "VirtualClock", "VirtualMemory"]
+
+
+class VirtualClock:
+    """Seconds of the simulated world; moved by the driver only."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance_to(self, time_s: float) -> None:
+        self.now_s = max(self.now_s, time_s)
+
+
+@dataclass(slots=True)
+class Link:
+    """One direction of one device: transfers queue up, each takes ``latency_s`` and then its share of bytes."""
+
+    bytes_per_s: float
+    latency_s: float
+    free_at_s: float = 0.0
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+    def book(self, now_s: float, num_bytes: int) -> float:
+        """Queues a transfer and says when it ends."""
+        self.free_at_s = max(now_s, self.free_at_s) + self.seconds(num_bytes)
+        return self.free_at_s
+
+
+class VirtualMemory:
+    """A primary region of rows without a byte in them, so that a simulated terabyte costs nothing."""
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(bytearray(1)).cast("B", (1, 1))
+
+
+class SimTier(SecondaryTierManager):
+    """Reads and writes on two ``Link``s; least recently used blocks make room, by the production manager's own books.
+
+    Jobs end when the virtual clock has passed their end. ``read_blocks`` and ``written_blocks`` count successes.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_bytes: int, read_link: Link, write_link: Link, clock: VirtualClock
+    ) -> None:
+        super().__init__(VirtualMemory().create_kv_memoryview(), "disk")
+        self._books = CPUOffloadingManager(num_blocks, "lru")
+        self._block_size_bytes = block_bytes
+        self._read_link, self._write_link, self._clock = read_link, write_link, clock
+        self._reads: deque[tuple[float, JobMetadata, list[OffloadKey]]] = deque()
+        self._writes: deque[tuple[float, JobMetadata, list[OffloadKey]]] = deque()
+        self._refused: list[JobResult] = []
+        self.read_blocks = self.written_blocks = 0
+        self.ever_written: set[OffloadKey] = set()
+
+    def next_end_s(self) -> float | None:
+        """When the next job in flight ends."""
+        ends = [queue[0][0] for queue in (self._reads, self._writes) if queue]
+        return min(ends) if ends else None
+
+    @property
+    def evicted_blocks(self) -> int:
+        return int(self._books.get_stats()["primary_blocks_evicted",])
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self._books.lookup(key, req_context) is True
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self._books.touch(keys)
+
+    def submit_store(self, job: JobMetadata) -> None:
+        reserved = self._books.prepare_store(job.keys, job.req_context)
+        if reserved is None:
+            self._refused.append(JobResult(job.job_id, success=False))
+            return
+        wanted = reserved.keys_to_store
+        end_s = self._write_link.book(self._clock(), len(wanted) * self._block_size_bytes)
+        self._writes.append((end_s, job, wanted))
+
+    def submit_load(self, job: JobMetadata) -> None:
+        found = [key for key in job.keys if self._books.lookup(key, job.req_context) is True]
+        self._books.prepare_load(found, job.req_context)
+        end_s = self._read_link.book(self._clock(), len(found) * self._block_size_bytes)
+        self._reads.append((end_s, job, found))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        finished, self._refused = self._refused, []
+        while self._reads and self._reads[0][0] <= self._clock():
+            _, job, keys = self._reads.popleft()
+            self._books.complete_load(keys)
+            self.read_blocks += len(keys)
+            finished.append(JobResult(job.job_id, success=len(keys) == len(job.keys), successful_keys=keys))
+        while self._writes and self._writes[0][0] <= self._clock():
+            _, job, keys = self._writes.popleft()
+            self._books.complete_store(keys)
+            self.written_blocks += len(keys)
+            self.ever_written.update(keys)
+            finished.append(JobResult(job.job_id, success=True))
+        return finished
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def has_pending_work(self) -> bool:
+        return bool(self._reads or self._writes or self._refused)
+
+    def drain_jobs(self) -> None:
+        while (end_s := self.next_end_s()) is not None:
+            self._clock.advance_to(end_s)
+            break
+
+    def shutdown(self) -> None:
+        self._reads.clear()
+        self._writes.clear()

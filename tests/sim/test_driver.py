@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import takewhile
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.sim.driver import SimConfig, simulate
+from kvoffload.sim.optimum import optimum
+from kvoffload.sim.trace import Trace
+
+MachineTimes = SimConfig(
+    cpu_blocks=100,
+    block_bytes=1000,
+    prefill_tokens_per_s=16.0,
+    load_bytes_per_s=10_000.0,
+    load_latency_s=0.5,
+    disk_read_bytes_per_s=1000.0,
+    disk_write_bytes_per_s=1000.0,
+    disk_latency_s=0.25,
+)
+"""A block of 16 tokens takes a second to prefill, 0.1 s to load, a second on the disk's links."""
+
+
+def test_times_by_hand(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([[0, 1], [0, 1, 2], [0, 1]])
+    trace.times_s[:] = [0, 1, 50]
+    trace.input_tokens[:] = [33, 49, 32]
+    result = simulate(trace, MachineTimes)
+    waited, loaded = 33 / 16 - 1, 0.5 + 0.2
+    first, second = 33 / 16, waited + loaded + 17 / 16
+    third = 0.5 + 0.1 + 1  # the last token is computed, so of two whole blocks one is a hit
+    assert result.ttft_s["mean"] == pytest.approx((first + second + third) / 3)
+    assert result.ttft_s["max"] == pytest.approx(second)
+    assert (result.cpu_hit_blocks, result.cpu_hit_tokens, result.accesses) == (3, 48, 7)
+    assert result.saved_prefill_s == pytest.approx(3)
+    assert result.loaded_bytes == 3000
+    assert result.stored_bytes == 3000
+
+
+def test_a_block_comes_back_from_disk(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([[0], [1], [2], [0]])
+    trace.times_s[:] = [0, 100, 200, 300]
+    trace.input_tokens[:] = 17
+    result = simulate(trace, replace(MachineTimes, cpu_blocks=2, disk_blocks=5))
+    assert (result.cpu_hit_blocks, result.disk_hit_blocks) == (0, 1)
+    assert result.disk_written_bytes == 3000
+    assert result.disk_read_bytes == 1000
+    assert result.ttft_s["p50"] == pytest.approx(17 / 16)
+    assert result.ttft_s["max"] == pytest.approx(1.25 + 0.6 + 1 / 16)
+
+
+def plain_lru(trace: Trace, capacity: int, chunk: int) -> list[int]:
+    """Hits per request: whole blocks, the hit used from tail to head, then the rest stored chunk by chunk."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for request in range(len(trace)):
+        prompt = int(trace.input_tokens[request])
+        path = trace.blocks(request).tolist()[: prompt // trace.block_tokens]
+        usable = path[: (prompt - 1) // trace.block_tokens]
+        hit = sum(1 for _ in takewhile(cache.__contains__, usable))
+        for block in reversed(path[:hit]):
+            cache.move_to_end(block)
+        for at in range(hit, len(path), chunk):
+            fresh = [block for block in path[at : at + chunk] if block not in cache]
+            for block in [*cache]:
+                if len(cache) + len(fresh) <= capacity:
+                    break
+                if block not in path[at : at + chunk]:
+                    del cache[block]
+            cache |= dict.fromkeys(reversed(fresh))
+        hits.append(hit)
+    return hits
+
+
+@pytest.mark.parametrize("share", [2, 10])
+def test_hits_are_those_of_a_plain_lru_request_by_request(shared_trace: Callable[..., Trace], share: int) -> None:
+    trace = shared_trace("mooncake_conversation", max_requests=1200)
+    config = SimConfig(cpu_blocks=trace.num_unique * share // 100, block_bytes=1)
+    found: list[int] = []
+    simulate(trace, config, served=lambda _, gpu, cpu, disk: found.append(gpu + cpu + disk))
+    assert found == plain_lru(trace, config.cpu_blocks, config.chunk_tokens // trace.block_tokens)
+
+
+def test_the_same_input_gives_the_same_result(shared_trace: Callable[..., Trace]) -> None:
+    trace = shared_trace("lmcache_agent_b256")
+    config = SimConfig(cpu_blocks=400, gpu_blocks=200, disk_blocks=900, block_bytes=8_000_000, policy="density")
+    assert simulate(trace, config) == simulate(trace, config)
+
+
+def test_tiers_add_up(shared_trace: Callable[..., Trace]) -> None:
+    trace = shared_trace("lmcache_agent_b256")
+    small = SimConfig(cpu_blocks=300, block_bytes=1000)
+    alone = simulate(trace, small)
+    with_device = simulate(trace, replace(small, gpu_blocks=100))
+    with_disk = simulate(trace, replace(small, gpu_blocks=100, disk_blocks=trace.num_unique))
+    assert alone.hit_rate < with_disk.hit_rate
+    assert with_device.gpu_hit_blocks > 0
+    assert with_disk.disk_hit_blocks > 0
+    assert with_disk.gpu_hit_blocks == with_device.gpu_hit_blocks
+    (bound,) = optimum(trace, [trace.num_unique])
+    assert with_disk.gpu_hit_blocks + with_disk.cpu_hit_blocks + with_disk.disk_hit_blocks <= bound.hit_blocks
+    assert with_disk.disk_write_amplification == 1
+    assert with_disk.utilisation <= 1
+
+
+def test_requests_larger_than_host_memory_are_served(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([list(range(50)), list(range(50))])
+    result = simulate(trace, SimConfig(cpu_blocks=4, gpu_blocks=3, disk_blocks=100, block_bytes=10, chunk_tokens=160))
+    assert result.refused_stores > 0
+    assert result.gpu_hit_blocks == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cpu_blocks": 0}, {"disk_blocks": -1}, {"gpu_blocks": -1}, {"prefill_tokens_per_s": 0}, {"block_bytes": 0}],
+)
+def test_a_machine_that_cannot_be(change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        replace(MachineTimes, **change)
