@@ -144,15 +144,15 @@ def test_a_waiting_request_whose_blocks_are_taken_again_and_again_still_ends(cac
 
 
 def test_what_a_request_was_told_is_not_evicted_for_another_ones_promotion() -> None:
-    rig = Rig(num_blocks=5)
+    rig = Rig(num_blocks=20)
     rig.store(keys(0), rig.start("w"))
     rig.below(keys(1))
-    rig.store(keys(0, 1, 2, of="old"), rig.start("w2"))
+    rig.store(prefix(18, of="old"), rig.start("w2"))
     first, second = rig.start("first"), rig.start("second")
     assert rig.ask(prefix(2), first) == [True, None]
     rig.step()
     rig.finish()
-    rig.manager.touch(keys(0, 1, 2, of="old"), second)  # what was told is the least recently used now
+    rig.manager.touch(prefix(18, of="old"), second)  # what was told is the least recently used now
     rig.below(keys(0, of="q"))
     assert rig.ask(keys(0, of="q"), second) == [None]
     rig.step()

@@ -93,6 +93,7 @@ class Claims(Collection[OffloadKey]):
         claimed = self.claim(request, key)
         assert claimed
         self._held[key].promoting = True
+        self._fresh.pop(key, None)
 
     def promotion_ended(self, key: OffloadKey, success: bool) -> list[RequestState]:
         """The promotion of ``key`` is over. If it failed, no claim on it is left, and the answer is who waited."""
@@ -108,7 +109,7 @@ class Claims(Collection[OffloadKey]):
         return waiters
 
     def take_fresh(self) -> list[OffloadKey]:
-        """The blocks held since the last call, in that order."""
+        """Blocks told ready and held since the last call, in that order. Promoted ones are the most recent already."""
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh

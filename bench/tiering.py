@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tiering costs the scheduler's thread: an idle step per tier, and the walk of a hit and of a promotion per block.
+
+Fake tiers answer at once and copy nothing, so that the figures are the manager's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from bench.core import Row, interleaved_medians
+from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext, make_offload_key
+from kvoffload.tiering import (
+    CPUPrimaryTierOffloadingManager,
+    JobMetadata,
+    JobResult,
+    SecondaryTierManager,
+    TieringOffloadingManager,
+)
+
+MAX_IDLE_STEP_US = 10.0
+
+
+class NoMemory:
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(bytearray(self._num_blocks)).cast("B", (self._num_blocks, 1))
+
+
+class InstantTier(SecondaryTierManager):
+    """Has every block, and ends each job when it is next asked."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(view, "instant")
+        self._results: list[JobResult] = []
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return True
+
+    def submit_store(self, job: JobMetadata) -> None:
+        self._results.append(JobResult(job.job_id, True))
+
+    def submit_load(self, job: JobMetadata) -> None:
+        self._results.append(JobResult(job.job_id, True))
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        results, self._results = self._results, []
+        return results
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+def make_manager(num_blocks: int, num_tiers: int) -> TieringOffloadingManager:
+    memory = NoMemory(num_blocks)
+    primary = CPUPrimaryTierOffloadingManager(num_blocks, memory)
+    return TieringOffloadingManager(primary, [InstantTier(memory.create_kv_memoryview()) for _ in range(num_tiers)])
+
+
+def keys(first: int, n: int) -> list[OffloadKey]:
+    return [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(first, first + n)]
+
+
+def run(short: bool) -> list[Row]:
+    return [_idle_step(short), _hits(short), _promotions(short)]
+
+
+def _idle_step(short: bool) -> Row:
+    steps, num_tiers = (100 if short else 20_000), 4
+    bare, tiered = make_manager(64, 0), make_manager(64, num_tiers)
+
+    def walk(manager: TieringOffloadingManager) -> None:
+        for _ in range(steps):
+            manager.on_schedule_end()
+            manager.has_pending_work()
+
+    without, with_tiers = interleaved_medians(lambda: walk(bare), lambda: walk(tiered), repeats=3 if short else 15)
+    per_tier_us = max(with_tiers - without, 1e-12) / steps / num_tiers * 1e6
+    budget = f"budget of {MAX_IDLE_STEP_US:g} us"
+    return Row("tiering", "idle step, per tier", per_tier_us, "us", budget, per_tier_us / MAX_IDLE_STEP_US, "<= 1")
+
+
+def _hits(short: bool) -> Row:
+    """Lookup, load and unpin of resident prefixes, against the primary tier's manager alone."""
+    blocks = keys(0, 64 if short else 4_000)
+    tiered = make_manager(len(blocks), 2)
+    context = ReqContext("r")
+    primary = tiered.primary_tier
+    primary.prepare_store(blocks, context)
+    primary.complete_store(blocks, context)
+
+    def walk(manager: TieringOffloadingManager | CPUPrimaryTierOffloadingManager) -> None:
+        assert False not in manager.lookup_prefix(blocks, context)
+        manager.prepare_load(blocks, context)
+        manager.complete_load(blocks, context)
+
+    alone, through = interleaved_medians(lambda: walk(primary), lambda: walk(tiered), repeats=3 if short else 25)
+    per_block_us = through / len(blocks) * 1e6
+    return Row("tiering", "hit, per block", per_block_us, "us", "primary tier alone", through / alone)
+
+
+def _promotions(short: bool) -> Row:
+    """A prefix that lies below comes up into a full primary tier, and the next one pushes it out again: one block's
+    lookups, reservation, eviction, job and load, on the scheduler's thread."""
+    length, rounds = (32, 3) if short else (4_000, 10)
+    manager = make_manager(2 * length, 1)
+    seconds = []
+    for n in range(rounds):
+        context = ReqContext(f"r{n}")
+        blocks = keys(n * length, length)
+        start = time.perf_counter()
+        manager.on_new_request(context)
+        assert True not in manager.lookup_prefix(blocks, context)
+        manager.on_schedule_end()
+        manager.on_schedule_end()
+        answers = manager.lookup_prefix(blocks, context)
+        manager.prepare_load(blocks, context)
+        manager.complete_load(blocks, context)
+        manager.on_request_finished(context)
+        seconds.append(time.perf_counter() - start)
+        assert answers == [True] * length
+    steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
+    return Row("tiering", f"promotion of {length} blocks, per block", steady / length * 1e6, "us")
+
+
+if __name__ == "__main__":
+    for row in run(short=False):
+        print(row)
