@@ -160,7 +160,7 @@ class TieringMachine(RuleBasedStateMachine):
         began = self.began_asking.setdefault(context.req_id, self.rig.clock())
         assert self.rig.clock() - began < MAX_WAIT_S * 3, "deferred beyond its patience"
         below = [tier for tier in self.rig.tiers if tier.lookup(key, context) is not False]
-        if any(key in store.keys for store in self.stores if not store.is_stale) or key in self._coming():
+        if key in self._coming() | self.queued or any(key in store.keys for store in self.stores if not store.is_stale):
             return
         if any(key in store.keys for store in self.stores) or self._is_late(key):
             self.perhaps_queued.add(key)  # held up by a write from before a reset, or promoted beside it
