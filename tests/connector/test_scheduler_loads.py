@@ -117,6 +117,20 @@ def test_readmission_waits_for_the_old_jobs() -> None:  # 5
     assert rig.ask(request) == (16, True)
 
 
+def test_readmission_waits_although_the_hit_is_ready() -> None:  # 5
+    rig = Rig()
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 12))
+    assert rig.ask(request, computed=8) == (0, False)
+    rig.alloc(request, range(3))
+    (store,) = rig.step(rig.run(request, range(3), computed=8)).stores
+    rig.step(preempted=["r"])
+    # The hit of 8 tokens has nothing to do with the store; still never a load beside it.
+    assert rig.ask(request) == (None, False)
+    rig.end(store)
+    assert rig.ask(request) == (8, True)
+
+
 def test_a_failed_load_names_its_gpu_blocks_and_is_not_tried_again() -> None:  # 12, 13
     rig = Rig()
     rig.store_prefix(12)
@@ -154,6 +168,7 @@ def test_every_rank_must_report_and_one_failure_fails() -> None:
     assert rig.scheduler.has_pending_work()
     assert rig.end(load, ranks=[2]).failed_loads == {"r": {0, 1}}
     assert rig.end(load) == StepOutcome(), "an end after the end"
+    assert rig.scheduler.get_stats()["load_bytes",] == 30, "each rank is counted once"
 
 
 def test_an_abort_before_anything_else() -> None:  # 7

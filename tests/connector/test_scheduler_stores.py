@@ -44,6 +44,18 @@ def test_prompt_only_leaves_out_blocks_with_generated_tokens() -> None:
         assert rig.step(rig.run(request, [tokens], computed=tokens - 1, new=False)).stores == ()
 
 
+def test_prompt_only_holds_when_generated_tokens_are_computed_again() -> None:
+    rig = Rig(prompt_only=True)
+    request = Request("r", 7)
+    stores = rig.admit(request, [0, 1]).stores
+    request.num_tokens = 13
+    rig.step(preempted=["r"])
+    rig.end(*stores, success=False)
+    rig.ask(request)
+    rig.alloc(request, range(4))
+    assert stored(rig.step(rig.run(request, range(4)))) == [[0]]
+
+
 def test_the_least_of_tokens_keys_and_gpu_blocks_bounds_an_offer() -> None:  # 6
     rig = Rig()
     request = rig.arrive(Request("r", 16))
