@@ -1,56 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The handlers of both backends under the shipped contract, over both kinds of region."""
+
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from kvoffload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-    OffloadingHandler,
-)
+from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.gpu_worker import make_handlers
+from kvoffload.cpu.gpu_worker import copy_layout, make_handlers
 from kvoffload.cpu.region import SharedOffloadRegion
+from kvoffload.errors import LayoutError
+from kvoffload.testing import HandlerContract, HandlerRig
+
+NUM_GPU_BLOCKS = 16
 
 
-def finish(handler: OffloadingHandler, count: int) -> dict[int, bool]:
-    found: dict[int, bool] = {}
-    deadline = time.monotonic() + 30
-    while len(found) < count and time.monotonic() < deadline:
-        found |= {result.job_id: result.success for result in handler.get_finished()}
-        time.sleep(0.001)
-    return found
+@dataclass(slots=True)
+class TorchRig(HandlerRig):
+    tensors: Sequence[torch.Tensor]
+    pages: Sequence[int]
+    region: SharedOffloadRegion
+
+    def read_page(self, tensor_idx: int, gpu_block: int) -> npt.NDArray[np.uint8]:
+        torch.cuda.synchronize() if self.tensors[0].is_cuda else None
+        page = self.tensors[tensor_idx][gpu_block, : self.pages[tensor_idx]]
+        return page.cpu().numpy().copy()
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.tensors:
+            fresh = torch.randint(0, 256, tuple(tensor.shape), dtype=torch.uint8, generator=generator)
+            tensor.copy_(fresh)
+
+    def close(self) -> None:
+        self.store.shutdown()
+        self.load.shutdown()
+        self.region.close()
 
 
-@pytest.mark.parametrize("factor", [1, 3])
-def test_blocks_go_down_and_come_back_elsewhere(factor: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = [torch.randint(0, 256, (12, 96), dtype=torch.uint8, generator=generator) for _ in range(3)]
-    refs = [CanonicalKVCacheRef(index, 64) for index in range(3)]
-    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 64) for tensor in tensors], [refs])
-    region = SharedOffloadRegion.anonymous(5, 64 * 3 * factor)
-    handlers = make_handlers(caches, region.create_kv_memoryview(), factor)
-    store, load = handlers["GPU", "CPU"], handlers["CPU", "GPU"]
-    before = [tensor.clone() for tensor in tensors]
-    rows = -(-4 // factor)
-    store.transfer_async(1, (GPULoadStoreSpec([2, 3, 4, 0], [4], [0]), CPULoadStoreSpec([4, 1, 3, 0][:rows])))
-    load.transfer_async(2, (CPULoadStoreSpec([4, 1, 3, 0][:rows]), GPULoadStoreSpec([8, 9, 11, 10], [4], [0])))
-    load.wait([2])
-    assert finish(store, 1) == {1: True}
-    assert finish(load, 1) == {2: True}
-    for now, then in zip(tensors, before, strict=True):
-        assert torch.equal(now[[8, 9, 11, 10], :64], then[[2, 3, 4, 0], :64])
-        assert torch.equal(now[:8], then[:8])
-        assert torch.equal(now[:, 64:], then[:, 64:])
-    store.transfer_async(3, (GPULoadStoreSpec([99], [1], [0]), CPULoadStoreSpec([0])))
-    store.transfer_async(4, (GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([5])))
-    assert finish(store, 2) == {3: False, 4: False}
-    for handler in handlers.values():
-        handler.shutdown()
-        handler.shutdown()
-    region.close()
+def make_rig(factor: int, device: str = "cpu", rank: int = 0, shared: bool = False, small: bool = False) -> TorchRig:
+    """Two groups over three tensors, one of which both use; rows of pages with padding, and pages of several sizes."""
+    widths, pages = ([96, 200, 64], [64, 200, 64]) if small else ([5000, 70_000, 4096], [4096, 65_536, 4096])
+    tensors = [torch.zeros((NUM_GPU_BLOCKS, width), dtype=torch.uint8, device=device) for width in widths]
+    groups = [[0, 1], [2, 1]]
+    refs = [[CanonicalKVCacheRef(index, pages[index]) for index in group] for group in groups]
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, pages, strict=True)], refs)
+    slice_bytes = factor * max(sum(pages[index] for index in group) for group in groups)
+    shape = 8, slice_bytes * 2
+    region = SharedOffloadRegion.shared("rig", *shape, 1) if shared else SharedOffloadRegion.anonymous(*shape)
+    handlers = make_handlers(caches, region.create_kv_memoryview(), factor, slice_start=rank * slice_bytes)
+    return TorchRig(handlers["GPU", "CPU"], handlers["CPU", "GPU"], factor, groups, tensors, pages, region)
+
+
+class TestHostHandlers(HandlerContract):
+    def make_rig(self) -> HandlerRig:
+        return make_rig(1)
+
+
+class TestHostHandlersOfSmallPages(HandlerContract):
+    def make_rig(self) -> HandlerRig:
+        return make_rig(1, small=True)
+
+
+class TestHostHandlersOfLargeBlocks(HandlerContract):
+    def make_rig(self) -> HandlerRig:
+        return make_rig(3, rank=1)
+
+
+class TestHostHandlersOverASharedRegion(HandlerContract):
+    def make_rig(self) -> HandlerRig:
+        return make_rig(2, shared=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
+class TestCudaHandlers(HandlerContract):
+    def make_rig(self) -> HandlerRig:
+        return make_rig(2, device="cuda")
+
+
+def test_ranks_keep_to_their_slices() -> None:
+    rig = make_rig(1, rank=1, small=True)
+    rig.fill(1)
+    view = np.asarray(rig.region.create_kv_memoryview())
+    rig.store.transfer_async(1, (TestHostHandlers()._spec(rig, 0, [0, 1]), _rows(0, 7)))
+    rig.store.wait([1])
+    half = view.shape[1] // 2
+    assert not view[:, :half].any()
+    assert view[0, half:].any()
+    assert not view[1:7].any()
+    del view
+    rig.close()
+
+
+def _rows(*rows: int) -> CPULoadStoreSpec:
+
+    return CPULoadStoreSpec(rows)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "page", "message"),
+    [
+        (torch.zeros((4, 64), dtype=torch.float32), 64, "int8 or uint8"),
+        (torch.zeros((4, 64), dtype=torch.uint8).T, 4, "contiguous pages"),
+        (torch.zeros((4, 64), dtype=torch.uint8), 65, "does not fit a tensor row"),
+        (torch.zeros((4, 64, 1), dtype=torch.uint8), 64, "num_blocks, page_bytes"),
+        (torch.zeros((4, 256), dtype=torch.uint8), 256, "does not fit the region's rows"),
+    ],
+)
+def test_layouts_that_cannot_be_copied_are_refused(tensor: torch.Tensor, page: int, message: str) -> None:
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(0, page)]])
+    with pytest.raises(LayoutError, match=message):
+        copy_layout(caches, memoryview(bytearray(256)).cast("B", (2, 128)), 1, 0)

@@ -4,6 +4,17 @@
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.cpu.policies import POLICIES, BlockStatus, CachePolicy
+from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.cpu.reuse import ReuseFilter
+from kvoffload.cpu.spec import CPUOffloadingSpec
 
-__all__ = ["POLICIES", "BlockStatus", "CPULoadStoreSpec", "CPUOffloadingManager", "CachePolicy", "ReuseFilter"]
+__all__ = [
+    "POLICIES",
+    "BlockStatus",
+    "CPULoadStoreSpec",
+    "CPUOffloadingManager",
+    "CPUOffloadingSpec",
+    "CachePolicy",
+    "ReuseFilter",
+    "SharedOffloadRegion",
+]

@@ -7,6 +7,7 @@ factory that its docstring names.
 """
 
 from kvoffload.testing.clock import ManualClock
+from kvoffload.testing.handler_contract import HandlerContract, HandlerRig
 from kvoffload.testing.keys import key, keys
 from kvoffload.testing.manager_contract import OffloadingManagerContract
 from kvoffload.testing.policy_contract import CachePolicyContract, PolicyDriver
@@ -18,6 +19,8 @@ __all__ = [
     "CachePolicyContract",
     "FaultyStore",
     "GatedStore",
+    "HandlerContract",
+    "HandlerRig",
     "ManualClock",
     "OffloadingManagerContract",
     "PolicyDriver",

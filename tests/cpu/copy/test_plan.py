@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vectorised plan against an oracle that places every byte by the layout's definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.base import GPULoadStoreSpec
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
+from kvoffload.errors import TransferError
+
+NUM_GPU_BLOCKS, NUM_ROWS, REGION = 10, 6, 1_000_000
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> CopyLayout:
+    factor = draw(st.integers(1, 4))
+    groups, address = [], 0
+    for _ in range(draw(st.integers(1, 3))):
+        pages = []
+        for _ in range(draw(st.integers(1, 3))):
+            page_bytes = draw(st.integers(1, 5))
+            stride = page_bytes + draw(st.integers(0, 2))
+            pages.append(PageRef(address, stride, NUM_GPU_BLOCKS, page_bytes))
+            address += stride * NUM_GPU_BLOCKS
+        groups.append(tuple(pages))
+    slice_bytes = factor * max(sum(page.page_bytes for page in group) for group in groups)
+    return CopyLayout(tuple(groups), factor, REGION, slice_bytes + draw(st.integers(0, 3)), NUM_ROWS)
+
+
+@st.composite
+def transfers(draw: st.DrawFn, layout: CopyLayout) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+    ids, sizes, indices, rows = [], [], [], []
+    for _ in layout.groups:
+        size, index = draw(st.integers(0, 2 * layout.factor)), draw(st.integers(0, 9))
+        ids += draw(st.lists(st.integers(0, NUM_GPU_BLOCKS - 1), min_size=size, max_size=size))
+        num_rows = -(-(index % layout.factor + size) // layout.factor) if size else 0
+        rows += draw(st.lists(st.integers(0, NUM_ROWS - 1), min_size=num_rows, max_size=num_rows))
+        sizes.append(size)
+        indices.append(index)
+    return GPULoadStoreSpec(ids, sizes, indices), CPULoadStoreSpec(rows)
+
+
+def bytes_by_definition(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> list[tuple[int, int]]:
+    """(device byte, host byte) for every byte that moves."""
+    found = []
+    ids, rows = gpu.block_ids.tolist(), cpu.block_ids.tolist()
+    for group, size, index in zip(layout.groups, gpu.group_sizes, gpu.block_indices, strict=True):
+        first_row_index = index // layout.factor
+        for nth in range(size):
+            row = rows[(index + nth) // layout.factor - first_row_index]
+            sub, offset = (index + nth) % layout.factor, 0
+            for page in group:
+                for byte in range(page.page_bytes):
+                    device = page.address + ids[nth] * page.stride_bytes + byte
+                    host = layout.region_address + row * layout.row_bytes + offset + sub * page.page_bytes + byte
+                    found.append((device, host))
+                offset += layout.factor * page.page_bytes
+        ids = ids[size:]
+        rows = rows[-(-(index % layout.factor + size) // layout.factor) if size else 0 :]
+    return found
+
+
+def bytes_of(runs: Runs) -> list[tuple[int, int]]:
+    return [
+        (device + byte, host + byte)
+        for device, host, length in zip(runs.device.tolist(), runs.host.tolist(), runs.lengths.tolist(), strict=True)
+        for byte in range(length)
+    ]
+
+
+@given(st.data())
+def test_runs_are_exactly_the_bytes_of_the_definition(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    gpu, cpu = data.draw(transfers(layout))
+    runs = plan_runs(layout, gpu, cpu)
+    assert sorted(bytes_of(runs)) == sorted(bytes_by_definition(layout, gpu, cpu))
+    assert (runs.lengths > 0).all()
+
+
+def test_runs_that_touch_on_both_sides_are_merged() -> None:
+    layout = CopyLayout(((PageRef(0, 100, 8, 100), PageRef(5000, 100, 8, 100)),), 4, REGION, 800, NUM_ROWS)
+    runs = plan_runs(layout, GPULoadStoreSpec([2, 3, 4, 5], [4], [0]), CPULoadStoreSpec([1]))
+    assert runs.device.tolist() == [200, 5200]
+    assert runs.host.tolist() == [REGION + 800, REGION + 1200]
+    assert runs.lengths.tolist() == [400, 400]
+
+
+def test_neighbours_on_one_side_only_are_not_merged() -> None:
+    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
+    assert len(plan_runs(layout, GPULoadStoreSpec([2, 4], [2], [0]), CPULoadStoreSpec([0, 1])).lengths) == 2
+    assert len(plan_runs(layout, GPULoadStoreSpec([2, 3], [2], [0]), CPULoadStoreSpec([1, 0])).lengths) == 2
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_splitting_keeps_every_byte_and_balances(parts: int) -> None:
+    rng = np.random.default_rng(parts)
+    lengths = rng.integers(1, 400_000, size=40)
+    starts = np.cumsum(lengths + 10)
+    whole = Runs(starts, starts + 10**9, lengths)
+    pieces = whole.split(parts)
+    assert len(pieces) == parts
+    seen = [
+        (int(d), int(h), int(n))
+        for piece in pieces
+        for d, h, n in zip(piece.device, piece.host, piece.lengths, strict=True)
+    ]
+    assert all(n > 0 and h - d == 10**9 for d, h, n in seen)
+    covered = np.concatenate([np.arange(d, d + n) for d, _, n in seen])
+    expected = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    np.testing.assert_array_equal(covered, expected)
+    sizes = [piece.num_bytes for piece in pieces]
+    assert max(sizes) - min(sizes) <= 8192
+
+
+def test_little_is_not_split_and_nothing_is_nothing() -> None:
+    little = Runs(np.array([0]), np.array([9]), np.array([1000]))
+    assert little.split(8) == [little]
+    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
+    assert plan_runs(layout, GPULoadStoreSpec([], [0], [0]), CPULoadStoreSpec([])).split(4) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows"),
+    [([8], [0]), ([-1], [0]), ([0], [6]), ([0], [-1]), ([0, 1], [0]), ([0], [0, 1])],
+)
+def test_ids_outside_of_the_layout_are_refused(gpu: list[int], rows: list[int]) -> None:
+    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
+    with pytest.raises(TransferError):
+        plan_runs(layout, GPULoadStoreSpec(gpu, [len(gpu)], [0]), CPULoadStoreSpec(rows))
+
+
+def test_more_groups_than_the_layout_has_are_refused() -> None:
+    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
+    with pytest.raises(TransferError, match="2 groups"):
+        plan_runs(layout, GPULoadStoreSpec([0, 0], [1, 1], [0, 0]), CPULoadStoreSpec([0, 1]))

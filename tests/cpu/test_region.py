@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regions: exact, checked first, shared by real processes, and gone after a ``kill -9`` at any stage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.cpu import host_memory
+from kvoffload.cpu.host_memory import available_bytes, format_bytes
+from kvoffload.cpu.region import SharedOffloadRegion
+from kvoffload.errors import CapacityError, ConfigError
+
+SHM = Path("/dev/shm")
+
+
+def leftovers() -> list[str]:
+    return sorted(path.name for path in SHM.glob("kvoffload-*"))
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield f"test-{os.getpid()}-{request.node.name}"
+    assert leftovers() == []
+
+
+def anonymous(num_blocks: int, block_bytes: int) -> SharedOffloadRegion:
+    return SharedOffloadRegion.anonymous(num_blocks, block_bytes)
+
+
+def shared(num_blocks: int, block_bytes: int) -> SharedOffloadRegion:
+    return SharedOffloadRegion.shared(f"test-{os.getpid()}", num_blocks, block_bytes, num_processes=1)
+
+
+@pytest.mark.parametrize("make", [anonymous, shared])
+class TestEveryRegion:
+    def test_it_has_the_shape_and_exactly_the_bytes_asked_for(self, make: type) -> None:
+        region = make(7, 12_345)
+        view = region.create_kv_memoryview()
+        assert (view.shape, view.format, view.readonly) == ((7, 12_345), "B", False)
+        assert view.nbytes == 7 * 12_345
+        array = np.asarray(view)
+        assert not array.any()
+        assert array.ctypes.data % 4096 == 0
+        array[3] = 9
+        assert np.asarray(region.create_kv_memoryview())[3].sum() == 9 * 12_345
+        region.close()
+
+    def test_views_outlive_close(self, make: type) -> None:
+        region = make(2, 4096)
+        view = region.create_kv_memoryview()
+        region.close()
+        region.close()
+        np.asarray(view)[1] = 5
+        with pytest.raises(ValueError, match="closed"):
+            region.create_kv_memoryview()
+        assert "closed" in repr(region)
+
+    @pytest.mark.parametrize("shape", [(0, 10), (10, 0), (-1, 10)])
+    def test_empty_regions_are_refused(self, make: type, shape: tuple[int, int]) -> None:
+        with pytest.raises(ConfigError, match="at least one block"):
+            make(*shape)
+
+    def test_more_than_the_host_has_is_refused_before_anything_is_taken(self, make: type) -> None:
+        with pytest.raises(CapacityError, match="lower cpu_bytes_to_use"):
+            make(1 << 20, 1 << 30)
+        assert leftovers() == []
+
+
+def test_nothing_of_a_shared_region_is_on_the_mount_once_all_have_mapped_it(name: str) -> None:
+    first = SharedOffloadRegion.shared(name, 4, 4096, num_processes=3)
+    second = SharedOffloadRegion.shared(name, 4, 4096, num_processes=3)
+    assert len(leftovers()) == 2
+    third = SharedOffloadRegion.shared(name, 4, 4096, num_processes=3)
+    assert leftovers() == []
+    np.asarray(first.create_kv_memoryview())[2] = 7
+    for region in (second, third):
+        assert np.asarray(region.create_kv_memoryview())[2].tolist() == [7] * 4096
+    for region in (first, second, third):
+        region.close()
+
+
+def test_processes_that_disagree_are_told_so(name: str) -> None:
+    first = SharedOffloadRegion.shared(name, 4, 4096, num_processes=2)
+    with pytest.raises(ConfigError, match="disagree"):
+        SharedOffloadRegion.shared(name, 5, 4096, num_processes=2)
+    SharedOffloadRegion.shared(name, 4, 4096, num_processes=2).close()
+    first.close()
+
+
+PARTNER = """
+import sys
+import numpy as np
+from kvoffload.cpu.region import SharedOffloadRegion
+name, processes, mark = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+region = SharedOffloadRegion.shared(name, 8, 4096, num_processes=processes)
+view = np.asarray(region.create_kv_memoryview())
+view[mark] = mark + 100
+print("mapped", flush=True)
+sys.stdin.readline()
+print(view[:, 0].tolist(), flush=True)
+"""
+
+
+def start_partner(name: str, processes: int, mark: int) -> subprocess.Popen[str]:
+    partner = subprocess.Popen(
+        [sys.executable, "-c", PARTNER, name, str(processes), str(mark)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert partner.stdout is not None
+    assert partner.stdout.readline() == "mapped\n"
+    return partner
+
+
+def kill(partner: subprocess.Popen[str]) -> None:
+    partner.send_signal(signal.SIGKILL)
+    partner.communicate()
+
+
+def test_two_processes_see_each_others_bytes(name: str) -> None:
+    region = SharedOffloadRegion.shared(name, 8, 4096, num_processes=2)
+    np.asarray(region.create_kv_memoryview())[1] = 42
+    partner = start_partner(name, 2, 3)
+    assert np.asarray(region.create_kv_memoryview())[3, 0] == 103
+    seen, _ = partner.communicate("\n")
+    assert seen == "[0, 42, 0, 103, 0, 0, 0, 0]\n"
+    region.close()
+
+
+def test_kill_9_of_all_processes_after_the_start_leaves_nothing(name: str) -> None:
+    partners = [start_partner(name, 2, mark) for mark in (1, 2)]
+    assert leftovers() == []
+    for partner in partners:
+        kill(partner)
+    again = SharedOffloadRegion.shared(name, 8, 4096, num_processes=1)
+    assert not np.asarray(again.create_kv_memoryview()).any()
+    again.close()
+
+
+def test_kill_9_in_the_middle_of_the_start_is_cleaned_up_by_the_next_one(name: str) -> None:
+    kill(start_partner(name, 2, 1))
+    assert len(leftovers()) == 2
+    other = SharedOffloadRegion.shared(name + "-other", 2, 4096, num_processes=1)
+    assert leftovers() == []
+    other.close()
+    again = SharedOffloadRegion.shared(name, 8, 4096, num_processes=1)
+    assert not np.asarray(again.create_kv_memoryview()).any()
+    again.close()
+
+
+def test_a_start_in_progress_is_never_reclaimed(name: str) -> None:
+    partner = start_partner(name, 2, 1)
+    other = SharedOffloadRegion.shared(name + "-other", 2, 4096, num_processes=1)
+    assert len(leftovers()) == 2
+    region = SharedOffloadRegion.shared(name, 8, 4096, num_processes=2)
+    assert np.asarray(region.create_kv_memoryview())[1, 0] == 101
+    kill(partner)
+    region.close()
+    other.close()
+
+
+def test_a_full_mount_is_refused_and_left_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+    monkeypatch.setattr("kvoffload.cpu.region.check_host_memory", lambda _: None)
+    with pytest.raises(CapacityError, match="enlarge that mount"):
+        SharedOffloadRegion.shared(name, 1, free + (1 << 30), num_processes=1)
+
+
+def test_a_mount_that_fills_up_between_check_and_allocation_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+    monkeypatch.setattr("kvoffload.cpu.region.check_host_memory", lambda _: None)
+    monkeypatch.setattr("kvoffload.cpu.region.check_shared_memory", lambda *_: None)
+    with pytest.raises(CapacityError, match="could not give"):
+        SharedOffloadRegion.shared(name, 1, free + (1 << 40), num_processes=1)
+
+
+def test_a_start_up_lock_that_is_held_is_waited_for_only_so_long(name: str) -> None:
+    import fcntl
+
+    descriptor = os.open(SHM, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(CapacityError, match="held the lock"):
+            SharedOffloadRegion.shared(name, 1, 4096, num_processes=1, timeout_s=0.05)
+    finally:
+        os.close(descriptor)
+
+
+def test_available_memory_is_the_least_of_host_and_container(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    assert available_bytes(tmp_path, tmp_path / "none") == 50 * 1024
+    group = tmp_path / "group"
+    group.mkdir()
+    (group / "memory.max").write_text("30000\n")
+    (group / "memory.current").write_text("10000\n")
+    assert available_bytes(tmp_path, group) == 20_000
+    (group / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path, group) == 50 * 1024
+    assert available_bytes(tmp_path / "none", tmp_path / "none") is None
+    old = tmp_path / "old" / "memory"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("5000\n")
+    (old / "memory.usage_in_bytes").write_text("6000\n")
+    assert available_bytes(tmp_path, tmp_path / "old") == 0
+
+
+def test_sizes_read_well() -> None:
+    assert [format_bytes(n) for n in (12, 2048, 8 << 30, 3 << 50)] == ["12 B", "2.0 KiB", "8.0 GiB", "3072.0 TiB"]
+    assert host_memory.available_bytes() is not None
