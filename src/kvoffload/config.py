@@ -77,7 +77,7 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options."""
     max_wait_s: float = 10.0
     """How long a request may wait for promotions and remote lookups before they count as misses."""
-    claim_share: float = 0.5
+    claim_share: float = 0.75
     """Share of the primary tier that one waiting request may claim for blocks being promoted for it."""
     promotion_share: float = 0.75
     """Share of the primary tier that promotions and claims of all waiting requests may hold together."""
