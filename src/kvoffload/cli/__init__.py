@@ -8,7 +8,7 @@ import sys
 
 __all__ = ["main"]
 
-_COMMANDS: tuple[str, ...] = ()
+_COMMANDS: tuple[str, ...] = ("simulate", "plan")
 """Modules of this package that register a subcommand, in the order ``--help`` shows them."""
 
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvoffload.errors import MissingExtraError
-from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, parents_of
+from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, numbered, parents_of
 
 __all__ = ["load_trace"]
 
@@ -150,7 +150,7 @@ class _Reader:
         if not len(self._hashes):
             raise TraceError(f"{self._path}: hash_ids is empty in every line, so there is nothing to replay.")
         offsets = np.concatenate(([0], np.cumsum(counts)))
-        ids = _numbered(np.frombuffer(self._hashes, dtype=np.int64))
+        ids = numbered(np.frombuffer(self._hashes, dtype=np.int64))
         self._check_chained(offsets, ids)
         return Trace(
             name=self._path.name.split(".")[0],
@@ -201,14 +201,6 @@ class _Reader:
 
     def _error(self, number: int, what: str) -> TraceError:
         return TraceError(f"{self._path}, line {number}: {what}.")
-
-
-def _numbered(hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Hashes as numbers from 0 by first appearance."""
-    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    number = np.empty(len(first), dtype=np.int32)
-    number[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
-    return number[inverse.reshape(-1)]
 
 
 def _hash(data: bytes) -> int:

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey, make_offload_key
-from kvoffload.errors import KVOffloadError
+from kvoffload.errors import ConfigError
 
-__all__ = ["NO_SESSION", "Trace", "TraceError", "parents_of"]
+__all__ = ["NO_SESSION", "Trace", "TraceError", "numbered", "parents_of"]
 
 NO_SESSION = -1
 """``Trace.sessions`` of a request whose session is not known."""
 
 
-class TraceError(KVOffloadError, ValueError):
+class TraceError(ConfigError):
     """A trace that cannot be replayed; the message names the file, the line and the field."""
 
 
@@ -90,9 +91,46 @@ class Trace:
             self.ids[:end],
         )
 
+    def whole_blocks(self) -> Trace:
+        """The same requests without their partial last blocks, which engines do not offload."""
+        counts = np.diff(self.offsets)
+        kept = np.minimum(counts, self.input_tokens // self.block_tokens)
+        place = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
+        return Trace(
+            self.name,
+            self.block_tokens,
+            self.times_s,
+            self.input_tokens,
+            self.output_tokens,
+            self.sessions,
+            np.concatenate(([0], np.cumsum(kept))),
+            numbered(self.ids[place < np.repeat(kept, counts)]),
+        )
+
+    def stretched(self, factor: float) -> Trace:
+        """The same requests arriving ``factor`` times as slowly."""
+        return Trace(
+            self.name,
+            self.block_tokens,
+            self.times_s * factor,
+            self.input_tokens,
+            self.output_tokens,
+            self.sessions,
+            self.offsets,
+            self.ids,
+        )
+
     def keys(self) -> list[OffloadKey]:
         """The key of every block, by number: what managers are asked with."""
         return [make_offload_key(number.to_bytes(8, "big"), 0) for number in range(self.num_unique)]
+
+
+def numbered(hashes: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Values as numbers from 0 by first appearance."""
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    number = np.empty(len(first), dtype=np.int32)
+    number[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
+    return number[inverse.reshape(-1)]
 
 
 def parents_of(offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

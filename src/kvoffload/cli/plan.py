@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload plan``: how much memory and disk is worth buying?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from kvoffload.cli.simulate import token_bytes
+from kvoffload.config import parse_bytes
+from kvoffload.cpu.policies.base import POLICIES
+from kvoffload.errors import ConfigError
+from kvoffload.sim.driver import SimConfig
+from kvoffload.sim.load import load_trace
+from kvoffload.sim.model import kv_bytes_per_token
+from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
+from kvoffload.sim.plot import check_target, write_plot
+from kvoffload.sim.report import size_text
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(plan)
+
+
+def plan(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines; plain, gzip or zstd.")],
+    hit_rate: Annotated[float | None, typer.Option(help="Goal: per cent of blocks hit, device included.")] = None,
+    ttft: Annotated[float | None, typer.Option(help="Goal: seconds to the first token, at --quantile.")] = None,
+    quantile: Annotated[str, typer.Option(help="p50, p90 or p99.")] = "p90",
+    model: Annotated[Path | None, typer.Option(help="A model's config.json, for the size of a block.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Or its layers, ...")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="... KV heads, ...")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="... head size ...")] = None,
+    dtype: Annotated[str, typer.Option(help="... and KV dtype.")] = "bfloat16",
+    kv_bytes: Annotated[str | None, typer.Option("--kv-bytes-per-token", help="Or all that as one size.")] = None,
+    max_cpu: Annotated[str | None, typer.Option(help="At most so much host memory.")] = None,
+    max_disk: Annotated[str, typer.Option(help="At most so much disk; 0 for none.")] = "0",
+    cpu_price: Annotated[float, typer.Option(help="Of a GiB of host memory.")] = 4.0,
+    disk_price: Annotated[float, typer.Option(help="Of a GiB of disk.")] = 0.1,
+    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks (of the trace) that the device keeps.")] = 0,
+    policy: Annotated[str, typer.Option(help="Cache policy.")] = "density",
+    prefill_speed: Annotated[float, typer.Option(help="Tokens per second that the device prefills.")] = 20_000.0,
+    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, where unclear.")] = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Only so many requests.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Default: one per core.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve: FILE.png or FILE.html.")] = None,
+) -> None:
+    """The cheapest tiers that reach a hit rate or a time to first token, and the curve that says so."""
+    if quantile not in ("p50", "p90", "p99"):
+        raise ConfigError(f"--quantile is p50, p90 or p99, not {quantile!r}.")
+    goal = Goal(None if hit_rate is None else hit_rate / 100, ttft, quantile)
+    prices = Prices(cpu_price, disk_price)
+    POLICIES.get(policy)
+    if plot is not None:
+        check_target(plot)
+    if layers is not None and kv_heads is not None and head_dim is not None:
+        if model is not None or kv_bytes is not None:
+            raise ConfigError(
+                "Give --model, --kv-bytes-per-token, or --layers with --kv-heads and --head-dim: one of them."
+            )
+        per_token = kv_bytes_per_token(layers, kv_heads, head_dim, dtype)
+    elif layers is not None or kv_heads is not None or head_dim is not None:
+        raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
+    else:
+        per_token = token_bytes(model, kv_bytes)
+    loaded = load_trace(trace, block_tokens, max_requests)
+    block_bytes = per_token * loaded.block_tokens
+    max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
+    if max_cpu_blocks == 0:
+        raise ConfigError(f"--max-cpu: {max_cpu} is less than one block of {size_text(block_bytes)}.")
+    max_disk_blocks = 0 if max_disk == "0" else parse_bytes(max_disk, "--max-disk") // block_bytes
+    base = SimConfig(1, block_bytes, gpu_blocks, policy=policy, prefill_tokens_per_s=prefill_speed)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(loaded.name, total=None)
+        made = make_plan(
+            loaded, base, goal, prices, max_cpu_blocks, max_disk_blocks, processes, lambda _: bar.advance(task)
+        )
+    _print(made, goal, prices)
+    if plot is not None:
+        write_plot([made.report], plot)
+
+
+def _print(made: Plan, goal: Goal, prices: Prices) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    block_bytes = made.report.block_bytes
+    table = Table("host memory", "disk", "hits %", goal.quantile, "saved prefill", "price", "")
+    for column in table.columns:
+        column.justify = "right"
+    for result in sorted(made.report.results, key=lambda each: prices.of(each, block_bytes)):
+        table.add_row(
+            size_text(result.cpu_blocks * block_bytes),
+            size_text(result.disk_blocks * block_bytes) if result.disk_blocks else "-",
+            f"{100 * result.hit_rate:.2f}",
+            f"{result.ttft_s[goal.quantile]:.3g} s",
+            f"{result.saved_prefill_s:,.0f} s",
+            f"{prices.of(result, block_bytes):,.2f}",
+            "<- chosen" if result is made.chosen else "meets it" if goal.is_met(result) else "",
+        )
+    console.print(table)
+    chosen = made.chosen
+    disk = f" and {size_text(chosen.disk_blocks * block_bytes)} of disk" if chosen.disk_blocks else ""
+    console.print(
+        f"Buy {size_text(chosen.cpu_blocks * block_bytes)} of host memory{disk}: {100 * chosen.hit_rate:.1f} % hits, "
+        f"{goal.quantile} {chosen.ttft_s[goal.quantile]:.3g} s, price {made.price:,.2f}."
+    )

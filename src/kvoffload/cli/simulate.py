@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload simulate``: what would which tiers and which policy have done for this traffic?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvoffload.config import parse_bytes
+from kvoffload.cpu.policies.base import POLICIES
+from kvoffload.errors import ConfigError, UnknownNameError, suggest
+from kvoffload.sim.driver import SimConfig
+from kvoffload.sim.load import load_trace
+from kvoffload.sim.model import kv_bytes_per_token_of
+from kvoffload.sim.plot import check_target, write_plot
+from kvoffload.sim.report import as_json, best_policy, knee_of, size_text, table
+from kvoffload.sim.sweep import Report, sweep
+from kvoffload.sim.trace import Trace
+
+__all__ = [
+    "DEFAULT_SIZES",
+    "capacities",
+    "load_traces",
+    "register",
+    "run_sweeps",
+    "token_bytes",
+]
+
+DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
+_DEFAULT_KV_BYTES = 131_072
+"""Per token: a dense model of some 8 billion parameters with grouped-query attention in 16 bits."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(simulate)
+
+
+def simulate(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="JSON lines; plain, gzip or zstd.")],
+    cpu: Annotated[str, typer.Option(help="Host memory: sizes, or % of the trace's footprint.")] = DEFAULT_SIZES,
+    disk: Annotated[str, typer.Option(help="Disk tiers, likewise; 0 for none.")] = "0",
+    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks (of the trace) that the device keeps.")] = 0,
+    policy: Annotated[str, typer.Option(help="Policies to compare.")] = "lru,arc,density",
+    model: Annotated[Path | None, typer.Option(help="A model's config.json, for the size of a block.")] = None,
+    kv_bytes: Annotated[str | None, typer.Option("--kv-bytes-per-token", help="The same as a size.")] = None,
+    store_threshold: Annotated[int, typer.Option(min=0, help="Store a block at its n-th request.")] = 1,
+    prefill_speed: Annotated[float, typer.Option(help="Tokens per second that the device prefills.")] = 20_000.0,
+    load_speed: Annotated[str, typer.Option(help="Bytes per second, host to device.")] = "25GB",
+    disk_read_speed: Annotated[str, typer.Option(help="Bytes per second.")] = "5GB",
+    disk_write_speed: Annotated[str, typer.Option(help="Bytes per second.")] = "3GB",
+    stretch: Annotated[float, typer.Option(help="Let requests arrive this many times as slowly.")] = 1.0,
+    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, where unclear.")] = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Only so many requests of each trace.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Default: one per core.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.png or FILE.html.")] = None,
+) -> None:
+    """Replay request traces through the production managers and policies, with a virtual clock instead of bytes."""
+    policies = _policies(policy)
+    _check_targets(json_file, plot)
+    per_token = token_bytes(model, kv_bytes)
+    if stretch <= 0:
+        raise ConfigError(f"--stretch must be positive, not {stretch:g}.")
+    speeds = [parse_bytes(text, name) for text, name in ((load_speed, "--load-speed"),)]
+    speeds += [parse_bytes(disk_read_speed, "--disk-read-speed"), parse_bytes(disk_write_speed, "--disk-write-speed")]
+    loaded = load_traces(traces, block_tokens, max_requests)
+    jobs: list[tuple[Trace, list[SimConfig]]] = []
+    for trace in loaded:
+        block_bytes = per_token * trace.block_tokens
+        jobs.append(
+            (
+                trace.stretched(stretch),
+                [
+                    SimConfig(
+                        cpu_blocks=cpu_blocks,
+                        block_bytes=block_bytes,
+                        gpu_blocks=gpu_blocks,
+                        disk_blocks=disk_blocks,
+                        policy=name,
+                        store_threshold=store_threshold,
+                        prefill_tokens_per_s=prefill_speed,
+                        load_bytes_per_s=speeds[0],
+                        disk_read_bytes_per_s=speeds[1],
+                        disk_write_bytes_per_s=speeds[2],
+                    )
+                    for name in policies
+                    for disk_blocks in capacities(disk, "--disk", trace, block_bytes)
+                    for cpu_blocks in capacities(cpu, "--cpu", trace, block_bytes)
+                ],
+            )
+        )
+    reports = run_sweeps(jobs, processes)
+    _print(reports)
+    if json_file is not None:
+        temporary = json_file.with_name(f".{json_file.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(as_json(reports), indent=1) + "\n")
+        temporary.replace(json_file)
+    if plot is not None:
+        write_plot(reports, plot)
+
+
+def token_bytes(model: Path | None, kv_bytes: str | None) -> int:
+    """KV bytes per token from the two options that say it."""
+    if model is not None and kv_bytes is not None:
+        raise ConfigError("--model and --kv-bytes-per-token say the same thing; give one of them.")
+    if model is not None:
+        return kv_bytes_per_token_of(model)
+    return parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES
+
+
+def load_traces(paths: Sequence[Path], block_tokens: int | None, max_requests: int | None) -> list[Trace]:
+    return [load_trace(path, block_tokens, max_requests) for path in paths]
+
+
+def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:
+    """Blocks for each size in a list like ``"64GiB,10%"``; percent are of the trace's distinct whole blocks."""
+    footprint = trace.whole_blocks().num_unique
+    sizes = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if part == "0" and option == "--disk":
+            sizes.append(0)
+            continue
+        if part.endswith("%"):
+            try:
+                blocks = int(footprint * float(part[:-1]) / 100)
+            except ValueError as exc:
+                raise ConfigError(f"{option}: {part!r} is no share; write for example '10%'.") from exc
+        else:
+            blocks = parse_bytes(part, option) // block_bytes
+        if blocks < 1:
+            raise ConfigError(
+                f"{option}: {part} is less than one block of {size_text(block_bytes)} "
+                f"({trace.block_tokens} tokens) of {trace.name}."
+            )
+        sizes.append(blocks)
+    if not sizes:
+        raise ConfigError(f"{option} names no size.")
+    return list(dict.fromkeys(sizes))
+
+
+def run_sweeps(jobs: Sequence[tuple[Trace, list[SimConfig]]], processes: int | None) -> list[Report]:
+    """All sweeps, one after the other, under one progress bar on stderr."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    reports = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        for trace, configs in jobs:
+            task = bar.add_task(trace.name, total=len(configs))
+            reports.append(sweep(trace, configs, processes, lambda _, task=task: bar.advance(task)))  # type: ignore[misc]
+    return reports
+
+
+def _policies(text: str) -> list[str]:
+    names = [name for name in map(str.strip, text.split(",")) if name]
+    for name in names:
+        if name not in POLICIES.names():
+            raise UnknownNameError(f"Unknown cache policy: {name!r}.{suggest(name, POLICIES.names())}")
+    if not names:
+        raise ConfigError("--policy names no policy.")
+    return list(dict.fromkeys(names))
+
+
+def _check_targets(json_file: Path | None, plot: Path | None) -> None:
+    if plot is not None:
+        check_target(plot)
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        raise ConfigError(f"There is no folder {str(json_file.resolve().parent)!r} to write {json_file.name!r} to.")
+
+
+def _print(reports: Sequence[Report]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    for report in reports:
+        trace = report.trace
+        headings, rows = table(report)
+        drawn = Table(title=_title(report), title_justify="left")
+        for at, heading in enumerate(headings):
+            drawn.add_column(heading, justify="left" if at == 0 else "right", no_wrap=True)
+        for row in rows:
+            drawn.add_row(*row)
+        console.print(drawn)
+        best = best_policy(report)
+        bend = knee_of(report, best)
+        if len({result.cpu_blocks for result in report.results}) > 2:
+            bend_text = f"{size_text(bend.cpu_blocks * report.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
+            console.print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.\n")
+
+
+def _title(report: Report) -> str:
+    trace = report.trace
+    return (
+        f"{trace.name}: {len(trace):,} requests, {trace.num_accesses:,} blocks of {trace.block_tokens} tokens "
+        f"({size_text(report.block_bytes)}), {trace.num_unique:,} different, "
+        f"{100 * report.reachable_rate:.2f} % within reach"
+    )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of KV cache one token takes, from a model's ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvoffload.errors import ConfigError
+
+__all__ = ["DTYPE_BYTES", "kv_bytes_per_token", "kv_bytes_per_token_of"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+
+
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> int:
+    """Keys and values of all layers for one token, all ranks together."""
+    if min(layers, kv_heads, head_dim) < 1:
+        raise ConfigError("Layers, KV heads and head size must be positive.")
+    return 2 * layers * kv_heads * head_dim * _dtype_bytes(dtype)
+
+
+def kv_bytes_per_token_of(path: str | Path, dtype: str | None = None) -> int:
+    """The same for the model described by a Hugging Face ``config.json`` (or the folder that has one).
+
+    ``dtype`` overrides the config's own, for a quantised KV cache. Latent attention (``kv_lora_rank``) is understood;
+    every layer is taken to keep all tokens, so models with sliding windows need less than this says.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path} is no readable model config: {exc}.") from exc
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no model config: it holds no JSON object.")
+    config = config | config.get("text_config", {})  # multimodal models keep the language model's part there
+    dtype = dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    layers = _number(path, config, "num_hidden_layers", "n_layer")
+    if config.get("kv_lora_rank"):
+        latent = _number(path, config, "kv_lora_rank") + _number(path, config, "qk_rope_head_dim")
+        return layers * latent * _dtype_bytes(dtype)
+    heads = _number(path, config, "num_attention_heads", "n_head")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or _number(path, config, "hidden_size", "n_embd") // heads
+    return kv_bytes_per_token(layers, kv_heads, head_dim, dtype)
+
+
+def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return int(config[name])
+    raise ConfigError(f"{path} does not say {names[0]}; give the KV size by --kv-bytes-per-token instead.")
+
+
+def _dtype_bytes(dtype: str) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPE_BYTES)}.")
+    return DTYPE_BYTES[dtype]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cheapest tiers that reach a goal, read off the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvoffload.errors import ConfigError
+from kvoffload.sim.driver import SimConfig, SimResult
+from kvoffload.sim.sweep import Report, sweep
+from kvoffload.sim.trace import Trace
+
+__all__ = ["Goal", "Plan", "Prices", "make_plan"]
+
+_GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
+_DISK_GRID = (0.1, 0.25, 0.5, 1.0)
+_REFINEMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is to be reached: a share of blocks hit, or a time to first token at a quantile. One of them is set."""
+
+    hit_rate: float | None = None
+    ttft_s: float | None = None
+    quantile: str = "p90"
+
+    def __post_init__(self) -> None:
+        if (self.hit_rate is None) == (self.ttft_s is None):
+            raise ConfigError("Give one goal: a hit rate or a time to first token.")
+        if self.hit_rate is not None and not 0 < self.hit_rate <= 1:
+            raise ConfigError(f"A hit rate lies between 0 and 100 %, and {100 * self.hit_rate:g} does not.")
+        if self.ttft_s is not None and self.ttft_s <= 0:
+            raise ConfigError(f"A time to first token must be positive, not {self.ttft_s:g} s.")
+
+    def is_met(self, result: SimResult) -> bool:
+        if self.hit_rate is not None:
+            return result.hit_rate >= self.hit_rate
+        assert self.ttft_s is not None
+        return result.ttft_s[self.quantile] <= self.ttft_s
+
+    def reached(self, result: SimResult) -> float:
+        """How near a run comes; more is better."""
+        return result.hit_rate if self.hit_rate is not None else -result.ttft_s[self.quantile]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Per GiB, in any currency; only their ratio decides."""
+
+    cpu_per_gib: float
+    disk_per_gib: float
+
+    def __post_init__(self) -> None:
+        if min(self.cpu_per_gib, self.disk_per_gib) < 0 or not self.cpu_per_gib + self.disk_per_gib:
+            raise ConfigError("Prices must not be negative, nor both be 0.")
+
+    def of(self, result: SimResult, block_bytes: int) -> float:
+        cpu, disk = result.cpu_blocks * self.cpu_per_gib, result.disk_blocks * self.disk_per_gib
+        return (cpu + disk) * block_bytes / 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choice, and the curve it was read from."""
+
+    chosen: SimResult
+    price: float
+    report: Report
+    """Every run made, the refinements included."""
+
+
+def make_plan(
+    trace: Trace,
+    base: SimConfig,
+    goal: Goal,
+    prices: Prices,
+    max_cpu_blocks: int | None = None,
+    max_disk_blocks: int | None = None,
+    processes: int | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Plan:
+    """The cheapest of a grid of sizes (shares of the trace's footprint, within the limits) that meets ``goal``, its
+    host memory then narrowed down by bisection. ``base`` says everything else of the machine.
+
+    ``max_disk_blocks`` of 0 leaves disks out. Raises ``ConfigError`` that says how far one gets if nothing meets it.
+    """
+    footprint = max(trace.whole_blocks().num_unique, 1)
+    cpu_sizes = _sizes(footprint, _GRID, max_cpu_blocks)
+    disk_sizes = [0, *_sizes(footprint, _DISK_GRID, max_disk_blocks)]
+    grid = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes]
+    report = sweep(trace, grid, processes, progress)
+    meeting = [result for result in report.results if goal.is_met(result)]
+    if not meeting:
+        best = max(report.results, key=goal.reached)
+        raise ConfigError(
+            f"No size within the limits reaches the goal: the best hits {100 * best.hit_rate:.1f} % of the blocks with "
+            f"a {goal.quantile} of {best.ttft_s[goal.quantile]:.3g} s, and {100 * report.reachable_rate:.1f} % is all "
+            "that this trace offers."
+        )
+    chosen = min(meeting, key=lambda result: prices.of(result, base.block_bytes))
+    smaller = [size for size in cpu_sizes if size < chosen.cpu_blocks]
+    low, results, bounds = (smaller[-1] if smaller else 0), list(report.results), list(report.optimum_rates)
+    for _ in range(_REFINEMENTS):
+        middle = (low + chosen.cpu_blocks) // 2
+        if middle in (low, chosen.cpu_blocks):
+            break
+        tried = sweep(trace, [replace(base, cpu_blocks=middle, disk_blocks=chosen.disk_blocks)], 1)
+        results += tried.results
+        bounds += tried.optimum_rates
+        if goal.is_met(tried.results[0]):
+            chosen = tried.results[0]
+        else:
+            low = middle
+    everything = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
+    return Plan(chosen, prices.of(chosen, base.block_bytes), everything)
+
+
+def _sizes(footprint: int, shares: tuple[float, ...], most: int | None) -> list[int]:
+    sizes = {max(1, int(footprint * share)) for share in shares}
+    if most is not None:
+        sizes = {min(size, most) for size in sizes if most > 0}
+    return sorted(sizes)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+from kvoffload.cli import main
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three sessions that grow, turn after turn."""
+    path = tmp_path / "chat.jsonl"
+    lines: list[dict[str, Any]] = []
+    for turn in range(1, 41):
+        session = turn % 3
+        ids = [0, *(100 * session + block for block in range(1, turn + 1))]
+        lines.append(
+            {
+                "timestamp": 1000 * turn,
+                "input_length": 512 * len(ids),
+                "output_length": 9,
+                "hash_ids": ids,
+                "session": session,
+            }
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    common = ["simulate", trace, "--policy", "lru,density", "--gpu-blocks", "5", "--processes", "1"]
+    code, out, _ = run(
+        capsys,
+        *common,
+        "--cpu",
+        "10%,30%,3GiB",
+        "--disk",
+        "50%",
+        "--json",
+        tmp_path / "o.json",
+        "--plot",
+        tmp_path / "o.png",
+    )
+    assert code == 0
+    assert "chat: 40 requests" in out
+    assert "best overall is" in out
+    (report,) = json.loads((tmp_path / "o.json").read_text())
+    assert [(each["policy"], each["cpu_blocks"]) for each in report["runs"]] == [
+        (policy, blocks) for policy in ("lru", "density") for blocks in (11, 35, 48)
+    ]
+    for each in report["runs"]:
+        assert 0 < each["hit_rate"] <= each["optimum_hit_rate"] <= report["reachable_hit_rate"] < 1
+    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
+    code, _, _ = run(capsys, *common, "--plot", tmp_path / "o.html")
+    page = (tmp_path / "o.html").read_text()
+    assert code == 0
+    assert page.count("<svg") == 1
+    assert "<td>density</td>" in page
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chat.jsonl", "o.html", "o.json", "o.png"]
+
+
+def test_processes_do_not_change_results(trace: Path, tmp_path: Path) -> None:
+    """In a process of its own, as users run it: workers are spawned from the real entry point."""
+    found = []
+    for processes in ("1", "2"):
+        target = tmp_path / f"{processes}.json"
+        options = ["--cpu", "10%,40%", "--processes", processes, "--json", str(target)]
+        subprocess.run(
+            [sys.executable, "-m", "kvoffload", "simulate", str(trace), *options],
+            check=True,
+            capture_output=True,
+        )
+        found.append(json.loads(target.read_text()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--policy", "lur"], "Unknown cache policy: 'lur'. Did you mean 'lru'?"),
+        (["--policy", ","], "--policy names no policy"),
+        (["--cpu", "1MiB"], "--cpu: 1MiB is less than one block of 64 MiB"),
+        (["--cpu", "12parsecs"], "'12parsecs' is no size"),
+        (["--cpu", "ten%"], "'ten%' is no share"),
+        (["--cpu", "0%"], "less than one block"),
+        (["--cpu", "0"], "--cpu must be positive"),
+        (["--disk", "1KiB"], "--disk: 1KiB is less than one block"),
+        (["--stretch", "0"], "--stretch must be positive"),
+        (["--prefill-speed", "0"], "must be positive"),
+        (["--load-speed", "fast"], "--load-speed: 'fast' is no size"),
+        (["--model", "/nowhere/config.json"], "no readable model config"),
+        (["--block-tokens", "7"], "line 1: 2 hash_ids do not fit input_length 1024"),
+        (["--plot", "out.jpeg"], "written as .png or .html"),
+        (["--plot", "/nowhere/out.png"], "There is no folder '/nowhere'"),
+        (["--json", "/nowhere/out.json"], "There is no folder '/nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
+    target = tmp_path / "out.json"
+    code, out, err = run(capsys, "simulate", trace, "--json", target, *args)
+    assert code == 2
+    assert words in err
+    assert err.startswith("kvoffload: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff" * 50, b'{"timestamp": 1}\n'], ids=["empty", "binary", "fields"])
+def test_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    for command in (["simulate", path], ["plan", path, "--hit-rate", "10"]):
+        code, _, err = run(capsys, *command)
+        assert code == 2
+        assert str(path) in err
+        assert err.count("\n") == 1
+
+
+def test_plan_buys_what_reaches_the_goal(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096})
+    )
+    goal = ["plan", trace, "--processes", "1", "--hit-rate"]
+    by_config = run(capsys, *goal, "60", "--model", config)
+    by_numbers = run(capsys, *goal, "60", "--layers", "32", "--kv-heads", "8", "--head-dim", "128")
+    assert by_config == by_numbers
+    code, out, _ = by_config
+    assert code == 0
+    assert "Buy " in out
+    code, _, err = run(capsys, *goal, "99")
+    assert code == 2
+    assert "is all that this trace offers" in err
+    code, out, _ = run(capsys, "plan", trace, "--processes", "1", "--ttft", "10", "--max-disk", "10GiB")
+    assert code == 0
+    assert "of host memory" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "Give one goal"),
+        (["--hit-rate", "10", "--ttft", "1"], "Give one goal"),
+        (["--hit-rate", "101"], "between 0 and 100 %"),
+        (["--hit-rate", "10", "--quantile", "p42"], "--quantile is p50, p90 or p99"),
+        (["--hit-rate", "10", "--layers", "3"], "belong together"),
+        (["--hit-rate", "10", "--cpu-price", "-1"], "must not be negative"),
+        (["--hit-rate", "10", "--max-cpu", "1KiB"], "--max-cpu: 1KiB is less than one block"),
+        (["--hit-rate", "10", "--policy", "nope"], "Unknown cache policy"),
+        (
+            ["--hit-rate", "1", "--layers", "1", "--kv-heads", "1", "--head-dim", "1", "--dtype", "int3"],
+            "Unknown dtype 'int3'",
+        ),
+    ],
+)
+def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
+    code, _, err = run(capsys, "plan", trace, *args)
+    assert code == 2
+    assert words in err
+    assert err.count("\n") == 1
