@@ -25,7 +25,7 @@ def main(
     unknown = [name for name in names or () if name not in BENCHES]
     if unknown:
         raise typer.BadParameter(f"No benchmark {unknown[0]!r}. Choices: {', '.join(BENCHES)}.")
-    console = Console()
+    console = Console(width=max(110, Console().width))
     rows: list[Row] = []
     for name in names or BENCHES:
         with console.status(f"{name} ..."):
