@@ -1,1 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A small inference engine over Hugging Face models: what the demo serves with, and the example of an adapter."""
+
+from __future__ import annotations
+
+from kvoffload.engines.reference.engine import Engine, EngineOptions
+from kvoffload.engines.reference.models import build_random_model, load_model
+from kvoffload.engines.reference.request import Request, SamplingParams, State
+
+__all__ = ["Engine", "EngineOptions", "Request", "SamplingParams", "State", "build_random_model", "load_model"]

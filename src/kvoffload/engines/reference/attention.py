@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a paged KV cache, in the place where transformers' models call theirs.
+
+transformers hands every extra keyword argument of a model's forward down to the attention function that is
+registered under the model's ``attn_implementation``. That is how a layer finds this step's ``PagedStep``. The
+step's tokens are packed into one row, request after request, so a batch needs no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from kvoffload.engines.reference.layout import LayerPlace
+from kvoffload.engines.reference.request import Scheduled
+
+__all__ = ["ATTENTION_NAME", "PagedStep", "plan_step"]
+
+ATTENTION_NAME = "kvoffload_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the tokens of one request attend to, in one group."""
+
+    first: int
+    stop: int
+    """Its tokens in the packed row: ``first:stop``."""
+    blocks: torch.Tensor
+    """GPU blocks to gather, int64."""
+    skip: int
+    length: int
+    """Of the gathered tokens, ``skip:skip + length`` are the context; the last of them is the row's last token."""
+    mask: torch.Tensor | None
+    """(tokens, context) bool; ``None`` where each token sees the whole context."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One group's part of a step."""
+
+    pool: torch.Tensor
+    """(num_blocks, 2, layers, block_tokens, kv_heads, head_dim): keys at 0, values at 1."""
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    """Where the keys and values of each packed token go."""
+    contexts: tuple[Context, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    groups: tuple[GroupStep, ...]
+    places: Sequence[LayerPlace]
+    """By layer of the model."""
+
+
+def plan_step(
+    scheduled: Sequence[Scheduled],
+    pools: Sequence[torch.Tensor],
+    windows: Sequence[int | None],
+    places: Sequence[LayerPlace],
+) -> PagedStep:
+    """The tensors all layers share in one step. ``windows`` by group, in tokens."""
+    groups = []
+    for index, (pool, window) in enumerate(zip(pools, windows, strict=True)):
+        blocks: list[int] = []
+        offsets: list[int] = []
+        contexts = []
+        for each in scheduled:
+            table, block_tokens = each.block_ids[index], pool.shape[3]
+            first, start = len(blocks), each.num_computed_tokens
+            stop = start + each.num_tokens
+            blocks += [table[position // block_tokens] for position in range(start, stop)]
+            offsets += [position % block_tokens for position in range(start, stop)]
+            contexts.append(_context(table, block_tokens, first, start, stop, window, pool.device))
+        groups.append(
+            GroupStep(
+                pool,
+                torch.tensor(blocks, device=pool.device),
+                torch.tensor(offsets, device=pool.device),
+                tuple(contexts),
+            )
+        )
+    return PagedStep(tuple(groups), places)
+
+
+def _context(
+    table: Sequence[int], block_tokens: int, first: int, start: int, stop: int, window: int | None, device: torch.device
+) -> Context:
+    """For the tokens at positions ``start:stop`` of a request, packed from ``first`` on."""
+    oldest = 0 if window is None else max(0, start - window + 1)
+    first_block = oldest // block_tokens
+    blocks = torch.tensor(table[first_block : -(-stop // block_tokens)], device=device)
+    mask = None
+    if stop - start > 1:
+        queries = torch.arange(start, stop, device=device)[:, None]
+        keys = torch.arange(oldest, stop, device=device)[None, :]
+        mask = keys <= queries
+        if window is not None:
+            mask &= keys > queries - window
+    return Context(first, first + stop - start, blocks, oldest - first_block * block_tokens, stop - oldest, mask)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    paged_step: PagedStep,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """``query`` (1, heads, tokens, head_dim), ``key`` and ``value`` (1, kv_heads, tokens, head_dim), positions applied.
+    Writes the new keys and values first, then attends. Returns (1, tokens, heads, head_dim)."""
+    place = paged_step.places[module.layer_idx]  # type: ignore[index]
+    group = paged_step.groups[place.group]
+    keys, values = group.pool[:, 0, place.index], group.pool[:, 1, place.index]
+    keys[group.write_blocks, group.write_offsets] = key[0].transpose(0, 1)
+    values[group.write_blocks, group.write_offsets] = value[0].transpose(0, 1)
+    output = torch.empty_like(query)
+    for context in group.contexts:
+        output[:, :, context.first : context.stop] = scaled_dot_product_attention(
+            query[:, :, context.first : context.stop],
+            _gather(keys, context),
+            _gather(values, context),
+            attn_mask=context.mask,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return output.transpose(1, 2), None
+
+
+def _gather(pages: torch.Tensor, context: Context) -> torch.Tensor:
+    """(1, kv_heads, context tokens, head_dim) of one layer."""
+    tokens = pages.index_select(0, context.blocks).flatten(0, 1)
+    return tokens[context.skip : context.skip + context.length].transpose(0, 1)[None]
+
+
+# No mask function is registered under the name: transformers then builds none, and ours come with the step.
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference engine: a scheduler, a worker and, between either and kvoffload, one half of the connector."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload.base import OffloadingSpec
+from kvoffload.config import OffloadingConfig
+from kvoffload.connector import (
+    ConnectorMeta,
+    GuardedManager,
+    OffloadingConnectorScheduler,
+    OffloadingConnectorWorker,
+)
+from kvoffload.engines.reference.kv_cache import KVCache
+from kvoffload.engines.reference.layout import engine_layout, fingerprint, kv_shape
+from kvoffload.engines.reference.models import use_paged_attention
+from kvoffload.engines.reference.request import Request, SamplingParams, State
+from kvoffload.engines.reference.runner import ModelRunner
+from kvoffload.engines.reference.scheduler import Scheduler, SchedulerCounts, StepPlan
+from kvoffload.errors import ConfigError
+from kvoffload.metrics import Stats
+
+__all__ = ["Engine", "EngineOptions"]
+
+_PAUSE_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Sizes of the engine."""
+
+    num_blocks: int = 256
+    """GPU blocks of each KV group."""
+    block_tokens: int = 16
+    max_batch_tokens: int = 512
+    """Tokens computed per step at most: longer prompts are prefilled in chunks."""
+    max_requests: int = 16
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_tokens", "max_batch_tokens", "max_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+
+class Engine:
+    """Serves a transformers causal LM, step by step, on the caller's thread.
+
+    With ``offloading`` (and prefix caching) finished blocks are copied to the primary tier and come back when the
+    device no longer holds them. ``shutdown`` (or ``with``) releases what that takes.
+    """
+
+    def __init__(
+        self, model: Any, options: EngineOptions | None = None, offloading: OffloadingConfig | None = None
+    ) -> None:
+        self.options = options = options or EngineOptions()
+        if offloading is not None and not options.prefix_caching:
+            raise ConfigError("Offloading finds blocks by their prefix: leave prefix_caching on.")
+        use_paged_attention(model)
+        shape = kv_shape(model.config)
+        identity = {"model": fingerprint(model.config, list(model.named_parameters()))}
+        self.layout = engine_layout(shape, options.block_tokens, model.dtype, identity)
+        self._spec: OffloadingSpec | None = None
+        self._connector: OffloadingConnectorScheduler | None = None
+        self._worker: OffloadingConnectorWorker | None = None
+        if offloading is not None:
+            from kvoffload.specs import make_spec
+
+            self._spec = make_spec(offloading, self.layout)
+        self._runner = ModelRunner(model, shape, options.num_blocks, options.block_tokens)
+        if offloading is not None and self._spec is not None:
+            self._connector = OffloadingConnectorScheduler(
+                GuardedManager(self._spec.get_manager()), self.layout, offloading
+            )
+            self._worker = OffloadingConnectorWorker()
+            self._worker.register_kv_caches(self._spec, self._runner.canonical_kv_caches())
+        self._kv_cache = KVCache(self.layout.groups, options.num_blocks, options.prefix_caching)
+        self._scheduler = Scheduler(self._kv_cache, options.max_batch_tokens, options.max_requests, self._connector)
+        self._requests: dict[str, Request] = {}
+        self._ids = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"Engine({self._scheduler}, offloading={self._connector is not None})"
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @property
+    def counts(self) -> SchedulerCounts:
+        return self._scheduler.counts
+
+    @property
+    def has_requests(self) -> bool:
+        return self._scheduler.has_requests
+
+    def get_stats(self) -> Stats:
+        """kvoffload's metrics; empty without offloading."""
+        return self._connector.get_stats() if self._connector is not None else {}
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> Request:
+        """Queues a request; its tokens appear in ``Request.output_token_ids`` as ``step`` is called."""
+        sampling = sampling or SamplingParams()
+        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        if request_id in self._requests:
+            raise ConfigError(f"There is a request {request_id!r} already; choose another id.")
+        if not prompt_token_ids:
+            raise ConfigError("A prompt needs at least one token.")
+        # The last token's keys and values are never needed.
+        most = len(prompt_token_ids) + sampling.max_tokens - 1
+        room = self.options.num_blocks * self.options.block_tokens
+        if most > room:
+            raise ConfigError(
+                f"A request of {len(prompt_token_ids)} + {sampling.max_tokens} tokens can never fit the KV pool's {room}: "
+                "shorten it or raise num_blocks."
+            )
+        request = Request(
+            request_id, list(prompt_token_ids), sampling, self.options.block_tokens, cache_salt, kv_transfer_params
+        )
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at whatever stage; one that has ended or never was is ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, State.ABORTED)
+
+    def _end(self, request: Request, state: State) -> None:
+        del self._requests[request.request_id]
+        request.finished_s = time.perf_counter()
+        self._scheduler.end(request, state)
+        self._runner.forget(request)
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def step(self) -> list[Request]:
+        """Schedules, computes and collects once. Returns the requests that finished. Never waits for a transfer,
+        except for one whose GPU blocks are needed again."""
+        plan = self._scheduler.schedule()
+        if self._connector is not None and self._worker is not None:
+            meta: ConnectorMeta = self._connector.build_connector_meta(plan.for_connector)
+            self._worker.start_step(meta)
+            finished = self._compute(plan)
+            self._worker.end_step()
+            self._finish(finished)
+            self._scheduler.take_outcome(self._connector.update_connector_output(self._worker.get_report()))
+        else:
+            finished = self._compute(plan)
+            self._finish(finished)
+        if not plan.scheduled:
+            time.sleep(_PAUSE_S)  # only transfers are under way: leave them the processor
+        return finished
+
+    def _compute(self, plan: StepPlan) -> list[Request]:
+        if not plan.scheduled:
+            return []
+        tokens = iter(self._runner.sample(plan.scheduled, self._runner.compute(plan.scheduled)))
+        finished = []
+        for each in plan.scheduled:
+            yields_token = each.yields_token  # of before the token is appended
+            self._scheduler.advance(each)
+            if yields_token:
+                token = next(tokens)
+                if each.request.append(token.token_id, token.top_logit, token.margin):
+                    finished.append(each.request)
+        return finished
+
+    def _finish(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._end(request, State.FINISHED)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
+        """The generated tokens of each prompt, all of them served together."""
+        requests = [self.add_request(prompt, sampling) for prompt in prompts]
+        while not all(request.is_done for request in requests):
+            self.step()
+        return [request.output_token_ids for request in requests]
+
+    def drain(self) -> None:
+        """Steps until no request and no transfer is left."""
+        while self.has_requests or (self._connector is not None and self._connector.has_pending_work()):
+            self.step()
+
+    # ------------------------------------------------------------------------------------------------ whole
+
+    def reset_cache(self, *, device: bool = True, offloaded: bool = True) -> None:
+        """Forgets cached blocks on the device, below it, or both. Requests that run keep what they use."""
+        if device:
+            self._kv_cache.forget_all()
+        if offloaded and self._connector is not None:
+            self._connector.reset_cache()
+
+    def shutdown(self) -> None:
+        """Waits for transfers and releases everything. Idempotent; the engine must not be used afterwards."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._connector is not None:
+            self._connector.shutdown()
+        if self._spec is not None:
+            self._spec.shutdown()
+
+    def check_invariants(self) -> None:
+        """For tests: everything that must hold between two steps."""
+        self._scheduler.check_invariants()
+        if self._connector is not None:
+            self._connector.check_invariants()

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The books of the device's KV cache: block tables of requests over the pools of all groups, and prefix hits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvoffload.config import GroupKind, KVGroupLayout
+from kvoffload.connector import NO_BLOCK
+from kvoffload.engines.reference.block_pool import BlockPool
+from kvoffload.engines.reference.request import Request
+
+__all__ = ["KVCache", "PrefixHit"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A prefix that the device holds: its length, and by group the block table that covers it."""
+
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+class KVCache:
+    """Every group has a pool of its own with ``num_blocks`` blocks; all groups have the same ``block_tokens``.
+
+    A sliding-window group has ``NO_BLOCK`` in its table where a *hit* did not bring what lies before its window.
+    Blocks that leave the window while a request runs are kept until it ends: simpler, and only memory.
+    """
+
+    def __init__(self, groups: tuple[KVGroupLayout, ...], num_blocks: int, prefix_caching: bool = True) -> None:
+        self._groups = groups
+        self._block_tokens = groups[0].block_tokens
+        self._pools = tuple(BlockPool(num_blocks) for _ in groups)
+        self._tables: dict[str, tuple[list[int], ...]] = {}
+        self._named: dict[str, int] = {}
+        self._prefix_caching = prefix_caching
+
+    def __repr__(self) -> str:
+        return f"KVCache({len(self._tables)} tables, {list(self._pools)})"
+
+    def table(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        """The request's GPU blocks by group, in order."""
+        return tuple(tuple(table) for table in self._tables[request.request_id])
+
+    def find_prefix(self, request: Request) -> PrefixHit:
+        """The longest prefix on the device, in whole blocks and short of the last token, which must be computed."""
+        most = (request.num_tokens - 1) // self._block_tokens if self._prefix_caching else 0
+        hashes = request.block_hashes[:most]
+        for pool, group in zip(self._pools, self._groups, strict=True):
+            if group.kind is GroupKind.FULL_ATTENTION:
+                present = next((i for i, name in enumerate(hashes) if pool.find(name) is None), len(hashes))
+                hashes = hashes[:present]
+        while hashes:
+            tables = [self._window(group, hashes) for group in range(len(self._groups))]
+            if all(table is not None for table in tables):
+                return PrefixHit(
+                    len(hashes) * self._block_tokens, tuple(table for table in tables if table is not None)
+                )
+            hashes = hashes[:-1]
+        return PrefixHit(0, tuple(() for _ in self._groups))
+
+    def _window(self, group: int, hashes: list[bytes]) -> tuple[int, ...] | None:
+        """The table of one group for this prefix, if it holds all that a continuation needs."""
+        first = self._first_needed_block(group, len(hashes) * self._block_tokens)
+        found = [self._pools[group].find(name) for name in hashes[first:]]
+        blocks = [block for block in found if block is not None]
+        return (*[NO_BLOCK] * first, *blocks) if len(blocks) == len(found) else None
+
+    def _first_needed_block(self, group: int, num_tokens: int) -> int:
+        """The block with the first token that the token after ``num_tokens`` may attend to."""
+        window = self._groups[group].sliding_window_tokens
+        return 0 if window is None else max(0, num_tokens - window + 1) // self._block_tokens
+
+    def admit(self, request: Request, hit: PrefixHit, loaded_tokens: int, num_tokens: int) -> bool:
+        """Gives the request a table: the hit's blocks, then fresh ones for ``num_tokens`` in all, of which a load will
+        fill those up to ``loaded_tokens``. ``False``, with nothing changed, if a pool has too few."""
+        plans = []
+        for group, (pool, own) in enumerate(zip(self._pools, hit.block_ids, strict=True)):
+            holes = 0
+            if loaded_tokens > hit.num_tokens:
+                holes = max(0, self._first_needed_block(group, loaded_tokens) - len(own))
+            fresh = -(-num_tokens // self._block_tokens) - len(own) - holes
+            shared = [block for block in own if block != NO_BLOCK]
+            if fresh > pool.num_free - sum(pool.is_free(block) for block in shared):
+                return False
+            plans.append((shared, own, holes, fresh))
+        tables = []
+        for pool, (shared, own, holes, fresh) in zip(self._pools, plans, strict=True):
+            pool.share(shared)
+            tables.append([*own, *[NO_BLOCK] * holes, *pool.take(fresh)])
+        self._tables[request.request_id] = tuple(tables)
+        self._named[request.request_id] = hit.num_tokens // self._block_tokens
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
+        """Fresh blocks, by group, so that the request has room for ``num_tokens`` in all; ``None``, with nothing
+        changed, if a pool has too few."""
+        tables = self._tables[request.request_id]
+        count = max(0, -(-num_tokens // self._block_tokens) - len(tables[0]))
+        if any(pool.num_free < count for pool in self._pools):
+            return None
+        fresh = tuple(pool.take(count) for pool in self._pools)
+        for table, blocks in zip(tables, fresh, strict=True):
+            table += blocks
+        return fresh
+
+    def name_computed(self, request: Request) -> None:
+        """Full blocks whose tokens are computed can be found by other requests from now on."""
+        first, stop = self._named[request.request_id], request.num_computed_tokens // self._block_tokens
+        if not self._prefix_caching or stop <= first:
+            return
+        for pool, table in zip(self._pools, self._tables[request.request_id], strict=True):
+            for index in range(first, stop):
+                if table[index] != NO_BLOCK:
+                    pool.name(table[index], request.block_hashes[index])
+        self._named[request.request_id] = stop
+
+    def release(self, request: Request) -> None:
+        """The request gives its blocks back; what they hold can still be found."""
+        tables = self._tables.pop(request.request_id)
+        del self._named[request.request_id]
+        for pool, table in zip(self._pools, tables, strict=True):
+            pool.release([block for block in table if block != NO_BLOCK])
+
+    def forget_all(self) -> None:
+        for pool in self._pools:
+            pool.forget_all()
+
+    def check_invariants(self) -> None:
+        """For tests: every block has as many users as tables name it."""
+        for group, pool in enumerate(self._pools):
+            pool.check_invariants(tables[group] for tables in self._tables.values())
+        for request_id, tables in self._tables.items():
+            assert len({len(table) for table in tables}) == 1, f"{request_id}: groups disagree about the length"

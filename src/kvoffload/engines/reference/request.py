@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One generation request: what the client asked for, and how far it has come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from kvoffload.connector import BlockIds
+from kvoffload.engines.reference.hashing import extend_block_hashes, root_hash
+from kvoffload.errors import ConfigError
+
+__all__ = ["Request", "SamplingParams", "Scheduled", "State"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen, and when to stop."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Choose among so many most likely tokens; 0 means all."""
+    seed: int = 0
+    """Of this request's own random numbers: the same seed gives the same tokens, whatever else runs."""
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}.")
+        if not self.temperature >= 0 or self.top_k < 0:
+            raise ConfigError(f"temperature and top_k must be 0 or more, not {self.temperature} and {self.top_k}.")
+
+
+class State(Enum):
+    WAITING = "waiting"
+    """Has no GPU blocks."""
+    LOADING = "loading"
+    """Has GPU blocks that a load is filling; computes nothing meanwhile."""
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Satisfies ``connector.EngineRequest``. Owned by the engine's scheduler; clients read it.
+
+    Of its tokens, the first ``num_computed_tokens`` have their keys and values on the device.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    block_tokens: int
+    cache_salt: str = ""
+    kv_transfer_params: dict[str, Any] | None = None
+    state: State = State.WAITING
+    tokens: list[int] = field(init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    device_hit_tokens: int = 0
+    """At first admission: what the device's prefix cache held."""
+    external_hit_tokens: int = 0
+    """At first admission: what offloaded blocks supplied beyond that."""
+    margins: list[float] = field(default_factory=list, init=False)
+    """By generated token: how far the best logit was above the second best."""
+    top_logits: list[float] = field(default_factory=list, init=False)
+    """By generated token: the best logit."""
+    arrival_s: float = field(default_factory=time.perf_counter)
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    _root: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_token_ids)
+        self._root = root_hash(self.cache_salt)
+        extend_block_hashes(self.block_hashes, self._root, self.tokens, self.block_tokens)
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.state.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def is_done(self) -> bool:
+        return self.state in (State.FINISHED, State.ABORTED)
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        assert self.first_token_s is not None, f"{self!r} has no token yet"
+        return self.first_token_s - self.arrival_s
+
+    def append(self, token: int, top_logit: float, margin: float) -> bool:
+        """Takes the next token in; whether it is the last."""
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter()
+        self.tokens.append(token)
+        self.top_logits.append(top_logit)
+        self.margins.append(margin)
+        extend_block_hashes(self.block_hashes, self._root, self.tokens, self.block_tokens)
+        generated = self.num_tokens - self.num_prompt_tokens
+        return generated >= self.sampling.max_tokens or token in self.sampling.stop_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A request's part of one step."""
+
+    request: Request
+    num_computed_tokens: int
+    """Before the step."""
+    num_tokens: int
+    """To compute in the step."""
+    block_ids: BlockIds
+    """Its whole block tables, by group."""
+
+    @property
+    def yields_token(self) -> bool:
+        return self.num_computed_tokens + self.num_tokens == self.request.num_tokens

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker: owns the model and the KV pool, runs forward passes, chooses tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvoffload.engines.reference.attention import plan_step
+from kvoffload.engines.reference.layout import KVShape
+from kvoffload.engines.reference.request import Request, Scheduled
+from kvoffload.errors import CapacityError
+
+__all__ = ["ModelRunner", "Token"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A chosen token, with the best logit and its distance to the second best."""
+
+    token_id: int
+    top_logit: float
+    margin: float
+
+
+class ModelRunner:
+    """One device, one thread. A group's pool is one tensor in which a GPU block is one contiguous page of all its
+    layers, so that offloading copies large pieces."""
+
+    def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_tokens: int) -> None:
+        self._model = model
+        self._shape = shape
+        self._device: torch.device = model.device
+        self._generators: dict[str, torch.Generator] = {}
+        sizes = [
+            (num_blocks, 2, shape.num_layers(group), block_tokens, shape.kv_heads, shape.head_dim)
+            for group in range(len(shape.windows))
+        ]
+        try:
+            # Zeroed, for the sake of reproducible failures; nothing reads what was not written.
+            self.pools = tuple(torch.zeros(size, dtype=model.dtype, device=self._device) for size in sizes)
+        except RuntimeError as exc:
+            raise CapacityError(f"A KV pool of {num_blocks} blocks does not fit on {self._device}; use fewer.") from exc
+
+    def canonical_kv_caches(self) -> CanonicalKVCaches:
+        """The pools as bytes: one tensor and one reference per group."""
+        tensors, references = [], []
+        for index, pool in enumerate(self.pools):
+            view = pool.view(pool.shape[0], -1).view(torch.int8)
+            tensors.append(CanonicalKVCacheTensor(view, view.shape[1]))
+            references.append([CanonicalKVCacheRef(index, view.shape[1])])
+        return CanonicalKVCaches(tensors, references)
+
+    @torch.inference_mode()
+    def compute(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
+        """Runs the model over the scheduled tokens, which fills their places in the pools. Returns float32 logits
+        (requests that yield a token, vocab), in order."""
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for each in scheduled:
+            stop = each.num_computed_tokens + each.num_tokens
+            ids += each.request.tokens[each.num_computed_tokens : stop]
+            positions += range(each.num_computed_tokens, stop)
+            if each.yields_token:
+                last.append(len(ids) - 1)
+        output = self._model(
+            input_ids=torch.tensor([ids], device=self._device),
+            position_ids=torch.tensor([positions], device=self._device),
+            use_cache=False,
+            # No request yields a token: one row that nobody reads, as an empty choice is not every model's strength.
+            logits_to_keep=torch.tensor(last or [0], device=self._device),
+            paged_step=plan_step(scheduled, self.pools, self._shape.windows, self._shape.places),
+        )
+        logits: torch.Tensor = output.logits[0, : len(last)].float()
+        return logits
+
+    def sample(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> list[Token]:
+        """A token for each row of ``logits``."""
+        requests = [each.request for each in scheduled if each.yields_token]
+        best = logits.topk(2, dim=-1)
+        values, indices = best.values.tolist(), best.indices.tolist()
+        tokens = []
+        for row, request in enumerate(requests):
+            top, second = values[row]
+            chosen = indices[row][0] if not request.sampling.temperature else self._draw(request, logits[row])
+            tokens.append(Token(chosen, top, top - second))
+        return tokens
+
+    def _draw(self, request: Request, logits: torch.Tensor) -> int:
+        generator = self._generators.get(request.request_id)
+        if generator is None:
+            generator = torch.Generator().manual_seed(request.sampling.seed)
+            self._generators[request.request_id] = generator
+        logits = logits.cpu() / request.sampling.temperature
+        if 0 < request.sampling.top_k < len(logits):
+            logits[logits < logits.topk(request.sampling.top_k).values[-1]] = -torch.inf
+        return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+    def forget(self, request: Request) -> None:
+        """The request ended."""
+        self._generators.pop(request.request_id, None)
