@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tests.engines.reference.zoo import FAMILIES, greedy, random_prompts, tiny_model
@@ -17,7 +15,7 @@ STEPS = 6
 
 
 @pytest.fixture
-def logits_by_request(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[torch.Tensor]]]:
+def logits_by_request(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
     """Every row of logits the engine chose a token from."""
     rows: dict[str, list[torch.Tensor]] = {}
     sample = ModelRunner.sample
@@ -28,7 +26,7 @@ def logits_by_request(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, lis
         return sample(self, scheduled, logits)
 
     monkeypatch.setattr(ModelRunner, "sample", spy)
-    yield rows
+    return rows
 
 
 def run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> list[Request]:

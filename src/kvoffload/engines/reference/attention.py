@@ -119,7 +119,7 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """``query`` (1, heads, tokens, head_dim), ``key`` and ``value`` (1, kv_heads, tokens, head_dim), positions applied.
     Writes the new keys and values first, then attends. Returns (1, tokens, heads, head_dim)."""
-    place = paged_step.places[module.layer_idx]  # type: ignore[index]
+    place = paged_step.places[int(module.layer_idx)]  # type: ignore[arg-type]
     group = paged_step.groups[place.group]
     keys, values = group.pool[:, 0, place.index], group.pool[:, 1, place.index]
     keys[group.write_blocks, group.write_offsets] = key[0].transpose(0, 1)

@@ -25,6 +25,7 @@ from kvoffload.engines.reference.runner import ModelRunner
 from kvoffload.engines.reference.scheduler import Scheduler, SchedulerCounts, StepPlan
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats
+from kvoffload.specs import make_spec
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -70,8 +71,6 @@ class Engine:
         self._connector: OffloadingConnectorScheduler | None = None
         self._worker: OffloadingConnectorWorker | None = None
         if offloading is not None:
-            from kvoffload.specs import make_spec
-
             self._spec = make_spec(offloading, self.layout)
         self._runner = ModelRunner(model, shape, options.num_blocks, options.block_tokens)
         if offloading is not None and self._spec is not None:
@@ -129,8 +128,8 @@ class Engine:
         room = self.options.num_blocks * self.options.block_tokens
         if most > room:
             raise ConfigError(
-                f"A request of {len(prompt_token_ids)} + {sampling.max_tokens} tokens can never fit the KV pool's {room}: "
-                "shorten it or raise num_blocks."
+                f"A request of {len(prompt_token_ids)} + {sampling.max_tokens} tokens can never fit the {room} of the "
+                "KV pool: shorten it or raise num_blocks."
             )
         request = Request(
             request_id, list(prompt_token_ids), sampling, self.options.block_tokens, cache_salt, kv_transfer_params

@@ -49,7 +49,8 @@ def kv_shape(config: Any) -> KVShape:
     """Reads a transformers configuration. Raises ``LayoutError`` for families this engine does not compute."""
     if config.model_type not in FAMILIES:
         raise LayoutError(
-            f"The reference engine runs {', '.join(FAMILIES)}, not {config.model_type!r}; choose a model of these families."
+            f"The reference engine runs {', '.join(FAMILIES)}; {config.model_type!r} is another family, "
+            "so choose a model of one of these."
         )
     if getattr(config, "attn_logit_softcapping", None) or getattr(config, "use_bidirectional_attention", None):
         raise LayoutError("The reference engine computes neither soft-capped nor bidirectional attention.")
