@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvoffload.tiering.factory import STORES, StoreOptions, build_tier, parse_tier
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.tier import StoreTier, TierLimits
 
 __all__ = [
+    "STORES",
     "CPUPrimaryTierOffloadingManager",
     "JobMetadata",
     "JobResult",
     "SecondaryTierManager",
+    "StoreOptions",
+    "StoreTier",
+    "TierLimits",
     "TieringOffloadingManager",
+    "build_tier",
+    "parse_tier",
 ]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secondary tiers by name: options from a user's mapping, checked before anything is touched, then built.
+
+``STORES`` maps a ``type`` to its options class. A distribution adds one by the entry-point group
+``kvoffload.stores``; ``docs/writing-a-store.md`` shows how.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from kvoffload.base import OffloadPolicy
+from kvoffload.config import parse_bytes, parse_struct
+from kvoffload.errors import ConfigError
+from kvoffload.registry import Registry
+from kvoffload.tiering.base import SecondaryTierManager
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs_format import BlockFormat
+from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.tier import StoreTier, TierLimits
+
+__all__ = ["STORES", "FileSystemOptions", "MemoryOptions", "StoreOptions", "build_tier", "parse_tier"]
+
+
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What every store's tier may be told in one entry of ``secondary_tiers``. A store's own options subclass it."""
+
+    is_persistent: ClassVar[bool] = False
+    """Whether blocks outlive the process, so that the engine's block hashes must be the same in the next one."""
+
+    type: str
+    threads: int = 4
+    """Store calls at once: the queue depth the device sees."""
+    timeout_s: float = 30.0
+    """A call that takes longer is taken for hung, and the tier is not used until it is back."""
+    drain_timeout_s: float = 10.0
+    """How long a reset of the cache and the shutdown wait for the tier's I/O."""
+    max_backlog_blocks: int | None = None
+    """Blocks waiting to be written, pinned in host memory; more are dropped. Default: a quarter of host memory."""
+    max_index_blocks: int = 1_000_000
+    """Keys remembered on the scheduler's side, some 150 bytes each."""
+    offload_policy: str = OffloadPolicy.BLOCK_LEVEL.value
+    """``"request_level"`` sends down all blocks of a request, hits included."""
+    exclusive: bool = False
+    """No other process writes to this namespace: after the start-up scan, blocks not known are misses at once."""
+
+    def check(self, block_bytes: int | None = None) -> None:
+        """Raises ``ConfigError`` for what cannot work with blocks of this size. Touches nothing."""
+        for name in ("threads", "max_backlog_blocks", "max_index_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} of the {self.type!r} tier must be at least 1, not {value}.")
+        for name in ("timeout_s", "drain_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} of the {self.type!r} tier must be positive, not {getattr(self, name)}.")
+        policies = [policy.value for policy in OffloadPolicy]
+        if self.offload_policy not in policies:
+            raise ConfigError(
+                f"offload_policy of the {self.type!r} tier must be one of {', '.join(policies)}, "
+                f"not {self.offload_policy!r}."
+            )
+
+    @abstractmethod
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        """The store for blocks of ``block_bytes``. ``namespace`` names everything besides the key that changes
+        their bytes; a persistent store keeps namespaces apart."""
+
+    def build(self, primary_kv_view: memoryview, namespace: str) -> SecondaryTierManager:
+        """The tier over ``primary_kv_view``; override it for a tier that is not built on a ``BlockStore``."""
+        shape = primary_kv_view.shape
+        assert shape is not None
+        self.check(shape[1])
+        limits = TierLimits(
+            self.threads, self.timeout_s, self.drain_timeout_s, self.max_backlog_blocks, self.max_index_blocks
+        )
+        return StoreTier(
+            primary_kv_view,
+            self.type,
+            self.open_store(shape[1], namespace),
+            limits,
+            offload_policy=OffloadPolicy(self.offload_policy),
+            exclusive=self.exclusive,
+        )
+
+
+class FileSystemOptions(StoreOptions, frozen=True, kw_only=True):
+    """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``."""
+
+    is_persistent: ClassVar[bool] = True
+
+    path: str
+    max_bytes: int | str | None = None
+    """Bound on all files below ``path``, of all namespaces: bytes, or text with a unit. Default: none."""
+    durability: Literal["none", "fsync"] = "none"
+
+    def check(self, block_bytes: int | None = None) -> None:
+        StoreOptions.check(self, block_bytes)
+        if not self.path:
+            raise ConfigError("path of the 'fs' tier is empty; name a directory.")
+        if self.max_bytes is not None:
+            max_bytes = parse_bytes(self.max_bytes, "max_bytes of the 'fs' tier")
+            if block_bytes and max_bytes < 2 * BlockFormat("", block_bytes).file_bytes:
+                raise ConfigError(
+                    f"max_bytes of the 'fs' tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
+                )
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        max_bytes = None if self.max_bytes is None else parse_bytes(self.max_bytes, "max_bytes")
+        return FileSystemStore(self.path, block_bytes, namespace, max_bytes, durability=self.durability)
+
+
+class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
+    """``{"type": "memory", "max_bytes": "8GiB"}``: for tests and trials, since it is host memory all the same."""
+
+    max_bytes: int | str | None = None
+
+    def check(self, block_bytes: int | None = None) -> None:
+        StoreOptions.check(self, block_bytes)
+        if self.max_bytes is not None:
+            max_bytes = parse_bytes(self.max_bytes, "max_bytes of the 'memory' tier")
+            if block_bytes and max_bytes < block_bytes:
+                raise ConfigError(f"max_bytes of the 'memory' tier is {max_bytes}, less than a block ({block_bytes}).")
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        return MemoryStore(block_bytes, None if self.max_bytes is None else parse_bytes(self.max_bytes))
+
+
+STORES: Registry[type[StoreOptions]] = Registry("secondary tier type", "kvoffload.stores")
+STORES.register("fs", FileSystemOptions)
+STORES.register("memory", MemoryOptions)
+
+
+def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> StoreOptions:
+    """One entry of ``secondary_tiers``, checked. Mistakes are ``ConfigError``s; nothing is allocated or touched."""
+    name = options.get("type")
+    if not isinstance(name, str):
+        raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; got {dict(options)!r}.")
+    parsed: StoreOptions = parse_struct(STORES.get(name), options, f"the options of the {name!r} tier")
+    parsed.check(block_bytes)
+    return parsed
+
+
+def build_tier(
+    options: Mapping[str, Any] | StoreOptions, primary_kv_view: memoryview, namespace: str = ""
+) -> SecondaryTierManager:
+    """The tier that ``options`` describes, over the primary tier's memory (num_blocks, block_bytes)."""
+    parsed = options if isinstance(options, StoreOptions) else parse_tier(options)
+    return parsed.build(primary_kv_view, namespace)

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A secondary tier out of any block store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from kvoffload.metrics import Stats
+from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvoffload.tiering.health import Breaker
+from kvoffload.tiering.index import BlockIndex
+from kvoffload.tiering.runner import Ended, Job, Lane, Overdue, TierRunner
+from kvoffload.tiering.stores.base import BlockStore
+
+__all__ = ["StoreTier", "TierLimits"]
+
+_log = logging.getLogger(__name__)
+
+_READS = (Lane.LOOKUP, Lane.LOAD)
+_LOOKUP_PIECE = 256
+_MOST_ASKED = 262_144
+_MOST_TOUCHED = 65_536
+_TOUCH_EVERY_S = 1.0
+_NEWS_PER_POLL = 2_048
+_PIECE_BYTES = 4 << 20
+_MOST_PIECE_BLOCKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """How much a ``StoreTier`` does at once, and for how long it waits."""
+
+    threads: int = 4
+    """Store calls at once."""
+    timeout_s: float = 30.0
+    """A store call that takes longer is taken for hung, and work that waits longer is called off."""
+    drain_timeout_s: float = 10.0
+    """How long ``drain_jobs`` and ``shutdown`` wait for the store, in real time."""
+    max_backlog_blocks: int | None = None
+    """Blocks to store that may wait or run, pinned in the primary tier; the rest are dropped. Default: a quarter of
+    the primary tier, but 64 at least."""
+    max_index_blocks: int = 1_000_000
+    """Keys remembered as present, some 150 bytes each; the store is asked for those beyond."""
+
+
+class StoreTier(SecondaryTierManager):
+    """Asynchronous lookups, stores and loads over a synchronous ``store``, which it owns from here on.
+
+    Every method runs on the scheduler's thread, which owns all state here. The store is called from the runner's
+    threads alone; what they find comes back through queues that are emptied when the tier is polled.
+
+    * A key is looked up in the index; one that is not there is asked of the store, once, with the others of its step,
+      and answers ``None`` meanwhile. What was found absent is ``False`` for a while, and asked again in the
+      background then. With ``exclusive`` nobody else writes to the store's namespace, and once it has been scanned
+      what the index lacks is ``False`` at once.
+    * A store that keeps failing, or hangs, is not asked any more: for reads (lookups are ``False``, loads fail) and
+      writes (stores are dropped) separately, since a full disk still reads. A probe now and then finds out when
+      it is back: for reads one of the tier's own, for writes the first piece of a job.
+    * A job whose I/O hangs is not told as ended, because its slots may still be written.
+    """
+
+    def __init__(
+        self,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        store: BlockStore,
+        limits: TierLimits | None = None,
+        *,
+        offload_policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
+        exclusive: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(primary_kv_view, tier_type)
+        limits = limits or TierLimits()
+        self._limits = limits
+        self._store = store
+        self._policy = offload_policy
+        self._exclusive = exclusive
+        self._clock = clock
+        self._rows: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
+        num_blocks = self._rows.shape[0]
+        self._max_backlog = limits.max_backlog_blocks or max(64, num_blocks // 4)
+        self._piece_blocks = max(1, min(_MOST_PIECE_BLOCKS, _PIECE_BYTES // self.block_bytes))
+        self._runner = TierRunner(tier_type, limits.threads, timeout_s=limits.timeout_s, clock=clock)
+        self._reads, self._writes = Breaker(clock=clock), Breaker(clock=clock)
+        self._probe_key = OffloadKey(b"probe")
+
+        self._index = BlockIndex(limits.max_index_blocks, clock=clock)
+        self._asking: set[OffloadKey] = set()
+        self._to_ask: list[OffloadKey] = []
+        # Keys whose store is under way; True once they were evicted in the middle of it.
+        self._storing: dict[OffloadKey, bool] = {}
+        self._ends: dict[Job, Callable[[Ended], None]] = {}
+        self._results: list[JobResult] = []
+        self._events: list[OffloadingEvent] = []
+        self._num_transfers = 0
+        self._touched: list[Sequence[OffloadKey]] = []
+        self._num_touched = 0
+        self._next_touch_s = 0.0
+        # From I/O threads: keys seen by the scan, keys evicted by the store.
+        self._seen: deque[Sequence[OffloadKey]] = deque()
+        self._evicted: deque[Sequence[OffloadKey]] = deque()
+        self._was_scanned = False
+        self._is_shut_down = False
+
+        self._answers = {"hit": 0, "miss": 0, "pending": 0}
+        self._num_stored = self._num_loaded = self._num_dropped = 0
+        self._num_store_failures = self._num_load_failures = 0
+        self._submit(Job(Lane.UPKEEP, 1, self._scan), 1, self._scan_ended)
+
+    def __repr__(self) -> str:
+        return f"StoreTier({self.tier_type!r}, {self._store!r}, known={len(self._index)}, {self._runner!r})"
+
+    # -------------------------------------------------------------------------------------------------- lookups
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        answer = self._answer(key)
+        self._answers["pending" if answer is None else "hit" if answer else "miss"] += 1
+        return answer
+
+    def _answer(self, key: OffloadKey) -> bool | None:
+        if not self._reads.is_closed:
+            return False
+        if key in self._index:
+            return True
+        if key in self._asking:
+            return None
+        if self._index.is_absent(key):
+            if self._index.wants_refresh(key):
+                self._ask(key)
+                # Still False to whoever asked before: a request must not be put off again and again.
+            return False
+        if self._exclusive and self._was_scanned and not self._seen and not self._index.has_forgotten:
+            return False
+        if len(self._asking) >= _MOST_ASKED:
+            return False
+        self._asking.add(key)
+        self._ask(key)
+        return None
+
+    def _ask(self, key: OffloadKey) -> None:
+        self._to_ask.append(key)
+
+    def _submit_lookups(self) -> None:
+        keys, self._to_ask = self._to_ask, []
+        job = Job(Lane.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
+
+        def ended(end: Ended) -> None:
+            self._note_health(self._reads, end, keys[end.start])
+            for index in range(end.start, end.stop):
+                key = keys[index]
+                self._asking.discard(key)
+                if end.error is not None:
+                    continue  # not known; asked again if somebody comes back for it
+                if job.answers[index]:
+                    self._learn([key])
+                elif key not in self._index:  # else a store or the scan has taught us better meanwhile
+                    self._index.note_absent(key)
+
+        self._submit(job, _LOOKUP_PIECE, ended)
+
+    # ------------------------------------------------------------------------------------------------ transfers
+
+    def submit_store(self, job: JobMetadata) -> None:
+        admitted = min(len(job.keys), self._max_backlog - self._runner.backlog(Lane.STORE))
+        if not self._writes.is_closed:
+            is_probe = not self._runner.num_stuck((Lane.STORE,)) and self._writes.may_probe()
+            admitted = min(admitted, self._piece_of(len(job.keys))) if is_probe else 0
+            if is_probe and admitted <= 0:
+                self._writes.withdraw_probe()
+        admitted = max(0, admitted)
+        self._num_dropped += len(job.keys) - admitted
+        if not admitted:
+            self._results.append(JobResult(job.job_id, success=False))
+            return
+        keys = job.keys[:admitted]
+        for key in keys:
+            self._storing[key] = False
+        assert self._rows is not None
+        work = partial(self._transfer, self._store.write, keys, job.block_ids, self._rows)
+        self._transfer_job(job, Job(Lane.STORE, admitted, work), self._store_piece_ended)
+
+    def submit_load(self, job: JobMetadata) -> None:
+        if not self._reads.is_closed:
+            self._num_load_failures += len(job.keys)
+            self._results.append(JobResult(job.job_id, success=False))
+            return
+        assert self._rows is not None
+        work = partial(self._transfer, self._store.read_into, job.keys, job.block_ids, self._rows)
+        self._transfer_job(job, Job(Lane.LOAD, len(job.keys), work), self._load_piece_ended)
+
+    def _transfer_job(self, job: JobMetadata, work: Job, piece_ended: Callable[[JobMetadata, Ended], None]) -> None:
+        self._num_transfers += 1
+
+        def ended(end: Ended) -> None:
+            piece_ended(job, end)
+            if end.is_last:
+                self._num_transfers -= 1
+                good = [key for key, answer in zip(job.keys, work.answers, strict=False) if answer]
+                all_good = len(good) == len(job.keys)
+                some = good if good and not all_good else None
+                self._results.append(JobResult(job.job_id, all_good, some))
+
+        self._submit(work, self._piece_of(work.num_items), ended)
+
+    def _piece_of(self, num_blocks: int) -> int:
+        """Small enough for all threads to share a job, and for the next in line not to wait long."""
+        return min(self._piece_blocks, -(-num_blocks // self._runner.num_threads))
+
+    def _transfer(
+        self,
+        call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]],
+        keys: Sequence[OffloadKey],
+        block_ids: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.uint8],
+        start: int,
+        stop: int,
+    ) -> list[bool]:
+        """In an I/O thread: moves some blocks between ``rows`` and the store."""
+        try:
+            return call(keys[start:stop], [memoryview(rows[slot]) for slot in block_ids[start:stop].tolist()])
+        finally:
+            self._pass_on_evicted()
+
+    def _pass_on_evicted(self) -> None:
+        if evicted := self._store.take_evicted():
+            self._evicted.append(evicted)
+
+    def _store_piece_ended(self, job: JobMetadata, end: Ended) -> None:
+        self._note_health(self._writes, end, job.keys[end.start])
+        written = []
+        for index in range(end.start, end.stop):
+            was_evicted = self._storing.pop(job.keys[index], False)
+            if not end.job.answers[index]:
+                continue
+            self._num_stored += 1
+            if not was_evicted:
+                written.append(job.keys[index])
+        failed = end.stop - end.start - sum(end.job.answers[end.start : end.stop])
+        if end.was_begun:
+            self._num_store_failures += failed
+        else:
+            self._num_dropped += failed
+        self._learn(written)
+
+    def _load_piece_ended(self, job: JobMetadata, end: Ended) -> None:
+        self._note_health(self._reads, end, job.keys[end.start])
+        missing = [job.keys[index] for index in range(end.start, end.stop) if not end.job.answers[index]]
+        self._num_loaded += end.stop - end.start - len(missing)
+        self._num_load_failures += len(missing)
+        if end.error is None:
+            # The store said no: what we thought to know is forgotten, and asked for next time.
+            self._forget(missing)
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    def on_schedule_end(self) -> None:
+        self._poll()
+        if self._to_ask:
+            self._submit_lookups()
+        if self._touched and (now_s := self._clock()) >= self._next_touch_s:
+            self._next_touch_s = now_s + _TOUCH_EVERY_S
+            self._submit_touches()
+        if not self._reads.is_closed and not self._runner.num_stuck(_READS) and self._reads.may_probe():
+            self._submit_probe()
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._poll()
+        if not self._results:
+            return ()
+        results, self._results = self._results, []
+        return results
+
+    def has_pending_work(self) -> bool:
+        return bool(self._num_transfers or self._results or self._to_ask or self._asking)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        if keys and self._num_touched < _MOST_TOUCHED:
+            self._touched.append(list(keys))
+            self._num_touched += len(keys)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext(self._policy)
+
+    def drain_jobs(self) -> None:
+        if not self._runner.drain(self._limits.drain_timeout_s):
+            _log.warning(
+                "Tier %r: I/O still runs after %g s; its slots stay reserved until it ends.",
+                self.tier_type,
+                self._limits.drain_timeout_s,
+            )
+        self._poll()
+
+    def shutdown(self) -> None:
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self.drain_jobs()
+        num_hung = self._runner.shutdown(self._limits.drain_timeout_s)
+        self._poll()
+        self._rows = None
+        if not num_hung:
+            closing = threading.Thread(target=self._store.close, name=f"kvoffload-{self.tier_type}-close", daemon=True)
+            closing.start()
+            closing.join(self._limits.drain_timeout_s)
+            num_hung = int(closing.is_alive())
+        if num_hung:
+            _log.warning(
+                "Tier %r: %d threads hang in the store and are left behind; its memory stays mapped.",
+                self.tier_type,
+                num_hung,
+            )
+
+    def get_stats(self) -> Stats:
+        tier, store = self.tier_type, self._store.stats()
+        stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._answers.items()}
+        stats |= {
+            ("tier_blocks", tier): len(self._index),
+            ("tier_bytes", tier): store.used_bytes,
+            ("tier_healthy", tier): int(self._reads.is_closed and self._writes.is_closed),
+            ("tier_blocks_stored", tier): self._num_stored,
+            ("tier_blocks_loaded", tier): self._num_loaded,
+            ("tier_store_failures", tier): self._num_store_failures,
+            ("tier_load_failures", tier): self._num_load_failures,
+            ("tier_corrupt_blocks", tier): store.corrupt_blocks,
+            ("tier_evicted_blocks", tier): store.evicted_blocks,
+            ("tier_dropped_blocks", tier): self._num_dropped,
+            ("tier_queued_jobs", tier): self._num_transfers,
+        }
+        return stats
+
+    # ------------------------------------------------------------------------------------------- what has ended
+
+    def _submit(self, job: Job, piece_items: int, ended: Callable[[Ended], None]) -> None:
+        self._ends[job] = ended
+        self._runner.submit(job, piece_items)
+
+    def _poll(self) -> None:
+        """Takes in what the I/O threads have found."""
+        if self._runner.is_idle and not self._seen:
+            return
+        # First: a block that was evicted while it was being stored is not to be learnt afterwards.
+        while self._evicted:
+            self._forget(self._evicted.popleft())
+        for end in self._runner.poll():
+            self._ends[end.job](end)
+            if end.is_last:
+                self._ends.pop(end.job, None)
+        num_seen = 0
+        while self._seen and num_seen < _NEWS_PER_POLL:
+            batch = self._seen.popleft()
+            self._learn(batch)
+            num_seen += len(batch)
+        for job in self._runner.newly_overdue():
+            self._note_failure(self._reads if job.lane in _READS else self._writes, "does not come to an end", True)
+
+    def _learn(self, keys: Sequence[OffloadKey]) -> None:
+        if news := [key for key in keys if self._index.add(key)]:
+            self._events.append(OffloadingEvent(news, self.tier_type, removed=False))
+
+    def _forget(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            if key in self._storing:
+                self._storing[key] = True
+        if gone := [key for key in keys if self._index.remove(key)]:
+            self._events.append(OffloadingEvent(gone, self.tier_type, removed=True))
+
+    # --------------------------------------------------------------------------------------------------- health
+
+    def _note_health(self, breaker: Breaker, end: Ended, key: OffloadKey) -> None:
+        if isinstance(end.error, Overdue):
+            breaker.withdraw_probe()
+        elif end.error is not None:
+            if breaker is self._reads:
+                self._probe_key = key
+            self._note_failure(breaker, str(end.error), False)
+        elif breaker.succeeded():
+            _log.warning("Tier %r is used for %s again.", self.tier_type, self._name_of(breaker))
+
+    def _note_failure(self, breaker: Breaker, reason: str, at_once: bool) -> None:
+        if breaker.failed(at_once=at_once):
+            _log.warning(
+                "Tier %r is not used for %s until it recovers: %s", self.tier_type, self._name_of(breaker), reason
+            )
+            # What waits would only fail one by one, and holds slots.
+            self._runner.cancel_queued(*(_READS if breaker is self._reads else (Lane.STORE,)))
+
+    def _name_of(self, breaker: Breaker) -> str:
+        return "reading" if breaker is self._reads else "writing"
+
+    def _submit_probe(self) -> None:
+        """Asks for, and reads if it is there, the block that failed last, into memory of the probe's own."""
+        key, num_bytes = self._probe_key, self.block_bytes
+
+        def probe(start: int, stop: int) -> list[bool]:
+            if self._store.contains([key]) == [True]:
+                self._store.read_into([key], [memoryview(bytearray(num_bytes))])
+                self._pass_on_evicted()
+            return [True]
+
+        self._submit(Job(Lane.LOAD, 1, probe), 1, lambda end: self._note_health(self._reads, end, key))
+
+    # ------------------------------------------------------------------------------------- upkeep, in its thread
+
+    def _scan(self, start: int, stop: int) -> list[bool]:
+        for batch in self._store.scan():
+            for first in range(0, len(batch), _NEWS_PER_POLL // 4):
+                self._seen.append(batch[first : first + _NEWS_PER_POLL // 4])
+            if self._runner.is_closing:
+                return [False]
+        return [True]
+
+    def _scan_ended(self, end: Ended) -> None:
+        self._was_scanned = end.job.answers[0]
+        if end.error is not None and not isinstance(end.error, Overdue):
+            _log.warning("Tier %r could not be scanned, so each block is asked for: %s", self.tier_type, end.error)
+
+    def _submit_touches(self) -> None:
+        if self._runner.backlog(Lane.UPKEEP):
+            return  # the scan, or a store that is slower at this than requests come
+        touched, self._touched, self._num_touched = self._touched, [], 0
+
+        def touch(start: int, stop: int) -> list[bool]:
+            for keys in touched:
+                self._store.touch(keys)
+            return [True]
+
+        self._submit(Job(Lane.UPKEEP, 1, touch), 1, lambda end: None)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.factory import STORES, FileSystemOptions, build_tier, parse_tier
+from kvoffload.tiering.tier import StoreTier
+
+
+def view(num_blocks: int = 4, block_bytes: int = 128) -> memoryview:
+    return memoryview(bytearray(num_blocks * block_bytes)).cast("B", (num_blocks, block_bytes))
+
+
+def test_both_kinds_are_built_from_mappings(tmp_path: Path) -> None:
+    for options in (
+        {"type": "fs", "path": str(tmp_path / "kv"), "max_bytes": "1MiB", "threads": 2, "durability": "fsync"},
+        {"type": "memory", "max_bytes": "64KiB", "offload_policy": "request_level"},
+    ):
+        before = dict(options)
+        tier = build_tier(options, view(), "ns")
+        try:
+            assert isinstance(tier, StoreTier)
+            assert tier.tier_type == options["type"]
+            assert options == before
+        finally:
+            tier.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "needs a 'type'"),
+        ({"type": "fss"}, "Did you mean 'fs'"),
+        ({"type": "fs"}, "path"),
+        ({"type": "fs", "path": ""}, "path"),
+        ({"type": "fs", "path": "x", "max_byte": 1}, "Did you mean 'max_bytes'"),
+        ({"type": "fs", "path": "x", "max_bytes": "many"}, "is no size"),
+        ({"type": "fs", "path": "x", "max_bytes": 300}, "too little"),
+        ({"type": "fs", "path": "x", "durability": "maybe"}, "durability"),
+        ({"type": "fs", "path": "x", "threads": 0}, "threads"),
+        ({"type": "fs", "path": "x", "timeout_s": 0}, "timeout_s"),
+        ({"type": "fs", "path": "x", "offload_policy": "all"}, "block_level, request_level"),
+        ({"type": "memory", "max_bytes": 100}, "less than a block"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_touches_nothing(
+    options: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        parse_tier(options, block_bytes=128)
+    assert not list(tmp_path.iterdir())
+
+
+def test_which_stores_outlive_their_process() -> None:
+    assert STORES.get("fs").is_persistent
+    assert not STORES.get("memory").is_persistent
+    assert isinstance(parse_tier({"type": "fs", "path": "x"}), FileSystemOptions)

@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StoreTier over real stores that are late, broken, hung, lossy: nothing on the scheduler's thread, nothing lost."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.errors import StoreError
+from kvoffload.testing import FaultyStore, GatedStore, ManualClock
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.base import JobMetadata, JobResult
+from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.tier import StoreTier, TierLimits
+
+BLOCK_BYTES = 64
+CONTEXT = ReqContext("r")
+
+
+class Rig:
+    """A tier over faults over a gate over a ``MemoryStore``, and memory whose slots the test fills and reads."""
+
+    def __init__(self, num_blocks: int = 64, limits: TierLimits | None = None, max_blocks: int = 1000, **options):
+        self.memory = bytearray(num_blocks * BLOCK_BYTES)
+        self.view = memoryview(self.memory).cast("B", (num_blocks, BLOCK_BYTES))
+        self.clock = ManualClock()
+        self.inner = MemoryStore(BLOCK_BYTES, max_blocks * BLOCK_BYTES)
+        self.gate = GatedStore(self.inner)
+        self.store = FaultyStore(self.gate)
+        self.limits = limits or TierLimits(threads=2, drain_timeout_s=5.0)
+        self.options = options
+        self.results: dict[int, JobResult] = {}
+        self.resident: set[OffloadKey] = set()
+        self._last_id = 0
+
+    def start(self) -> Rig:
+        self.tier = StoreTier(self.view, "mem", self.store, self.limits, clock=self.clock, **self.options)
+        return self
+
+    def fill(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> None:
+        for slot, key in zip(slots, keys, strict=True):
+            self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] = block_of(key, BLOCK_BYTES)
+
+    def read(self, slot: int) -> bytes:
+        return bytes(self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES])
+
+    def below(self, keys: Sequence[OffloadKey]) -> None:
+        self.inner.write(keys, [memoryview(block_of(key, BLOCK_BYTES)) for key in keys])
+
+    def submit(self, keys: Sequence[OffloadKey], slots: Sequence[int], *, load: bool) -> int:
+        self._last_id += 1
+        job = JobMetadata(self._last_id, keys, np.asarray(slots, np.int64), load, CONTEXT)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        return job.job_id
+
+    def store_blocks(self, keys: Sequence[OffloadKey]) -> JobResult:
+        self.fill(range(len(keys)), keys)
+        return self.wait(self.submit(keys, range(len(keys)), load=False))
+
+    def load_blocks(self, keys: Sequence[OffloadKey]) -> JobResult:
+        return self.wait(self.submit(keys, range(len(keys)), load=True))
+
+    def step(self) -> None:
+        self.tier.on_schedule_end()
+        for result in self.tier.get_finished_jobs():
+            assert result.job_id not in self.results, "a job ended twice"
+            self.results[result.job_id] = result
+        for event in self.tier.take_events():
+            for key in event.keys:
+                assert (key in self.resident) == event.removed, "an event told what was so already"
+            self.resident = self.resident - set(event.keys) if event.removed else self.resident | set(event.keys)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Steps until ``condition``; real threads work meanwhile, so only a hang takes long."""
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end, "the tier hangs"
+            self.step()
+            time.sleep(0.001)
+
+    def wait(self, job_id: int) -> JobResult:
+        self.until(lambda: job_id in self.results)
+        return self.results[job_id]
+
+    def ask(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        return [self.tier.lookup(key, CONTEXT) for key in keys]
+
+    def settle(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        self.until(lambda: None not in self.ask(keys))
+        return self.ask(keys)
+
+    def stat(self, name: str, *labels: str) -> float:
+        return self.tier.get_stats()[(name, "mem", *labels)]
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.stat("tier_healthy") == 1
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Rig]]:
+    rigs = []
+    before = set(threading.enumerate())
+
+    def make(**options) -> Rig:
+        rigs.append(Rig(**options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.gate.open_gate()
+        rig.tier.shutdown()
+        gc.collect()
+        rig.view.release()  # raises if a thread or a job kept a part of it
+    deadline = time.monotonic() + 10
+    while left := [t for t in threading.enumerate() if t not in before]:
+        assert time.monotonic() < deadline, f"threads left behind: {left}"
+        time.sleep(0.01)
+
+
+def test_blocks_go_down_and_come_up(make) -> None:
+    rig = make().start()
+    keys = keys_of(*range(20))
+    assert rig.store_blocks(keys) == JobResult(1, True, None)
+    rig.memory[:] = bytes(len(rig.memory))
+    assert rig.ask(keys) == [True] * 20
+    assert rig.load_blocks(keys).success
+    assert [rig.read(slot) for slot in range(20)] == [block_of(key, BLOCK_BYTES) for key in keys]
+    assert rig.resident == set(keys)
+    assert rig.stat("tier_blocks_stored") == rig.stat("tier_blocks_loaded") == rig.stat("tier_blocks") == 20
+
+
+def test_the_store_is_only_called_from_the_tiers_threads(make) -> None:
+    rig = make().start()
+    keys = keys_of(*range(8))
+    rig.store_blocks(keys)
+    rig.settle(keys_of(100))
+    rig.load_blocks(keys)
+    rig.tier.touch(keys)
+    rig.clock.advance(5)
+    rig.step()
+    rig.tier.drain_jobs()
+    rig.until(lambda: any(call == "touch" for call, _ in rig.store.calls))
+    assert rig.gate.threads
+    assert threading.get_ident() not in rig.gate.threads
+
+
+def test_each_unknown_key_is_asked_once_and_in_one_batch(make) -> None:
+    rig = make()
+    rig.gate.close_gate("scan", "contains")
+    rig.below(keys_of(1, 2))
+    rig.start()
+    asked = keys_of(1, 2, 3, 4)
+    for _ in range(3):
+        assert rig.ask(asked) == [None] * 4
+        rig.step()
+    rig.gate.open_gate("contains")
+    assert rig.settle(asked) == [True, True, False, False]
+    for _ in range(5):
+        rig.step()
+        assert rig.ask(asked) == [True, True, False, False]
+    assert [keys for call, keys in rig.store.calls if call == "contains"] == [tuple(asked)]
+
+
+def test_the_absent_are_asked_again_in_the_background(make) -> None:
+    rig = make().start()
+    (key,) = keys_of(5)
+    assert rig.settle([key]) == [False]
+    rig.below([key])  # by another process
+    rig.clock.advance(2)
+    assert rig.ask([key]) == [False]
+    rig.until(lambda: rig.ask([key]) == [True])
+
+
+def test_a_restart_serves_hits_before_and_after_its_scan(make) -> None:
+    rig = make()
+    rig.gate.close_gate("scan")
+    keys = keys_of(*range(30))
+    rig.below(keys)
+    rig.start()
+    assert rig.settle(keys[:3]) == [True] * 3
+    rig.gate.open_gate("scan")
+    rig.until(lambda: rig.stat("tier_blocks") == 30)
+    assert rig.ask(keys) == [True] * 30
+    assert rig.resident == set(keys)
+
+
+def test_an_exclusive_tier_knows_what_is_not_there(make) -> None:
+    rig = make(exclusive=True)
+    rig.below(keys_of(1))
+    rig.start()
+    rig.until(lambda: rig.stat("tier_blocks") == 1 and rig.tier._was_scanned)
+    assert rig.ask(keys_of(1, 2)) == [True, False]
+
+
+def test_a_load_keeps_what_did_load(make) -> None:
+    rig = make().start()
+    keys = keys_of(1, 2, 3, 4)
+    rig.store_blocks(keys)
+    rig.inner.discard(keys[1:2])
+    rig.store.torn = {keys[2]}
+    result = rig.load_blocks(keys)
+    assert not result.success
+    assert set(result.successful_keys) == {keys[0], keys[3]}
+    assert rig.read(3) == block_of(keys[3], BLOCK_BYTES)
+    assert rig.ask(keys)[0::3] == [True, True]
+    assert rig.settle(keys)[1] is False
+    assert rig.is_healthy
+
+
+def test_a_store_tells_which_blocks_it_took(make) -> None:
+    rig = make().start()
+    keys = keys_of(1, 2, 3)
+    rig.store.lost = {keys[1]}
+    result = rig.store_blocks(keys)
+    assert set(result.successful_keys) == {keys[0], keys[2]}
+    assert rig.resident == {keys[0], keys[2]}
+
+
+def test_what_the_store_evicts_is_forgotten(make) -> None:
+    rig = make(max_blocks=10).start()
+    for start in range(0, 40, 5):
+        rig.store_blocks(keys_of(*range(start, start + 5)))
+    rig.until(lambda: len(rig.resident) == 10)
+    assert rig.resident == {key for batch in rig.inner.scan() for key in batch}
+    assert rig.stat("tier_evicted_blocks") == 30
+
+
+def test_loads_overtake_stores(make) -> None:
+    rig = make(limits=TierLimits(threads=1)).start()
+    rig.store_blocks(keys_of(1))
+    rig.gate.close_gate("write")
+    stores = [rig.submit(keys_of(10 + index), [index], load=False) for index in range(3)]
+    rig.gate.wait_for_arrivals(1)
+    load = rig.submit(keys_of(1), [9], load=True)
+    rig.gate.open_gate()
+    for job in [*stores, load]:
+        rig.wait(job)
+    order = [call for call, _ in rig.store.calls if call in ("write", "read_into")]
+    assert order == ["write", "write", "read_into", "write", "write"]
+
+
+def test_the_backlog_is_bounded_and_drops_are_counted(make) -> None:
+    rig = make(limits=TierLimits(threads=1, max_backlog_blocks=4)).start()
+    rig.gate.close_gate("write")
+    first = rig.submit(keys_of(0, 1, 2), [0, 1, 2], load=False)
+    second = rig.submit(keys_of(3, 4, 5), [3, 4, 5], load=False)
+    third = rig.submit(keys_of(6), [6], load=False)
+    assert not rig.wait(third).success
+    rig.gate.open_gate()
+    assert rig.wait(first).success
+    assert set(rig.wait(second).successful_keys) == set(keys_of(3))
+    assert rig.stat("tier_dropped_blocks") == 3
+    assert rig.store_blocks(keys_of(8)).success
+
+
+def test_failing_reads_close_the_tier_for_reads_alone_and_it_comes_back(make) -> None:
+    rig = make().start()
+    keys = keys_of(1, 2, 3)
+    rig.store_blocks(keys)
+    rig.store.broken = {"read_into": StoreError("no"), "contains": StoreError("no")}
+    for _ in range(3):
+        assert not rig.load_blocks(keys[:1]).success
+    assert not rig.is_healthy
+    assert rig.ask(keys) == [False] * 3
+    assert not rig.load_blocks(keys).success
+    num_calls = len(rig.store.calls)
+    assert rig.store_blocks(keys_of(4)).success, "writes still work"
+    assert len(rig.store.calls) == num_calls + 1, "an unhealthy tier is left in peace"
+    rig.clock.advance(1.5)  # a probe goes through, and fails
+    rig.until(lambda: rig.store.calls[-1][0] == "contains")
+    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.store.broken = {}
+    rig.clock.advance(1.5)
+    rig.step()
+    assert not rig.is_healthy, "the next probe comes after twice the time"
+    rig.clock.advance(1.0)
+    rig.until(lambda: rig.is_healthy)
+    assert rig.ask(keys) == [True] * 3
+    assert rig.load_blocks(keys).success
+
+
+def test_failing_lookups_become_misses(make) -> None:
+    rig = make().start()
+    rig.store.broken = {"contains": OSError("gone")}
+    for number in range(3):
+        (key,) = keys_of(number)
+        assert rig.ask([key]) == [None]
+        rig.until(lambda: not rig.tier._asking)
+    assert rig.ask(keys_of(1, 7)) == [False, False]
+    rig.store.broken = {}
+    rig.clock.advance(2)
+    rig.until(lambda: rig.is_healthy)
+    assert rig.settle(keys_of(7)) == [False]
+
+
+def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
+    rig = make().start()
+    rig.store_blocks(keys_of(1))
+    rig.store.broken = {"write": OSError(28, "No space left on device")}
+    for number in range(10, 13):
+        assert not rig.store_blocks(keys_of(number)).success
+    calls = len(rig.store.calls)
+    assert not rig.store_blocks(keys_of(20, 21)).success
+    assert len(rig.store.calls) == calls
+    assert rig.stat("tier_dropped_blocks") == 2
+    assert rig.ask(keys_of(1)) == [True], "a full disk still reads"
+    assert rig.load_blocks(keys_of(1)).success
+    rig.store.broken = {}
+    rig.clock.advance(2)
+    keys = keys_of(*range(30, 34))
+    assert set(rig.store_blocks(keys).successful_keys) == set(keys[:2]), "the first piece is the probe"
+    assert rig.is_healthy
+    assert rig.store_blocks(keys).success
+
+
+def test_a_hung_load_is_not_told_and_closes_the_tier_until_it_ends(make) -> None:
+    rig = make(limits=TierLimits(threads=1, timeout_s=10)).start()
+    rig.store_blocks(keys_of(1, 2))
+    rig.gate.close_gate("read_into")
+    hung = rig.submit(keys_of(1), [5], load=True)
+    rig.gate.wait_for_arrivals(1)
+    queued = rig.submit(keys_of(2), [6], load=True)
+    rig.clock.advance(11)
+    assert not rig.wait(queued).success, "what has not begun is called off"
+    assert rig.ask(keys_of(1, 2)) == [False, False]
+    assert not rig.load_blocks(keys_of(2)).success
+    for _ in range(20):
+        rig.clock.advance(60)
+        rig.step()
+    assert hung not in rig.results, "its slot may still be written"
+    assert rig.read(5) == bytes(BLOCK_BYTES)
+    rig.gate.open_gate()
+    assert rig.wait(hung).success
+    assert rig.read(5) == block_of(keys_of(1)[0], BLOCK_BYTES)
+    assert rig.is_healthy
+    assert rig.ask(keys_of(1, 2)) == [True, True]
+
+
+def test_a_hung_write_leaves_reads_alone(make) -> None:
+    rig = make(limits=TierLimits(threads=2, timeout_s=10)).start()
+    rig.store_blocks(keys_of(1))
+    rig.gate.close_gate("write")
+    hung = rig.submit(keys_of(2), [2], load=False)
+    rig.gate.wait_for_arrivals(1)
+    rig.clock.advance(11)
+    rig.until(lambda: not rig.is_healthy)
+    assert rig.load_blocks(keys_of(1)).success
+    rig.clock.advance(1000)
+    assert not rig.store_blocks(keys_of(3)).success, "the hung call is its own probe"
+    assert hung not in rig.results
+    rig.gate.open_gate()
+    assert rig.wait(hung).success
+    assert rig.store_blocks(keys_of(3)).success
+
+
+def test_work_that_waits_too_long_is_called_off(make) -> None:
+    rig = make(limits=TierLimits(threads=1, timeout_s=10)).start()
+    rig.gate.close_gate("contains")
+    assert rig.ask(keys_of(1)) == [None]
+    rig.step()
+    rig.gate.wait_for_arrivals(1)
+    store = rig.submit(keys_of(2), [2], load=False)
+    rig.clock.advance(11)
+    assert not rig.wait(store).success
+    assert rig.stat("tier_dropped_blocks") == 1
+
+
+def test_drain_waits_and_tells(make) -> None:
+    rig = make().start()
+    keys = keys_of(*range(40))
+    rig.fill(range(40), keys)
+    job = rig.submit(keys, range(40), load=False)
+    rig.tier.drain_jobs()
+    assert rig.inner.contains(keys) == [True] * 40
+    assert [result.job_id for result in rig.tier.get_finished_jobs()] == [job]
+
+
+def test_drain_and_shutdown_with_a_hung_store_are_bounded(make, caplog) -> None:
+    rig = make(limits=TierLimits(threads=1, drain_timeout_s=0.05)).start()
+    rig.gate.close_gate("write")
+    rig.submit(keys_of(1), [0], load=False)
+    rig.gate.wait_for_arrivals(1)
+    queued = rig.submit(keys_of(2), [1], load=False)
+    rig.tier.drain_jobs()
+    rig.step()
+    assert set(rig.results) == {queued}, "called off; the other still runs"
+    rig.tier.shutdown()
+    assert "hang in the store" in caplog.text
+    rig.gate.open_gate()
+    rig.until(lambda: not any(t.is_alive() for t in rig.tier._runner._threads))
+
+
+def test_a_tier_asks_for_whole_requests_if_told(make) -> None:
+    rig = make(offload_policy=OffloadPolicy.REQUEST_LEVEL).start()
+    assert rig.tier.on_new_request(CONTEXT).policy is OffloadPolicy.REQUEST_LEVEL
+
+
+def test_touches_reach_the_store_together_and_rarely(make) -> None:
+    rig = make().start()
+    rig.until(lambda: rig.tier._runner.is_idle)
+    for _ in range(10):
+        rig.tier.touch(keys_of(1, 2, 3))
+        rig.step()
+        rig.until(lambda: rig.tier._runner.is_idle)
+
+    def touches() -> int:
+        return sum(call == ("touch", tuple(keys_of(1, 2, 3))) for call in rig.store.calls)
+
+    assert touches() == 1
+    rig.clock.advance(1.5)
+    rig.until(lambda: touches() == 10)
+
+
+def test_memory_with_gaps_between_its_rows(make) -> None:
+    rig = make()
+    backing = np.zeros((8, 2 * BLOCK_BYTES), np.uint8)
+    rig.view.release()
+    rig.view = memoryview(backing[:, :BLOCK_BYTES])
+    rig.start()
+    (key,) = keys_of(1)
+    backing[3, :BLOCK_BYTES] = np.frombuffer(block_of(key, BLOCK_BYTES), np.uint8)
+    assert rig.wait(rig.submit([key], [3], load=False)).success
+    assert rig.wait(rig.submit([key], [6], load=True)).success
+    assert bytes(backing[6, :BLOCK_BYTES]) == block_of(key, BLOCK_BYTES)
+    assert not backing[:, BLOCK_BYTES:].any()
