@@ -331,6 +331,8 @@ def test_remote_lookups_are_waited_for_only_so_long() -> None:
     rig.tier.answers[key] = True
     assert rig.ask([key], request) == [False], "no new wait is begun"
     assert rig.ask([key], rig.start("next")) == [None]
+    assert rig.ask(keys(5), request) == [False]
+    assert rig.manager.get_stats()["lookups_out_of_patience",] == 1, "misses that cost no hit do not count"
 
 
 def test_patience_is_one_budget_for_the_whole_request() -> None:

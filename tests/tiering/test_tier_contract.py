@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped contract over the fake tier."""
+"""The shipped contract over the fake tier and over store tiers, in memory and on disk."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 
 from kvoffload.base import OffloadKey, OffloadPolicy
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.testing.tier_contract import SecondaryTierContract
 from kvoffload.tiering.base import SecondaryTierManager
+from kvoffload.tiering.factory import build_tier
 
 
 class TestFakeTierAtOnce(SecondaryTierContract):
@@ -31,3 +36,34 @@ class TestFakeTierByHand(TestFakeTierAtOnce):
     def progress(self, tier: SecondaryTierManager) -> None:
         assert isinstance(tier, FakeTier)
         tier.finish()
+
+
+class TestMemoryTier(SecondaryTierContract):
+    def make_tier(self, primary_kv_view: memoryview) -> SecondaryTierManager:
+        return build_tier({"type": "memory"}, primary_kv_view)
+
+
+class TestRequestLevelMemoryTier(SecondaryTierContract):
+    wants_whole_requests = True
+
+    def make_tier(self, primary_kv_view: memoryview) -> SecondaryTierManager:
+        return build_tier({"type": "memory", "offload_policy": "request_level", "threads": 1}, primary_kv_view)
+
+
+class TestFileSystemTier(SecondaryTierContract):
+    @pytest.fixture(autouse=True)
+    def _root(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+
+    def make_tier(self, primary_kv_view: memoryview) -> SecondaryTierManager:
+        path = tempfile.mkdtemp(dir=self.root)
+        return build_tier({"type": "fs", "path": path, "max_bytes": "1MiB"}, primary_kv_view, "namespace")
+
+    def forget(self, tier: SecondaryTierManager, names: Sequence[OffloadKey]) -> bool:
+        found = [path for path in self.root.rglob("*") if path.is_file() and path.stat().st_size >= 512]
+        wanted = {key.hex() for key in names}
+        doomed = [path for path in found if any(name in str(path).replace("/", "") for name in wanted)]
+        assert len(doomed) == len(wanted), found
+        for path in doomed:
+            path.unlink()
+        return True

@@ -23,6 +23,11 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
         POLICIES.get(config.eviction_policy)
+        if config.secondary_tiers and type(self) is CPUOffloadingSpec:
+            raise ConfigError(
+                "secondary_tiers need 'spec_name': 'TieringOffloadingSpec'; CPUOffloadingSpec keeps blocks in host "
+                "memory alone."
+            )
         self.config = config
         self.layout = layout
         self.block_size_factor = layout.block_size_factor(config)

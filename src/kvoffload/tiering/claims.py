@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from math import ceil
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.requests import RequestState
@@ -35,10 +36,11 @@ class Claims(Collection[OffloadKey]):
     """
 
     def __init__(self, num_blocks: int, claim_share: float, promotion_share: float) -> None:
-        # Rounded down, so that a tiny primary tier too keeps a place for running requests; but at least one, or
-        # nothing could ever be promoted.
-        self.in_all = max(1, int(num_blocks * promotion_share))
-        self.per_request = max(1, min(int(num_blocks * claim_share), self.in_all))
+        # Rounded up, or little could be promoted into a tiny tier; but a block is left for running requests, unless
+        # all may be held or there is but one.
+        left = 0 if promotion_share >= 1 else 1
+        self.in_all = max(1, min(ceil(num_blocks * promotion_share), num_blocks - left))
+        self.per_request = max(1, min(ceil(num_blocks * claim_share), self.in_all))
         self._held: dict[OffloadKey, _Held] = {}
         self._fresh: dict[OffloadKey, None] = {}
 

@@ -41,7 +41,8 @@ class TieringOffloadingManager(OffloadingManager):
     ``claim_share`` and ``promotion_share`` (of the primary tier's blocks) bound what one waiting request, and all
     of them, may hold back from eviction. ``clock`` gives seconds and never goes back.
 
-    A context that was never announced by ``on_new_request`` is taken as a new block-level request.
+    A context that was never announced by ``on_new_request`` is taken as a new block-level request, and like any other
+    is remembered until ``on_request_finished``.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._tell(request, key)
             return True
         if request.has_waited_enough(now := self._clock()):
+            self._patience_ran_out += answer is None or request.waiting_since is not None
             self._out_of_patience(request)
-            self._patience_ran_out += 1
             return False
         if answer is None:
             self._wait(request, now)
@@ -179,9 +180,7 @@ class TieringOffloadingManager(OffloadingManager):
         )
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        yield from self.primary_tier.take_events()
-        for tier in self._tiers:
-            yield from tier.events()
+        return [*self.primary_tier.take_events(), *(event for tier in self._tiers for event in tier.events())]
 
     def reset_cache(self) -> None:
         """Forgets every block of the primary tier; what the tiers below hold stays there.

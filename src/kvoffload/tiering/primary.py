@@ -77,7 +77,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._kv_view.release()
+        try:
+            self._kv_view.release()
+        except BufferError:
+            pass  # a tier's thread hangs in I/O on it: the memory stays mapped as long as that thread lives
 
     def _reserve(
         self, keys: Collection[OffloadKey], protected: Collection[OffloadKey] = ()

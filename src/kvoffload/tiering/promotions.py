@@ -41,8 +41,8 @@ class Promotions:
         self._queue: dict[tuple[int, int], _Batch] = {}
         self._wanted_by: dict[OffloadKey, RequestState] = {}
         self._placed_since_touch = 0
-        self.refused: Counter[str] = Counter()
-        self.outcomes: Counter[str] = Counter()
+        self.refused = Counter({"claim_share": 0, "promotion_share": 0, "no_room": 0})
+        self.outcomes = Counter({"ok": 0, "failed": 0})
 
     def __repr__(self) -> str:
         return f"Promotions(in_flight={len(self._wanted_by)}, batches_queued={len(self._queue)})"

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both planes with tiers from a user's mapping: mistakes are sentences, and blocks survive a restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvoffload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+)
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
+from kvoffload.errors import ConfigError
+from kvoffload.specs import make_spec
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.spec import TieringOffloadingSpec
+
+PAGE_BYTES = 1024
+
+
+def layout(**changes: Any) -> EngineLayout:
+    group = KVGroupLayout(GroupKind.FULL_ATTENTION, 16, PAGE_BYTES)
+    known = {"groups": (group,), "hash_block_tokens": 16, "instance_id": "spec", "identity": {"model": "m"}}
+    return EngineLayout(**(known | changes))
+
+
+def spec(*tiers: dict[str, Any], of: EngineLayout | None = None, **values: Any) -> TieringOffloadingSpec:
+    config = {"cpu_bytes_to_use": 8 * PAGE_BYTES, "spec_name": "TieringOffloadingSpec", "secondary_tiers": list(tiers)}
+    made = make_spec(parse_config(config | values), of or layout())
+    assert isinstance(made, TieringOffloadingSpec)
+    return made
+
+
+class Engine:
+    """One process: a device of 16 blocks and the spec's two planes."""
+
+    def __init__(self, made: TieringOffloadingSpec) -> None:
+        self.spec = made
+        self.manager: OffloadingManager = made.get_manager()
+        self.pool = torch.zeros((16, PAGE_BYTES), dtype=torch.uint8)
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(self.pool, PAGE_BYTES)], [[CanonicalKVCacheRef(0, PAGE_BYTES)]]
+        )
+        self.handlers = made.get_handlers(caches)
+        self.request = ReqContext("r")
+        self.manager.on_new_request(self.request)
+
+    def store(self, names: list[OffloadKey], blocks: torch.Tensor) -> None:
+        self.pool[: len(names)] = blocks
+        output = self.manager.prepare_store(names, self.request)
+        assert output is not None
+        assert output.keys_to_store == names
+        source = GPULoadStoreSpec(range(len(names)), [len(names)], [0])
+        self.handlers["GPU", "CPU"].transfer_async(1, (source, output.store_spec))
+        self.handlers["GPU", "CPU"].wait([1])
+        self.manager.complete_store(names, self.request)
+
+    def find(self, names: list[OffloadKey]) -> int:
+        deadline = time.monotonic() + 30
+        while None in (answers := self.manager.lookup_prefix(names, self.request)):
+            self.manager.on_schedule_end()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return answers.index(False) if False in answers else len(answers)
+
+    def load(self, names: list[OffloadKey]) -> torch.Tensor:
+        target = GPULoadStoreSpec(range(8, 8 + len(names)), [len(names)], [0])
+        self.handlers["CPU", "GPU"].transfer_async(2, (self.manager.prepare_load(names, self.request), target))
+        self.handlers["CPU", "GPU"].wait([2])
+        self.manager.complete_load(names, self.request)
+        return self.pool[8 : 8 + len(names)]
+
+    def stop(self) -> None:
+        deadline = time.monotonic() + 30
+        self.manager.on_request_finished(self.request)
+        while self.manager.has_pending_work():
+            self.manager.on_schedule_end()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self.spec.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_are_left() -> Any:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def test_blocks_come_back_from_disk_after_a_restart(tmp_path: Path) -> None:
+    blocks = torch.randint(0, 256, (4, PAGE_BYTES), dtype=torch.uint8)
+    names = keys(1, 2, 3, 4)
+    tier = {"type": "fs", "path": str(tmp_path), "max_bytes": "1MiB"}
+    first = Engine(spec(tier))
+    first.store(names, blocks)
+    first.stop()
+    second = Engine(spec(tier))
+    assert second.find(names) == 4
+    assert torch.equal(second.load(names), blocks)
+    second.stop()
+
+
+def test_an_engine_that_lays_blocks_out_otherwise_does_not_find_them(tmp_path: Path) -> None:
+    names = keys(1, 2)
+    tier = {"type": "fs", "path": str(tmp_path)}
+    first = Engine(spec(tier))
+    first.store(names, torch.ones((2, PAGE_BYTES), dtype=torch.uint8))
+    first.stop()
+    other = Engine(spec(tier, of=layout(identity={"model": "m", "dtype": "fp8"})))
+    assert other.find(names) == 0
+    other.stop()
+
+
+def test_tiers_come_in_order_with_their_options() -> None:
+    made = spec(
+        {"type": "memory", "max_bytes": 64 * PAGE_BYTES, "offload_policy": "request_level"},
+        {"type": "memory"},
+        max_wait_s=3.0,
+        eviction_policy="arc",
+    )
+    manager = made.get_manager()
+    assert manager is made.get_manager()
+    assert manager.on_new_request(ReqContext("r")).policy is OffloadPolicy.REQUEST_LEVEL
+    manager.on_request_finished(ReqContext("r"))
+    made.shutdown()
+    made.shutdown()
+
+
+def test_without_tiers_it_is_the_primary_tier_alone() -> None:
+    engine = Engine(spec())
+    engine.store(keys(1), torch.ones((1, PAGE_BYTES), dtype=torch.uint8))
+    assert engine.find(keys(1, 2)) == 1
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("tier", "message"),
+    [
+        ({"type": "memry"}, r"'memry'.*Did you mean 'memory'"),
+        ({"type": "fs", "path": "x", "max_byte": 1}, r"'max_byte'.*Did you mean 'max_bytes'"),
+        ({"type": "fs"}, "path"),
+        ({"type": "fs", "path": "x", "max_bytes": "many"}, "no size"),
+        ({"type": "fs", "path": "x", "max_bytes": 10}, "too little"),
+        ({"type": "memory", "offload_policy": "all"}, "block_level, request_level"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_anything_is_touched(
+    tier: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        spec({"type": "memory"}, tier)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unstable_hashes_are_refused_for_persistent_tiers_only(tmp_path: Path) -> None:
+    unstable = layout(hashes_are_stable=False, unstable_hash_hint="Set PYTHONHASHSEED to a fixed number")
+    with pytest.raises(ConfigError, match="Set PYTHONHASHSEED to a fixed number"):
+        spec({"type": "fs", "path": str(tmp_path)}, of=unstable)
+    made = spec({"type": "memory"}, of=unstable)
+    made.get_manager()
+    made.shutdown()
+
+
+def test_tiers_without_tiering_are_refused() -> None:
+    with pytest.raises(ConfigError, match="TieringOffloadingSpec"):
+        make_spec(parse_config({"cpu_bytes_to_use": 8 * PAGE_BYTES, "secondary_tiers": [{"type": "memory"}]}), layout())
+
+
+def test_a_tier_that_cannot_be_built_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.tiering.factory import MemoryOptions
+
+    made = spec({"type": "memory"}, {"type": "memory", "threads": 2})
+    build = MemoryOptions.build
+
+    def fails_once(self: MemoryOptions, view: memoryview, namespace: str) -> Any:
+        if self.threads == 2:
+            raise OSError("no room")
+        return build(self, view, namespace)
+
+    monkeypatch.setattr(MemoryOptions, "build", fails_once)
+    with pytest.raises(OSError, match="no room"):
+        made.get_manager()
+    made.shutdown()
