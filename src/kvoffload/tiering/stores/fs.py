@@ -15,6 +15,7 @@ from kvoffload.tiering.stores.base import BlockStore, StoreStats
 from kvoffload.tiering.stores.fs_format import BlockFormat, directory_of, parse_name
 from kvoffload.tiering.stores.fs_io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs_publish import publish
 from kvoffload.tiering.stores.fs_space import Space
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep
 
@@ -186,26 +187,34 @@ class FileSystemStore(BlockStore):
         return [answers[wanted[path]] if path in wanted else answer for path, answer in zip(paths, answers)]
 
     def _put(self, path: str, key: OffloadKey, block: memoryview) -> bool:
-        """Writes one reserved block; whether it was new to this process."""
+        """Writes one reserved block; whether that made a file, rather than finding or replacing one."""
         stamp_ns = self._space.stamp()
-        temporary = self._workplace.new_path()
+        temporary, full = self._workplace.new_path(), self._full(path)
         try:
             self._io.write(temporary, key, block, stamp_ns)
             try:
-                os.rename(temporary, self._full(path))
+                is_new = publish(temporary, full)
             except FileNotFoundError:
                 self._make_directory(os.path.dirname(path))
-                os.rename(temporary, self._full(path))
-            except (IsADirectoryError, NotADirectoryError):
-                os.rmdir(self._full(path))  # not ours; an empty one may go
-                os.rename(temporary, self._full(path))
+                is_new = publish(temporary, full)
+            if not is_new:
+                self._replace(temporary, full)
         except OSError:
-            try:
-                os.unlink(temporary)
-            except OSError:
-                pass
+            _unlink_quietly(temporary)
             raise
-        return self._space.published(path, stamp_ns)
+        self._space.published(path, stamp_ns)
+        return is_new
+
+    def _replace(self, temporary: str, full: str) -> None:
+        """Something has the block's name: the same block, written by somebody else just now, or a broken file."""
+        if self._is_whole(full):
+            os.unlink(temporary)
+            return
+        try:
+            os.rename(temporary, full)
+        except IsADirectoryError:
+            os.rmdir(full)  # not ours; an empty one may go
+            os.rename(temporary, full)
 
     def _make_directory(self, path: str) -> None:
         if not os.path.isdir(self._root):
@@ -260,6 +269,13 @@ class FileSystemStore(BlockStore):
         except (FileNotFoundError, NotADirectoryError):
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size == self._layout.file_bytes
+
+
+def _unlink_quietly(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
 
 
 class _Trouble:

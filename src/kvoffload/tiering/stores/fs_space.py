@@ -134,19 +134,16 @@ class Space:
         except OSError:
             pass  # the count stays too high, which is safe
 
-    def published(self, path: str, stamp_ns: int) -> bool:
-        """A reserved file is in place. ``False`` if this process had put it there already (two threads wrote the
-        same block): then its bytes are to be given back."""
+    def published(self, path: str, stamp_ns: int) -> None:
+        """A reserved file is in place (or was there before, and the caller gives its bytes back)."""
         with self._lock:
             self._in_flight.pop(path, None)
             if self._max_bytes is None:
-                return True
-            is_new = path not in self._order
+                return
             self._order[path] = stamp_ns
             self._order.move_to_end(path)
             if self._removed_in_scan is not None:
                 self._removed_in_scan.discard(path)
-            return is_new
 
     def cancelled(self, path: str) -> None:
         """A reserved file will not come; the caller gives its bytes back."""
