@@ -135,6 +135,19 @@ def test_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: b
         assert err.count("\n") == 1
 
 
+def test_synthetic_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--max-requests", "200", "--processes", "1"]
+    code, out, _ = run(capsys, "simulate", "synthetic:chat:7", *small, "--policy", "lru")
+    assert code == 0
+    assert "synthetic-chat-7: 200 requests" in out
+    code, _, _ = run(capsys, "plan", "synthetic:agents", *small, "--hit-rate", "20")
+    assert code == 0
+    for name, words in (("synthetic:poems", "Unknown kind"), ("synthetic:chat:x", "seed is a number")):
+        code, _, err = run(capsys, "simulate", name)
+        assert code == 2
+        assert words in err
+
+
 def test_plan_buys_what_reaches_the_goal(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(

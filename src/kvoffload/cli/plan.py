@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from kvoffload.cli.simulate import token_bytes
+from kvoffload.cli.simulate import load_one, token_bytes
 from kvoffload.config import parse_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.load import load_trace
 from kvoffload.sim.model import kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
@@ -30,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines; plain, gzip or zstd.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines; plain, gzip or zstd. Or synthetic:KIND.")],
     hit_rate: Annotated[float | None, typer.Option(help="Goal: per cent of blocks hit, device included.")] = None,
     ttft: Annotated[float | None, typer.Option(help="Goal: seconds to the first token, at --quantile.")] = None,
     quantile: Annotated[str, typer.Option(help="p50, p90 or p99.")] = "p90",
@@ -70,7 +69,7 @@ def plan(
         raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
     else:
         per_token = token_bytes(model, kv_bytes)
-    loaded = load_trace(trace, block_tokens, max_requests)
+    loaded = load_one(trace, block_tokens, max_requests)
     block_bytes = per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
     if max_cpu_blocks == 0:

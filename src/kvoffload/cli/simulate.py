@@ -23,11 +23,13 @@ from kvoffload.sim.model import kv_bytes_per_token_of
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, size_text, table
 from kvoffload.sim.sweep import Report, sweep
+from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 
 __all__ = [
     "DEFAULT_SIZES",
     "capacities",
+    "load_one",
     "load_traces",
     "register",
     "run_sweeps",
@@ -44,7 +46,9 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="JSON lines; plain, gzip or zstd.")],
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="JSON lines; plain, gzip or zstd. Or synthetic:KIND.")
+    ],
     cpu: Annotated[str, typer.Option(help="Host memory: sizes, or % of the trace's footprint.")] = DEFAULT_SIZES,
     disk: Annotated[str, typer.Option(help="Disk tiers, likewise; 0 for none.")] = "0",
     gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks (of the trace) that the device keeps.")] = 0,
@@ -117,7 +121,18 @@ def token_bytes(model: Path | None, kv_bytes: str | None) -> int:
 
 
 def load_traces(paths: Sequence[Path], block_tokens: int | None, max_requests: int | None) -> list[Trace]:
-    return [load_trace(path, block_tokens, max_requests) for path in paths]
+    """Traces from files, or made up where the name is ``synthetic:KIND`` or ``synthetic:KIND:SEED``."""
+    return [load_one(path, block_tokens, max_requests) for path in paths]
+
+
+def load_one(path: Path, block_tokens: int | None, max_requests: int | None) -> Trace:
+    word, _, rest = str(path).partition(":")
+    if word != "synthetic":
+        return load_trace(path, block_tokens, max_requests)
+    kind, _, seed = rest.partition(":")
+    if not seed.isdecimal() and seed:
+        raise ConfigError(f"{path}: the seed is a number, as in 'synthetic:chat:7'.")
+    return synthesize(kind, max_requests or 4000, int(seed or 0))
 
 
 def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:

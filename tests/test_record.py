@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.errors import ConfigError
+from kvoffload.record import TraceRecorder
+from kvoffload.sim.load import load_trace
+
+
+def keys(*names: str) -> list[OffloadKey]:
+    return [make_offload_key(name.encode() * 8, 0) for name in names]
+
+
+def test_what_was_recorded_can_be_loaded(tmp_path: Path) -> None:
+    recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=100)
+    recorder.arrived("a", 50.0, keys("p", "q"), 230)
+    recorder.arrived("b", 50.5, keys("p", "r", "s"), 350, session="talk")
+    recorder.arrived("a", 50.6, keys("z"), 130)
+    recorder.finished("b", 7)
+    assert recorder.num_written == 0  # in order of arrival, and a is not finished
+    recorder.finished("a", 5)
+    assert recorder.num_written == 2
+    recorder.finished("nobody", 5)
+    recorder.arrived("c", 49.0, keys("p"), 199)  # a clock that went back
+    recorder.close()
+    recorder.close()
+    recorder.arrived("d", 60.0, keys("p"), 199)
+    trace = load_trace(recorder.path)
+    assert trace.block_tokens == 100
+    assert trace.times_s.tolist() == [0, 0.5, 0.5]
+    assert trace.ids.tolist() == [0, 1, 0, 2, 3, 0]
+    assert trace.output_tokens.tolist() == [5, 7, 0]
+    assert trace.sessions.tolist() == [-1, 0, -1]
+
+
+def test_holds_hashes_and_lengths_only(tmp_path: Path) -> None:
+    recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=16)
+    recorder.arrived("secret request id", 1.0, keys("p"), 17)
+    recorder.close()
+    (line,) = recorder.path.read_text().splitlines()
+    assert set(json.loads(line)) == {"timestamp", "input_length", "output_length", "block_tokens", "hash_ids"}
+    assert "secret" not in line
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    device = Path("/dev/full")
+    if not device.exists():
+        pytest.skip("needs /dev/full")
+    recorder = TraceRecorder(device, block_tokens=16)
+    for number in range(2000):
+        recorder.arrived(str(number), float(number), keys("p", "q"), 33)
+        recorder.finished(str(number), 1)
+    recorder.close()
+    assert len(caplog.records) == 1
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be recorded"):
+        TraceRecorder(tmp_path / "no" / "t.jsonl", 16)
+    with pytest.raises(ConfigError, match="positive"):
+        TraceRecorder(tmp_path / "t.jsonl", 0)
