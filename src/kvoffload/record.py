@@ -44,8 +44,8 @@ class TraceRecorder:
 
     ``keys`` are prefix-chained, head to tail; the whole blocks of the prompt. A line is written once the request and
     all before it have finished (so memory holds what is being served now), or by ``close``. Times count from the
-    first request's. A file that cannot be opened raises ``ConfigError``; once open, trouble with it ends the recording with
-    a warning and never disturbs the caller.
+    first request's. A file that cannot be opened raises ``ConfigError``; once open, trouble with it ends the
+    recording with a warning and never disturbs the caller.
     """
 
     def __init__(self, path: str | Path, block_tokens: int) -> None:
