@@ -172,6 +172,37 @@ def test_a_prompt_larger_than_the_tier_is_stored_from_its_head() -> None:
     assert stored(meta) == [list(range(8))], "32 refused, 8 accepted, the rest refused for now"
 
 
+def test_a_prompt_larger_than_the_tier_does_not_drive_out_its_own_head() -> None:
+    rig = Rig(num_blocks=10)
+    request = rig.arrive(Request("r", 4 * 32))
+    rig.ask(request)
+    rig.alloc(request, range(32))
+    for tokens in range(16, 4 * 32 + 1, 16):  # prefill in chunks, stores end at once
+        rig.end(*rig.step(rig.run(request, range(32), computed=tokens - 16, tokens=tokens)).stores)
+    rig.finish(request)
+    # The third chunk of four drove out two blocks of the first, from its tail; after that no more were offered.
+    assert len(rig.manager.offered) == 3
+    assert rig.ask(rig.arrive(Request("again", 4 * 32))) == (4 * 2, True)
+
+
+def test_the_next_admission_offers_again() -> None:
+    rig = Rig(num_blocks=4)
+    request = Request("r", 16)
+    rig.end(*rig.admit(request, range(4)).stores)
+    request.num_tokens = 20
+    (store,) = rig.step(rig.run(request, [4], computed=16, new=False)).stores
+    rig.end(store)
+    request.num_tokens = 24
+    assert rig.step(rig.run(request, [5], computed=20, new=False)).stores == ()
+    rig.step(preempted=["r"])
+    assert rig.ask(request) == (12, True), "what its fifth block drove out was its fourth"
+    rig.alloc(request, range(6), external=12)
+    rig.end(*rig.step().loads)
+    rig.alloc(request, range(6))
+    rig.step(rig.run(request, range(6), computed=12))
+    assert rig.manager.offered[-1] == [key(3), key(4), key(5)]
+
+
 def test_a_full_tier_costs_few_calls_each_of_one_block() -> None:
     rig = Rig(num_blocks=4)
     fill_and_pin(rig, 4)

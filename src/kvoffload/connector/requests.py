@@ -24,6 +24,8 @@ class GroupState:
     gpu_block_ids: list[int] = field(default_factory=list)
     cursor: int = 0
     """Blocks before this one were offered to ``prepare_store``, or came from a hit, or left the device unoffered."""
+    num_owned: int = 0
+    """Keys that ``RequestOffloadState.owns_any`` knows already."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,8 @@ class RequestOffloadState:
     """No block can be offered before so many tokens are computed: the one comparison of an idle step."""
     offer_blocks: int = UNLIMITED
     """Blocks per group to offer at once. Cut down by refusals, so that a full tier costs O(1) a step."""
+    eats_itself: bool = False
+    """A store of it evicted another block of it: the tier is smaller than its prefix, so it offers no more."""
     load_job: int | None = None
     jobs: set[int] = field(default_factory=set)
     """Ids of jobs in flight: one load, or any number of stores."""
@@ -52,6 +56,7 @@ class RequestOffloadState:
     asked: bool = False
     """The engine asked for hits, and has not told yet which GPU blocks it allocated upon the answer."""
     finished: bool = False
+    _own_keys: set[OffloadKey] = field(default_factory=set)
 
     @property
     def request_id(self) -> str:
@@ -80,7 +85,17 @@ class RequestOffloadState:
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             for group, state in zip(geometry, self.groups, strict=True):
                 state.cursor = hit_tokens // group.block_tokens
+        self.eats_itself = False
         self.wait_for_next_block(geometry)
+
+    def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether any of ``keys`` is of this request's prefix. O(keys), after the first time."""
+        if not keys:
+            return False
+        for state in self.groups:
+            self._own_keys.update(state.keys[state.num_owned :])
+            state.num_owned = len(state.keys)
+        return not self._own_keys.isdisjoint(keys)
 
     def wait_for_next_block(self, geometry: Sequence[GroupGeometry]) -> None:
         self.next_offer_tokens = min(

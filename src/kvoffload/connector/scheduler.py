@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 
 from kvoffload.base import (
@@ -12,7 +11,6 @@ from kvoffload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
-    PrepareStoreOutput,
     ReqContext,
 )
 from kvoffload.config import EngineLayout, OffloadingConfig
@@ -21,14 +19,12 @@ from kvoffload.connector.groups import GroupGeometry, geometry_of
 from kvoffload.connector.jobs import Direction, Job, JobTable
 from kvoffload.connector.lookup import find_hit
 from kvoffload.connector.messages import ConnectorMeta, StepOutcome, TransferJob, WorkerReport
-from kvoffload.connector.requests import UNLIMITED, GroupState, RequestOffloadState
-from kvoffload.connector.stores import Offer, plan_offer, select_source
+from kvoffload.connector.offers import StoreOffers
+from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.errors import TransferError
 from kvoffload.metrics import Sample, Stats, add_stats
 
 __all__ = ["OffloadingConnectorScheduler"]
-
-logger = logging.getLogger(__name__)
 
 
 class OffloadingConnectorScheduler:
@@ -42,9 +38,9 @@ class OffloadingConnectorScheduler:
     def __init__(self, manager: OffloadingManager, layout: EngineLayout, config: OffloadingConfig) -> None:
         self._manager = manager
         self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
-        self._prompt_only = config.offload_prompt_only
         self._requests: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(layout.num_ranks)
+        self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only)
         self._epoch = 0
         # Decided since the last build_connector_meta, for the next one.
         self._loads: list[TransferJob] = []
@@ -231,7 +227,7 @@ class OffloadingConnectorScheduler:
                 self._take_new_blocks(state, scheduled)
             done_tokens = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
             if state is not None and done_tokens >= state.next_offer_tokens and state.load_job is None:
-                self._offer(state, scheduled.num_computed_tokens, done_tokens, stores)
+                stores += self._offers.offer(state, scheduled.num_computed_tokens, done_tokens, self._epoch)
         self._manager.on_schedule_end()
         meta = ConnectorMeta(tuple(self._loads), tuple(stores), frozenset(self._flushes), tuple(self._lost_loads))
         for transfer in (*meta.loads, *meta.stores, *meta.lost_loads):
@@ -261,59 +257,6 @@ class OffloadingConnectorScheduler:
         for job_id in job_ids:
             self._flushes.add(job_id)
             self._count(("fenced_jobs",))
-
-    def _offer(
-        self, state: RequestOffloadState, computed_tokens: int, done_tokens: int, stores: list[TransferJob]
-    ) -> None:
-        """Offers the blocks that are full at the end of this step, in as many portions as find room."""
-        limit = min(done_tokens, state.request.num_tokens)
-        if self._prompt_only:
-            limit = min(limit, state.request.num_prompt_tokens)
-        state.extend_keys(self._geometry)
-        refused = self._offer_portions(state, computed_tokens, limit, stores)
-        if refused:
-            # Not again before the request has filled another block: a full tier must not cost a call every step.
-            least = min(group.block_tokens for group in self._geometry)
-            state.next_offer_tokens = (done_tokens // least + 1) * least
-        elif self._prompt_only and limit == state.request.num_prompt_tokens:
-            state.next_offer_tokens = UNLIMITED
-        else:
-            state.wait_for_next_block(self._geometry)
-
-    def _offer_portions(
-        self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
-    ) -> bool:
-        """Offers all, or what the tier has room for, head first; whether it refused the rest.
-
-        A refused portion is cut to a quarter, an accepted one lets the next be four times larger, so a long prompt in a
-        nearly full tier takes logarithmically many calls, and a request that met a full one begins with a single block.
-        """
-        accepted = False
-        while offer := plan_offer(self._geometry, state, computed_tokens, limit_tokens):
-            output = self._manager.prepare_store(offer.keys, state.context) if offer.blocks else None
-            if offer.blocks and output is None:
-                state.offer_blocks = max(1, offer.largest // 4)
-                if accepted or offer.largest == 1:
-                    return True
-                continue
-            accepted = True
-            state.offer_blocks = min(UNLIMITED, state.offer_blocks * 4)
-            for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
-                group_state.cursor = cursor
-            if output is not None and output.keys_to_store:
-                self._begin_store(state, offer, output, stores)
-        return False
-
-    def _begin_store(
-        self, state: RequestOffloadState, offer: Offer, output: PrepareStoreOutput, stores: list[TransferJob]
-    ) -> None:
-        source = select_source(self._geometry, offer, output.keys_to_store)
-        if source is None:
-            logger.error("A manager prepared blocks that were not offered, or in another order; they are not stored.")
-            self._manager.complete_store(output.keys_to_store, state.context, success=False)
-            return
-        job = self._jobs.begin(Direction.STORE, state, output.keys_to_store, source.block_ids.tolist(), self._epoch)
-        stores.append(TransferJob(job.job_id, state.request_id, source, output.store_spec))
 
     # ------------------------------------------------------------------------------------------ ends of jobs
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offering a request's blocks to the manager, and turning what it takes into store jobs. Scheduler thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvoffload.base import OffloadingManager, OffloadPolicy, PrepareStoreOutput
+from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.jobs import Direction, JobTable
+from kvoffload.connector.messages import TransferJob
+from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
+from kvoffload.connector.stores import Offer, plan_offer, select_source
+
+__all__ = ["StoreOffers"]
+
+logger = logging.getLogger(__name__)
+
+
+class StoreOffers:
+    """Offers full blocks head first, in portions that find room, and knows when not to ask.
+
+    A refused portion is cut to a quarter and an accepted one lets the next be four times larger. So a long prompt in
+    a nearly full tier takes logarithmically many calls, and a full tier costs one call of one block per filled block.
+    """
+
+    def __init__(
+        self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], jobs: JobTable, prompt_only: bool
+    ) -> None:
+        self._manager = manager
+        self._geometry = geometry
+        self._jobs = jobs
+        self._prompt_only = prompt_only
+        self._least_tokens = min(group.block_tokens for group in geometry)
+
+    def offer(
+        self, state: RequestOffloadState, computed_tokens: int, done_tokens: int, epoch: int
+    ) -> list[TransferJob]:
+        """Offers the blocks that are full once this step has computed up to ``done_tokens``; the stores for its end.
+
+        Also decides when the request has something to offer again. Blocks the manager has no room for are offered anew
+        when the request has filled another one.
+        """
+        limit = min(done_tokens, state.request.num_tokens)
+        if self._prompt_only:
+            limit = min(limit, state.request.num_prompt_tokens)
+        state.extend_keys(self._geometry)
+        stores: list[TransferJob] = []
+        if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
+            # Not in every step: a full tier must not cost a call each.
+            state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
+        elif state.eats_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
+            state.next_offer_tokens = UNLIMITED
+        else:
+            state.wait_for_next_block(self._geometry)
+        return stores
+
+    def _offer_portions(
+        self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, epoch: int, stores: list[TransferJob]
+    ) -> bool:
+        """Whether there is nothing left to offer, as opposed to no room for it."""
+        accepted = False
+        while not state.eats_itself and (offer := plan_offer(self._geometry, state, computed_tokens, limit_tokens)):
+            output = self._manager.prepare_store(offer.keys, state.context) if offer.blocks else None
+            if offer.blocks and output is None:
+                state.offer_blocks = max(1, offer.largest // 4)
+                if accepted or offer.largest == 1:
+                    return False
+                continue
+            accepted = True
+            state.offer_blocks = min(UNLIMITED, state.offer_blocks * 4)
+            if output is not None and output.keys_to_store:
+                self._begin_store(state, offer, output, epoch, stores)
+                # A prompt longer than the tier: its tail is worth nothing without the head that it drives out.
+                state.eats_itself = state.policy is OffloadPolicy.BLOCK_LEVEL and state.owns_any(output.evicted_keys)
+            for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
+                group_state.cursor = cursor
+        return True
+
+    def _begin_store(
+        self,
+        state: RequestOffloadState,
+        offer: Offer,
+        output: PrepareStoreOutput,
+        epoch: int,
+        stores: list[TransferJob],
+    ) -> None:
+        source = select_source(self._geometry, offer, output.keys_to_store)
+        if source is None:
+            logger.error("A manager prepared blocks that were not offered, or in another order; they are not stored.")
+            self._manager.complete_store(output.keys_to_store, state.context, success=False)
+            return
+        job = self._jobs.begin(Direction.STORE, state, output.keys_to_store, source.block_ids.tolist(), epoch)
+        stores.append(TransferJob(job.job_id, state.request_id, source, output.store_spec))
