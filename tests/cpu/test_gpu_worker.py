@@ -111,10 +111,21 @@ def _rows(*rows: int) -> CPULoadStoreSpec:
         (torch.zeros((4, 64), dtype=torch.uint8).T, 4, "contiguous pages"),
         (torch.zeros((4, 64), dtype=torch.uint8), 65, "does not fit a tensor row"),
         (torch.zeros((4, 64, 1), dtype=torch.uint8), 64, "num_blocks, page_bytes"),
-        (torch.zeros((4, 256), dtype=torch.uint8), 256, "does not fit the region's rows"),
+        (torch.zeros((4, 256), dtype=torch.uint8), 256, "the engine's layout has 128"),
     ],
 )
 def test_layouts_that_cannot_be_copied_are_refused(tensor: torch.Tensor, page: int, message: str) -> None:
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(0, page)]])
     with pytest.raises(LayoutError, match=message):
         copy_layout(caches, memoryview(bytearray(256)).cast("B", (2, 128)), 1, 0)
+
+
+def test_a_slice_that_would_overwrite_the_next_ranks_bytes_is_refused() -> None:
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(torch.zeros((4, 65), dtype=torch.uint8), 65)], [[CanonicalKVCacheRef(0, 65)]]
+    )
+    view = memoryview(bytearray(256)).cast("B", (2, 128))
+    with pytest.raises(LayoutError, match="take 65 bytes on this rank, and the engine's layout has 64"):
+        copy_layout(caches, view, 1, 0, 64)
+    with pytest.raises(LayoutError, match="leaves rows of 128 bytes"):
+        copy_layout(caches, view, 1, 64, 65)

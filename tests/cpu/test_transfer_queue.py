@@ -115,6 +115,18 @@ def test_what_raises_is_a_failed_job_and_the_next_ones_go_on(queue: TransferQueu
     assert queue.take_finished(STORE) == []
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
+def test_no_error_takes_a_copying_thread_down(queue: TransferQueue, error: type[BaseException]) -> None:
+    def part() -> None:
+        raise error
+
+    for job in range(4):
+        queue.submit(job, LOAD, extent({1}, {job}), lambda: Copy([part, part], 7))
+    queue.submit(4, LOAD, extent({1}, {4}), lambda: Copy([lambda: None], 7))
+    queue.wait(range(5))
+    assert ends(queue, LOAD) == {0: False, 1: False, 2: False, 3: False, 4: True}
+
+
 def test_an_id_that_is_open_already_fails_and_does_not_disturb_the_first(queue: TransferQueue) -> None:
     gate = Gate([], "only")
     queue.submit(1, STORE, extent({1}, {1}), gate.plan)

@@ -28,16 +28,17 @@ def make_handlers(
     kv_view: memoryview,
     factor: int,
     slice_start: int = 0,
+    slice_bytes: int | None = None,
     num_threads: int | None = None,
 ) -> dict[tuple[str, str], OffloadingHandler]:
     """Handlers for both directions between ``kv_caches`` and the rows of ``kv_view``.
 
     ``kv_view`` is ``SharedOffloadRegion.create_kv_memoryview()``, (num_blocks, block_bytes); this rank's slice of
-    each row begins at byte ``slice_start``. ``factor`` is GPU blocks per offloaded block. The handlers keep
-    ``kv_caches``' tensors and the view alive until ``shutdown``. KV caches in host memory are copied by the ``host``
-    backend, those on a CUDA device by the ``cuda`` one.
+    each row is the ``slice_bytes`` from byte ``slice_start`` on (by default all that follows). ``factor`` is GPU blocks
+    per offloaded block. The handlers keep ``kv_caches``' tensors and the view alive until ``shutdown``. KV caches in
+    host memory are copied by the ``host`` backend, those on a CUDA device by the ``cuda`` one.
     """
-    layout = copy_layout(kv_caches, kv_view, factor, slice_start)
+    layout = copy_layout(kv_caches, kv_view, factor, slice_start, slice_bytes)
     devices = {tensor.tensor.device.type for tensor in kv_caches.tensors}
     if devices == {"cuda"}:
         from kvoffload.cpu.copy.cuda import make_cuda_handlers
@@ -54,11 +55,18 @@ def make_handlers(
     return {("GPU", "CPU"): store, ("CPU", "GPU"): load}
 
 
-def copy_layout(kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, slice_start: int) -> CopyLayout:
-    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit a row's slice."""
+def copy_layout(
+    kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, slice_start: int, slice_bytes: int | None = None
+) -> CopyLayout:
+    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit this rank's slice: what
+    sticks out would overwrite the next rank's bytes."""
     shape = kv_view.shape
     assert shape is not None
     num_rows, row_bytes = shape
+    if slice_bytes is None:
+        slice_bytes = row_bytes - slice_start
+    if slice_start < 0 or slice_start + slice_bytes > row_bytes:
+        raise LayoutError(f"A slice of {slice_bytes} bytes from {slice_start} on leaves rows of {row_bytes} bytes.")
     groups = []
     for refs in kv_caches.group_data_refs:
         pages = []
@@ -66,9 +74,11 @@ def copy_layout(kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, 
             tensor = kv_caches.tensors[ref.tensor_idx].tensor
             _check_tensor(tensor, ref.page_size_bytes)
             pages.append(PageRef(tensor.data_ptr(), tensor.stride(0), tensor.shape[0], ref.page_size_bytes))
-        needed = slice_start + factor * sum(page.page_bytes for page in pages)
-        if needed > row_bytes:
-            raise LayoutError(f"A block of {needed} bytes does not fit the region's rows of {row_bytes} bytes.")
+        needed = factor * sum(page.page_bytes for page in pages)
+        if needed > slice_bytes:
+            raise LayoutError(
+                f"The KV cache's blocks take {needed} bytes on this rank, and the engine's layout has {slice_bytes}."
+            )
         groups.append(tuple(pages))
     address = np.frombuffer(kv_view.cast("B"), dtype=np.uint8).ctypes.data if num_rows * row_bytes else 0
     return CopyLayout(tuple(groups), factor, address + slice_start, row_bytes, num_rows)
@@ -121,5 +131,6 @@ class HostHandler(OffloadingHandler):
 
     def _plan(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Copy:
         runs = plan_runs(self._layout, gpu, cpu)
+        runs = runs.in_order_of(runs.device if self._direction is Direction.STORE else runs.host)
         parts = runs.split(self._queue.num_threads)
         return Copy([functools.partial(self._copy_runs, part) for part in parts], runs.num_bytes)

@@ -72,6 +72,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             self.region.create_kv_memoryview(),
             self.block_size_factor,
             slice_start=self.layout.rank * slice_bytes,
+            slice_bytes=slice_bytes,
         )
         return self._handlers
 

@@ -179,8 +179,9 @@ class TransferQueue:
         failed = False
         try:
             part()
-        except Exception:
-            # The one boundary of a copying thread: whatever it was, the job failed and its blocks are a miss.
+        except BaseException:
+            # The one boundary of a copying thread: whatever it was, the job failed and its blocks are a miss. A thread
+            # that died of it would leave the job open, and ``wait`` would never return.
             logger.exception("Transfer %d failed.", job.job_id)
             failed = True
         with self._lock:
