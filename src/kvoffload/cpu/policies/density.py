@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -55,6 +56,8 @@ class DensityCachePolicy(CachePolicy):
         self._model = HitDensity(cache_capacity)
         self._past_uses = UseCounts(cache_capacity * 3 // 2)
         self._blocks: dict[OffloadKey, BlockStatus] = {}
+        # The dict's own method: it is called several times per block, and a call between costs as much as the rest.
+        self.get = self._blocks.get  # type: ignore[method-assign, assignment]
         # By slot: the class (with the _SAMPLED bit), and the time of the last use.
         self._classes = bytearray()
         self._last_uses = array("q")
@@ -68,26 +71,38 @@ class DensityCachePolicy(CachePolicy):
     def get(self, key: OffloadKey) -> BlockStatus | None:
         return self._blocks.get(key)
 
+    def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
+        return list(map(self._blocks.get, keys))
+
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        slot = block.block_id
-        if slot >= len(self._classes):
-            missing = slot + 1 - len(self._classes)
-            self._classes.extend(bytes(missing))
-            self._last_uses.extend([0] * missing)
-        digest = xxhash.xxh3_64_intdigest(key)
-        class_ = min(self._past_uses.recall(digest), _TOP)
-        self._now += 1
-        self._last_uses[slot] = self._now
-        self._blocks[key] = block
-        self._orders[class_].blocks[key] = block
-        if digest & self._model.sample_mask:
-            self._classes[slot] = class_
-        else:
-            self._classes[slot] = class_ | _SAMPLED
-            self._model.used(key, class_, self._now)
+        self.insert_all((key,), (block,))
+
+    def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
+        last_uses, classes, orders, now = self._last_uses, self._classes, self._orders, self._now
+        missing = max((block.block_id for block in blocks), default=-1) + 1 - len(classes)
+        if missing > 0:
+            classes.extend(bytes(missing))
+            last_uses.extend([0] * missing)
+        recall, mask, digest_of = self._past_uses.recall, self._model.sample_mask, xxhash.xxh3_64_intdigest
+        for key, block in zip(keys, blocks):
+            slot = block.block_id
+            digest = digest_of(key)
+            class_ = recall(digest)
+            now += 1
+            last_uses[slot] = now
+            orders[class_].blocks[key] = block
+            if digest & mask:
+                classes[slot] = class_
+            else:
+                classes[slot] = class_ | _SAMPLED
+                self._model.used(key, class_, now)
+        self._blocks.update(zip(keys, blocks))
+        self._now = now
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         get, classes, last_uses, orders, now = self._blocks.get, self._classes, self._last_uses, self._orders, self._now
+        top = orders[_TOP].blocks
+        move_top = top.move_to_end
         for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
             block = get(key)
             if block is None:
@@ -96,6 +111,9 @@ class DensityCachePolicy(CachePolicy):
             now += 1
             last_uses[slot] = now
             state = classes[slot]
+            if state == _TOP and key in top:  # not sampled, and no class to rise to
+                move_top(key)
+                continue
             class_ = state & _TOP
             order = orders[class_]
             if block.pins >= 0:
@@ -134,27 +152,48 @@ class DensityCachePolicy(CachePolicy):
             fronts.remove(best)
             until = best.until(min(fronts, default=None))
             order = orders[best.class_]
-            item: tuple[OffloadKey, BlockStatus] | None = best.item
-            while item is not None and last_uses[item[1].block_id] <= until:
-                order.drop(item[0])
-                victims.append(item)
-                if len(victims) == n:
-                    break
-                item = order.head(protected)
+            if order.parked:
+                item: tuple[OffloadKey, BlockStatus] | None = best.item
+                while item is not None and len(victims) < n and last_uses[item[1].block_id] <= until:
+                    order.drop(item[0])
+                    victims.append(item)
+                    item = order.head(protected)
             else:
-                if item is not None:
-                    fronts.append(self._front_of(best.class_, item))
+                self._pop(order.blocks, n, until, protected, victims)
+                item = order.head(protected) if len(victims) < n else None
+            if len(victims) < n and item is not None:
+                fronts.append(self._front_of(best.class_, item))
         if len(victims) < n:
             self._undo(victims)
             return None
         for order in orders:
             order.settle()
-        remember, classes, blocks = self._past_uses.remember, self._classes, self._blocks
+        forget, classes, remember = self._blocks.__delitem__, self._classes, self._past_uses.remember
         digest_of = xxhash.xxh3_64_intdigest
         for key, block in victims:
-            del blocks[key]
+            forget(key)
             remember(digest_of(key), (classes[block.block_id] & _TOP) + 1)
         return victims
+
+    def _pop(
+        self,
+        blocks: OrderedDict[OffloadKey, BlockStatus],
+        n: int,
+        until: float,
+        protected: Collection[OffloadKey],
+        victims: Victims,
+    ) -> None:
+        """Moves the first blocks to ``victims``, up to ``n`` there, while they may go and were used by ``until``."""
+        pop, take, last_uses, missing = blocks.popitem, victims.append, self._last_uses, n - len(victims)
+        while blocks and missing:
+            item = pop(False)
+            key, block = item
+            if block.pins or key in protected or last_uses[block.block_id] > until:
+                blocks[key] = block
+                blocks.move_to_end(key, last=False)
+                return
+            take(item)
+            missing -= 1
 
     def _front(self, class_: int, protected: Collection[OffloadKey]) -> _Front | None:
         order = self._orders[class_]

@@ -40,24 +40,31 @@ class UseCounts:
         if self._held >= self.size:
             self._young, self._old = self._empty(), self._young
             self._held = 0
-        table, tag = self._young, digest & _TAG_MASK | _COUNT_MASK
+        table, tag = self._young, digest & _TAG_MASK
         at = (digest >> 32) % self._slots
-        while (word := table[at]) and word | _COUNT_MASK != tag:
+        if not table[at]:  # nearly always
+            self._held += 1
+            table[at] = tag | (count if count < _COUNT_MASK else _COUNT_MASK)
+            return
+        while (word := table[at]) and word & _TAG_MASK != tag:
             at = at + 1 if at + 1 < self._slots else 0
         if not word:
             self._held += 1
-        table[at] = tag & ~_COUNT_MASK | min(count, _COUNT_MASK)
+        table[at] = tag | (count if count < _COUNT_MASK else _COUNT_MASK)
 
     def recall(self, digest: int) -> int:
         """The count last remembered, or 0."""
-        tag = digest & _TAG_MASK | _COUNT_MASK
         start = (digest >> 32) % self._slots
-        for table in (self._young, self._old):
-            at = start
-            while word := table[at]:
-                if word | _COUNT_MASK == tag:
-                    return word & _COUNT_MASK
-                at = at + 1 if at + 1 < self._slots else 0
+        young, old = self._young, self._old
+        if young[start] and (count := self._probe(young, start, digest & _TAG_MASK)):
+            return count
+        return self._probe(old, start, digest & _TAG_MASK) if old[start] else 0
+
+    def _probe(self, table: array[int], at: int, tag: int) -> int:
+        while word := table[at]:
+            if word & _TAG_MASK == tag:
+                return word & _COUNT_MASK
+            at = at + 1 if at + 1 < self._slots else 0
         return 0
 
     def clear(self) -> None:
