@@ -157,6 +157,32 @@ def test_kill_9_in_the_middle_of_the_start_is_cleaned_up_by_the_next_one(name: s
     again.close()
 
 
+STUCK = """
+import sys
+from kvoffload.cpu import region
+def stuck(descriptor, size):
+    print("made", flush=True)
+    sys.stdin.readline()
+region.mmap.mmap = stuck
+region.SharedOffloadRegion.shared(sys.argv[1], 8, 4096, num_processes=2)
+"""
+
+
+def test_kill_9_while_the_segment_is_being_made_does_not_stop_the_next_start(name: str) -> None:
+    partner = subprocess.Popen(
+        [sys.executable, "-c", STUCK, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert partner.stdout is not None
+    assert partner.stdout.readline() == "made\n"
+    assert len(leftovers()) == 1
+    with pytest.raises(CapacityError, match="held the lock"):
+        SharedOffloadRegion.shared(name, 8, 4096, num_processes=2, timeout_s=0.05)
+    kill(partner)
+    both = [SharedOffloadRegion.shared(name, 8, 4096, num_processes=2) for _ in range(2)]
+    for region in both:
+        region.close()
+
+
 def test_a_start_in_progress_is_never_reclaimed(name: str) -> None:
     partner = start_partner(name, 2, 1)
     other = SharedOffloadRegion.shared(name + "-other", 2, 4096, num_processes=1)

@@ -138,3 +138,17 @@ def test_more_groups_than_the_layout_has_are_refused() -> None:
     layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
     with pytest.raises(TransferError, match="2 groups"):
         plan_runs(layout, GPULoadStoreSpec([0, 0], [1, 1], [0, 0]), CPULoadStoreSpec([0, 1]))
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), max_size=8),
+    piece_bytes=st.integers(1, 100),
+)
+def test_cut_runs_hold_the_same_bytes_and_none_crosses_a_piece(runs: list[tuple[int, int]], piece_bytes: int) -> None:
+    starts, lengths = (np.array([run[side] for run in runs], dtype=np.int64) for side in (0, 1))
+    whole = Runs(starts * 3 + 7, REGION + starts, lengths)
+    cut = whole.cut_at_pieces_of(piece_bytes, REGION)
+    assert bytes_of(cut) == bytes_of(whole)
+    assert (cut.lengths > 0).all()
+    offsets = cut.host - REGION
+    assert (offsets // piece_bytes == (offsets + cut.lengths - 1) // piece_bytes).all()

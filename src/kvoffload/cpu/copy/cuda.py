@@ -8,6 +8,7 @@ same slots or GPU blocks. Nothing here waits on the host except ``wait`` and ``s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Collection
@@ -32,18 +33,20 @@ class PinnedRegion:
     """A region's bytes as a host tensor, page-locked for the device where that works.
 
     Pinned in pieces of at most 64 GiB, because one call for hundreds of GiB fails; where pinning fails the bytes stay
-    pageable, which is slower but right, and the pending device error is cleared.
+    pageable, which is slower but right, and the pending device error is cleared. A copy must stay within one piece:
+    the runtime refuses ranges that span two registrations (``Runs.cut_at_pieces_of``).
     """
 
     def __init__(self, kv_view: memoryview, piece_bytes: int = _LARGEST_PIECE_BYTES) -> None:
         self.tensor = torch.from_numpy(np.frombuffer(kv_view.cast("B"), dtype=np.uint8))
+        self.piece_bytes = piece_bytes
         self._pieces: list[int] = []
         runtime = torch.cuda.cudart()
         address, size = self.tensor.data_ptr(), self.tensor.numel()
         for start in range(0, size, piece_bytes):
             code = int(runtime.cudaHostRegister(address + start, min(piece_bytes, size - start), 0))
             if code:
-                runtime.cudaGetLastError()
+                _clear_pending_error()
                 logger.warning(
                     "Pinning %d bytes of host memory failed (CUDA error %d); copies use slower, pageable memory.",
                     size,
@@ -62,6 +65,15 @@ class PinnedRegion:
         pieces, self._pieces = self._pieces, []
         for address in pieces:
             torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _clear_pending_error() -> None:
+    """Has the runtime's last error raised here, where it means nothing, instead of in the engine's next kernel.
+
+    torch's binding of the runtime has no ``cudaGetLastError``, but every kernel launch asks for it, which clears it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
 
 
 @dataclass(eq=False, slots=True)
@@ -97,6 +109,7 @@ class _Device:
     def views(self, runs: Runs) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device bytes, host bytes) of each run."""
         host_base = self.region.tensor.data_ptr()
+        runs = runs.cut_at_pieces_of(self.region.piece_bytes, host_base)
         pairs = []
         for device, host, length in zip(runs.device.tolist(), runs.host.tolist(), runs.lengths.tolist(), strict=True):
             pairs.append((self._device_bytes(device, length), self.region.tensor[host - host_base :][:length]))
@@ -149,15 +162,25 @@ class CudaHandler(OffloadingHandler):
     def get_finished(self) -> list[TransferResult]:
         results = [TransferResult(job_id, success=False) for job_id in self._failed]
         self._failed = []
-        while self._open and self._open[0].end.query():
-            job = self._open.popleft()
-            results.append(TransferResult(job.job_id, True, job.num_bytes, job.start.elapsed_time(job.end) / 1e3))
+        while self._open:
+            job = self._open[0]
+            try:
+                if not job.end.query():
+                    break
+                result = TransferResult(job.job_id, True, job.num_bytes, job.start.elapsed_time(job.end) / 1e3)
+            except RuntimeError:
+                # A broken device answers every question with its first error: the transfer failed, whichever it was.
+                logger.exception("Transfer %d failed.", job.job_id)
+                result = TransferResult(job.job_id, success=False)
+            self._open.popleft()
+            results.append(result)
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
         for job in self._open:
             if job.job_id in job_ids:
-                job.end.synchronize()
+                with contextlib.suppress(RuntimeError):  # told by get_finished
+                    job.end.synchronize()
 
     def shutdown(self) -> None:
         if self._closed:

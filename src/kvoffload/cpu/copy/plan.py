@@ -72,6 +72,20 @@ class Runs:
         order = np.argsort(addresses, kind="stable")
         return Runs(self.device[order], self.host[order], self.lengths[order])
 
+    def cut_at_pieces_of(self, piece_bytes: int, region_address: int) -> Runs:
+        """The same bytes in runs of which none crosses a multiple of ``piece_bytes`` on the host side, counted from
+        ``region_address``; a run longer than a piece is cut more than once."""
+        starts = self.host - region_address
+        counts = (starts + self.lengths - 1) // piece_bytes - starts // piece_bytes + 1
+        if not (counts > 1).any():
+            return self
+        run = np.repeat(np.arange(len(counts)), counts)
+        nth = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+        edges = (starts[run] // piece_bytes + nth) * piece_bytes
+        low = np.maximum(edges, starts[run])
+        high = np.minimum(edges + piece_bytes, starts[run] + self.lengths[run])
+        return Runs(self.device[run] + (low - starts[run]), region_address + low, high - low)
+
     def split(self, parts: int) -> list[Runs]:
         """At most ``parts`` pieces of about the same number of bytes, cut inside runs where a run is long."""
         total = self.num_bytes
