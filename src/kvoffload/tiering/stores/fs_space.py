@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES, Account, Ledger
-from kvoffload.tiering.stores.fs_writer import Workplace, writers_alive
+from kvoffload.tiering.stores.fs_writer import Workplace, sweep, writers_alive
 
 __all__ = ["FileSeen", "Space", "walk"]
 
@@ -250,6 +250,7 @@ class Space:
 
     def _learn(self, account: Account) -> Iterator[list[FileSeen]]:
         """A walk that leaves ``_order`` complete and, if we are alone, ``account`` exact."""
+        sweep(self._root)  # or the halves of the dead would take room that nobody counts
         alone = not writers_alive(self._root, besides=self._workplace.path)
         with self._lock:
             self._removed_in_scan = set()
