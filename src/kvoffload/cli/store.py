@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload store``: look after the disk tier, also while servers use it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvoffload.config import parse_bytes
+from kvoffload.tiering.stores.fs_tools import StoreRoot
+
+__all__ = ["register"]
+
+_Root = Annotated[Path, typer.Argument(help="The 'path' of the fs tier.", show_default=False)]
+
+_console = Console(soft_wrap=True)
+
+
+def register(app: typer.Typer) -> None:
+    store = typer.Typer(no_args_is_help=True, help="Look after the disk tier, also while servers use it.")
+    for command in (ls, du, verify, gc, clear):
+        store.command()(command)
+    app.add_typer(store, name="store")
+
+
+def ls(root: _Root) -> None:
+    """List what is there, by namespace: blocks, bytes, and when they were used."""
+    found = StoreRoot(root).usage()
+    if not found:
+        _console.print("No blocks yet.")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("namespace", overflow="fold")
+    for heading in ("blocks", "size", "oldest use", "last use"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        uses = (_ago(one.oldest_use_ns), _ago(one.last_use_ns))
+        table.add_row(escape(one.name), f"{one.num_blocks:,}", _size(one.size_bytes), *uses)
+    _console.print(table)
+
+
+def du(root: _Root) -> None:
+    """Tell how much room the blocks take, in all and by namespace, and how much the disk has left."""
+    found = StoreRoot(root).usage()
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in sorted(found, key=lambda one: -one.size_bytes):
+        table.add_row(_size(one.size_bytes), escape(one.name))
+    table.add_row(_size(sum(one.size_bytes for one in found)), "[bold]in all[/bold]")
+    table.add_row(_size(shutil.disk_usage(root).free), "free on the disk")
+    _console.print(table)
+
+
+def verify(
+    root: _Root,
+    namespace: Annotated[str | None, typer.Argument(help="Only this one.", show_default=False)] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete blocks that are bad.")] = False,
+) -> None:
+    """Read every block and check its checksum. Exit code 1 if bad blocks remain."""
+    store = StoreRoot(root)
+    files = list(store.files(None if namespace is None else store.directory(namespace)))
+    bad, unreadable = [], 0
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("blocks"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as progress:
+        for file in progress.track(files, description="verifying"):
+            try:
+                if store.is_sound(file) is False:
+                    bad.append(file)
+                    progress.console.print(f"bad: {escape(file.path)}")
+            except OSError as exc:
+                unreadable += 1
+                progress.console.print(f"unreadable: {escape(file.path)}: {exc.strerror}")
+    total = sum(file.size_bytes for file in files)
+    _console.print(f"{len(files):,} blocks ({_size(total)}) read, {len(bad):,} bad, {unreadable:,} unreadable.")
+    if bad and repair:
+        _console.print(f"{store.remove(bad):,} deleted.")
+    elif bad:
+        _console.print("A server that meets them counts them as misses; --repair deletes them now.")
+    if unreadable or (bad and not repair):
+        raise typer.Exit(1)
+
+
+def gc(
+    root: _Root,
+    max_bytes: Annotated[
+        str | None, typer.Option(help="Delete the least recently used until this is kept, e.g. 200GiB.")
+    ] = None,
+) -> None:
+    """Enforce a quota now, remove what killed writers left, and count the bytes in use anew."""
+    limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
+    store = StoreRoot(root)
+    dead = store.sweep()
+    evicted, used_bytes = store.shrink(limit)
+    _console.print(f"{evicted:,} blocks deleted, {dead:,} dead writers swept up after, {_size(used_bytes)} in use.")
+    if limit is not None and used_bytes > limit:
+        _console.print("The quota is not met: other files count, or a server is writing.")
+        raise typer.Exit(1)
+
+
+def clear(
+    root: _Root,
+    namespace: Annotated[str, typer.Argument(help="As 'ls' shows it.", show_default=False)],
+) -> None:
+    """Remove a namespace with all its blocks."""
+    store = StoreRoot(root)
+    _console.print(f"{store.clear(store.directory(namespace)):,} blocks deleted.")
+
+
+def _size(num_bytes: int) -> str:
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def _ago(when_ns: int) -> str:
+    if not when_ns:
+        return "-"
+    seconds = max(0.0, time.time() - when_ns / 1e9)
+    for limit, unit, length in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds / 86_400:.0f} days ago"

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file store's root as those who operate it see it: what is there, whether it is sound, and less of it.
+
+Everything here works beside running servers, with the same locks and the same count of bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from kvoffload.errors import ConfigError, suggest
+from kvoffload.tiering.stores.fs_format import (
+    CONTROL_DIR,
+    PAGE_BYTES,
+    SUFFIX,
+    BlockFormat,
+    Header,
+    directory_of,
+    namespace_of,
+    parse_name,
+)
+from kvoffload.tiering.stores.fs_space import FileSeen, Space, walk
+from kvoffload.tiering.stores.fs_writer import Workplace, sweep
+
+__all__ = ["NamespaceUsage", "StoreRoot", "is_sound"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class NamespaceUsage:
+    """One namespace's files. Times are nanoseconds since 1970, 0 where there is no file."""
+
+    directory: str
+    num_blocks: int = 0
+    size_bytes: int = 0
+    oldest_use_ns: int = 0
+    last_use_ns: int = 0
+
+    @property
+    def name(self) -> str:
+        return _shown(self.directory)
+
+    def add(self, file: FileSeen) -> None:
+        self.num_blocks += 1
+        self.size_bytes += file.size_bytes
+        self.oldest_use_ns = min(self.oldest_use_ns or file.used_ns, file.used_ns)
+        self.last_use_ns = max(self.last_use_ns, file.used_ns)
+
+
+class StoreRoot:
+    """A root on disk. Raises ``ConfigError`` if ``path`` is none."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise ConfigError(f"{path} is no directory; name the 'path' of an 'fs' tier.")
+        if not (path / CONTROL_DIR).is_dir():
+            raise ConfigError(f"{path} is no kvoffload store: it has no {CONTROL_DIR} directory.")
+        self.path = path
+        self._root = str(path.absolute())
+
+    def directories(self) -> list[str]:
+        """The namespaces' directories, sorted; other directories that stand here are left out."""
+        found = (entry.name for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False))
+        return sorted(name for name in found if not name.startswith(".") and name != "lost+found")
+
+    def directory(self, namespace: str) -> str:
+        """The directory of a namespace, given by its name or as ``ls`` shows it."""
+        known = self.directories()
+        if (directory := directory_of(namespace)) in known:
+            return directory
+        names = [_shown(directory) for directory in known]
+        if namespace in names:
+            return known[names.index(namespace)]
+        raise ConfigError(f"{self.path} has no namespace {namespace!r}.{suggest(namespace, names)}")
+
+    def usage(self) -> list[NamespaceUsage]:
+        """One entry per namespace; reads no block."""
+        found = []
+        for directory in self.directories():
+            usage = NamespaceUsage(directory)
+            for files in walk(self._root, directory):
+                for file in files:
+                    usage.add(file)
+            found.append(usage)
+        return found
+
+    def files(self, directory: str | None = None) -> Iterator[FileSeen]:
+        for one in self.directories() if directory is None else [directory]:
+            for files in walk(self._root, one):
+                yield from files
+
+    def is_sound(self, file: FileSeen) -> bool | None:
+        """Whether a file verifies; ``None``: it is gone by now. A file is read again before it is called bad."""
+        sound = is_sound(os.path.join(self._root, file.path))
+        return is_sound(os.path.join(self._root, file.path)) if sound is False else sound
+
+    def remove(self, files: list[FileSeen]) -> int:
+        """Deletes files and gives their bytes back; answers how many there were."""
+        space, freed_bytes, count = self._space(None), 0, 0
+        try:
+            for file in files:
+                try:
+                    os.unlink(os.path.join(self._root, file.path))
+                except FileNotFoundError:
+                    continue
+                freed_bytes += file.size_bytes
+                count += 1
+        finally:
+            space.give_back(freed_bytes)
+            space.close()
+        return count
+
+    def clear(self, directory: str) -> int:
+        """Removes a namespace; answers how many blocks it had. What a server writes meanwhile stays."""
+        count = self.remove(list(self.files(directory)))
+        top = os.path.join(self._root, directory)
+        for path in [*(entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)), top]:
+            try:
+                os.rmdir(path)
+            except OSError:
+                pass  # a server has just written there again, or it holds something that is none of ours
+        return count
+
+    def sweep(self) -> int:
+        """Removes what dead writers left; answers how many writers."""
+        return sweep(self._root)
+
+    def shrink(self, max_bytes: int | None) -> tuple[int, int]:
+        """Enforces a quota now and, where nobody else is at work, counts the bytes anew: (files deleted, bytes)."""
+        space = self._space(max_bytes)
+        try:
+            for _ in space.scan():
+                pass
+            evicted = 0 if max_bytes is None else space.shrink(max_bytes)
+            return evicted, space.used_bytes
+        finally:
+            space.close()
+
+    def _space(self, max_bytes: int | None) -> Space:
+        return Space(self._root, max_bytes, Workplace(self._root))
+
+
+def _shown(directory: str) -> str:
+    return namespace_of(directory) or "(default)"
+
+
+def is_sound(path: str) -> bool | None:
+    """Whether the file at ``path`` holds, byte for byte, the block that its place says; ``None``: there is none."""
+    directory, _, name = path.rsplit(os.sep, 2)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            header = Header.parse(file.read(PAGE_BYTES))
+            if header is None:
+                return False
+            layout = BlockFormat(os.path.basename(directory), header.block_bytes)
+            if layout.header_bytes != header.header_bytes or os.fstat(file.fileno()).st_size != layout.file_bytes:
+                return False
+            key = parse_name(name)
+            stated = layout.identity(key).hex() if key is not None else name.removesuffix(SUFFIX).removeprefix("~")
+            if stated != header.identity.hex():
+                return False
+            file.seek(header.header_bytes)
+            digest = xxhash.xxh3_128()
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+            return digest.digest() == header.digest
+    except FileNotFoundError:
+        return None

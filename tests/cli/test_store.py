@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload store`` on real roots, run as users run it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.cli import main
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX
+
+SIZE = 1000
+MODEL = "org/model@[bf16]"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileSystemStore]:
+    """A store in use: ten blocks of a model, three without a namespace, and it stays open."""
+    plain = FileSystemStore(tmp_path, SIZE)
+    plain.write(keys_of(1, 2, 3), [memoryview(bytes(SIZE))] * 3)
+    plain.close()
+    store = FileSystemStore(tmp_path, SIZE, MODEL, max_bytes=1 << 20)
+    keys = [*keys_of(*range(9)), b"long" * 40]
+    store.write(keys, [memoryview(block_of(key, SIZE)) for key in keys])
+    yield store
+    store.close()
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["store", *map(str, args)])
+    said = capsys.readouterr()
+    return int(exit_.value.code or 0), said.out, said.err
+
+
+def block_files(root: Path) -> list[Path]:
+    return sorted(root.rglob("*" + SUFFIX))
+
+
+def test_ls_and_du_tell_namespaces_apart(server, tmp_path: Path, capsys) -> None:
+    code, out, _ = run(capsys, "ls", tmp_path)
+    assert code == 0
+    lines = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
+    assert lines == {"(default)": "3", MODEL: "10"}
+    code, out, _ = run(capsys, "du", tmp_path)
+    assert code == 0
+    assert "11.0 KiB" in out, "ten files of 1128 bytes"
+    assert "in all" in out
+
+
+def test_verify_finds_and_repairs(server, tmp_path: Path, capsys) -> None:
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 0
+    assert "13 blocks (14.3 KiB) read, 0 bad" in out
+    victims = [path for path in block_files(tmp_path) if "model" in str(path)]
+    for victim, position in zip(victims, (5, 70, 127, 128, 1127), strict=False):
+        data = bytearray(victim.read_bytes())
+        data[position] ^= 4
+        victim.write_bytes(data)
+    os.truncate(victims[5], 700)
+    os.rename(victims[6], victims[7])
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1
+    assert "12 blocks" in out
+    assert "7 bad" in out
+    assert len(block_files(tmp_path)) == 12
+    code, out, _ = run(capsys, "verify", tmp_path, "--repair")
+    assert code == 0
+    assert "7 deleted" in out
+    assert len(block_files(tmp_path)) == 5
+    assert run(capsys, "verify", tmp_path, MODEL)[1].startswith("2 blocks")
+
+
+def test_gc_keeps_a_quota_sweeps_and_the_server_works_on(server, tmp_path: Path, capsys) -> None:
+    dead = tmp_path / CONTROL_DIR / "w-dead"
+    dead.mkdir()
+    (dead / "1").write_bytes(b"half")
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "5KiB")
+    assert code == 0
+    assert "9 blocks deleted, 1 dead writers" in out
+    assert not dead.exists()
+    assert len(block_files(tmp_path)) == 4
+    (key,) = keys_of(50)
+    assert server.write([key], [memoryview(block_of(key, SIZE))]) == [True]
+    assert server.stats().used_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert run(capsys, "gc", tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize(("namespace", "left"), [("(default)", 10), ("", 10), (MODEL, 3)])
+def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: str, left: int) -> None:
+    code, out, _ = run(capsys, "clear", tmp_path, namespace)
+    assert code == 0
+    assert out == f"{13 - left} blocks deleted.\n"
+    assert len(block_files(tmp_path)) == left
+    (key,) = keys_of(50)
+    assert server.write([key], [memoryview(block_of(key, SIZE))]) == [True]
+    assert server.stats().used_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
+    for args, said in [
+        (("ls", tmp_path / "nowhere"), "is no directory"),
+        (("verify", tmp_path / CONTROL_DIR), "is no kvoffload store"),
+        (("clear", tmp_path, "org/modle@[bf16]"), f"Did you mean '{MODEL}'"),
+        (("verify", tmp_path, "nope"), "has no namespace 'nope'"),
+        (("gc", tmp_path, "--max-bytes", "much"), "is no size"),
+    ]:
+        code, out, err = run(capsys, *args)
+        assert (code, out) == (2, "")
+        assert said in err
+        assert err.count("\n") == 1
+    assert len(block_files(tmp_path)) == 13
