@@ -392,7 +392,10 @@ def disk_bytes_while_others_work(root: Path) -> int:
     total = 0
     for path, status in seen.items():
         try:
-            total += status.st_size if path.is_file() and os.path.samestat(path.stat(), status) else 0
+            again = path.stat()
+            # Inodes are used again: the time of the change tells.
+            is_same = (again.st_ino, again.st_ctime_ns) == (status.st_ino, status.st_ctime_ns)
+            total += status.st_size if path.is_file() and is_same else 0
         except OSError:
             continue
     return total

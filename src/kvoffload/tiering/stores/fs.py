@@ -16,7 +16,7 @@ from kvoffload.tiering.stores.fs_format import BlockFormat, directory_of, parse_
 from kvoffload.tiering.stores.fs_io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
 from kvoffload.tiering.stores.fs_publish import publish
-from kvoffload.tiering.stores.fs_space import Space
+from kvoffload.tiering.stores.fs_space import Doomed, Space
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep
 
 __all__ = ["FileSystemStore"]
@@ -94,7 +94,7 @@ class FileSystemStore(BlockStore):
             raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        answers, trouble, freed_bytes = [], _Trouble(self._root), 0
+        answers, trouble, bad = [], _Trouble(self._root), list[Doomed]()
         for key, block in zip(keys, blocks, strict=True):
             answer = False
             path = self._layout.path_of(key)
@@ -108,17 +108,19 @@ class FileSystemStore(BlockStore):
                 elif outcome is ReadOutcome.ABSENT:
                     self._space.forget(path)
                 elif outcome is ReadOutcome.BAD:
-                    freed_bytes += self._remove_bad(path, key, inode)
+                    bad.append(Doomed(path, self._layout.file_bytes, inode))
+                    with self._lock:
+                        self._bad.append(key)
+                        self._num_bad += 1
             except OSError as exc:
                 trouble.note(exc)
             answers.append(answer)
-        self._space.give_back(freed_bytes)
+        self._space.remove(bad)
         trouble.judge(any(answers), len(keys))
         return answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        freed_bytes = sum(self._remove(self._layout.path_of(key)) for key in keys)
-        self._space.give_back(freed_bytes)
+        self._space.remove(Doomed(self._layout.path_of(key), self._layout.file_bytes) for key in keys)
 
     def close(self) -> None:
         self._workplace.close()
@@ -167,21 +169,19 @@ class FileSystemStore(BlockStore):
             return answers
         self._workplace.open()
         # What the caller is told to be here must not go for the sake of its own batch.
-        num_booked = self._space.reserve([paths[index] for index in new], self._layout.file_bytes, set(paths))
-        trouble, unused, touched_dirs = _Trouble(self._root), 0, set()
-        for index in new[:num_booked]:
-            try:
-                is_new = self._put(paths[index], keys[index], _flat(blocks[index], self._layout))
-                answers[index] = True
-                touched_dirs.add(os.path.dirname(paths[index]))
-                unused += not is_new
-            except OSError as exc:
-                trouble.note(exc)
-                unused += 1
-                self._space.cancelled(paths[index])
-        self._space.give_back(unused * self._layout.file_bytes)
+        num_booked = self._space.reserve(len(new), self._layout.file_bytes, set(paths))
+        trouble, num_unused = _Trouble(self._root), num_booked
+        try:
+            for index in new[:num_booked]:
+                try:
+                    num_unused -= self._put(paths[index], keys[index], _flat(blocks[index], self._layout))
+                    answers[index] = True
+                except OSError as exc:
+                    trouble.note(exc)
+        finally:
+            self._space.settle(num_booked * self._layout.file_bytes, num_unused * self._layout.file_bytes)
         if self._durable:
-            for directory in touched_dirs:
+            for directory in {os.path.dirname(paths[index]) for index in new if answers[index]}:
                 _sync_directory(self._full(directory))
         trouble.judge(any(answers), len(keys))
         return [answers[wanted[path]] if path in wanted else answer for path, answer in zip(paths, answers)]
@@ -229,34 +229,6 @@ class FileSystemStore(BlockStore):
             return self._is_whole(self._full(path))
         except OSError:
             return False
-
-    # -------------------------------------------------------------------------------------------------- removing
-
-    def _remove_bad(self, path: str, key: OffloadKey, inode: int) -> int:
-        """Deletes a file proven bad, unless another has taken its place meanwhile; answers the bytes freed."""
-        full = self._full(path)
-        with self._lock:
-            self._bad.append(key)
-            self._num_bad += 1
-        try:
-            status = os.stat(full, follow_symlinks=False)
-            if status.st_ino != inode:
-                return 0
-            if stat.S_ISDIR(status.st_mode):
-                os.rmdir(full)
-                return 0
-        except OSError:
-            return 0
-        return self._remove(path)
-
-    def _remove(self, path: str) -> int:
-        self._space.forget(path)
-        try:
-            os.unlink(self._full(path))
-        except OSError:
-            return 0
-        # What was booked for it, whatever its size may have become.
-        return self._layout.file_bytes
 
     # --------------------------------------------------------------------------------------------------- helpers
 

@@ -8,14 +8,14 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES, Account, Ledger
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep, writers_alive
 
-__all__ = ["FileSeen", "Space", "walk"]
+__all__ = ["Doomed", "FileSeen", "Space", "walk"]
 
 _SCAN_SHARE = 10
 """A walk that found no room is not repeated for this many times its own duration."""
@@ -29,6 +29,15 @@ class FileSeen:
     size_bytes: int
     used_ns: int
     """Time of last use (the file's mtime)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """A file to delete, and what it was booked with; only if it still is ``inode``, where that is given."""
+
+    path: str
+    booked_bytes: int
+    inode: int | None = None
 
 
 def walk(root: str, directory: str | None = None) -> Iterator[list[FileSeen]]:
@@ -87,7 +96,8 @@ class Space:
         self._ledger = Ledger(root, self._count)
         self._lock = threading.Lock()
         self._order: OrderedDict[str, int] = OrderedDict()
-        self._in_flight: dict[str, int] = {}
+        # Reserved and not settled yet: not exactly what is on the disk, so nobody counts anew meanwhile.
+        self._booked_bytes = 0
         self._removed_in_scan: set[str] | None = None
         self._has_order = False
         self._no_scan_before_s = 0.0
@@ -107,11 +117,10 @@ class Space:
             self._last_stamp_ns = max(self._last_stamp_ns + 1, time.time_ns())
             return self._last_stamp_ns
 
-    def reserve(self, paths: Sequence[str], each_bytes: int, spare: Collection[str]) -> int:
-        """Books the first so many of ``paths`` as there is room for, making room if need be, though never by
-        deleting one of ``spare``. Answers how many; each of them must end in ``published`` or ``cancelled``.
+    def reserve(self, count: int, each_bytes: int, spare: Collection[str]) -> int:
+        """Books up to ``count`` files, making room if need be, though never by deleting one of ``spare``. Answers
+        how many; ``settle`` must follow.
         """
-        count = len(paths)
         with self._ledger.hold() as account:
             if self._max_bytes is not None and account.used_bytes + count * each_bytes > self._max_bytes:
                 count = min(count, max(0, self._max_bytes - LEDGER_BYTES) // each_bytes)
@@ -120,35 +129,30 @@ class Space:
             account.used_bytes += count * each_bytes
             self._used_bytes = account.used_bytes
             with self._lock:
-                self._in_flight.update(dict.fromkeys(paths[:count], each_bytes))
+                self._booked_bytes += count * each_bytes
         return count
 
-    def give_back(self, num_bytes: int) -> None:
-        """Bytes reserved that were not written, or whose file is deleted. Does its best where the root is gone."""
-        if not num_bytes:
-            return
+    def settle(self, booked_bytes: int, unused_bytes: int) -> None:
+        """Ends a reservation: its files are in place, but for ``unused_bytes``."""
         try:
-            with self._ledger.hold() as account:
-                account.used_bytes = max(LEDGER_BYTES, account.used_bytes - num_bytes)
-                self._used_bytes = account.used_bytes
+            if unused_bytes:
+                with self._ledger.hold() as account:
+                    self._take_off(account, unused_bytes)
         except OSError:
-            pass  # the count stays too high, which is safe
+            pass  # the root is gone: the count stays too high, which is safe
+        finally:
+            with self._lock:
+                self._booked_bytes -= booked_bytes
 
     def published(self, path: str, stamp_ns: int) -> None:
-        """A reserved file is in place (or was there before, and the caller gives its bytes back)."""
+        """A reserved file is in place (or was there before)."""
+        if self._max_bytes is None:
+            return
         with self._lock:
-            self._in_flight.pop(path, None)
-            if self._max_bytes is None:
-                return
             self._order[path] = stamp_ns
             self._order.move_to_end(path)
             if self._removed_in_scan is not None:
                 self._removed_in_scan.discard(path)
-
-    def cancelled(self, path: str) -> None:
-        """A reserved file will not come; the caller gives its bytes back."""
-        with self._lock:
-            self._in_flight.pop(path, None)
 
     def used(self, path: str, stamp_ns: int) -> None:
         """A file was used (its mtime is set by the caller)."""
@@ -164,14 +168,40 @@ class Space:
             if self._removed_in_scan is not None:
                 self._removed_in_scan.add(path)
 
-    def remove(self, path: str, size_bytes: int) -> None:
-        """Deletes a file and gives its bytes back; one that is gone already is none of ours to give back."""
-        self.forget(path)
+    def remove(self, files: Iterable[Doomed]) -> int:
+        """Deletes files and takes their bytes off; answers how many there were. What cannot be deleted stays."""
+        doomed, count = list(files), 0
+        if not doomed:
+            return 0
         try:
-            os.unlink(os.path.join(self._root, path))
+            # With the ledger held, so that nobody counts anew between the deletion and its booking.
+            with self._ledger.hold() as account:
+                for file in doomed:
+                    self.forget(file.path)
+                    if self._delete(file):
+                        count += 1
+                        self._take_off(account, file.booked_bytes)
         except OSError:
-            return
-        self.give_back(size_bytes)
+            pass  # gone, or read-only: then the files are as well
+        return count
+
+    def _delete(self, file: Doomed) -> bool:
+        full = os.path.join(self._root, file.path)
+        try:
+            status = os.stat(full, follow_symlinks=False)
+            if file.inode is not None and status.st_ino != file.inode:
+                return False  # a good one has taken its place
+            if stat.S_ISDIR(status.st_mode):
+                os.rmdir(full)
+                return False
+            os.unlink(full)
+        except OSError:
+            return False
+        return True
+
+    def _take_off(self, account: Account, num_bytes: int) -> None:
+        account.used_bytes = max(LEDGER_BYTES, account.used_bytes - num_bytes)
+        self._used_bytes = account.used_bytes
 
     def scan(self) -> Iterator[list[FileSeen]]:
         """Walks the root, learns the order of use on the way, and yields what it sees, directory by directory.
@@ -239,7 +269,7 @@ class Space:
             except OSError:
                 self.used(path, stamp_ns)
                 raise
-            account.used_bytes = max(LEDGER_BYTES, account.used_bytes - status.st_size)
+            self._take_off(account, status.st_size)
             self.num_evicted += 1
             self.forget(path)
             with self._lock:
@@ -254,15 +284,14 @@ class Space:
         alone = not writers_alive(self._root, besides=self._workplace.path)
         with self._lock:
             self._removed_in_scan = set()
-            # No reservation is made while we hold the ledger, so these are all there are. Their files count as
-            # reserved, whether the walk finds them or not.
-            in_flight = dict(self._in_flight)
+            # Nobody reserves or deletes while we hold the ledger; what was reserved before may come at any moment.
+            is_exact = alone and not self._booked_bytes
             start_ns = self._last_stamp_ns
-        total = LEDGER_BYTES + sum(in_flight.values())
+        total = LEDGER_BYTES
         found: list[tuple[int, str]] = []
         try:
             for files in walk(self._root):
-                total += sum(file.size_bytes for file in files if file.path not in in_flight)
+                total += sum(file.size_bytes for file in files)
                 if self._max_bytes is not None:
                     found += [(file.used_ns, file.path) for file in files]
                 yield files
@@ -280,12 +309,10 @@ class Space:
         finally:
             with self._lock:
                 self._removed_in_scan = None
-        if alone:
+        if is_exact:
             account.used_bytes = total
 
     def _count(self) -> int:
         with self._lock:
-            in_flight = dict(self._in_flight)
-        files = (file for files in walk(self._root) for file in files)
-        sizes = (file.size_bytes for file in files if file.path not in in_flight)
-        return LEDGER_BYTES + sum(in_flight.values()) + sum(sizes)
+            booked_bytes = self._booked_bytes
+        return LEDGER_BYTES + booked_bytes + sum(file.size_bytes for files in walk(self._root) for file in files)

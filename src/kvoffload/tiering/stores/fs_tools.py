@@ -24,7 +24,7 @@ from kvoffload.tiering.stores.fs_format import (
     namespace_of,
     parse_name,
 )
-from kvoffload.tiering.stores.fs_space import FileSeen, Space, walk
+from kvoffload.tiering.stores.fs_space import Doomed, FileSeen, Space, walk
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep
 
 __all__ = ["NamespaceUsage", "StoreRoot", "is_sound"]
@@ -101,20 +101,12 @@ class StoreRoot:
         return is_sound(os.path.join(self._root, file.path)) if sound is False else sound
 
     def remove(self, files: list[FileSeen]) -> int:
-        """Deletes files and gives their bytes back; answers how many there were."""
-        space, freed_bytes, count = self._space(None), 0, 0
+        """Deletes files, and takes their bytes off the count; answers how many there were."""
+        space = self._space(None)
         try:
-            for file in files:
-                try:
-                    os.unlink(os.path.join(self._root, file.path))
-                except FileNotFoundError:
-                    continue
-                freed_bytes += file.size_bytes
-                count += 1
+            return space.remove(Doomed(file.path, file.size_bytes) for file in files)
         finally:
-            space.give_back(freed_bytes)
             space.close()
-        return count
 
     def clear(self, directory: str) -> int:
         """Removes a namespace; answers how many blocks it had. What a server writes meanwhile stays."""
