@@ -1,1 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
+"""kvoffload inside vLLM: an out-of-tree KV connector.
+
+Named in ``--kv-transfer-config`` as ``KVOffloadConnector``. The entry point ``vllm.general_plugins`` makes the bare
+name known; where plug-ins are switched off, add ``"kv_connector_module_path": "kvoffload.engines.vllm"``.
+Importing this package loads neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvoffload.engines.vllm.connector import KVOffloadConnector
+
+__all__ = ["KVOffloadConnector", "register"]
+
+_NAME = "KVOffloadConnector"
+_MODULE = "kvoffload.engines.vllm.connector"
+
+
+def __getattr__(name: str) -> Any:
+    if name == _NAME:
+        from kvoffload.engines.vllm.connector import KVOffloadConnector
+
+        return KVOffloadConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register() -> None:
+    """Tells vLLM the connector's name. vLLM calls it once in every process; calling it again does nothing."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(_NAME, _MODULE, _NAME)
+    except ValueError:  # registered already
+        known = KVConnectorFactory.get_connector_class_by_name(_NAME)
+        if known.__module__ != _MODULE:
+            raise

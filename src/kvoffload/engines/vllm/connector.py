@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``KVOffloadConnector``: vLLM's connector interface on one side, ``kvoffload.connector`` on the other.
+
+Thin on purpose: it translates objects and orders calls, and decides nothing. vLLM makes one with the scheduler role in
+the engine core and one with the worker role in every worker, and calls, per step:
+
+* scheduler: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` while it admits requests, then
+  ``build_connector_meta``; and with the workers' output ``update_connector_output``, ``get_kv_connector_stats``,
+  ``take_events``.
+* worker: ``handle_preemptions`` first of all, then ``start_load_kv`` (before the forward pass or right after its
+  launch: either is fine for asynchronous loads), ``wait_for_save`` after the launch, and then what has ended.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffload.connector import (
+    ConnectorMeta,
+    GuardedManager,
+    OffloadingConnectorScheduler,
+    OffloadingConnectorWorker,
+    WorkerReport,
+)
+from kvoffload.engines.vllm.events import EventTranslator
+from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize
+from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
+from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
+from kvoffload.engines.vllm.steps import StepTranslator
+from kvoffload.errors import LayoutError
+from kvoffload.specs import make_spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvoffload.base import OffloadingSpec
+    from kvoffload.config import EngineLayout, OffloadingConfig
+
+__all__ = ["KVOffloadConnector"]
+
+_STATS_INTERVAL_S = 1.0
+"""How often stats are gathered while nothing notable ends; gathering costs some microseconds a step otherwise."""
+
+
+class _SharedSpec:
+    """The spec of an engine whose scheduler and worker are one process: made by the first of the two connectors, used
+    by both, gone with the last."""
+
+    _known: ClassVar[weakref.WeakValueDictionary[str, _SharedSpec]] = weakref.WeakValueDictionary()
+
+    def __init__(self, spec: OffloadingSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    def of(cls, config: OffloadingConfig, layout: EngineLayout) -> _SharedSpec:
+        if layout.num_processes > 1:
+            return cls(make_spec(config, layout))
+        known = cls._known.get(layout.instance_id)
+        if known is None:
+            known = cls._known[layout.instance_id] = cls(make_spec(config, layout))
+        return known
+
+
+@dataclass
+class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
+    """Scheduler to workers."""
+
+    meta: ConnectorMeta = field(default_factory=ConnectorMeta)
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers to scheduler; vLLM merges those of all ranks."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        return StepReport(WorkerReport.merge((self.report, other.report)))
+
+
+class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Offloads vLLM's KV cache through kvoffload. See ``docs/vllm.md``."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = config_of(vllm_config)
+        refuse_unsupported(vllm_config, kv_cache_config)
+        rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else 0
+        layout = layout_of(vllm_config, kv_cache_config, config, rank)
+        self._shared_spec = _SharedSpec.of(config, layout)
+        spec = self._shared_spec.spec
+        self._scheduler: _SchedulerSide | None = None
+        self._worker: _WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = _SchedulerSide(spec, layout, config)
+        else:
+            self._worker = _WorkerSide(spec, layout, kv_cache_config)
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.core.shutdown()
+        if self._worker is not None:
+            self._worker.core.shutdown()
+        self._shared_spec.spec.shutdown()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a block that is not stored is a later miss, nothing worse."""
+        return False
+
+    # ------------------------------------------------------------------------------------------------ scheduler
+
+    @property
+    def scheduler(self) -> _SchedulerSide:
+        assert self._scheduler is not None, "vLLM called a method of the scheduler side in a worker"
+        return self._scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.scheduler.bind_null_block(gpu_block_pool.null_block.block_id)
+
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler.core.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.core.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
+        return self.scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler.update_connector_output(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never delays the freeing of GPU blocks: stores that still read them are flushed before their next use."""
+        self.scheduler.request_finished(request)
+        return False, None
+
+    def take_events(self) -> Iterable[Any]:
+        return self.scheduler.take_events()
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.core.has_pending_work()
+
+    def reset_cache(self) -> bool:
+        self.scheduler.core.reset_cache()
+        return True
+
+    # --------------------------------------------------------------------------------------------------- worker
+
+    @property
+    def worker(self) -> _WorkerSide:
+        assert self._worker is not None, "vLLM called a method of the worker side in the scheduler"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
+        # Before anything of this step touches the device: transfers that use blocks handed out again must have ended.
+        self.worker.core.start_step(ConnectorMeta(flush_job_ids=kv_connector_metadata.meta.flush_job_ids))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        meta = self._get_connector_metadata().meta
+        self.worker.core.start_step(
+            ConnectorMeta(loads=meta.loads, stores=meta.stores, lost_loads=meta.lost_loads),
+        )
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads are asynchronous, and a request runs once its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are stored after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self.worker.core.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self.worker.take_results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_invalid_block_ids()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        report = self.worker.core.get_report()
+        return StepReport(report) if report.ends else None
+
+    # -------------------------------------------------------------------------------------------------- metrics
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        return self._scheduler.get_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
+        return OffloadStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class _SchedulerSide:
+    """The translators around ``OffloadingConnectorScheduler``; in the engine core, on the scheduler's thread."""
+
+    def __init__(self, spec: OffloadingSpec, layout: EngineLayout, config: OffloadingConfig) -> None:
+        self.core = OffloadingConnectorScheduler(GuardedManager(spec.get_manager()), layout, config)
+        self._num_groups = len(layout.groups)
+        self._steps = StepTranslator(self._num_groups)
+        self._events = EventTranslator(layout, layout.block_size_factor(config), config.self_describing_kv_events)
+        self._reporter = StatsReporter()
+        self._stats_due_s = 0.0
+
+    def bind_null_block(self, null_block_id: int) -> None:
+        self._steps = StepTranslator(self._num_groups, null_block_id)
+
+    def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
+        self._events.see(request)
+        self.core.update_state_after_alloc(request, self._steps.block_ids(block_ids), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
+        return StepMeta(self.core.build_connector_meta(self._steps.step(scheduler_output)))
+
+    def update_connector_output(self, worker_meta: StepReport | None) -> None:
+        if worker_meta is not None:
+            self.core.update_connector_output(worker_meta.report)
+            self._stats_due_s = 0.0
+
+    def request_finished(self, request: Any) -> None:
+        self._events.finish(request)
+        self.core.request_finished(request)
+        self._stats_due_s = 0.0
+
+    def take_events(self) -> list[Any]:
+        return self._events.translate(self.core.take_events())
+
+    def get_stats(self) -> OffloadStats | None:
+        now_s = time.monotonic()
+        if now_s < self._stats_due_s:
+            return None
+        self._stats_due_s = now_s + _STATS_INTERVAL_S
+        return self._reporter.report(self.core.get_stats())
+
+
+class _WorkerSide:
+    """``OffloadingConnectorWorker`` and what vLLM wants to hear of loads; in a worker, on its thread."""
+
+    def __init__(self, spec: OffloadingSpec, layout: EngineLayout, kv_cache_config: Any) -> None:
+        self.core = OffloadingConnectorWorker(layout.rank)
+        self._spec = spec
+        self._layout = layout
+        self._kv_cache_config = kv_cache_config
+        self._invalid_block_ids: set[int] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """``kv_caches`` by layer name; layers that only reuse the cache of another are ignored."""
+        config = self._kv_cache_config
+        caches = canonicalize(
+            [
+                [LayerCache(name, _tensors(kv_caches[name])) for name in group.layer_names]
+                for group in config.kv_cache_groups
+            ],
+            config.num_blocks,
+        )
+        for index, (refs, group) in enumerate(zip(caches.group_data_refs, self._layout.groups, strict=True)):
+            num_bytes = sum(ref.page_size_bytes for ref in refs)
+            if num_bytes > group.page_bytes:
+                raise LayoutError(
+                    f"A GPU block of KV group {index} has {num_bytes} bytes, and the scheduler side reckons with "
+                    f"{group.page_bytes}; kvoffload does not know this layout."
+                )
+        self.core.register_kv_caches(self._spec, caches)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Requests whose load ended on this rank. Where block ids of several groups come from one pool, vLLM cannot
+        tell from a block id which request lost it, so failures are told by request there, and by block otherwise:
+        then it keeps what the request had before the load."""
+        ended = self.core.take_ended_loads()
+        if len(self._layout.groups) > 1:
+            return KVConnectorTransferResults(
+                finished_recving=set(ended.request_ids), failed_recving=set(ended.failed_request_ids)
+            )
+        self._invalid_block_ids |= ended.invalid_block_ids
+        return KVConnectorTransferResults(finished_recving=set(ended.request_ids))
+
+    def take_invalid_block_ids(self) -> set[int]:
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+
+def _tensors(cache: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(cache) if isinstance(cache, (list, tuple)) else (cache,)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From kvoffload's events to vLLM's KV events, plain or self-describing.
+
+A plain stored-event names hashes only, with block size 0: whoever needs tokens takes them from vLLM's own events of the
+same hashes. Some routers drop those, so ``self_describing_kv_events`` adds token ids, parent hash and block size. They
+are only known while the request is, so the requests at work are kept in view here until their stores are told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload.base import OffloadingEvent, OffloadKey, get_offload_block_hash, get_offload_group_idx
+from kvoffload.config import EngineLayout, GroupKind
+
+__all__ = ["EventTranslator"]
+
+_FINISHED_REQUESTS_IN_VIEW = 512
+"""Requests whose stores may still be on their way after their end; a later store of theirs is told plainly."""
+
+
+@dataclass(slots=True)
+class _InView:
+    """Where the block that ends in a hash lies in a request."""
+
+    request: Any
+    hash_index: int
+
+
+class EventTranslator:
+    """Translates, on the scheduler thread. ``describe``: whether stored-events carry what they store."""
+
+    def __init__(self, layout: EngineLayout, factor: int, describe: bool) -> None:
+        self._describe = describe
+        self._hash_tokens = layout.hash_block_tokens
+        # Only groups that keep every block can be told as chains of tokens.
+        self._hashes_per_block = [
+            factor * group.block_tokens // layout.hash_block_tokens if group.kind is GroupKind.FULL_ATTENTION else 0
+            for group in layout.groups
+        ]
+        self._kinds = [(group.kind.value, group.sliding_window_tokens) for group in layout.groups]
+        self._in_view: dict[bytes, _InView] = {}
+        self._known_hashes: dict[str, int] = {}
+        self._finished: deque[Any] = deque()
+
+    # ------------------------------------------------------------------------------------------ requests in view
+
+    def see(self, request: Any) -> None:
+        """A request that may be stored from; to be called again as its hashes grow."""
+        if not self._describe:
+            return
+        hashes = request.block_hashes
+        for index in range(self._known_hashes.get(request.request_id, 0), len(hashes)):
+            self._in_view[bytes(hashes[index])] = _InView(request, index)
+        self._known_hashes[request.request_id] = len(hashes)
+
+    def finish(self, request: Any) -> None:
+        if not self._describe:
+            return
+        self.see(request)
+        self._known_hashes.pop(request.request_id, None)
+        self._finished.append(request)
+        if len(self._finished) > _FINISHED_REQUESTS_IN_VIEW:
+            self._forget(self._finished.popleft())
+
+    def _forget(self, request: Any) -> None:
+        for each in request.block_hashes:
+            found = self._in_view.get(bytes(each))
+            if found is not None and found.request is request:
+                del self._in_view[bytes(each)]
+
+    # ---------------------------------------------------------------------------------------------- translation
+
+    def translate(self, events: Iterable[OffloadingEvent]) -> list[Any]:
+        """vLLM's ``BlockStored`` and ``BlockRemoved``, in order; one per group where an event has several."""
+        return [
+            translated
+            for event in events
+            for translated in (self._removed(event) if event.removed else self._stored(event))
+        ]
+
+    def _removed(self, event: OffloadingEvent) -> Iterator[Any]:
+        from vllm.distributed.kv_events import BlockRemoved
+
+        for group, keys in _by_group(event.keys):
+            yield BlockRemoved(block_hashes=[_external(key) for key in keys], medium=event.medium, group_idx=group)
+
+    def _stored(self, event: OffloadingEvent) -> Iterator[Any]:
+        for group, keys in _by_group(event.keys):
+            plain: list[OffloadKey] = []
+            for key in keys:
+                found = self._in_view.get(get_offload_block_hash(key)) if self._hashes_per_block[group] else None
+                if found is None:
+                    plain.append(key)
+                else:
+                    yield self._described(key, group, event.medium, found)
+            if plain:
+                yield self._event(plain, group, event.medium)
+
+    def _described(self, key: OffloadKey, group: int, medium: str, place: _InView) -> Any:
+        # Named is the block that can be fetched, by the hash at its end, not the engine blocks inside it.
+        per_block = self._hashes_per_block[group]
+        first = place.hash_index + 1 - per_block
+        hashes, lora = place.request.block_hashes, place.request.lora_request
+        return self._event(
+            [key],
+            group,
+            medium,
+            parent=_convert(bytes(hashes[first - 1])) if first > 0 else None,
+            token_ids=list(
+                place.request.all_token_ids[first * self._hash_tokens : (first + per_block) * self._hash_tokens]
+            ),
+            block_size=per_block * self._hash_tokens,
+            lora_id=lora.adapter_id if lora is not None else None,
+            lora_name=lora.name if lora is not None else None,
+        )
+
+    def _event(
+        self,
+        keys: list[OffloadKey],
+        group: int,
+        medium: str,
+        *,
+        parent: Any = None,
+        token_ids: list[int] | None = None,
+        block_size: int = 0,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+    ) -> Any:
+        from vllm.distributed.kv_events import BlockStored
+
+        kind, window = self._kinds[group]
+        return BlockStored(
+            block_hashes=[_external(key) for key in keys],
+            parent_block_hash=parent,
+            token_ids=token_ids or [],
+            block_size=block_size,
+            lora_id=lora_id,
+            lora_name=lora_name,
+            medium=medium,
+            group_idx=group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+        )
+
+
+def _by_group(keys: Iterable[OffloadKey]) -> Iterator[tuple[int, list[OffloadKey]]]:
+    groups: dict[int, list[OffloadKey]] = {}
+    for key in keys:
+        groups.setdefault(get_offload_group_idx(key), []).append(key)
+    yield from groups.items()
+
+
+def _external(key: OffloadKey) -> Any:
+    return _convert(get_offload_block_hash(key))
+
+
+def _convert(block_hash: bytes) -> Any:
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return maybe_convert_block_hash(block_hash)

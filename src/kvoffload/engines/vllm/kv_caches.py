@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the KV cache tensors an engine hands over to ``CanonicalKVCaches``, whatever their layout. Pure.
+
+All layouts are read from shapes and strides alone. A *run* is a stretch of bytes that lie together within every GPU
+block of a layer; a layer is one run where its blocks are contiguous, and several where they are not (keys apart from
+values, heads outside of blocks). Neighbouring runs of a group are joined, so that a layout with all layers of a block
+side by side is copied in one piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvoffload.errors import LayoutError
+
+__all__ = ["LayerCache", "canonicalize"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The KV cache of one layer as the engine allocated it."""
+
+    name: str
+    tensors: tuple[torch.Tensor, ...]
+    """Usually one, shaped (num_blocks, ...) or, with keys apart from values, (2, num_blocks, ...). The first of these
+    may also count smaller kernel blocks: num_blocks times a whole number."""
+    page_bytes: int | None = None
+    """What one GPU block of the layer must come to, padding not counted; ``None`` if the engine does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    storage: torch.UntypedStorage
+    offset: int
+    """Bytes from the storage's start to the run in GPU block 0."""
+    stride: int
+    """Bytes from one GPU block to the next."""
+    num_bytes: int
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.storage.data_ptr() + self.offset, self.stride, self.num_bytes
+
+    def joined(self, after: _Run) -> _Run | None:
+        """This run and the one right behind it as one, if they are neighbours in every GPU block."""
+        mine, theirs = self.place, after.place
+        num_bytes = self.num_bytes + after.num_bytes
+        if theirs[0] != mine[0] + self.num_bytes or self.stride != after.stride or num_bytes > self.stride:
+            return None
+        same = self.storage.data_ptr() == after.storage.data_ptr()
+        return replace(self, num_bytes=num_bytes) if same else None
+
+
+def canonicalize(groups: Sequence[Sequence[LayerCache]], num_blocks: int) -> CanonicalKVCaches:
+    """Views of the same memory, group after group, each group's layers in the given order.
+
+    The order of a GPU block's bytes follows from the order of layers and the layout alone, never from addresses: blocks
+    on disk outlive this process. A layer that shares the memory of an earlier one of its group is left out. Raises
+    ``LayoutError`` for tensors that are not understood.
+    """
+    tensors: list[CanonicalKVCacheTensor] = []
+    index_by_place: dict[tuple[int, int, int], int] = {}
+    group_data_refs: list[list[CanonicalKVCacheRef]] = []
+    for layers in groups:
+        refs: list[CanonicalKVCacheRef] = []
+        for run in _joined([run for layer in layers for run in _runs_of_layer(layer, num_blocks)]):
+            if run.place not in index_by_place:
+                index_by_place[run.place] = len(tensors)
+                tensors.append(CanonicalKVCacheTensor(_view(run, num_blocks), run.num_bytes))
+            refs.append(CanonicalKVCacheRef(index_by_place[run.place], run.num_bytes))
+        group_data_refs.append(refs)
+    return CanonicalKVCaches(tensors, group_data_refs)
+
+
+def _joined(runs: Sequence[_Run]) -> list[_Run]:
+    result: list[_Run] = []
+    for run in {run.place: run for run in runs}.values():
+        both = result[-1].joined(run) if result else None
+        if both is None:
+            result.append(run)
+        else:
+            result[-1] = both
+    return result
+
+
+def _view(run: _Run, num_blocks: int) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.int8, device=run.storage.device)
+    return empty.set_(run.storage, run.offset, (num_blocks, run.num_bytes), (run.stride, 1))
+
+
+def _runs_of_layer(layer: LayerCache, num_blocks: int) -> list[_Run]:
+    runs = [run for tensor in layer.tensors for run in _runs_of_tensor(layer.name, tensor, num_blocks)]
+    page_bytes = sum(run.num_bytes for run in runs)
+    if layer.page_bytes is not None and page_bytes != layer.page_bytes:
+        raise LayoutError(
+            f"A GPU block of layer {layer.name} has {page_bytes} bytes of KV cache where the engine's configuration "
+            f"says {layer.page_bytes}; kvoffload does not know this layout."
+        )
+    return runs
+
+
+def _runs_of_tensor(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[_Run]:
+    dim = _block_dim(name, tensor, num_blocks)
+    if tensor.shape[dim] != num_blocks:
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        shape[dim : dim + 1] = [num_blocks, shape[dim] // num_blocks]
+        strides[dim : dim + 1] = [strides[dim] * shape[dim + 1], strides[dim]]
+        tensor = tensor.as_strided(shape, strides)
+    item = tensor.element_size()
+    stride = tensor.stride(dim) * item
+    inner = [(tensor.stride(d), tensor.shape[d]) for d in range(tensor.dim()) if d != dim and tensor.shape[d] > 1]
+    # Innermost dimensions that lie densely make the run; what lies further apart is counted out, outermost first.
+    length = 1
+    outer: list[tuple[int, int]] = []
+    for step, size in sorted(inner):
+        if not outer and step == length:
+            length *= size
+        else:
+            outer.append((step, size))
+    num_bytes = length * item
+    if stride < num_bytes or any(step < length for step, _ in outer):
+        raise LayoutError(
+            f"The KV cache of layer {name} (shape {tuple(tensor.shape)}, strides {tensor.stride()}) has blocks that "
+            "overlap; kvoffload does not know this layout."
+        )
+    storage = tensor.untyped_storage()
+    base = int(tensor.storage_offset()) * item
+    for indices in itertools.product(*(range(size) for _, size in reversed(outer))):
+        steps = (step for step, _ in reversed(outer))
+        shift = sum(index * step for index, step in zip(indices, steps, strict=True)) * item
+        yield _Run(storage, base + shift, stride, num_bytes)
+
+
+def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
+    """The dimension that counts GPU blocks (or kernel blocks): the first, or the second behind keys and values."""
+    shape = tuple(tensor.shape)
+    first = bool(shape) and shape[0] > 0 and shape[0] % num_blocks == 0
+    split = len(shape) > 1 and shape[0] == 2 and shape[1] > 0 and shape[1] % num_blocks == 0
+    if first == split:
+        raise LayoutError(
+            f"The KV cache of layer {name} is shaped {shape}, in which kvoffload cannot tell the dimension that counts "
+            f"the engine's {num_blocks} blocks."
+        )
+    return 0 if first else 1

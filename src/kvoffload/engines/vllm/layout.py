@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From vLLM's configuration to kvoffload's: the layout both planes agree on, and what cannot be served.
+
+Both planes run this, the scheduler side in the engine core and the worker side in every worker, on their own copies of
+vLLM's configuration, and must come to the same layout (``rank`` apart).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, parse_config
+from kvoffload.errors import ConfigError, LayoutError
+
+__all__ = ["config_of", "layout_of", "refuse_unsupported"]
+
+_KINDS = {
+    "full_attention": GroupKind.FULL_ATTENTION,
+    "mla_attention": GroupKind.FULL_ATTENTION,
+    "sliding_window": GroupKind.SLIDING_WINDOW,
+    "sliding_window_mla": GroupKind.SLIDING_WINDOW,
+}
+"""vLLM's kinds of KV groups that can be restored from block hashes alone, by ``KVCacheSpecKind`` value."""
+
+_STABLE_ALGORITHMS = ("sha256", "sha256_cbor")
+
+
+def config_of(vllm_config: Any) -> OffloadingConfig:
+    """The user's ``kv_connector_extra_config``, validated."""
+    extra: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if "cpu_bytes_to_use" not in extra:
+        raise ConfigError(
+            "kv_connector_extra_config needs cpu_bytes_to_use: the host memory for offloaded KV on this node, for "
+            'example "8GiB".'
+        )
+    return parse_config(extra)
+
+
+def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ``ConfigError`` or ``LayoutError`` with the reason if this vLLM cannot be served correctly."""
+    _refuse_transfer(vllm_config.kv_transfer_config)
+    _refuse_parallel(vllm_config.parallel_config)
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        raise LayoutError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
+    cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        kind = _kind_of(group.kv_cache_spec)
+        if kind not in _KINDS or index not in cacheable or hasattr(group.kv_cache_spec, "rswa_window"):
+            raise LayoutError(
+                f"KV group {index} of this model (kind {kind!r}, {type(group.kv_cache_spec).__name__}) cannot be "
+                f"restored from block hashes; kvoffload supports {', '.join(_KINDS)}."
+            )
+
+
+def _refuse_transfer(transfer: Any) -> None:
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config: a failed load is a miss, and with '
+            f"{transfer.kv_load_failure_policy!r} vLLM would fail the request instead."
+        )
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(
+            f'Set "kv_role": "kv_both" in --kv-transfer-config: kvoffload stores and loads, and {transfer.kv_role!r} '
+            "would leave out one of them."
+        )
+
+
+def _refuse_parallel(parallel: Any) -> None:
+    if parallel.nnodes_within_dp > 1:
+        raise ConfigError(
+            f"The engine spans {parallel.nnodes_within_dp} nodes, and kvoffload's primary tier is the memory of one; "
+            "run one engine per node."
+        )
+    if parallel.world_size > 1 and parallel.distributed_executor_backend != "mp":
+        raise ConfigError(
+            "With several ranks kvoffload needs --distributed-executor-backend mp: under "
+            f"{parallel.distributed_executor_backend!r} it cannot know that they share this node's memory."
+        )
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(
+                f"kvoffload does not support {name} above 1, and it is {getattr(parallel, name)}: ranks would not hold "
+                "slices of the same blocks."
+            )
+
+
+def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, rank: int = 0) -> EngineLayout:
+    """The engine's KV cache as kvoffload describes it. Call ``refuse_unsupported`` first."""
+    page_bytes = _bytes_per_gpu_block(kv_cache_config)
+    groups = tuple(_group_layout(group.kv_cache_spec, page_bytes) for group in kv_cache_config.kv_cache_groups)
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
+    # vLLM's single-process executor runs the one worker on the scheduler's own thread.
+    one_process = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
+    return EngineLayout(
+        groups=groups,
+        hash_block_tokens=kv_cache_config.hash_block_size,
+        instance_id=vllm_config.kv_transfer_config.engine_id,
+        num_ranks=parallel.world_size,
+        rank=rank,
+        num_processes=1 if one_process else 1 + parallel.world_size,
+        events_enabled=events is not None and events.enable_kv_cache_events,
+        identity=_identity(vllm_config, kv_cache_config, config),
+        hashes_are_stable=algorithm in _STABLE_ALGORITHMS or os.environ.get("PYTHONHASHSEED") is not None,
+        unstable_hash_hint=(
+            f"vLLM's --prefix-caching-hash-algo {algorithm} gives other hashes in every process: use sha256, or set "
+            "the environment variable PYTHONHASHSEED to the same number for all of them."
+        ),
+    )
+
+
+def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
+    """Bytes of one GPU block id on one rank. vLLM's groups overlay each other in one allocation, so this is what the
+    largest group needs (with padding, if pages are padded)."""
+    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
+    if len(sizes) != 1 or kv_cache_config.num_blocks < 1:
+        raise LayoutError(
+            f"vLLM placed its KV cache in {len(sizes)} allocations, and kvoffload expects one; is this a model without "
+            "a KV cache, or a newer vLLM?"
+        )
+    return int(sizes.pop() // kv_cache_config.num_blocks)
+
+
+def _group_layout(spec: Any, page_bytes: int) -> KVGroupLayout:
+    kind = _KINDS[_kind_of(spec)]
+    window = None
+    if kind is GroupKind.SLIDING_WINDOW:
+        # vLLM keeps extra tokens behind the window when a speculative head needs them.
+        window = _window_of(spec) + int(getattr(spec, "extra_retained_tokens", 0))
+    return KVGroupLayout(kind, spec.block_size, page_bytes, window)
+
+
+def _kind_of(spec: Any) -> str:
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    return str(get_kv_cache_spec_kind(spec).value)
+
+
+def _window_of(spec: Any) -> int:
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
+
+    window = get_kv_cache_spec_sliding_window(spec)
+    if window is None:
+        raise LayoutError(f"A sliding-window KV group has layers of different windows: {spec!r}.")
+    return int(window)
+
+
+def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig) -> dict[str, str]:
+    """Whatever changes the bytes of a block besides its key; strings, the same in every process of equal engines."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    groups = [
+        f"{_kind_of(group.kv_cache_spec)}:{group.kv_cache_spec.block_size}:{len(group.layer_names)}"
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    architecture = model.hf_config.to_json_string(use_diff=False).encode()
+    return {
+        "engine": "vllm",
+        "model": str(model.model),
+        "revision": str(model.revision),
+        "architecture": hashlib.sha256(architecture).hexdigest()[:16],
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": str(cache.cache_dtype),
+        "layout": str(kv_cache_config.kv_cache_layout),
+        "groups": ",".join(groups),
+        "block_size": str(config.block_size),
+        "page_bytes": str(_bytes_per_gpu_block(kv_cache_config)),
+        "tensor_parallel_size": str(parallel.tensor_parallel_size),
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+    }

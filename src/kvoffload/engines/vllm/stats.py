@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvoffload's metrics in vLLM's log and on its ``/metrics``.
+
+vLLM passes a connector's stats from the engine core to the front end as plain data: here counters as increments since
+the last report and gauges as they are, by the sample's name and label values joined in one string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvoffload.metrics import METRICS, Kind, Sample, Stats
+
+__all__ = ["OffloadPromMetrics", "OffloadStats", "StatsReporter"]
+
+_SEPARATOR = "\x1f"
+_COUNTERS, _GAUGES = "counters", "gauges"
+
+
+def _kind(name: str) -> Kind:
+    return METRICS[name].kind
+
+
+class StatsReporter:
+    """Turns snapshots (counters since start) into reports (counters since the last report)."""
+
+    def __init__(self) -> None:
+        self._last: Stats = {}
+
+    def report(self, now: Stats) -> OffloadStats | None:
+        """What changed since the last report, or ``None``. Samples outside of the metrics table are left out."""
+        changed = {sample: value for sample, value in now.items() if self._last.get(sample, 0) != value}
+        changed = {sample: value for sample, value in changed.items() if sample[0] in METRICS}
+        if not changed:
+            return None
+        stats = OffloadStats()
+        for sample, value in changed.items():
+            if _kind(sample[0]) is Kind.COUNTER:
+                stats.counters[_SEPARATOR.join(sample)] = value - self._last.get(sample, 0)
+            else:
+                stats.gauges[_SEPARATOR.join(sample)] = value
+        self._last = dict(now)
+        return stats
+
+
+class OffloadStats(KVConnectorStats):  # type: ignore[misc]
+    """Increments of counters and values of gauges; what vLLM sends, adds up and logs."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data if data else {_COUNTERS: {}, _GAUGES: {}})
+
+    @property
+    def counters(self) -> dict[str, float]:
+        counters: dict[str, float] = self.data[_COUNTERS]
+        return counters
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        gauges: dict[str, float] = self.data[_GAUGES]
+        return gauges
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {_COUNTERS: {}, _GAUGES: {}}
+
+    def is_empty(self) -> bool:
+        return not (self.counters or self.gauges)
+
+    def aggregate(self, other: OffloadStats) -> OffloadStats:
+        """``other`` is the later one."""
+        for name, value in other.counters.items():
+            self.counters[name] = self.counters.get(name, 0) + value
+        self.gauges.update(other.gauges)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The line in vLLM's log: what moved, hit rate first."""
+        asked, hit = self.counters.get("lookup_tokens", 0), self.counters.get("hit_tokens", 0)
+        line: dict[str, int | float] = {}
+        if asked:
+            line["offload hit rate (%)"] = round(100 * hit / asked, 1)
+        for direction in ("load", "store"):
+            num_bytes = self.counters.get(f"{direction}_bytes", 0)
+            seconds = self.counters.get(f"{direction}_seconds", 0)
+            if num_bytes:
+                line[f"{direction} (MB)"] = round(num_bytes / 1e6, 1)
+            if num_bytes and seconds:
+                line[f"{direction} (GB/s)"] = round(num_bytes / seconds / 1e9, 2)
+        for name, gauge in self.gauges.items():
+            if name in ("primary_blocks", "primary_blocks_used"):
+                line[name.replace("_", " ")] = gauge
+        return line
+
+
+_registered: list[Any] = []
+"""The series of this process's latest engine: Prometheus knows a name once, and vLLM may be started again."""
+
+
+def _unregister_earlier_series() -> None:
+    from prometheus_client import REGISTRY
+
+    while _registered:
+        try:
+            REGISTRY.unregister(_registered.pop())
+        except KeyError:
+            pass  # gone already, or kept elsewhere (Ray)
+
+
+class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One Prometheus series per row of ``kvoffload.metrics.METRICS``, named ``kvoffload_<name>``, with vLLM's own
+    labels before the metric's."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _unregister_earlier_series()
+        self._series: dict[str, Any] = {}
+        for metric in METRICS.values():
+            arguments = {
+                "name": f"kvoffload_{metric.name}",
+                "documentation": metric.help,
+                "labelnames": [*labelnames, *metric.labels],
+            }
+            if metric.kind is Kind.COUNTER:
+                self._series[metric.name] = self._counter_cls(**arguments)
+            else:
+                self._series[metric.name] = self._gauge_cls(multiprocess_mode="mostrecent", **arguments)
+            _registered.append(self._series[metric.name])
+        # Series without labels of their own are there from the start, at 0.
+        for engine_idx in per_engine_labelvalues:
+            for metric in METRICS.values():
+                if not metric.labels:
+                    self._labelled((metric.name,), engine_idx)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        stats = OffloadStats(transfer_stats_data)
+        for name, increment in stats.counters.items():
+            self._labelled(tuple(name.split(_SEPARATOR)), engine_idx).inc(increment)
+        for name, value in stats.gauges.items():
+            self._labelled(tuple(name.split(_SEPARATOR)), engine_idx).set(value)
+
+    def _labelled(self, sample: Sample, engine_idx: int) -> Any:
+        return self._series[sample[0]].labels(*self.per_engine_labelvalues[engine_idx], *sample[1:])

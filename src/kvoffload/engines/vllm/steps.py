@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From vLLM's scheduler output to an ``EngineStep``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineStep, ScheduledRequest
+
+__all__ = ["StepTranslator"]
+
+
+class StepTranslator:
+    """Knows the id of vLLM's null block, which stands where a request has no GPU block."""
+
+    def __init__(self, num_groups: int, null_block_id: int = 0) -> None:
+        self._null = null_block_id
+        self._nothing: BlockIds = ((),) * num_groups
+
+    def block_ids(self, ids: Sequence[Sequence[int]]) -> BlockIds:
+        null = self._null
+        return tuple(
+            group if null not in group else [NO_BLOCK if each == null else each for each in group] for group in ids
+        )
+
+    def step(self, output: Any) -> EngineStep:
+        """``output``: vLLM's ``SchedulerOutput``."""
+        tokens = output.num_scheduled_tokens
+        scheduled = [
+            ScheduledRequest(
+                new.req_id, self.block_ids(new.block_ids), new.num_computed_tokens, tokens[new.req_id], True
+            )
+            for new in output.scheduled_new_reqs
+        ]
+        cached = output.scheduled_cached_reqs
+        for request_id, ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            scheduled.append(
+                ScheduledRequest(
+                    request_id,
+                    self._nothing if ids is None else self.block_ids(ids),
+                    computed,
+                    tokens[request_id],
+                    request_id in cached.resumed_req_ids,
+                )
+            )
+        return EngineStep(tuple(scheduled), frozenset(output.preempted_req_ids or ()))

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout an engine may hand over, checked by writing through the engine's tensors and reading through ours."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.base import CanonicalKVCaches
+from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize
+from kvoffload.errors import LayoutError
+
+NUM_BLOCKS, HEADS, TOKENS, CONTENT = 5, 2, 3, 4
+PAGE_BYTES = HEADS * TOKENS * CONTENT * 4
+
+
+def layer_views(order: str, num_layers: int = 3, pad: int = 0) -> list[torch.Tensor]:
+    """Float tensors of logical shape (B, H, N, C), one per layer, laid out in memory by ``order`` of "LBHNC".
+
+    ``pad``: floats of padding behind each block's page; only where the page lies in one piece.
+    """
+    sizes = {"L": num_layers, "B": NUM_BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
+    strides: dict[str, int] = {}
+    step = 1
+    for axis in reversed(order):
+        if axis in "LB" and not {"L", "B"} & strides.keys():
+            step += pad
+        strides[axis] = step
+        step *= sizes[axis]
+    memory = torch.zeros(step)
+    everything = torch.as_strided(memory, [sizes[a] for a in "LBHNC"], [strides[a] for a in "LBHNC"])
+    return [everything[layer] for layer in range(num_layers)]
+
+
+def block_bytes(caches: CanonicalKVCaches, group: int, block: int) -> bytes:
+    """One GPU block of a group, as a transfer would copy it."""
+    return b"".join(
+        caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].numpy().tobytes()
+        for ref in caches.group_data_refs[group]
+    )
+
+
+def fill_distinct(views: list[torch.Tensor]) -> None:
+    for number, view in enumerate(views):
+        view.copy_(torch.arange(view.numel(), dtype=view.dtype).view(view.shape) + number * 10_000)
+
+
+def layers(views: list[torch.Tensor], page_bytes: int | None = None) -> list[LayerCache]:
+    return [LayerCache(f"layer{n}", (view,), page_bytes) for n, view in enumerate(views)]
+
+
+@pytest.mark.parametrize(
+    ("order", "num_refs"),
+    [
+        ("LBHNC", 3),  # one region per layer
+        ("LBNHC", 3),
+        ("LHBNC", 3 * HEADS),  # heads outside of blocks: a page per head
+        ("BLHNC", 1),  # all layers of a block side by side: one copy
+        ("BLNHC", 1),
+        ("BHLNC", 1),
+    ],
+)
+def test_blocks_carry_all_their_bytes_and_no_others(order: str, num_refs: int) -> None:
+    views = layer_views(order)
+    fill_distinct(views)
+    caches = canonicalize([layers(views, PAGE_BYTES)], NUM_BLOCKS)
+
+    assert sum(ref.page_size_bytes for ref in caches.group_data_refs[0]) == 3 * PAGE_BYTES
+    if order != "BHLNC":  # there the layers interleave head by head, and do not come out as neighbours in order
+        assert len(caches.group_data_refs[0]) == num_refs
+    for block in range(NUM_BLOCKS):
+        expected = sorted(value for view in views for value in view[block].flatten().tolist())
+        got = torch.frombuffer(bytearray(block_bytes(caches, 0, block)), dtype=torch.float32)
+        assert sorted(got.tolist()) == expected
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_a_block_copied_out_and_into_another_place_is_the_same_block(order: str) -> None:
+    views = layer_views(order)
+    fill_distinct(views)
+    source = [view[1].clone() for view in views]
+    caches = canonicalize([layers(views)], NUM_BLOCKS)
+    for ref in caches.group_data_refs[0]:
+        tensor = caches.tensors[ref.tensor_idx].tensor
+        tensor[4] = tensor[1]
+    for view, expected in zip(views, source, strict=True):
+        assert torch.equal(view[4], expected)
+        assert not torch.equal(view[3], expected)
+
+
+def test_views_are_bytes_of_the_same_memory() -> None:
+    views = layer_views("LBHNC")
+    caches = canonicalize([layers(views)], NUM_BLOCKS)
+    for entry, view in zip(caches.tensors, views, strict=True):
+        assert entry.tensor.dtype is torch.int8
+        assert entry.tensor.shape == (NUM_BLOCKS, PAGE_BYTES)
+        assert entry.tensor.data_ptr() == view.data_ptr()
+
+
+def test_padding_is_left_out() -> None:
+    views = layer_views("LBHNC", pad=7)
+    fill_distinct(views)
+    caches = canonicalize([layers(views, PAGE_BYTES)], NUM_BLOCKS)
+    assert [entry.page_size_bytes for entry in caches.tensors] == [PAGE_BYTES] * 3
+    assert caches.tensors[0].tensor.stride(0) == PAGE_BYTES + 7 * 4
+
+
+def test_keys_apart_from_values() -> None:
+    split = torch.arange(2 * NUM_BLOCKS * 6, dtype=torch.float32).view(2, NUM_BLOCKS, 6)
+    caches = canonicalize([[LayerCache("layer", (split,))]], NUM_BLOCKS)
+    assert len(caches.tensors) == 2
+    got = torch.frombuffer(bytearray(block_bytes(caches, 0, 3)), dtype=torch.float32)
+    assert torch.equal(got, torch.cat([split[0, 3], split[1, 3]]))
+
+
+def test_several_tensors_of_one_layer() -> None:
+    state, short = torch.rand(NUM_BLOCKS, 3, 4), torch.rand(NUM_BLOCKS, 2)
+    caches = canonicalize([[LayerCache("mixer", (state, short))]], NUM_BLOCKS)
+    assert [entry.page_size_bytes for entry in caches.tensors] == [48, 8]
+
+
+def test_kernel_blocks_smaller_than_gpu_blocks() -> None:
+    whole = torch.rand(NUM_BLOCKS * 4, 2, 8)
+    caches = canonicalize([[LayerCache("layer", (whole,))]], NUM_BLOCKS)
+    got = torch.frombuffer(bytearray(block_bytes(caches, 0, 2)), dtype=torch.float32)
+    assert torch.equal(got, whole[8:12].flatten())
+
+
+def test_groups_that_overlay_each_other_share_tensors() -> None:
+    views = layer_views("LBHNC", num_layers=2)
+    caches = canonicalize([layers(views), layers(views), layers(views[:1])], NUM_BLOCKS)
+    assert len(caches.tensors) == 2
+    assert [[ref.tensor_idx for ref in refs] for refs in caches.group_data_refs] == [[0, 1], [0, 1], [0]]
+
+
+def test_a_layer_that_reuses_anothers_cache_is_copied_once() -> None:
+    views = layer_views("LBHNC", num_layers=2)
+    caches = canonicalize([layers([*views, views[0]])], NUM_BLOCKS)
+    assert [ref.tensor_idx for ref in caches.group_data_refs[0]] == [0, 1]
+
+
+def test_order_follows_the_layers_and_not_the_addresses() -> None:
+    first, second = torch.rand(NUM_BLOCKS, 4), torch.rand(NUM_BLOCKS, 4)
+    for pair in ((first, second), (second, first)):
+        caches = canonicalize([layers(list(pair))], NUM_BLOCKS)
+        got = torch.frombuffer(bytearray(block_bytes(caches, 0, 2)), dtype=torch.float32)
+        assert torch.equal(got, torch.cat([pair[0][2], pair[1][2]]))
+
+
+def test_layers_in_separate_allocations_are_never_joined() -> None:
+    views = [torch.rand(NUM_BLOCKS, 4) for _ in range(4)]
+    caches = canonicalize([layers(views)], NUM_BLOCKS)
+    assert len(caches.tensors) == 4
+
+
+@pytest.mark.parametrize(
+    ("tensor", "page_bytes", "words"),
+    [
+        (torch.zeros(7, 4), None, "cannot tell the dimension"),
+        (torch.zeros(3, NUM_BLOCKS, 4), None, "cannot tell the dimension"),
+        (torch.zeros(NUM_BLOCKS, 4), 12, "configuration says 12"),
+        (torch.zeros(4).expand(NUM_BLOCKS, 4), None, "overlap"),
+        (torch.zeros(NUM_BLOCKS, 4).as_strided((NUM_BLOCKS, 4), (2, 1)), None, "overlap"),
+    ],
+)
+def test_what_is_not_understood_is_refused(tensor: torch.Tensor, page_bytes: int | None, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        canonicalize([[LayerCache("layer0", (tensor,), page_bytes)]], NUM_BLOCKS)
+
+
+def test_two_blocks_may_mean_two_things() -> None:
+    with pytest.raises(LayoutError, match="cannot tell"):
+        canonicalize([[LayerCache("layer", (torch.zeros(2, 2, 4),))]], 2)
+
+
+@settings(max_examples=60)
+@given(
+    order=st.permutations("LBHNC").map("".join),
+    num_layers=st.integers(1, 3),
+)
+def test_any_order_of_the_axes_copies_right(order: str, num_layers: int) -> None:
+    views = layer_views(order, num_layers)
+    fill_distinct(views)
+    wanted = [view.clone() for view in views]
+    caches = canonicalize([layers(views)], NUM_BLOCKS)
+    assert sum(ref.page_size_bytes for ref in caches.group_data_refs[0]) == num_layers * PAGE_BYTES
+    # Swapping two blocks through the canonical views swaps them for the engine, and touches no third one.
+    for ref in caches.group_data_refs[0]:
+        tensor = caches.tensors[ref.tensor_idx].tensor
+        tensor[[0, 3]] = tensor[[3, 0]]
+    for view, old in zip(views, wanted, strict=True):
+        expected = old.clone()
+        expected[[0, 3]] = old[[3, 0]]
+        assert torch.equal(view, expected)
+    assert math.prod(views[0].shape) == NUM_BLOCKS * HEADS * TOKENS * CONTENT
