@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads vLLM's sources without importing them: names, methods with their parameters, attributes of classes."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Method:
+    parameters: tuple[str, ...]
+    """Without ``self`` or ``cls``; keyword-only ones behind, then "*" and "**" if it takes any."""
+    is_abstract: bool
+
+
+class Sources:
+    """A tree of vLLM's Python files; ``root`` is the directory that holds the package ``vllm``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._trees: dict[str, ast.Module] = {}
+
+    def module(self, dotted: str) -> ast.Module:
+        if dotted not in self._trees:
+            path = self.root / dotted.replace(".", "/")
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            self._trees[dotted] = ast.parse(path.read_text())
+        return self._trees[dotted]
+
+    def top_level_names(self, dotted: str) -> set[str]:
+        names: set[str] = set()
+        for node in self.module(dotted).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                names.add(node.name)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                names |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        return names
+
+    def class_of(self, dotted: str, name: str) -> ast.ClassDef:
+        for node in ast.walk(self.module(dotted)):
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return node
+        raise LookupError(f"{dotted} has no class {name}")
+
+    def methods(self, dotted: str, name: str) -> dict[str, Method]:
+        return {
+            node.name: method_of(node) for node in self.class_of(dotted, name).body if isinstance(node, ast.FunctionDef)
+        }
+
+    def attributes(self, dotted: str, name: str) -> set[str]:
+        """Fields, properties, methods and what ``__init__`` assigns; bases in the same module included."""
+        cls = self.class_of(dotted, name)
+        found: set[str] = set()
+        for base in cls.bases:
+            if isinstance(base, ast.Name) and base.id in self.top_level_names(dotted):
+                try:
+                    found |= self.attributes(dotted, base.id)
+                except LookupError:
+                    pass  # imported from elsewhere
+        for node in cls.body:
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+                found |= {
+                    each.attr
+                    for each in ast.walk(node)
+                    if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+                }
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+            elif isinstance(node, ast.Assign):
+                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        return found
+
+
+def method_of(node: ast.FunctionDef) -> Method:
+    arguments = node.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    if names and names[0] in ("self", "cls"):
+        names = names[1:]
+    names += [each.arg for each in arguments.kwonlyargs]
+    names += ["*"] * (arguments.vararg is not None) + ["**"] * (arguments.kwarg is not None)
+    return Method(tuple(names), any("abstractmethod" in ast.dump(each) for each in node.decorator_list))
+
+
+def imports_of_vllm(path: Path) -> set[tuple[str, str]]:
+    """(module, name) of every ``from vllm… import …`` in a file."""
+    return {
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm"
+        for alias in node.names
+    }

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random models, made in seconds and loaded offline, whose greedy tokens tell whether the KV cache is right.
+
+A freshly initialised transformer is a bad witness: its attention is almost uniform, so a wrong block of KV hardly
+moves the output. Here queries and keys are scaled up until attention picks out few positions anywhere in the context,
+and values until what it picks dominates the residual stream. In float32 the gap between the two best tokens is then
+many orders above rounding, while one foreign block changes the tokens. Both are checked, not assumed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCAB = 512
+HEAD_DIM = 64
+SEED = 20
+
+_SCALES = {"q_proj": 2.5, "k_proj": 2.5, "v_proj": 1.5, "o_proj": 1.5}
+"""Gain of each projection over the one that keeps the variance of its input."""
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A model directory, and what the tests must know of it."""
+
+    path: str
+    num_layers: int
+    kv_heads: int
+    num_groups: int
+
+
+def write_llama(directory: Path) -> SmallModel:
+    """Four layers of full attention: one KV group."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=16384,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=VOCAB - 1,
+    )
+    _write(LlamaForCausalLM, config, directory)
+    return SmallModel(str(directory), num_layers=4, kv_heads=2, num_groups=1)
+
+
+def write_gemma3(directory: Path, sliding_window: int = 512) -> SmallModel:
+    """Six layers, four of them with a sliding window: vLLM makes three KV groups that share their tensors."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sliding, full = "sliding_attention", "full_attention"
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        query_pre_attn_scalar=HEAD_DIM,
+        max_position_embeddings=16384,
+        sliding_window=sliding_window,
+        layer_types=[sliding, sliding, full, sliding, sliding, full],
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=VOCAB - 1,
+    )
+    _write(Gemma3ForCausalLM, config, directory)
+    return SmallModel(str(directory), num_layers=6, kv_heads=2, num_groups=3)
+
+
+def _write(model_class: Any, config: Any, directory: Path) -> None:
+    import torch
+
+    torch.manual_seed(SEED)
+    model = model_class(config).to(torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            kind = name.split(".")[-2]
+            if kind in ("q_norm", "k_norm"):
+                weight.fill_(_SCALES["q_proj"] - 1.0)  # Gemma normalises queries and keys, then multiplies by 1 + w
+            if weight.dim() < 2:
+                continue
+            gain = _SCALES.get(kind, 1.0)
+            fan_in = weight.shape[1]
+            if "embed" in name and not hasattr(config, "query_pre_attn_scalar"):
+                fan_in = (
+                    1  # Gemma multiplies its embeddings by the root of the hidden size; others take them as they are
+                )
+            weight.normal_(0.0, gain / fan_in**0.5)
+    model.save_pretrained(directory, safe_serialization=True)
+    _write_tokenizer(directory)
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """One word per token: ``w0 w1 …``, so that texts and token ids convert without loss."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w1", bos_token="w0", eos_token=f"w{VOCAB - 1}", pad_token="w0"
+    ).save_pretrained(directory)
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    config_path = directory / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    config["chat_template"] = template
+    config_path.write_text(json.dumps(config, indent=1))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts of all scenarios, the same in every process. Token ids 0, 1 and the last one mean something; not used."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.engines.vllm.models import VOCAB
+
+BLOCK_TOKENS = 32
+"""GPU block size in the lane: small, so that short prompts have many blocks."""
+NEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    name: str
+    token_ids: tuple[int, ...]
+    new_tokens: int = NEW_TOKENS
+
+
+def random_tokens(seed: int, length: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(2, VOCAB - 1) for _ in range(length))
+
+
+def long_prompts(count: int = 8, length: int = 1000) -> list[Prompt]:
+    """Prompts of 31 full blocks and a piece."""
+    return [Prompt(f"long{n}", random_tokens(100 + n, length)) for n in range(count)]
+
+
+def crowd(count: int = 64) -> list[Prompt]:
+    """Requests in families of eight that share the first half; they generate enough to need new blocks on the way."""
+    prompts = []
+    for n in range(count):
+        shared = random_tokens(1000 + n // 8, 6 * BLOCK_TOKENS)
+        own = random_tokens(2000 + n, BLOCK_TOKENS + 40 * (n % 5))
+        prompts.append(Prompt(f"crowd{n}", shared + own, new_tokens=48))
+    return prompts
+
+
+def short_prompts(count: int = 6) -> list[Prompt]:
+    """Shorter than Gemma's window of 512 tokens, with their answers."""
+    return [Prompt(f"short{n}", random_tokens(300 + n, 330)) for n in range(count)]
+
+
+def branches() -> list[Prompt]:
+    """Prompts that leave a long prompt at various places, also inside a block: a window must be found behind each."""
+    return [
+        Prompt(f"branch{cut}", long_prompts(1)[0].token_ids[:cut] + random_tokens(400 + cut, 150))
+        for cut in (96, 500, 512, 700, 992)
+    ]
+
+
+def family(name: str) -> list[Prompt]:
+    if name == "llama":
+        return [*long_prompts(), *crowd()]
+    return [*long_prompts(6), *short_prompts(), *branches()]

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the child processes do: each function starts one engine, drives it, and returns what it saw (JSON values)."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import random
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+from tests.engines.vllm.harness import Engine, idle_state
+from tests.engines.vllm.prompts import crowd, family, long_prompts
+
+
+def baseline(model: str, family: str) -> dict[str, Any]:
+    """vLLM alone: every prompt's greedy tokens, and how far from a tie the closest of them was."""
+    engine = Engine(model, max_num_seqs=16)
+    answers = {}
+    prompts = _family(family)
+    for prompt, output in zip(prompts, engine.generate(prompts, logprobs=2), strict=True):
+        best = [sorted((p.logprob for p in position.values()), reverse=True) for position in output.outputs[0].logprobs]
+        gap = min(first - second for first, second, *_ in best)
+        answers[prompt.name] = {"tokens": list(output.outputs[0].token_ids), "gap": gap}
+    engine.close()
+    return answers
+
+
+_family = family
+
+
+FAULTY = {"spec_name": "FaultySpec", "spec_module_path": "tests.engines.vllm.faulty_spec"}
+
+
+def evict_and_return(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Long prompts one after the other, far more than the device holds; then all of them again."""
+    prompts = long_prompts()
+    engine = Engine(model, extra=extra, gpu_blocks=100)  # holds three of the eight prompts
+    result: dict[str, Any] = {}
+    result["first"], result["first_cached"] = engine.answers(prompts)
+    engine.drain()
+    engine.forget_device_cache()
+    result["again"], result["again_cached"] = engine.answers(prompts)
+    result["metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+
+    # The same engine, many at once: preemption, aborts, resets in the middle.
+    waves = [_wave(engine, seed, reset=seed == 2) for seed in range(4)]
+    result["waves"] = waves
+    result["preemptions"] = engine.vllm_metric("vllm:num_preemptions")
+    result["idle_after_waves"] = idle_state(engine)
+    result["metrics_after_waves"] = engine.metrics()
+    result["memory"] = _memory_of_kvoffload_after_waves(engine)
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    result["idle_after_reset"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def _memory_of_kvoffload_after_waves(engine: Engine) -> list[int]:
+    """Bytes of Python objects made by kvoffload's code that are alive after each of some equal waves."""
+    tracemalloc.start()
+    sizes = []
+    for _ in range(4):
+        _wave(engine, seed=4, reset=False)
+        engine.drain()
+        engine.llm.reset_prefix_cache(reset_connector=True)
+        gc.collect()
+        snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/kvoffload/*")])
+        sizes.append(sum(trace.size for trace in snapshot.traces))
+    tracemalloc.stop()
+    return sizes
+
+
+def _wave(engine: Engine, seed: int, reset: bool) -> dict[str, Any]:
+    """All of the crowd at once, some of them aborted at some step; vLLM's own cache forgotten before."""
+    engine.forget_device_cache()
+    rng = random.Random(seed)
+    prompts = crowd()
+    rng.shuffle(prompts)
+    fate = {prompt.name: rng.randrange(1, 60) for prompt in rng.sample(prompts, 12)}
+    llm = engine.llm.llm_engine
+    ids = {}
+    for prompt in prompts:
+        ids[prompt.name] = f"{prompt.name}-{seed}"
+        llm.add_request(ids[prompt.name], {"prompt_token_ids": list(prompt.token_ids)}, engine.parameters(prompt))
+    answers: dict[str, list[int]] = {}
+    cached, steps, tries, resets = 0, 0, 0, 0
+    by_id = {request_id: name for name, request_id in ids.items()}
+    while llm.has_unfinished_requests():
+        steps += 1
+        for output in llm.step():
+            if output.finished:
+                name = by_id[output.request_id]
+                if name not in fate or len(output.outputs[0].token_ids) == _new_tokens(name):
+                    answers[name] = list(output.outputs[0].token_ids)
+                    cached += int(output.num_cached_tokens or 0)
+        doomed = [ids[name] for name, step in fate.items() if step == steps and name not in answers]
+        if doomed:
+            llm.abort_request(doomed)
+        # A bounded number of times: steps that only wait for loads pass quickly, and a reset at every twenty of them
+        # would take away all progress on a slow machine.
+        if reset and tries < 12 and steps % 20 == 10:
+            tries += 1
+            resets += _reset_in_the_middle(engine)
+    return {"answers": answers, "cached": cached, "steps": steps, "resets": resets, "aborted": sorted(fate)}
+
+
+def _new_tokens(name: str) -> int:
+    return next(prompt.new_tokens for prompt in crowd() if prompt.name == name)
+
+
+def _reset_in_the_middle(engine: Engine) -> int:
+    """vLLM refuses while a load is in flight (it says so); then it is no reset, and the next time will do."""
+    try:
+        return int(engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+    except RuntimeError as error:
+        if "remote KV transfer" not in str(error):
+            raise
+        return 0
+
+
+def faults(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """A corrupted block, to see that the comparison notices; then loads and stores that fail at random."""
+    from tests.engines.vllm.faulty_spec import PLAN
+
+    prompts = long_prompts(4)
+    engine = Engine(model, extra=extra | FAULTY, gpu_blocks=100)
+    result: dict[str, Any] = {}
+    engine.answers(prompts)
+    engine.drain()
+    engine.forget_device_cache()
+    PLAN.corrupt_loads = 1
+    result["corrupted"], result["corrupted_cached"] = engine.answers(prompts)
+    engine.drain()
+
+    PLAN.fail_load, PLAN.fail_store, PLAN.refuse_to_start, PLAN.lag_polls = 0.3, 0.3, 0.1, 3
+    result["waves"] = [_wave(engine, seed, reset=False) for seed in range(20, 24)]
+    rounds = []
+    for _ in range(3):
+        engine.drain()
+        engine.forget_device_cache()
+        rounds.append(engine.answers(prompts)[0])
+    result["rounds"] = rounds
+    PLAN.fail_load = PLAN.fail_store = 1.0
+    engine.drain()
+    engine.forget_device_cache()
+    result["nothing_works"], _ = engine.answers(prompts)
+    engine.drain()
+    result["metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def hybrid(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Gemma: sliding windows beside full attention, over the same tensors."""
+    from tests.engines.vllm.faulty_spec import PLAN
+
+    prompts = _family("gemma")
+    firsts = [prompt for prompt in prompts if not prompt.name.startswith("branch")]
+    branches = [prompt for prompt in prompts if prompt.name.startswith("branch")]
+    engine = Engine(model, extra=extra | FAULTY, gpu_blocks=250)
+    result: dict[str, Any] = {"groups": len(engine.core.scheduler.kv_cache_config.kv_cache_groups)}
+    result["first"], _ = engine.answers(firsts)
+    for name in ("again", "once more"):
+        engine.drain()
+        engine.forget_device_cache()
+        result[name], result[f"{name} cached"] = engine.answers(firsts)
+    engine.drain()
+    engine.forget_device_cache()
+    result["branches"], result["branches cached"] = engine.answers(branches)
+    result["metrics"] = engine.metrics()
+
+    PLAN.corrupt_loads = 1
+    engine.drain()
+    engine.forget_device_cache()
+    result["corrupted"], _ = engine.answers(firsts[:3])
+
+    PLAN.fail_load, PLAN.fail_store, PLAN.lag_polls = 0.4, 0.2, 3
+    result["failing"] = []
+    for _ in range(3):
+        engine.drain()
+        engine.forget_device_cache()
+        result["failing"].append(engine.answers(prompts)[0])
+    result["failing_metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def two_ranks(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Tensor parallelism over two worker processes; rank 1 fails some of its transfers (set in the environment)."""
+    prompts = long_prompts(4)
+    engine = Engine(
+        model, extra=extra | FAULTY, gpu_blocks=100, tensor_parallel_size=2, distributed_executor_backend="mp"
+    )
+    result: dict[str, Any] = {}
+    result["first"], _ = engine.answers(prompts)
+    result["rounds"] = []
+    result["cached"] = []
+    for _ in range(4):
+        engine.drain()
+        engine.forget_device_cache()
+        tokens, cached = engine.answers(prompts)
+        result["rounds"].append(tokens)
+        result["cached"].append(cached)
+    engine.drain()
+    result["metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
+    """What vLLM says at start to configurations that cannot work."""
+    said = {}
+    for name, options in {
+        "policy": {"transfer": {"kv_load_failure_policy": "fail"}, "extra": extra},
+        "role": {"transfer": {"kv_role": "kv_producer"}, "extra": extra},
+        "key": {"extra": extra | {"cpu_bytes": 1}},
+        "size": {"extra": {}},
+        "block": {"extra": extra | {"block_size": 48}},
+    }.items():
+        try:
+            Engine(model, **options)
+        except ValueError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def main() -> None:
+    scenario, options, answer = sys.argv[1:]
+    faulthandler.dump_traceback_later(200, exit=True)  # a hang tells where, before the parent gives up
+    Path(answer).write_text(json.dumps(globals()[scenario](**json.loads(options))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the adapter uses of vLLM is there, in the version the lane runs and in the next one: read, not imported.
+
+The next version's sources come from its wheel, which is fetched without dependencies and kept beside the lane's
+environment; where that is impossible the test is skipped and says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from tests.engines.vllm.interface import Sources, imports_of_vllm, method_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+NEXT = "0.33.0"
+ADAPTER = Path(__file__).parents[3] / "src" / "kvoffload" / "engines" / "vllm"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+
+ATTRIBUTES = {
+    ("vllm.v1.core.sched.output", "SchedulerOutput"): (
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens preempted_req_ids"
+    ),
+    ("vllm.v1.core.sched.output", "NewRequestData"): "req_id block_ids num_computed_tokens",
+    ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",
+    ("vllm.v1.request", "Request"): (
+        "request_id block_hashes num_tokens num_prompt_tokens kv_transfer_params all_token_ids lora_request"
+    ),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
+    ("vllm.v1.core.block_pool", "BlockPool"): "null_block",
+    ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): "block_id",
+    ("vllm.v1.outputs", "KVConnectorOutput"): "kv_connector_worker_meta",
+    ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (
+        "num_blocks kv_cache_tensors kv_cache_groups hash_block_size kv_cache_layout prefix_cacheable_group_ids"
+    ),
+    ("vllm.v1.kv_cache_interface", "KVCacheTensor"): "size",
+    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "layer_names kv_cache_spec",
+    ("vllm.v1.kv_cache_interface", "KVCacheSpec"): "block_size",
+    ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): "sliding_window extra_retained_tokens",
+    ("vllm.v1.kv_cache_interface", "RSWASpec"): "rswa_window",
+    ("vllm.v1.kv_cache_interface", "KVCacheSpecKind"): (
+        "FULL_ATTENTION MLA_ATTENTION SLIDING_WINDOW SLIDING_WINDOW_MLA"
+    ),
+    ("vllm.config.kv_transfer", "KVTransferConfig"): (
+        "kv_connector_extra_config kv_load_failure_policy kv_role engine_id"
+    ),
+    ("vllm.config.kv_events", "KVEventsConfig"): "enable_kv_cache_events",
+    ("vllm.config.parallel", "ParallelConfig"): (
+        "nnodes_within_dp world_size distributed_executor_backend pipeline_parallel_size decode_context_parallel_size "
+        "prefill_context_parallel_size tensor_parallel_size rank"
+    ),
+    ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype",
+    ("vllm.config.model", "ModelConfig"): "model revision quantization dtype hf_config",
+    ("vllm.config.vllm", "VllmConfig"): (
+        "kv_transfer_config parallel_config cache_config model_config kv_events_config"
+    ),
+    ("vllm.distributed.kv_events", "BlockStored"): (
+        "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
+        "kv_cache_spec_sliding_window"
+    ),
+    ("vllm.distributed.kv_events", "BlockRemoved"): "block_hashes medium group_idx",
+    (BASE, "KVConnectorTransferResults"): "finished_recving failed_recving",
+    (METRICS, "KVConnectorStats"): "data to_dict",
+    (METRICS, "KVConnectorPromMetrics"): "_gauge_cls _counter_cls per_engine_labelvalues",
+    ("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory"): (
+        "register_connector get_connector_class_by_name"
+    ),
+}
+"""What the adapter reads or passes by name."""
+
+OVERRIDES = [
+    ("connector.py", "KVOffloadConnector", [(BASE, "KVConnectorBase_V1"), (BASE, "SupportsHMA")]),
+    ("connector.py", "StepReport", [(BASE, "KVConnectorWorkerMetadata")]),
+    ("stats.py", "OffloadStats", [(METRICS, "KVConnectorStats")]),
+    ("stats.py", "OffloadPromMetrics", [(METRICS, "KVConnectorPromMetrics")]),
+]
+
+
+def next_sources() -> Path:
+    """The next version's Python files, fetched on first use."""
+    home = Path(sys.prefix) / f"vllm-{NEXT}-sources"
+    if not (home / "complete").exists():
+        home.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--only-binary=:all:"]
+        done = subprocess.run(
+            [*command, "--dest", str(home), f"vllm=={NEXT}"], capture_output=True, text=True, check=False
+        )
+        wheels = list(home.glob("*.whl"))
+        if done.returncode or not wheels:
+            pytest.skip(f"the wheel of vllm {NEXT} cannot be downloaded here: {done.stderr.strip()[-300:]}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extractall(home, [name for name in wheel.namelist() if name.endswith(".py")])
+        wheels[0].unlink()  # hundreds of megabytes
+        (home / "complete").touch()
+    return home
+
+
+@pytest.fixture(scope="module", params=["installed", NEXT])
+def sources(request: pytest.FixtureRequest) -> Sources:
+    if request.param == "installed":
+        found = importlib.util.find_spec("vllm")
+        assert found is not None
+        assert found.origin is not None
+        return Sources(Path(found.origin).parents[1])
+    return Sources(next_sources())
+
+
+def test_every_imported_name_is_there(sources: Sources) -> None:
+    wanted = {pair for path in ADAPTER.glob("*.py") for pair in imports_of_vllm(path)}
+    assert len(wanted) > 8
+    missing = [f"{module}.{name}" for module, name in sorted(wanted) if name not in sources.top_level_names(module)]
+    assert missing == []
+
+
+def test_every_attribute_is_there(sources: Sources) -> None:
+    missing = [
+        f"{module}.{name}.{attribute}"
+        for (module, name), attributes in ATTRIBUTES.items()
+        for attribute in attributes.split()
+        if attribute not in sources.attributes(module, name)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(("file", "name", "bases"), OVERRIDES, ids=[name for _, name, _ in OVERRIDES])
+def test_overridden_methods_take_what_vllm_passes(
+    sources: Sources, file: str, name: str, bases: list[tuple[str, str]]
+) -> None:
+    tree = ast.parse((ADAPTER / file).read_text())
+    own_class = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    own = {node.name: method_of(node) for node in own_class.body if isinstance(node, ast.FunctionDef)}
+    theirs = {method: shape for module, base in bases for method, shape in sources.methods(module, base).items()}
+
+    for method, shape in theirs.items():
+        if method in own:
+            assert own[method].parameters == shape.parameters, f"{name}.{method}"
+        else:
+            assert not shape.is_abstract, f"vLLM wants {name} to have {method}"
+    # Nothing of ours that vLLM is meant to call has lost its caller.
+    called_by_vllm = set(own) - {"__init__", "scheduler", "worker", "counters", "gauges", "report", "_labelled"}
+    assert called_by_vllm <= set(theirs)
+
+
+def test_the_kinds_of_groups_are_still_called_so(sources: Sources) -> None:
+    kinds = sources.class_of("vllm.v1.kv_cache_interface", "KVCacheSpecKind")
+    values = {
+        node.value.value for node in kinds.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    assert {"full_attention", "mla_attention", "sliding_window", "sliding_window_mla"} <= values

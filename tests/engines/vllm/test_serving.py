@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM with kvoffload answers as vLLM does, from another memory: one engine per test, several scenarios each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.engines.vllm.harness import Baseline, run_child
+from tests.engines.vllm.models import SmallModel
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+EXTRA = {"cpu_bytes_to_use": "64MiB"}
+PAGE_BYTES = 2 * 32 * 2 * 64 * 4
+"""Of one layer and GPU block: key/value heads, tokens, keys and values, head size, float32."""
+
+
+def assert_idle(state: dict[str, Any]) -> None:
+    """Nothing leaked: no job, no request, no pinned slot, no GPU block still held."""
+    assert {name: value for name, value in state.items() if name != "used_blocks"} == {
+        "jobs": 0,
+        "requests": 0,
+        "pinned": 0,
+        "gpu_blocks_in_use": 0,
+    }
+
+
+def test_evicted_prefixes_come_back_and_a_crowd_is_answered_right(llama: SmallModel, llama_baseline: Baseline) -> None:
+    seen = run_child("evict_and_return", model=llama.path, extra=EXTRA)
+
+    assert llama_baseline.wrong(seen["first"]) == []
+    assert set(seen["first_cached"].values()) == {0}
+    # All full blocks of each prompt come from the CPU tier: the device's own prefix cache was emptied before.
+    assert llama_baseline.wrong(seen["again"]) == []
+    assert set(seen["again_cached"].values()) == {992}
+    metrics = seen["metrics"]
+    assert metrics["hit_tokens"] == 8 * 992
+    assert metrics["primary_blocks_stored"] == 8 * 31
+    assert metrics["load_bytes"] == metrics["store_bytes"] == 8 * 31 * 4 * PAGE_BYTES
+    assert metrics["load_jobs|ok"] == 8
+    assert_idle(seen["idle"])
+
+    for wave in seen["waves"]:
+        assert llama_baseline.wrong(wave["answers"]) == []
+        assert len(wave["answers"]) + len(wave["aborted"]) >= 64
+    assert seen["preemptions"] > 20
+    assert seen["waves"][2]["resets"] > 0
+    later = seen["metrics_after_waves"]
+    assert later["hit_tokens"] > metrics["hit_tokens"]
+    assert later["fenced_jobs"] > 0  # GPU blocks were handed out again under stores that still read them
+    assert not any(name.endswith("|failed") for name in later)
+    assert_idle(seen["idle_after_waves"])
+    # Flat: equal waves leave equal amounts of Python objects behind.
+    memory = seen["memory"]
+    assert max(memory[1:]) - min(memory[1:]) < 64 * 1024
+    assert_idle(seen["idle_after_reset"])
+    assert seen["idle_after_reset"]["used_blocks"] == 0
+
+
+def test_failures_cost_a_recomputation_and_corruption_would_be_noticed(
+    llama: SmallModel, llama_baseline: Baseline
+) -> None:
+    seen = run_child("faults", model=llama.path, extra=EXTRA)
+
+    # One GPU block with wrong bytes, told as a success: the comparison sees it. So it would see anything below.
+    assert llama_baseline.wrong(seen["corrupted"]) == ["long0"]
+    for wave in seen["waves"]:
+        assert llama_baseline.wrong(wave["answers"]) == []
+    for answers in (*seen["rounds"], seen["nothing_works"]):
+        assert llama_baseline.wrong(answers) == []
+    metrics = seen["metrics"]
+    for outcome in ("load_jobs|ok", "load_jobs|failed", "store_jobs|ok", "store_jobs|failed"):
+        assert metrics[outcome] > 0, outcome
+    assert_idle(seen["idle"])
+
+
+def test_hybrid_model(gemma: SmallModel, gemma_baseline: Baseline) -> None:
+    seen = run_child("hybrid", model=gemma.path, extra=EXTRA)
+
+    assert seen["groups"] == gemma.num_groups
+    assert gemma_baseline.wrong(seen["first"]) == []
+    for name in ("again", "once more"):
+        assert gemma_baseline.wrong(seen[name]) == []
+        # 1000 tokens are longer than the window of 512, 330 are shorter.
+        assert seen[f"{name} cached"] == {f"long{n}": 992 for n in range(6)} | {f"short{n}": 320 for n in range(6)}
+    assert gemma_baseline.wrong(seen["branches"]) == []
+    assert seen["branches cached"] == {
+        "branch96": 96,
+        "branch500": 480,
+        "branch512": 512,
+        "branch700": 672,
+        "branch992": 992,
+    }
+    # Windows are loaded, not whole prefixes: less than three groups' worth of every hit.
+    metrics = seen["metrics"]
+    whole = metrics["hit_tokens"] / 32 * 3 * 2 * PAGE_BYTES
+    assert 0.5 * whole < metrics["load_bytes"] < 0.9 * whole
+
+    assert gemma_baseline.wrong(seen["corrupted"]) == ["long0"]
+    for answers in seen["failing"]:
+        assert gemma_baseline.wrong(answers) == []
+    assert seen["failing_metrics"]["load_jobs|failed"] > 0
+    assert_idle(seen["idle"])
+
+
+def test_two_ranks_share_every_block(llama: SmallModel, llama_baseline: Baseline) -> None:
+    """Each rank's heads go to its slice of the row; what rank 1 fails is recomputed on both."""
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "KVOFFLOAD_TEST_FAULTS": "1:0.3"}
+    seen = run_child("two_ranks", model=llama.path, extra=EXTRA, environment=environment)
+
+    assert llama_baseline.wrong(seen["first"]) == []
+    for answers in seen["rounds"]:
+        assert llama_baseline.wrong(answers) == []
+    metrics = seen["metrics"]
+    for outcome in ("load_jobs|ok", "load_jobs|failed", "store_jobs|ok", "store_jobs|failed"):
+        assert metrics[outcome] > 0, outcome
+    assert metrics["primary_blocks_stored"] >= 31
+    assert any(count == 992 for cached in seen["cached"] for count in cached.values())
+    assert_idle(seen["idle"])
+
+
+def test_what_cannot_work_is_refused_at_start_with_the_reason(llama: SmallModel) -> None:
+    said = run_child("refusals", model=llama.path, extra=EXTRA)
+    assert '"kv_load_failure_policy": "recompute"' in said["policy"]
+    assert '"kv_role": "kv_both"' in said["role"]
+    assert "'cpu_bytes'" in said["key"]
+    assert "Did you mean 'cpu_bytes_to_use'?" in said["key"]
+    assert "needs cpu_bytes_to_use" in said["size"]
+    assert "multiple of the engine's block of 32 tokens" in said["block"]
