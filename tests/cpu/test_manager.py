@@ -7,6 +7,7 @@ import pytest
 
 from kvoffload.base import OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqContext, make_offload_key
 from kvoffload.cpu import CPUOffloadingManager
+from kvoffload.cpu.policies.arc import ARCCachePolicy
 from kvoffload.errors import ConfigError
 
 REQ = ReqContext("r")
@@ -318,3 +319,39 @@ def test_stats() -> None:
         ("primary_stores_refused",): 0,
         ("reuse_filtered_blocks",): 0,
     }
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "density"])
+def test_a_request_stored_in_portions_loses_its_tail_first_once_it_touched_its_prefix(policy: str) -> None:
+    manager = CPUOffloadingManager(6, policy)
+    request = ReqContext("r")
+    manager.on_new_request(request)
+    for portion in (keys(1, 2), keys(3, 4), keys(5, 6)):
+        output = manager.prepare_store(portion, request)
+        assert output is not None
+        manager.complete_store(portion, request)
+    manager.touch(keys(1, 2, 3, 4, 5, 6), request)
+    manager.on_request_finished(request)
+    output = manager.prepare_store(keys(7, 8, 9), ReqContext("other"))
+    assert output is not None
+    assert output.evicted_keys == keys(6, 5, 4)
+    manager.check_invariants()
+
+
+def test_touches_by_one_announced_request_are_one_use_and_by_another_a_second() -> None:
+    manager = CPUOffloadingManager(4, "arc")
+    first, second = ReqContext("1"), ReqContext("2")
+    for request in (first, second):
+        manager.on_new_request(request)
+    manager.prepare_store(keys(1, 2), first)
+    manager.complete_store(keys(1, 2), first)
+    manager.touch(keys(1, 2), first)
+    policy = manager._policy
+    assert isinstance(policy, ARCCachePolicy)
+    assert (len(policy.recent), len(policy.frequent)) == (2, 0)
+    manager.touch(keys(1, 2), second)
+    manager.touch(keys(1, 2), second)
+    assert (len(policy.recent), len(policy.frequent)) == (0, 2)
+    for request in (first, second):
+        manager.on_request_finished(request)
+    assert not manager._used

@@ -18,17 +18,29 @@ from kvoffload.cpu.host_memory import available_bytes, format_bytes
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import CapacityError, ConfigError
 
-SHM = Path("/dev/shm")
+SHM = Path("/dev/shm") / f"tests-of-kvoffload-{os.getpid()}"
+"""A mount of our own: engines of other people may be starting on the real one."""
 
 
 def leftovers() -> list[str]:
-    return sorted(path.name for path in SHM.glob("kvoffload-*"))
+    return sorted(path.name for path in SHM.iterdir())
+
+
+@pytest.fixture(autouse=True)
+def own_mount() -> Iterator[None]:
+    SHM.mkdir()
+    yield
+    assert leftovers() == []
+    SHM.rmdir()
 
 
 @pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield f"test-{os.getpid()}-{request.node.name}"
-    assert leftovers() == []
+def name(request: pytest.FixtureRequest) -> str:
+    return f"test-{os.getpid()}-{request.node.name}"
+
+
+def join(name: str, num_blocks: int, block_bytes: int, num_processes: int, **more: float) -> SharedOffloadRegion:
+    return SharedOffloadRegion.shared(name, num_blocks, block_bytes, num_processes, mount=SHM, **more)  # type: ignore[arg-type]
 
 
 def anonymous(num_blocks: int, block_bytes: int) -> SharedOffloadRegion:
@@ -36,7 +48,7 @@ def anonymous(num_blocks: int, block_bytes: int) -> SharedOffloadRegion:
 
 
 def shared(num_blocks: int, block_bytes: int) -> SharedOffloadRegion:
-    return SharedOffloadRegion.shared(f"test-{os.getpid()}", num_blocks, block_bytes, num_processes=1)
+    return join(f"test-{os.getpid()}", num_blocks, block_bytes, num_processes=1)
 
 
 @pytest.mark.parametrize("make", [anonymous, shared])
@@ -75,10 +87,10 @@ class TestEveryRegion:
 
 
 def test_nothing_of_a_shared_region_is_on_the_mount_once_all_have_mapped_it(name: str) -> None:
-    first = SharedOffloadRegion.shared(name, 4, 4096, num_processes=3)
-    second = SharedOffloadRegion.shared(name, 4, 4096, num_processes=3)
+    first = join(name, 4, 4096, num_processes=3)
+    second = join(name, 4, 4096, num_processes=3)
     assert len(leftovers()) == 2
-    third = SharedOffloadRegion.shared(name, 4, 4096, num_processes=3)
+    third = join(name, 4, 4096, num_processes=3)
     assert leftovers() == []
     np.asarray(first.create_kv_memoryview())[2] = 7
     for region in (second, third):
@@ -88,19 +100,20 @@ def test_nothing_of_a_shared_region_is_on_the_mount_once_all_have_mapped_it(name
 
 
 def test_processes_that_disagree_are_told_so(name: str) -> None:
-    first = SharedOffloadRegion.shared(name, 4, 4096, num_processes=2)
+    first = join(name, 4, 4096, num_processes=2)
     with pytest.raises(ConfigError, match="disagree"):
-        SharedOffloadRegion.shared(name, 5, 4096, num_processes=2)
-    SharedOffloadRegion.shared(name, 4, 4096, num_processes=2).close()
+        join(name, 5, 4096, num_processes=2)
+    join(name, 4, 4096, num_processes=2).close()
     first.close()
 
 
 PARTNER = """
 import sys
+from pathlib import Path
 import numpy as np
 from kvoffload.cpu.region import SharedOffloadRegion
-name, processes, mark = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-region = SharedOffloadRegion.shared(name, 8, 4096, num_processes=processes)
+name, processes, mark, mount = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+region = SharedOffloadRegion.shared(name, 8, 4096, num_processes=processes, mount=Path(mount))
 view = np.asarray(region.create_kv_memoryview())
 view[mark] = mark + 100
 print("mapped", flush=True)
@@ -111,7 +124,7 @@ print(view[:, 0].tolist(), flush=True)
 
 def start_partner(name: str, processes: int, mark: int) -> subprocess.Popen[str]:
     partner = subprocess.Popen(
-        [sys.executable, "-c", PARTNER, name, str(processes), str(mark)],
+        [sys.executable, "-c", PARTNER, name, str(processes), str(mark), str(SHM)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -127,7 +140,7 @@ def kill(partner: subprocess.Popen[str]) -> None:
 
 
 def test_two_processes_see_each_others_bytes(name: str) -> None:
-    region = SharedOffloadRegion.shared(name, 8, 4096, num_processes=2)
+    region = join(name, 8, 4096, num_processes=2)
     np.asarray(region.create_kv_memoryview())[1] = 42
     partner = start_partner(name, 2, 3)
     assert np.asarray(region.create_kv_memoryview())[3, 0] == 103
@@ -141,7 +154,7 @@ def test_kill_9_of_all_processes_after_the_start_leaves_nothing(name: str) -> No
     assert leftovers() == []
     for partner in partners:
         kill(partner)
-    again = SharedOffloadRegion.shared(name, 8, 4096, num_processes=1)
+    again = join(name, 8, 4096, num_processes=1)
     assert not np.asarray(again.create_kv_memoryview()).any()
     again.close()
 
@@ -149,10 +162,10 @@ def test_kill_9_of_all_processes_after_the_start_leaves_nothing(name: str) -> No
 def test_kill_9_in_the_middle_of_the_start_is_cleaned_up_by_the_next_one(name: str) -> None:
     kill(start_partner(name, 2, 1))
     assert len(leftovers()) == 2
-    other = SharedOffloadRegion.shared(name + "-other", 2, 4096, num_processes=1)
+    other = join(name + "-other", 2, 4096, num_processes=1)
     assert leftovers() == []
     other.close()
-    again = SharedOffloadRegion.shared(name, 8, 4096, num_processes=1)
+    again = join(name, 8, 4096, num_processes=1)
     assert not np.asarray(again.create_kv_memoryview()).any()
     again.close()
 
@@ -185,9 +198,9 @@ def test_kill_9_while_the_segment_is_being_made_does_not_stop_the_next_start(nam
 
 def test_a_start_in_progress_is_never_reclaimed(name: str) -> None:
     partner = start_partner(name, 2, 1)
-    other = SharedOffloadRegion.shared(name + "-other", 2, 4096, num_processes=1)
+    other = join(name + "-other", 2, 4096, num_processes=1)
     assert len(leftovers()) == 2
-    region = SharedOffloadRegion.shared(name, 8, 4096, num_processes=2)
+    region = join(name, 8, 4096, num_processes=2)
     assert np.asarray(region.create_kv_memoryview())[1, 0] == 101
     kill(partner)
     region.close()
@@ -198,7 +211,7 @@ def test_a_full_mount_is_refused_and_left_as_it_was(name: str, monkeypatch: pyte
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
     monkeypatch.setattr("kvoffload.cpu.region.check_host_memory", lambda _: None)
     with pytest.raises(CapacityError, match="enlarge that mount"):
-        SharedOffloadRegion.shared(name, 1, free + (1 << 30), num_processes=1)
+        join(name, 1, free + (1 << 30), num_processes=1)
 
 
 def test_a_mount_that_fills_up_between_check_and_allocation_is_refused(
@@ -208,7 +221,7 @@ def test_a_mount_that_fills_up_between_check_and_allocation_is_refused(
     monkeypatch.setattr("kvoffload.cpu.region.check_host_memory", lambda _: None)
     monkeypatch.setattr("kvoffload.cpu.region.check_shared_memory", lambda *_: None)
     with pytest.raises(CapacityError, match="could not give"):
-        SharedOffloadRegion.shared(name, 1, free + (1 << 40), num_processes=1)
+        join(name, 1, free + (1 << 40), num_processes=1)
 
 
 def test_a_start_up_lock_that_is_held_is_waited_for_only_so_long(name: str) -> None:
@@ -218,7 +231,7 @@ def test_a_start_up_lock_that_is_held_is_waited_for_only_so_long(name: str) -> N
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         with pytest.raises(CapacityError, match="held the lock"):
-            SharedOffloadRegion.shared(name, 1, 4096, num_processes=1, timeout_s=0.05)
+            join(name, 1, 4096, num_processes=1, timeout_s=0.05)
     finally:
         os.close(descriptor)
 

@@ -81,6 +81,9 @@ class OffloadingConnectorScheduler:
         del self._requests[state.request_id]
         state.finished = True
         self._call_back_load(state)
+        if any(group.gpu_block_ids for group in state.groups):
+            # Its stores came portion by portion, each more recent than the one before: the head must outlive the tail.
+            self._manager.touch([key for group in state.groups for key in group.keys], state.context)
         self._manager.on_request_finished(state.context)
 
     def _call_back_load(self, state: RequestOffloadState) -> None:

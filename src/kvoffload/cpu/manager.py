@@ -68,6 +68,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._free: list[BlockStatus] = []
         """Slots handed out before and free now; the last is the next."""
         self._orphans = Orphans()
+        self._used: dict[str, set[OffloadKey]] = {}
+        """Keys that each announced request has stored or touched: its later touches are no new uses."""
         self._num_in_flight = 0
         self._num_read = 0
         self._stored = self._evicted = self._refused = self._filtered = 0
@@ -80,11 +82,13 @@ class CPUOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._filter is not None:
             self._filter.on_new_request(req_context)
+        self._used[req_context.req_id] = set()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._filter is not None:
             self._filter.on_request_finished(req_context)
+        self._used.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._filter is not None:
@@ -109,7 +113,18 @@ class CPUOffloadingManager(OffloadingManager):
         return answers
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self._policy.touch(keys)
+        """Marks a prefix as just used. An announced request uses a block once, as the reuse filter has it: what it
+        stored or touched before moves in the order, and policies that count uses do not count it again."""
+        used = self._used.get(req_context.req_id) if req_context is not None else None
+        if used is None:
+            self._policy.touch(keys)
+            return
+        if used.isdisjoint(keys):
+            self._policy.touch(keys)
+        else:
+            self._policy.touch([key for key in keys if key not in used])
+            self._policy.settle(keys)
+        used.update(keys)
 
     # --------------------------------------------------------------------------------------------- loads
 
@@ -186,6 +201,9 @@ class CPUOffloadingManager(OffloadingManager):
             # Counted even if there is no room below: the request did ask.
             wanted = self._filter.offered(keys, req_context)
         reserved = self._reserve(wanted, set(keys) if wanted is not keys else _NOBODY)
+        used = self._used.get(req_context.req_id)
+        if used is not None and reserved is not None:
+            used.update(reserved.keys_to_store)
         if reserved is None:
             self._refused += 1
         elif wanted is not keys and len(wanted) != len(keys):

@@ -68,6 +68,14 @@ class ARCCachePolicy(CachePolicy):
             elif frequent.parked and (block := frequent.pop(key)) is not None:
                 frequent_blocks[key] = block
 
+    def settle(self, keys: Iterable[OffloadKey]) -> None:
+        for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
+            for order in (self.recent, self.frequent):
+                if key in order.blocks:
+                    order.blocks.move_to_end(key)
+                elif order.parked and (block := order.pop(key)) is not None:
+                    order.blocks[key] = block
+
     def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
         recent, frequent = self.recent, self.frequent
         found = [

@@ -65,8 +65,8 @@ class CachePolicy(ABC):
       block is worthless once its predecessor is gone. Keys that are not resident are ignored.
 
     The abstract methods are all that a policy needs. The others are true options: ``get_all`` and ``insert_all`` may be
-    faster than their loops, ``make_room`` is for policies that learn from what is coming back, and ``released`` for
-    those that do not want to step over the same pinned block twice.
+    faster than their loops, ``make_room`` is for policies that learn from what is coming back, ``settle`` for those
+    that count uses, and ``released`` for those that do not want to step over the same pinned block twice.
     """
 
     @abstractmethod
@@ -120,6 +120,11 @@ class CachePolicy(ABC):
         ``None``; ``n <= len(incoming)`` of them need another block's slot.
         """
         return self.evict(n, protected) if n else []
+
+    def settle(self, keys: Iterable[OffloadKey]) -> None:
+        """``touch`` for blocks whose use was counted already: they become the most recent, tail first, and nothing is
+        learned from it. The default takes it for another use."""
+        self.touch(keys)
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
         """Pins of these resident blocks went down, or their writing ended: some may be idle now."""

@@ -132,6 +132,20 @@ class DensityCachePolicy(CachePolicy):
                 order.blocks[key] = block
         self._now = now
 
+    def settle(self, keys: Iterable[OffloadKey]) -> None:
+        for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
+            block = self._blocks.get(key)
+            if block is None:
+                continue
+            self._now += 1
+            self._last_uses[block.block_id] = self._now
+            order = self._orders[self._classes[block.block_id] & _TOP]
+            if key in order.blocks:
+                order.blocks.move_to_end(key)
+            else:
+                order.pop(key)
+                order.blocks[key] = block
+
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         block = self._blocks.pop(key, None)
         if block is not None:
