@@ -177,21 +177,21 @@ def stuck(descriptor, size):
     print("made", flush=True)
     sys.stdin.readline()
 region.mmap.mmap = stuck
-region.SharedOffloadRegion.shared(sys.argv[1], 8, 4096, num_processes=2)
+region.SharedOffloadRegion.shared(sys.argv[1], 8, 4096, num_processes=2, mount=region.Path(sys.argv[2]))
 """
 
 
 def test_kill_9_while_the_segment_is_being_made_does_not_stop_the_next_start(name: str) -> None:
     partner = subprocess.Popen(
-        [sys.executable, "-c", STUCK, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STUCK, name, str(SHM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert partner.stdout is not None
     assert partner.stdout.readline() == "made\n"
     assert len(leftovers()) == 1
     with pytest.raises(CapacityError, match="held the lock"):
-        SharedOffloadRegion.shared(name, 8, 4096, num_processes=2, timeout_s=0.05)
+        join(name, 8, 4096, num_processes=2, timeout_s=0.05)
     kill(partner)
-    both = [SharedOffloadRegion.shared(name, 8, 4096, num_processes=2) for _ in range(2)]
+    both = [join(name, 8, 4096, num_processes=2) for _ in range(2)]
     for region in both:
         region.close()
 
