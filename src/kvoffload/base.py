@@ -235,7 +235,6 @@ class OffloadingManager(ABC):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Gives back the pins of one ``prepare_load`` of these keys, whether or not the transfer succeeded."""
 
-    @abstractmethod
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Marks a request's prefix, given head to tail, as just used; keys that are not here are ignored."""
 
