@@ -8,7 +8,7 @@ import sys
 
 __all__ = ["main"]
 
-_COMMANDS: tuple[str, ...] = ("simulate", "plan", "store")
+_COMMANDS: tuple[str, ...] = ("demo", "simulate", "plan", "store")
 """Modules of this package that register a subcommand, in the order ``--help`` shows them."""
 
 

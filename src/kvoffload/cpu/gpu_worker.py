@@ -14,6 +14,7 @@ import torch
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.host import copy_to_device, copy_to_host
+from kvoffload.cpu.copy.native import native_mover
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
 from kvoffload.cpu.transfer_queue import Copy, Direction, Extent, TransferQueue
 from kvoffload.errors import LayoutError
@@ -48,6 +49,7 @@ def make_handlers(
         raise LayoutError(
             f"KV caches on {sorted(devices)} cannot be offloaded; they must all lie on 'cuda' or on 'cpu'."
         )
+    native_mover()  # compiled while the engine starts, and not within the first request's load
     keep_alive = (kv_caches, kv_view)
     queue = TransferQueue(num_threads or max(1, min(4, os.cpu_count() or 1)))
     store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's figures as a person reads them, at most 100 columns wide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from kvoffload.config import OffloadingConfig
+from kvoffload.sim.report import size_text
+
+if TYPE_CHECKING:
+    from kvoffload.engines.reference import EngineOptions
+    from kvoffload.engines.reference.comparison import Comparison, Latency, Verdict, WayResult
+    from kvoffload.engines.reference.workload import ChatWorkload
+
+__all__ = ["print_comparison", "print_setting"]
+
+_MOST_DIFFERENCES = 5
+
+
+def print_setting(
+    console: Console,
+    model_name: str,
+    device: str,
+    workload: ChatWorkload,
+    options: EngineOptions,
+    config: OffloadingConfig,
+) -> None:
+    """What is about to run."""
+    said = workload.conversations * workload.longest_tokens
+    pool = options.num_blocks * options.block_tokens
+    chat = f"{workload.conversations} conversations x {workload.turns} turns, {workload.users} at a time"
+    below = f"{size_text(config.cpu_bytes)} of host memory, policy {config.eviction_policy}"
+    if config.secondary_tiers:
+        tier = config.secondary_tiers[0]
+        below += f"; {size_text(tier['max_bytes'])} of disk, {tier['path']}"
+    for line in (
+        f"[bold]{model_name}[/bold] on {device}",
+        f"  chat        {chat}; {said:,} tokens in the end",
+        f"  device      room for {pool:,} tokens, {100 * pool // said} % of them",
+        f"  offloading  {below}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print()
+
+
+def print_comparison(console: Console, comparison: Comparison, offloaded_block_tokens: int) -> None:
+    """Tables, then the verdict."""
+    console.print(latency_table(comparison))
+    console.print()
+    console.print(tokens_table(comparison, offloaded_block_tokens))
+    console.print()
+    if any(result.stats for result in comparison.results):
+        console.print(copies_table(comparison))
+        console.print()
+    for line in verdict_lines(comparison.verdict, len(comparison.results)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def latency_table(comparison: Comparison) -> Table:
+    """A row per turn, a column per way; the speed-up is that of offloading over the device's own cache."""
+    results = comparison.results
+    table = Table(title="Time to first token, ms: median (95th percentile)", title_justify="left")
+    table.add_column("turn")
+    for result in results:
+        table.add_column(result.name, justify="right")
+    table.add_column("speed-up", justify="right")
+    turns: list[int | None] = [*range(comparison.workload.turns), None]
+    for turn in turns:
+        latencies = [result.latency(turn) for result in results]
+        gain = latencies[1].median_s / latencies[2].median_s
+        name = "all" if turn is None else str(turn + 1)
+        if turn is None:
+            table.add_section()
+        table.add_row(name, *(_latency(each) for each in latencies), f"{gain:.1f}x")
+    return table
+
+
+def _latency(latency: Latency) -> str:
+    return f"{1e3 * latency.median_s:,.0f} ({1e3 * latency.p95_s:,.0f})"
+
+
+def tokens_table(comparison: Comparison, offloaded_block_tokens: int) -> Table:
+    """Where each way's prompt tokens came from, and how long all of it took."""
+    table = Table(
+        title="Prompt tokens: hits by tier, tokens recalled (not recomputed) and computed", title_justify="left"
+    )
+    table.add_column("way")
+    has_disk = any(disk_tokens(result, offloaded_block_tokens) for result in comparison.results)
+    for name in ("device", "host memory", *(["disk"] if has_disk else []), "recalled", "computed", "took"):
+        table.add_column(name, justify="right")
+    for result in comparison.results:
+        prompt = result.prompt_tokens
+        disk = disk_tokens(result, offloaded_block_tokens)
+        hits = [result.device_hit_tokens, result.external_hit_tokens - disk, *([disk] if has_disk else [])]
+        cached = result.device_hit_tokens + result.external_hit_tokens
+        table.add_row(
+            result.name,
+            *(f"{100 * hit / prompt:.1f} %" for hit in hits),
+            f"{cached:,}",
+            f"{prompt - cached:,}",
+            f"{result.wall_s:.1f} s",
+        )
+    return table
+
+
+def disk_tokens(result: WayResult, offloaded_block_tokens: int) -> int:
+    """Hits whose blocks were read from a tier below host memory first."""
+    blocks = sum(int(value) for sample, value in result.stats.items() if sample[0] == "tier_blocks_loaded")
+    return min(result.external_hit_tokens, blocks * offloaded_block_tokens)
+
+
+def copies_table(comparison: Comparison) -> Table:
+    """What offloading moved; the rate is that of the copies themselves, which run beside the computation."""
+    table = Table(title="Copies between device and host memory", title_justify="left")
+    table.add_column("way")
+    table.add_column("stored", justify="right")
+    table.add_column("GB/s", justify="right")
+    table.add_column("loaded", justify="right")
+    table.add_column("GB/s", justify="right")
+    for result in comparison.results:
+        if result.stats:
+            (stored, store_rate), (loaded, load_rate) = result.copied("store"), result.copied("load")
+            table.add_row(result.name, size_text(stored), f"{store_rate:.2f}", size_text(loaded), f"{load_rate:.2f}")
+    return table
+
+
+def verdict_lines(verdict: Verdict, ways: int) -> list[str]:
+    """Whether the tokens are the same, and what that is worth."""
+    facts = f"  The closest choice was won by {verdict.smallest_margin:.1g}"
+    if verdict.largest_rounding is not None:
+        facts += f"; between ways that agree, logits differ by at most {verdict.largest_rounding:.1g}"
+    facts += ":"
+    if verdict.identical:
+        worth = (
+            "only a wrong block could have changed a token." if verdict.is_sharp else "rounding could have flipped it."
+        )
+        return [f"[green]Identical:[/green] all {ways} ways generated the same tokens.", facts, f"  {worth}"]
+    told = [
+        f"  {each.way}: conversation {each.conversation + 1}, turn {each.turn + 1}, token {each.token + 1}, "
+        f"won by {each.margin:.1g}"
+        for each in verdict.differences[:_MOST_DIFFERENCES]
+    ]
+    worth = "no rounding does this, a block was wrong." if verdict.is_sharp else "rounding may have done this."
+    count = len(verdict.differences)
+    return [f"[red]Different tokens[/red] in {count} conversations, first at:", *told, facts, f"  {worth}"]

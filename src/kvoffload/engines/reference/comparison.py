@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One chat workload served in several ways, what each took, and whether all gave the same tokens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvoffload.config import OffloadingConfig
+from kvoffload.engines.reference.engine import Engine, EngineOptions
+from kvoffload.engines.reference.workload import ChatWorkload, Turn, run_chat
+from kvoffload.metrics import Stats
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Latency",
+    "Verdict",
+    "Way",
+    "WayResult",
+    "compare",
+    "judge",
+    "measure",
+    "run_way",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of serving."""
+
+    name: str
+    prefix_caching: bool
+    offloading: OffloadingConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Time to first token over some turns, in seconds."""
+
+    median_s: float
+    p95_s: float
+
+    @staticmethod
+    def of(turns: Sequence[Turn]) -> Latency:
+        """The 95th percentile is the value that 95 % of the turns do not exceed."""
+        times = sorted(turn.time_to_first_token_s for turn in turns)
+        return Latency(statistics.median(times), times[-(-95 * len(times) // 100) - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class WayResult:
+    """What one way took. ``stats`` are kvoffload's metrics at the end, empty without offloading."""
+
+    name: str
+    turns: tuple[Turn, ...]
+    wall_s: float
+    computed_tokens: int
+    preemptions: int
+    stats: Stats
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(turn.prompt_tokens for turn in self.turns)
+
+    @property
+    def device_hit_tokens(self) -> int:
+        return sum(turn.device_hit_tokens for turn in self.turns)
+
+    @property
+    def external_hit_tokens(self) -> int:
+        return sum(turn.external_hit_tokens for turn in self.turns)
+
+    def latency(self, turn: int | None = None) -> Latency:
+        """Of one turn (from 0) of all conversations, or of all turns."""
+        return Latency.of([each for each in self.turns if turn is None or each.turn == turn])
+
+    def copied(self, direction: str) -> tuple[int, float]:
+        """Bytes and GB/s of ``"store"`` or ``"load"``; the rate is that of the copies themselves."""
+        num_bytes = int(self.stats.get((f"{direction}_bytes",), 0))
+        seconds = self.stats.get((f"{direction}_seconds",), 0.0)
+        return num_bytes, num_bytes / seconds / 1e9 if seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token in which a way differs from the first way."""
+
+    way: str
+    conversation: int
+    turn: int
+    token: int
+    margin: float
+    """Of the first way's choice, there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether all ways generated the same tokens, and how sharp that comparison is.
+
+    Ways cut and batch the same sums differently, so their logits differ by rounding (``largest_rounding``, over the
+    ways whose tokens all agree; ``None`` if there is none). A choice that was won by more (``smallest_margin``, of
+    the first way's choices) cannot be flipped by it: only by a wrong block.
+    """
+
+    tokens_compared: int
+    differences: tuple[Difference, ...]
+    smallest_margin: float
+    largest_rounding: float | None
+
+    @property
+    def identical(self) -> bool:
+        return not self.differences
+
+    @property
+    def is_sharp(self) -> bool:
+        """Whether no choice was so close that rounding alone could have flipped it."""
+        return self.largest_rounding is not None and self.smallest_margin > 4 * self.largest_rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    workload: ChatWorkload
+    options: EngineOptions
+    results: tuple[WayResult, ...]
+    verdict: Verdict
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures, for machines."""
+        return {
+            "workload": asdict(self.workload),
+            "engine": asdict(self.options),
+            "ways": [_way_as_json(result, self.workload.turns) for result in self.results],
+            "tokens": asdict(self.verdict) | {"identical": self.verdict.identical, "is_sharp": self.verdict.is_sharp},
+        }
+
+
+def _way_as_json(result: WayResult, turns: int) -> dict[str, Any]:
+    copies = {}
+    for direction in ("store", "load"):
+        num_bytes, rate = result.copied(direction)
+        copies[direction] = {"bytes": num_bytes, "gb_per_s": rate}
+    return {
+        "name": result.name,
+        "wall_s": result.wall_s,
+        "time_to_first_token": {
+            "all": asdict(result.latency()),
+            "by_turn": [asdict(result.latency(turn)) for turn in range(turns)],
+        },
+        "prompt_tokens": result.prompt_tokens,
+        "device_hit_tokens": result.device_hit_tokens,
+        "offloaded_hit_tokens": result.external_hit_tokens,
+        "computed_tokens": result.computed_tokens,
+        "preemptions": result.preemptions,
+        "copies": copies,
+        "metrics": {" ".join(sample): value for sample, value in sorted(result.stats.items())},
+    }
+
+
+def run_way(
+    model: Any,
+    options: EngineOptions,
+    way: Way,
+    workload: ChatWorkload,
+    on_turn: Callable[[Turn], None] = lambda _: None,
+) -> WayResult:
+    """Serves the workload once, on an engine of its own."""
+    with Engine(model, replace(options, prefix_caching=way.prefix_caching), way.offloading) as engine:
+        return measure(engine, way.name, workload, on_turn)
+
+
+def measure(
+    engine: Engine, name: str, workload: ChatWorkload, on_turn: Callable[[Turn], None] = lambda _: None
+) -> WayResult:
+    """Serves the workload once on this engine, and reads its counters at the end."""
+    start = time.perf_counter()
+    turns = run_chat(engine, workload, on_turn)
+    wall_s = time.perf_counter() - start
+    counts = engine.counts
+    return WayResult(name, tuple(turns), wall_s, counts.computed_tokens, counts.preemptions, engine.get_stats())
+
+
+def compare(
+    model: Any,
+    options: EngineOptions,
+    ways: Sequence[Way],
+    workload: ChatWorkload,
+    on_turn: Callable[[str, Turn], None] = lambda *_: None,
+) -> Comparison:
+    """Runs every way, after a short warm-up that none of them is charged with."""
+    run_way(model, options, ways[0], replace(workload, conversations=1, turns=1))
+    results = tuple(
+        run_way(model, options, way, workload, lambda turn, name=way.name: on_turn(name, turn))  # type: ignore[misc]
+        for way in ways
+    )
+    return Comparison(workload, options, results, judge(results))
+
+
+def judge(results: Sequence[WayResult]) -> Verdict:
+    """Compares every way's tokens with the first's, token by token, up to the first difference of each turn.
+
+    What follows a difference in a conversation answers another history, so only the earliest is told.
+    """
+    first, *others = results
+    differences: list[Difference] = []
+    margins = [margin for turn in first.turns for margin in turn.margins]
+    roundings: list[float] = []
+    compared = 0
+    for result in others:
+        found, count = _compare_tokens(first, result)
+        differences += found
+        compared += count
+        if not found:  # else a wrong block may have moved logits before it flipped a token
+            roundings.append(_largest_distance(first, result))
+    return Verdict(compared, tuple(differences), min(margins), max(roundings, default=None))
+
+
+def _compare_tokens(first: WayResult, other: WayResult) -> tuple[list[Difference], int]:
+    """The first difference of each conversation, and how many tokens were compared until then."""
+    differences: dict[int, Difference] = {}
+    compared = 0
+    for expected, turn in zip(first.turns, other.turns, strict=True):
+        if turn.conversation in differences:
+            continue
+        for index, (wanted, got) in enumerate(zip(expected.tokens, turn.tokens, strict=True)):
+            compared += 1
+            if wanted != got:
+                differences[turn.conversation] = Difference(
+                    other.name, turn.conversation, turn.turn, index, expected.margins[index]
+                )
+                break
+    return list(differences.values()), compared
+
+
+def _largest_distance(first: WayResult, other: WayResult) -> float:
+    """Between the best logits of the same tokens."""
+    return max(
+        abs(wanted - got)
+        for expected, turn in zip(first.turns, other.turns, strict=True)
+        for wanted, got in zip(expected.top_logits, turn.top_logits, strict=True)
+    )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kvoffload.cli import main
+from kvoffload.cpu import gpu_worker
+from kvoffload.cpu.copy.plan import Runs
+
+SMALL = {
+    "--conversations": 5,
+    "--turns": 3,
+    "--system-tokens": 16,
+    "--message-tokens": 40,
+    "--reply-tokens": 8,
+    "--device-tokens": 320,
+    "--layers": 2,
+    "--hidden": 128,
+    "--threads": 1,
+}
+PAGE_BYTES = 2 * 2 * 16 * 2 * 64 * 4
+"""Of a GPU block of this model: layers, keys and values, tokens, heads, head size, float32."""
+
+
+def demo(capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a small demo; ``message_tokens=8`` overrides ``--message-tokens``."""
+    chosen = SMALL | {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", *(f"{name}={value}" for name, value in chosen.items())])
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), captured.out, captured.err
+
+
+def test_three_ways_agree_and_offloading_computes_least(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = demo(capsys, json=tmp_path / "out.json")
+    assert code == 0, out
+    assert "Identical: all 3 ways generated the same tokens." in out
+    assert "only a wrong block" in out
+    assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 100
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert figures["tokens"]["identical"] is True
+    none, device, offloading = figures["ways"]
+    assert none["computed_tokens"] > device["computed_tokens"] > offloading["computed_tokens"]
+    assert offloading["offloaded_hit_tokens"] > 0
+    assert offloading["copies"]["load"]["bytes"] > 0
+    assert offloading["metrics"]["primary_blocks_pinned"] == 0
+    assert len(offloading["time_to_first_token"]["by_turn"]) == 3
+
+
+@pytest.mark.parametrize("options", [{"policy": "arc", "block_size": 32}, {"cpu_gib": 0.0002, "users": 3}])
+def test_policies_larger_blocks_and_a_primary_tier_that_is_too_small(
+    capsys: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    code, out, _ = demo(capsys, **options)
+    assert code == 0, out
+    assert "Identical" in out
+
+
+def test_after_a_restart_the_first_turn_comes_from_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = demo(capsys, disk=tmp_path / "kv", disk_gib=1, json=tmp_path / "out.json")
+    assert code == 0, out
+    assert "Identical: all 4 ways" in out
+    *_, offloading, restarted = json.loads((tmp_path / "out.json").read_text())["ways"]
+    assert offloading["metrics"].get("tier_blocks_loaded fs", 0) == 0
+    assert restarted["metrics"]["tier_blocks_loaded fs"] > 0
+    # All prompts were served before, so of each at most the last block and a bit are computed, in every turn.
+    assert restarted["computed_tokens"] < offloading["computed_tokens"] / 2
+
+
+@pytest.mark.parametrize("wrong_load", range(1, 6))
+def test_one_wrong_block_is_caught(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong_load: int
+) -> None:
+    """The first GPU block of one load gets the bytes of the last: 16 of some hundred tokens are wrong."""
+    monkeypatch.setattr(gpu_worker, "copy_to_device", wrong_once(gpu_worker.copy_to_device, wrong_load))
+    code, out, _ = demo(capsys, json=tmp_path / "out.json", users=1)
+    assert code == 1, out
+    assert "Different tokens" in out
+    assert "a block was wrong" in out
+    tokens = json.loads((tmp_path / "out.json").read_text())["tokens"]
+    assert tokens["identical"] is False
+    assert {each["way"] for each in tokens["differences"]} == {"offloading"}
+
+
+def wrong_once(copy: Callable[[Runs], None], wrong_load: int) -> Callable[[Runs], None]:
+    calls = 0
+
+    def wrong_copy(runs: Runs) -> None:
+        nonlocal calls
+        copy(runs)
+        calls += runs.num_bytes >= 2 * PAGE_BYTES
+        if calls == wrong_load:
+            calls += 1
+            ctypes.memmove(int(runs.device[0]), int(runs.host[-1] + runs.lengths[-1]) - PAGE_BYTES, PAGE_BYTES)
+
+    return wrong_copy
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"policy": "lfu"}, "lru"),
+        ({"device": "tpu"}, "cpu or cuda"),
+        ({"device_tokens": 64}, "--device-tokens must be at least"),
+        ({"block_size": 24}, "multiple of 16"),
+        ({"cpu_gib": 0}, "--cpu-gib must be positive"),
+        ({"disk": "unused", "disk_gib": -1}, "--disk-gib must be positive"),
+        ({"turns": 400}, "lower --turns"),
+        ({"hidden": 100}, "multiple of 128"),
+        ({"json": "no/such/folder/out.json"}, "--json"),
+        ({"model": "no/such/model"}, "no/such/model"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, out, err = demo(capsys, **options)
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+    assert out == ""
