@@ -19,9 +19,6 @@ __all__ = ["copy_to_device", "copy_to_host", "move_one_by_one"]
 
 Int64s = npt.NDArray[np.int64]
 
-_NATIVE_BELOW_BYTES = 128 << 10
-"""Mean run length from which one ctypes call per run costs nothing that can be measured."""
-
 
 def copy_to_host(runs: Runs) -> None:
     """Device to region; the caller keeps both sides alive."""
@@ -36,9 +33,7 @@ def copy_to_device(runs: Runs) -> None:
 def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
     if not len(lengths):
         return
-    is_small = len(lengths) > 1 and int(lengths.sum()) < _NATIVE_BELOW_BYTES * len(lengths)
-    mover = native_mover() if is_small else None
-    (mover or move_one_by_one)(destinations, sources, lengths)
+    (native_mover() or move_one_by_one)(destinations, sources, lengths)
 
 
 def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copy loop as machine code, compiled with numba where that is installed (vLLM brings it).
 
-Two things make it as fast as one large memcpy although its pages are scattered. It asks for the head of the next run
-while it copies this one, since hardware prefetchers start anew with every page. And it writes past the caches, as the
-C library does for large copies but not for small ones: an ordinary store first reads the line that it overwrites,
-which is a third of all traffic, and pushes out what compute would have found there.
+Two things make it as fast as one large memcpy although its pages are scattered. It asks for what it will read 4 KiB
+later, across the end of a run into the next one, since hardware prefetchers start anew with every page. And it writes
+past the caches, as the C library does for large copies but not for small ones: an ordinary store first reads the line
+that it overwrites, which is a third of all traffic, and pushes out what compute would have found there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIL."""
 
 _LINE_BYTES = 64
 _VECTOR_BYTES = 32
-_PREFETCHED_LINES = 8
+_AHEAD_BYTES = 4096
 
 
 @functools.cache
@@ -50,19 +50,24 @@ def _compile(numba: Any) -> MoveRuns:
     types = numba.types
     memmove = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uintp, types.uintp))
     stream_line, prefetch_line, fence = _stream_line(), _prefetch_line(), _fence()
-    line_bytes, vector_bytes, prefetched_bytes = _LINE_BYTES, _VECTOR_BYTES, _PREFETCHED_LINES * _LINE_BYTES
+    line_bytes, vector_bytes, ahead_bytes = _LINE_BYTES, _VECTOR_BYTES, _AHEAD_BYTES
 
     def move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
+        last = len(lengths) - 1
         for i in range(len(lengths)):
             destination, source, length = destinations[i], sources[i], lengths[i]
-            if i + 1 < len(lengths):
-                for offset in range(0, min(prefetched_bytes, lengths[i + 1]), line_bytes):
-                    prefetch_line(sources[i + 1] + offset)
             if destination % vector_bytes:
                 memmove(destination, source, length)
                 continue
             whole = length - length % line_bytes
-            for offset in range(0, whole, line_bytes):
+            within = whole - min(ahead_bytes, whole)
+            for offset in range(0, within, line_bytes):
+                prefetch_line(source + offset + ahead_bytes)
+                stream_line(destination + offset, source + offset)
+            # A prefetch beyond the next run's end, or beyond mapped memory, does nothing.
+            following = sources[min(i + 1, last)]
+            for offset in range(within, whole, line_bytes):
+                prefetch_line(following + offset - within)
                 stream_line(destination + offset, source + offset)
             if whole < length:
                 memmove(destination + whole, source + whole, length - whole)

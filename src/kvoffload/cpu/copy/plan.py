@@ -69,7 +69,7 @@ class Runs:
     def in_order_of(self, addresses: Int64s) -> Runs:
         """The same runs by ascending ``addresses``, which is ``device`` or ``host``: memory is read much faster in
         order than it is scattered, whereas the order of writes costs nothing."""
-        order = np.argsort(addresses, kind="stable")
+        order = np.argsort(addresses)
         return Runs(self.device[order], self.host[order], self.lengths[order])
 
     def cut_at_pieces_of(self, piece_bytes: int, region_address: int) -> Runs:
