@@ -99,10 +99,10 @@ def _write(model_class: Any, config: Any, directory: Path) -> None:
                 )
             weight.normal_(0.0, gain / fan_in**0.5)
     model.save_pretrained(directory, safe_serialization=True)
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     """One word per token: ``w0 w1 …``, so that texts and token ids convert without loss."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KVOffloadConnector"]
 
+_NAP_S = 200e-6
+"""A step without a forward pass only waits for transfers. To spin through such steps would keep the interpreter's lock
+from the very threads that are waited for, for milliseconds at a time where scheduler and worker are one process."""
+
 _STATS_INTERVAL_S = 1.0
 """How often stats are gathered while nothing notable ends; gathering costs some microseconds a step otherwise."""
 
@@ -80,6 +84,7 @@ class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers."""
 
     meta: ConnectorMeta = field(default_factory=ConnectorMeta)
+    has_forward_pass: bool = True
 
 
 @dataclass
@@ -203,7 +208,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, results.finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self.worker.take_results()
+        return self.worker.take_results(may_nap=not self._get_connector_metadata().has_forward_pass)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_invalid_block_ids()
@@ -247,7 +252,8 @@ class _SchedulerSide:
         self.core.update_state_after_alloc(request, self._steps.block_ids(block_ids), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
-        return StepMeta(self.core.build_connector_meta(self._steps.step(scheduler_output)))
+        meta = self.core.build_connector_meta(self._steps.step(scheduler_output))
+        return StepMeta(meta, has_forward_pass=bool(scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, worker_meta: StepReport | None) -> None:
         if worker_meta is not None:
@@ -299,11 +305,14 @@ class _WorkerSide:
                 )
         self.core.register_kv_caches(self._spec, caches)
 
-    def take_results(self) -> KVConnectorTransferResults:
+    def take_results(self, may_nap: bool) -> KVConnectorTransferResults:
         """Requests whose load ended on this rank. Where block ids of several groups come from one pool, vLLM cannot
         tell from a block id which request lost it, so failures are told by request there, and by block otherwise:
         then it keeps what the request had before the load."""
         ended = self.core.take_ended_loads()
+        if may_nap and not ended.request_ids:
+            time.sleep(_NAP_S)
+            ended = self.core.take_ended_loads()
         if len(self._layout.groups) > 1:
             return KVConnectorTransferResults(
                 finished_recving=set(ended.request_ids), failed_recving=set(ended.failed_request_ids)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM with kvoffload, measured on vLLM's CPU platform. In the environment of ``make test-vllm``::
+
+    .venv-vllm/bin/python -m bench.vllm_serving [--short]
+
+* Time to first token of a long prompt three ways, one after the other in each round: computed afresh, found in vLLM's
+  own prefix cache, brought back from the CPU tier.
+* What a decode step costs more with the connector than without, when nothing hits: two engines, in two processes, take
+  turns of some dozens of steps.
+
+Not among ``BENCHES``: the development environment has no vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.core import Row
+
+ROOT = Path(__file__).parents[1]
+BLOCK_TOKENS = 128
+VOCAB = 512
+
+
+def run(short: bool) -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory), layers=2 if short else 8, hidden=128 if short else 1024)
+        return [*time_to_first_token(directory, short), *step_overhead(directory, short)]
+
+
+def write_model(directory: Path, layers: int, hidden: int) -> None:
+    from tests.engines.vllm.models import write_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    write_tokenizer(directory)
+
+
+# ----------------------------------------------------------------------------------------------- parent's side
+
+
+def time_to_first_token(model: str, short: bool) -> list[Row]:
+    lengths, rounds = ([300], 2) if short else ([1024, 4096], 9)
+    with Child(model, offload=True) as child:
+        medians = child.ask("first_token", lengths=lengths, rounds=rounds)
+    rows = []
+    for length, (fresh, device, offloaded) in zip(lengths, medians, strict=True):
+        case, value = f"first token of {length} tokens from the CPU tier", offloaded * 1e3
+        for reference, seconds, target in (("afresh", fresh, "<= 1"), ("device prefix cache", device, "<= 1.2")):
+            text = f"{reference} ({seconds * 1e3:.1f} ms)"
+            rows.append(Row("vllm_serving", case, value, "ms", text, offloaded / seconds, target))
+    return rows
+
+
+def step_overhead(model: str, short: bool) -> list[Row]:
+    turns, steps, requests = (2, 3, 4) if short else (30, 40, 16)
+    with Child(model, offload=False) as bare, Child(model, offload=True) as offload:
+        for child in (bare, offload):
+            child.ask("fill", requests=requests)
+        pairs = [(bare.ask("steps", count=steps), offload.ask("steps", count=steps)) for _ in range(turns)]
+    without = statistics.median(pair[0] for pair in pairs)
+    ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
+    return [
+        Row(
+            "vllm_serving",
+            f"decode step of {requests} requests, nothing hits",
+            ratio * without * 1e3,
+            "ms",
+            f"vLLM without a connector ({without * 1e3:.2f} ms)",
+            ratio,
+            "<= 1.01",
+        )
+    ]
+
+
+class Child:
+    """A process with an engine in it, which answers questions one at a time."""
+
+    def __init__(self, model: str, offload: bool) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.vllm_serving", "--child", model, "--offload", str(int(offload))],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def ask(self, question: str, **options: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([question, options]), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise RuntimeError(f"The engine ended with {self._process.wait()} while asked for {question}.")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=60)  # closes its input, upon which it ends
+
+
+# ------------------------------------------------------------------------------------------------ child's side
+
+
+class BenchEngine:
+    def __init__(self, model: str, offload: bool) -> None:
+        from vllm import LLM
+
+        transfer = {
+            "kv_connector": "KVOffloadConnector",
+            "kv_connector_module_path": "kvoffload.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": "512MiB"},
+        }
+        self._llm = LLM(
+            model,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=8192,
+            block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=200,
+            kv_cache_memory_bytes=1 << 29,
+            max_num_batched_tokens=8192,
+            disable_log_stats=False,
+            kv_transfer_config=transfer if offload else None,
+        )
+        self._rng = random.Random(5)
+
+    def _prompt(self, length: int) -> dict[str, Any]:
+        return {"prompt_token_ids": [self._rng.randrange(2, VOCAB - 1) for _ in range(length)]}
+
+    def _generate(self, prompt: dict[str, Any]) -> tuple[float, int]:
+        """Seconds to the first token, and how many prompt tokens were cached."""
+        from vllm import SamplingParams
+
+        start = time.perf_counter()
+        (output,) = self._llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        return time.perf_counter() - start, output.num_cached_tokens or 0
+
+    def _settle(self) -> None:
+        core = self._llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests():
+            self._llm.llm_engine.step()
+
+    def first_token(self, lengths: list[int], rounds: int) -> list[list[float]]:
+        """Medians per length: computed afresh, from the device, from the CPU tier."""
+        answers = []
+        for length in lengths:
+            times: list[list[float]] = [[], [], []]
+            for _ in range(rounds + 1):
+                prompt = self._prompt(length)
+                for way in range(3):
+                    if way == 2:
+                        assert self._llm.reset_prefix_cache()
+                    seconds, cached = self._generate(prompt)
+                    assert (cached > 0) == (way > 0)
+                    times[way].append(seconds)
+                    self._settle()
+            answers.append([statistics.median(log[1:]) for log in times])  # the first round warms up
+        return answers
+
+    def fill(self, requests: int) -> None:
+        """Requests that decode for long, all of them past their prompt."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        for number in range(requests):
+            parameters = SamplingParams(temperature=0, max_tokens=1800, ignore_eos=True)
+            engine.add_request(f"long{number}", self._prompt(140), parameters)
+        for _ in range(10):
+            engine.step()
+
+    def steps(self, count: int) -> float:
+        """Mean seconds of a step."""
+        start = time.perf_counter()
+        for _ in range(count):
+            self._llm.llm_engine.step()
+        return (time.perf_counter() - start) / count
+
+
+def answer_questions(model: str, offload: bool) -> None:
+    engine = BenchEngine(model, offload)
+    for line in sys.stdin:
+        question, options = json.loads(line)
+        print("ANSWER", json.dumps(getattr(engine, question)(**options)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="kvoffload in vLLM, measured on vLLM's CPU platform.")
+    parser.add_argument("--short", action="store_true", help="Only to see that everything runs.")
+    parser.add_argument("--child", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--offload", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        answer_questions(options.child, bool(options.offload))
+        return
+    for row in run(options.short):
+        verdict = {None: "", True: "ok", False: "MISSED"}[row.meets_target]
+        print(f"{row.case}: {row.value:.4g} {row.unit}, {row.ratio:.3f} of {row.reference} ({row.target} {verdict})")
+
+
+if __name__ == "__main__":
+    main()
