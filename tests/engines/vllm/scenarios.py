@@ -215,6 +215,22 @@ def two_ranks(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def disk(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Every long prompt once, in an engine that is new and a disk tier that may not be; one after the other, since what
+    all waiting requests may have promoted at a time is less than they want together."""
+    engine = Engine(model, extra=extra, gpu_blocks=100)
+    result: dict[str, Any] = {"tokens": {}, "cached": {}}
+    for prompt in long_prompts():
+        tokens, cached = engine.answers([prompt])
+        result["tokens"] |= tokens
+        result["cached"] |= cached
+    engine.drain()
+    result["metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
 def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
     """What vLLM says at start to configurations that cannot work."""
     said = {}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +119,27 @@ def test_two_ranks_share_every_block(llama: SmallModel, llama_baseline: Baseline
     assert metrics["primary_blocks_stored"] >= 31
     assert any(count == 992 for cached in seen["cached"] for count in cached.values())
     assert_idle(seen["idle"])
+
+
+def test_a_restarted_engine_finds_its_prefixes_on_disk(
+    llama: SmallModel, llama_baseline: Baseline, tmp_path: Path
+) -> None:
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 128 * 4 * PAGE_BYTES,  # host memory for four of the eight prompts
+        "secondary_tiers": [{"type": "fs", "path": str(tmp_path / "blocks")}],
+    }
+    before = run_child("disk", model=llama.path, extra=extra)
+    after = run_child("disk", model=llama.path, extra=extra)
+
+    assert llama_baseline.wrong(before["tokens"]) == []
+    assert set(before["cached"].values()) == {0}
+    assert before["metrics"]["tier_blocks_stored|fs"] == 8 * 31
+    assert llama_baseline.wrong(after["tokens"]) == []
+    assert set(after["cached"].values()) == {992}
+    assert after["metrics"]["promotions|ok"] == 8 * 31
+    assert_idle(before["idle"])
+    assert_idle(after["idle"])
 
 
 def test_what_cannot_work_is_refused_at_start_with_the_reason(llama: SmallModel) -> None:
