@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.connector import (
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from kvoffload.config import EngineLayout, OffloadingConfig
 
 __all__ = ["KVOffloadConnector"]
+
+logger = init_logger("vllm.kvoffload")  # below vLLM's own logger, whose handlers and level it shares
 
 _NAP_S = 200e-6
 """A step without a forward pass only waits for transfers. To spin through such steps would keep the interpreter's lock
@@ -113,6 +116,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: _SchedulerSide | None = None
         self._worker: _WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            logger.info("kvoffload offloads %d KV group(s) to %r", len(layout.groups), spec)
             self._scheduler = _SchedulerSide(spec, layout, config)
         else:
             self._worker = _WorkerSide(spec, layout, kv_cache_config)
