@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+import torch
 from tests.engines.reference.zoo import FAMILIES, VOCAB, random_prompts, tiny_model
 
 from kvoffload.base import LoadStoreSpec, OffloadingHandler, TransferResult
@@ -201,6 +202,19 @@ def test_a_request_aborted_while_it_loads_leaves_its_blocks_to_others() -> None:
             engine._worker.end_step()
             # These take the blocks the aborted load may still be writing.
             assert engine.generate(prompts[1:], SamplingParams(max_tokens=4)) == expected[1:]
+        assert_nothing_leaks(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_same_on_a_gpu(family: str) -> None:
+    big = EngineOptions(num_blocks=512, block_tokens=4, prefix_caching=False)
+    with Engine(tiny_model(family).to("cuda"), big) as engine:
+        expected = chat(engine)
+    with Engine(tiny_model(family).to("cuda"), OPTIONS, config(block_size=8)) as engine:
+        assert chat(engine) == expected
+        assert engine.counts.external_hit_tokens > 100
         assert_nothing_leaks(engine)
 
 

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who goes first, who waits for what, and what the connector is told of it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.engines.reference.zoo import random_prompts, tiny_model
+
+from kvoffload.config import parse_config
+from kvoffload.connector import EngineStep, OffloadingConnectorScheduler
+from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams, State
+
+OPTIONS = EngineOptions(num_blocks=24, block_tokens=4, max_batch_tokens=24, max_requests=3)
+CONFIG = parse_config(
+    {
+        "cpu_bytes_to_use": "1MiB",
+        "spec_name": "DeferringSpec",
+        "spec_module_path": "tests.engines.reference.deferring_spec",
+    }
+)
+ONE = SamplingParams(max_tokens=1)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[EngineStep]:
+    """What the connector was told, step by step."""
+    told: list[EngineStep] = []
+    build = OffloadingConnectorScheduler.build_connector_meta
+    monkeypatch.setattr(
+        OffloadingConnectorScheduler,
+        "build_connector_meta",
+        lambda self, step: (told.append(step), build(self, step))[1],
+    )
+    return told
+
+
+def test_a_request_that_is_told_to_wait_holds_up_nobody() -> None:
+    first, second, third = random_prompts(3, 20, 20)
+    with Engine(tiny_model("llama"), OPTIONS, CONFIG) as engine:
+        manager = engine._spec.get_manager()  # type: ignore[union-attr]
+        manager.put_off = frozenset({"waits"})  # type: ignore[attr-defined]
+        waiting = engine.add_request(first, ONE, request_id="waits")
+        others = [engine.add_request(prompt, ONE) for prompt in (second, third)]
+        while not all(other.is_done for other in others):
+            engine.step()
+            engine.check_invariants()
+        assert waiting.state is State.WAITING
+        manager.put_off = frozenset()  # type: ignore[attr-defined]
+        engine.drain()
+        assert waiting.state is State.FINISHED
+
+
+def test_requests_are_admitted_in_order_and_their_number_is_bounded() -> None:
+    admitted: list[Request] = []
+    with Engine(tiny_model("llama"), OPTIONS) as engine:
+        requests = [engine.add_request(prompt, SamplingParams(max_tokens=5)) for prompt in random_prompts(8, 9, 30)]
+        while engine.has_requests:
+            engine.step()
+            running = [request for request in requests if request.state is State.RUNNING]
+            assert len(running) <= OPTIONS.max_requests
+            admitted += [request for request in requests if request.num_computed_tokens and request not in admitted]
+    assert admitted == requests
+
+
+def test_a_step_computes_no_more_tokens_than_it_may_and_tells_the_connector_all(steps: list[EngineStep]) -> None:
+    tables: dict[str, list[int]] = {}
+    with Engine(tiny_model("llama"), OPTIONS, CONFIG) as engine:
+        for prompt in random_prompts(9, 10, 60, seed=8):
+            engine.add_request(prompt, SamplingParams(max_tokens=12))
+        while engine.has_requests:
+            before = len(steps)
+            plan_tables = {}
+            engine.step()
+            assert len(steps) == before + 1  # also when nothing is scheduled
+            step = steps[-1]
+            assert sum(each.num_scheduled_tokens for each in step.scheduled) <= OPTIONS.max_batch_tokens
+            for each in step.scheduled:
+                known = [] if each.block_table_is_new else tables[each.request_id]
+                tables[each.request_id] = known + list(each.new_block_ids[0])
+                plan_tables[each.request_id] = tables[each.request_id]
+                assert len(tables[each.request_id]) * 4 >= each.num_computed_tokens + each.num_scheduled_tokens
+            for request_id, table in plan_tables.items():
+                if request_id in engine._kv_cache._tables:
+                    assert table == engine._kv_cache._tables[request_id][0]
+            assert not step.preempted_request_ids & set(plan_tables)
+        assert engine.counts.preemptions
+        assert any(step.preempted_request_ids for step in steps)
+
+
+def test_the_request_admitted_last_is_preempted_first() -> None:
+    # Each fits alone, and they do not fit together.
+    prompts = random_prompts(3, 20, 20, seed=9)
+    with Engine(tiny_model("llama"), OPTIONS) as engine:
+        requests = [engine.add_request(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
+        while engine.has_requests:
+            engine.step()
+            engine.check_invariants()
+        assert [request.num_preemptions > 0 for request in requests] == [False, True, True]
+
+
+def test_hits_are_counted_once_however_often_a_request_is_admitted() -> None:
+    prompts = random_prompts(4, 40, 48, seed=10)
+    with Engine(tiny_model("llama"), OPTIONS, CONFIG) as engine:
+        for _ in range(2):
+            engine.generate(prompts, SamplingParams(max_tokens=20))
+        assert engine.counts.preemptions
+        assert engine.counts.prompt_tokens == 2 * sum(map(len, prompts))
+        assert engine.counts.external_hit_tokens + engine.counts.device_hit_tokens < engine.counts.prompt_tokens
+        assert engine.counts.external_hit_tokens
