@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page on writing a store: its code runs, its store passes the contract and makes a tier."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from kvoffload.testing import BlockStoreContract
+from kvoffload.tiering.factory import STORES, build_tier
+from kvoffload.tiering.stores.base import BlockStore
+
+PAGE = Path(__file__).parents[2] / "docs" / "writing-a-store.md"
+NAMES: dict[str, Any] = {"__name__": "page"}
+exec(compile("\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)), str(PAGE), "exec"), NAMES)
+
+
+class TestThePagesStore(BlockStoreContract):
+    def make_store(self, place: Path) -> BlockStore:
+        store: BlockStore = NAMES["TestFlatStore"]().make_store(place)
+        return store
+
+
+def test_the_pages_options_make_a_tier(tmp_path: Path) -> None:
+    STORES.register("flat", NAMES["FlatOptions"])
+    try:
+        view = memoryview(bytearray(4 * 64)).cast("B", (4, 64))
+        tier = build_tier({"type": "flat", "path": str(tmp_path), "threads": 1}, view, "model")
+        tier.shutdown()
+        assert STORES.get("flat").is_persistent
+    finally:
+        STORES.unregister("flat")
+    assert [path.name for path in tmp_path.iterdir()] == [b"model".hex()]
