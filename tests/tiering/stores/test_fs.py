@@ -378,6 +378,7 @@ def test_many_threads_under_a_tight_quota(open_store, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+    assert store.stats().corrupt_blocks == 0, "a file written over while it was read is no bad file"
     assert store.stats().used_bytes == disk_bytes(tmp_path / "kv")
 
 
@@ -399,6 +400,42 @@ def disk_bytes_while_others_work(root: Path) -> int:
         except OSError:
             continue
     return total
+
+
+def test_evicted_files_are_written_over(open_store, tmp_path: Path, monkeypatch) -> None:
+    store, made, real = open_store(max_bytes=room_for(4)), [], os.open
+    write(store, *keys_of(0, 1, 2, 3))
+
+    def note(path: str, flags: int, mode: int = 0o777) -> int:
+        made.extend([path] if flags & os.O_CREAT else [])
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", note)
+    for number in range(4, 30, 2):
+        new = keys_of(number, number + 1)
+        assert write(store, *new) == [True, True]
+        assert [read(store, key) for key in new] == [block_of(key, SMALL) for key in new]
+        assert disk_bytes(tmp_path / "kv") <= room_for(4)
+    assert not made
+
+
+def test_an_eviction_that_fails_in_the_middle_leaves_nothing_uncounted(open_store, tmp_path: Path, monkeypatch) -> None:
+    store, real = open_store(max_bytes=room_for(4)), os.rename
+    write(store, *keys_of(0, 1, 2, 3))
+    renames = []
+
+    def rename(source: str, target: str) -> None:
+        renames.append(source)
+        if len(renames) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(StoreError):
+        write(store, *keys_of(10, 11, 12))
+    assert len(files(tmp_path)) == 3
+    assert write(store, *keys_of(10)) == [True]
+    assert store.stats().used_bytes == disk_bytes(tmp_path / "kv")
 
 
 def test_a_scan_finds_all_names_without_opening_a_block(open_store, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from kvoffload.tiering.stores.fs_io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
 from kvoffload.tiering.stores.fs_publish import publish
 from kvoffload.tiering.stores.fs_space import Doomed, Space
-from kvoffload.tiering.stores.fs_writer import Workplace, sweep
+from kvoffload.tiering.stores.fs_writer import Workplace, sweep, unlink_quietly
 
 __all__ = ["FileSystemStore"]
 
@@ -105,8 +105,8 @@ class FileSystemStore(BlockStore):
                 if outcome is ReadOutcome.GOOD:
                     self._space.used(path, stamp_ns)
                     answer = True
-                elif outcome is ReadOutcome.ABSENT:
-                    self._space.forget(path)
+                elif outcome is ReadOutcome.ABSENT or not self._is_still(path, inode):
+                    self._space.forget(path)  # evicted, and perhaps written over, while we read
                 elif outcome is ReadOutcome.BAD:
                     bad.append(Doomed(path, self._layout.file_bytes, inode))
                     with self._lock:
@@ -169,29 +169,30 @@ class FileSystemStore(BlockStore):
             return answers
         self._workplace.open()
         # What the caller is told to be here must not go for the sake of its own batch.
-        num_booked = self._space.reserve(len(new), self._layout.file_bytes, set(paths))
-        trouble, num_unused = _Trouble(self._root), num_booked
+        booking = self._space.reserve(len(new), self._layout.file_bytes, set(paths))
+        trouble, num_unused = _Trouble(self._root), booking.count
         try:
-            for index in new[:num_booked]:
+            for index in new[: booking.count]:
+                recycled = booking.recycled.pop() if booking.recycled else None
                 try:
-                    num_unused -= self._put(paths[index], keys[index], _flat(blocks[index], self._layout))
+                    num_unused -= self._put(paths[index], keys[index], _flat(blocks[index], self._layout), recycled)
                     answers[index] = True
                 except OSError as exc:
                     trouble.note(exc)
         finally:
-            self._space.settle(num_booked * self._layout.file_bytes, num_unused * self._layout.file_bytes)
+            self._space.settle(booking, num_unused)
         if self._durable:
             for directory in {os.path.dirname(paths[index]) for index in new if answers[index]}:
                 _sync_directory(self._full(directory))
         trouble.judge(any(answers), len(keys))
         return [answers[wanted[path]] if path in wanted else answer for path, answer in zip(paths, answers)]
 
-    def _put(self, path: str, key: OffloadKey, block: memoryview) -> bool:
-        """Writes one reserved block; whether that made a file, rather than finding or replacing one."""
+    def _put(self, path: str, key: OffloadKey, block: memoryview, recycled: str | None) -> bool:
+        """Writes one reserved block; whether that took a reserved place, rather than finding or replacing one."""
         stamp_ns = self._space.stamp()
-        temporary, full = self._workplace.new_path(), self._full(path)
+        temporary, full = recycled or self._workplace.new_path(), self._full(path)
         try:
-            self._io.write(temporary, key, block, stamp_ns)
+            self._io.write(temporary, key, block, stamp_ns, is_there=recycled is not None)
             try:
                 is_new = publish(temporary, full)
             except FileNotFoundError:
@@ -200,7 +201,7 @@ class FileSystemStore(BlockStore):
             if not is_new:
                 self._replace(temporary, full)
         except OSError:
-            _unlink_quietly(temporary)
+            unlink_quietly(temporary)
             raise
         self._space.published(path, stamp_ns)
         return is_new
@@ -235,19 +236,18 @@ class FileSystemStore(BlockStore):
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}"
 
+    def _is_still(self, path: str, inode: int) -> bool:
+        try:
+            return os.stat(self._full(path), follow_symlinks=False).st_ino == inode
+        except FileNotFoundError:
+            return False
+
     def _is_whole(self, full: str) -> bool:
         try:
             status = os.stat(full)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size == self._layout.file_bytes
-
-
-def _unlink_quietly(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass
 
 
 class _Trouble:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.fs_format import PAGE_BYTES, BlockFormat
+from kvoffload.tiering.stores.fs_writer import unlink_quietly
 
 __all__ = ["FileIO", "ReadOutcome"]
 
@@ -44,11 +45,12 @@ class FileIO:
         self._direct = bool(_DIRECT) and layout.is_paged
         self._local = threading.local()
 
-    def write(self, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> None:
-        """Makes the new file ``path``, complete on return (on disk too, if durable). Raises ``OSError``."""
+    def write(self, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int, *, is_there: bool = False) -> None:
+        """Makes the file ``path``, complete on return (on disk too, if durable), or, if it ``is_there``, overwrites
+        one of the same size. Raises ``OSError``."""
         header = self._header_buffer()
         header[:] = self._layout.header(key, payload)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CLOEXEC | (0 if is_there else os.O_CREAT | os.O_EXCL)
         fd = self._open(path, flags, payload)
         try:
             if not self._move(fd, os.writev, [header, payload]):
@@ -104,7 +106,7 @@ class FileIO:
                     raise
                 self._direct = os.path.isdir(path)  # which is refused anywhere, and says nothing of files
                 if flags & os.O_CREAT:
-                    _unlink_quietly(path)  # some file systems refuse after having made the file
+                    unlink_quietly(path)  # some file systems refuse after having made the file
         return os.open(path, flags, 0o644)
 
     def _move(self, fd: int, call: Callable[[int, Sequence[memoryview]], int], buffers: list[memoryview]) -> bool:
@@ -152,10 +154,3 @@ def _after(buffers: list[memoryview], moved: int) -> list[memoryview]:
 def _is_aligned(buffer: memoryview) -> bool:
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address % PAGE_BYTES == 0
-
-
-def _unlink_quietly(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass

@@ -9,13 +9,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES, Account, Ledger
-from kvoffload.tiering.stores.fs_writer import Workplace, sweep, writers_alive
+from kvoffload.tiering.stores.fs_writer import Workplace, sweep, unlink_quietly, writers_alive
 
-__all__ = ["Doomed", "FileSeen", "Space", "walk"]
+__all__ = ["Booking", "Doomed", "FileSeen", "Space", "walk"]
 
 _SCAN_SHARE = 10
 """A walk that found no room is not repeated for this many times its own duration."""
@@ -38,6 +38,22 @@ class Doomed:
     path: str
     booked_bytes: int
     inode: int | None = None
+
+
+@dataclass(slots=True)
+class Booking:
+    """Room for ``count`` files. ``recycled``: evicted files of the same size, in the workplace, to write into; their
+    bytes are among those booked."""
+
+    count: int
+    each_bytes: int
+    recycled: list[str] = field(default_factory=list)
+    most_recycled: int = 0
+
+    def drop_recycled(self, but: int) -> None:
+        """Deletes files that nothing was written into, all but so many."""
+        while len(self.recycled) > but:
+            unlink_quietly(self.recycled.pop())
 
 
 def walk(root: str, directory: str | None = None) -> Iterator[list[FileSeen]]:
@@ -96,6 +112,7 @@ class Space:
         self._ledger = Ledger(root, self._count)
         self._lock = threading.Lock()
         self._order: OrderedDict[str, int] = OrderedDict()
+        self._recycle: Booking | None = None  # of the one that holds the ledger
         # Reserved and not settled yet: not exactly what is on the disk, so nobody counts anew meanwhile.
         self._booked_bytes = 0
         self._removed_in_scan: set[str] | None = None
@@ -117,32 +134,44 @@ class Space:
             self._last_stamp_ns = max(self._last_stamp_ns + 1, time.time_ns())
             return self._last_stamp_ns
 
-    def reserve(self, count: int, each_bytes: int, spare: Collection[str]) -> int:
-        """Books up to ``count`` files, making room if need be, though never by deleting one of ``spare``. Answers
-        how many; ``settle`` must follow.
+    def reserve(self, count: int, each_bytes: int, spare: Collection[str]) -> Booking:
+        """Books up to ``count`` files, making room if need be, though never by deleting one of ``spare``.
+        ``settle`` must follow.
         """
+        booking = Booking(0, each_bytes)
         with self._ledger.hold() as account:
             if self._max_bytes is not None and account.used_bytes + count * each_bytes > self._max_bytes:
                 count = min(count, max(0, self._max_bytes - LEDGER_BYTES) // each_bytes)
-                self._make_room(account, self._max_bytes - count * each_bytes, spare)
+                self._recycle = booking
+                booking.most_recycled = count
+                try:
+                    self._make_room(account, self._max_bytes - count * each_bytes, spare)
+                except OSError:
+                    booking.drop_recycled(but=0)
+                    raise
+                finally:
+                    self._recycle = None
                 count = min(count, max(0, self._max_bytes - account.used_bytes) // each_bytes)
             account.used_bytes += count * each_bytes
             self._used_bytes = account.used_bytes
+            booking.count = count
+            booking.drop_recycled(but=count)
             with self._lock:
                 self._booked_bytes += count * each_bytes
-        return count
+        return booking
 
-    def settle(self, booked_bytes: int, unused_bytes: int) -> None:
-        """Ends a reservation: its files are in place, but for ``unused_bytes``."""
+    def settle(self, booking: Booking, num_unused: int) -> None:
+        """Ends a reservation: its files are in place, but for ``num_unused``."""
+        booking.drop_recycled(but=0)
         try:
-            if unused_bytes:
+            if num_unused:
                 with self._ledger.hold() as account:
-                    self._take_off(account, unused_bytes)
+                    self._take_off(account, num_unused * booking.each_bytes)
         except OSError:
             pass  # the root is gone: the count stays too high, which is safe
         finally:
             with self._lock:
-                self._booked_bytes -= booked_bytes
+                self._booked_bytes -= booking.count * booking.each_bytes
 
     def published(self, path: str, stamp_ns: int) -> None:
         """A reserved file is in place (or was there before)."""
@@ -263,7 +292,7 @@ class Space:
                 if status.st_mtime_ns > stamp_ns:
                     self.used(path, status.st_mtime_ns)  # by another process, since we looked last
                     continue
-                os.unlink(full)
+                self._dispose(full, status.st_size)
             except FileNotFoundError:
                 continue
             except OSError:
@@ -277,6 +306,17 @@ class Space:
         with self._lock:
             for path, stamp_ns in spared:
                 self._order.setdefault(path, stamp_ns)
+
+    def _dispose(self, full: str, size_bytes: int) -> None:
+        """Deletes a file, or keeps it under another name for the batch that the room is for to write into: making
+        files anew costs some file systems more than writing them."""
+        booking = self._recycle
+        if booking is None or size_bytes != booking.each_bytes or len(booking.recycled) >= booking.most_recycled:
+            os.unlink(full)
+            return
+        recycled = self._workplace.new_path()
+        os.rename(full, recycled)
+        booking.recycled.append(recycled)
 
     def _learn(self, account: Account) -> Iterator[list[FileSeen]]:
         """A walk that leaves ``_order`` complete and, if we are alone, ``account`` exact."""

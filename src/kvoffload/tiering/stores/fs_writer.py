@@ -11,7 +11,7 @@ import threading
 
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR
 
-__all__ = ["Workplace", "sweep", "writers_alive"]
+__all__ = ["Workplace", "sweep", "unlink_quietly", "writers_alive"]
 
 _PREFIX = "w-"
 
@@ -102,6 +102,14 @@ def writers_alive(root: str, besides: str = "") -> bool:
         finally:
             os.close(fd)
     return False
+
+
+def unlink_quietly(path: str) -> None:
+    """Removes a temporary file; one that stays is swept one day."""
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
 
 
 def _workplaces(root: str) -> list[str]:
