@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code of docs/reference-engine.md runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference-engine.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_there_is_code() -> None:
+    assert len(SNIPPETS) == 2
+
+
+@pytest.mark.parametrize("code", SNIPPETS, ids=["serving", "wiring"])
+def test_code_of_the_page_runs(code: str) -> None:
+    torch.set_num_threads(1)
+    exec(compile(code, str(PAGE), "exec", dont_inherit=True), {"__name__": "page"})
