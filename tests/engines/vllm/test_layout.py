@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's configuration in, our layout or a reason out.
+
+Plain objects stand in for vLLM's configuration, whose attributes ``test_interface`` checks; KV groups are vLLM's own
+classes, so those tests run in the lane.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.config import GroupKind, parse_config
+from kvoffload.connector import NO_BLOCK
+from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
+from kvoffload.engines.vllm.steps import StepTranslator
+from kvoffload.errors import ConfigError, LayoutError
+
+CONFIG = parse_config({"cpu_bytes_to_use": "1MiB"})
+PAGE_BYTES = 2 * 16 * 2 * 8 * 4
+
+
+class HFConfig:
+    def __init__(self, theta: float = 1.0) -> None:
+        self.theta = theta
+
+    def to_json_string(self, use_diff: bool) -> str:
+        return f"theta {self.theta}, {use_diff}"
+
+
+def vllm_config(**changes: Any) -> Any:
+    """A configuration that works; ``part__attribute=value`` changes one attribute of one part."""
+    parts = {
+        "kv_transfer_config": {
+            "kv_load_failure_policy": "recompute",
+            "kv_role": "kv_both",
+            "engine_id": "engine",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": "1MiB"},
+        },
+        "parallel_config": {
+            "nnodes_within_dp": 1,
+            "world_size": 1,
+            "rank": 0,
+            "distributed_executor_backend": "uni",
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "cache_config": {"prefix_caching_hash_algo": "sha256", "cache_dtype": "auto"},
+        "model_config": {
+            "model": "small",
+            "revision": None,
+            "quantization": None,
+            "dtype": "torch.float32",
+            "hf_config": HFConfig(),
+        },
+    }
+    config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})
+    config.kv_events_config = None
+    for path, value in changes.items():
+        part, _, attribute = path.partition("__")
+        if attribute:
+            setattr(getattr(config, part), attribute, value)
+        else:
+            setattr(config, part, value)
+    return config
+
+
+def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **changes: Any) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+    names = [[f"group{g}.layer{n}" for n in range(layers)] for g in range(len(specs))]
+    size = num_blocks * layers * PAGE_BYTES
+    config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(size=size, layers=each, layer_stride=num_blocks * PAGE_BYTES, block_stride=PAGE_BYTES)
+            for each in names
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(each, spec) for each, spec in zip(names, specs, strict=True)],
+        kv_cache_layout="LBHNC",
+        hash_block_size=16,
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def attention(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(**{"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32} | changes)
+
+
+def sliding(window: int, **changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=window, **changes
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"kv_transfer_config__kv_role": "kv_consumer"}, '"kv_role": "kv_both"'),
+        ({"parallel_config__nnodes_within_dp": 2}, "spans 2 nodes"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size above 1"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size above 1"),
+        ({"parallel_config__prefill_context_parallel_size": 4}, "prefill_context_parallel_size above 1"),
+        (
+            {"parallel_config__world_size": 2, "parallel_config__distributed_executor_backend": "ray"},
+            "--distributed-executor-backend mp",
+        ),
+    ],
+)
+def test_configurations_that_cannot_work_say_why(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        refuse_unsupported(vllm_config(**change), SimpleNamespace())
+
+
+def test_the_users_keys_are_validated() -> None:
+    assert config_of(vllm_config()).cpu_bytes == 1 << 20
+    with pytest.raises(ConfigError, match="needs cpu_bytes_to_use"):
+        config_of(vllm_config(kv_transfer_config__kv_connector_extra_config={}))
+    with pytest.raises(ConfigError, match="Did you mean 'eviction_policy'"):
+        config_of(
+            vllm_config(kv_transfer_config__kv_connector_extra_config={"cpu_bytes_to_use": 1, "eviction_polcy": "arc"})
+        )
+
+
+@pytest.mark.vllm
+def test_groups_that_hashes_cannot_restore_are_refused() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, RSWASpec
+
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    refuse_unsupported(vllm_config(), kv_cache_config(attention(), sliding(64)))
+    for wrong in (
+        MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,)),
+        ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64),
+        RSWASpec(**shape, rswa_window=64),
+    ):
+        with pytest.raises(LayoutError, match=f"KV group 1 .*{type(wrong).__name__}"):
+            refuse_unsupported(vllm_config(), kv_cache_config(attention(), wrong))
+    with pytest.raises(LayoutError, match="HiSparse"):
+        refuse_unsupported(vllm_config(), kv_cache_config(attention(), hisparse_host_num_blocks=5))
+
+
+# ------------------------------------------------------------------------------------------------------ layout
+
+
+@pytest.mark.vllm
+def test_groups_windows_and_sizes() -> None:
+    layout = layout_of(vllm_config(), kv_cache_config(attention(), sliding(64, extra_retained_tokens=3)), CONFIG)
+    assert [group.kind for group in layout.groups] == [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW]
+    assert [group.sliding_window_tokens for group in layout.groups] == [None, 67]
+    assert {group.page_bytes for group in layout.groups} == {3 * PAGE_BYTES}
+    assert {group.block_tokens for group in layout.groups} == {16}
+    assert layout.hash_block_tokens == 16
+    assert layout.instance_id == "engine"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("world_size", "backend", "num_processes"), [(1, "uni", 1), (1, "mp", 2), (2, "mp", 3), (4, "mp", 5)]
+)
+def test_who_maps_the_primary_tier(world_size: int, backend: str, num_processes: int) -> None:
+    config = vllm_config(parallel_config__world_size=world_size, parallel_config__distributed_executor_backend=backend)
+    layout = layout_of(config, kv_cache_config(attention()), CONFIG, rank=world_size - 1)
+    assert (layout.num_ranks, layout.rank, layout.num_processes) == (world_size, world_size - 1, num_processes)
+
+
+@pytest.mark.vllm
+def test_stability_of_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    caches = kv_cache_config(attention())
+    assert layout_of(vllm_config(), caches, CONFIG).hashes_are_stable
+    other = vllm_config(cache_config__prefix_caching_hash_algo="xxhash")
+    layout = layout_of(other, caches, CONFIG)
+    assert not layout.hashes_are_stable
+    assert "PYTHONHASHSEED" in layout.unstable_hash_hint
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert layout_of(other, caches, CONFIG).hashes_are_stable
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_config__model": "other"},
+        {"model_config__revision": "v2"},
+        {"model_config__dtype": "torch.bfloat16"},
+        {"model_config__quantization": "fp8"},
+        {"model_config__hf_config": HFConfig(2.0)},
+        {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+        {"parallel_config__tensor_parallel_size": 2},
+    ],
+)
+def test_identity_tells_engines_apart_whose_blocks_differ(change: dict[str, Any]) -> None:
+    caches = kv_cache_config(attention())
+    same, other = vllm_config(kv_transfer_config__engine_id="another"), vllm_config(**change)
+    identity = layout_of(vllm_config(), caches, CONFIG).identity
+    assert layout_of(same, caches, CONFIG).identity == identity
+    assert layout_of(other, caches, CONFIG).identity != identity
+    assert all(isinstance(value, str) for value in identity.values())
+
+
+@pytest.mark.vllm
+def test_identity_covers_the_cache_itself() -> None:
+    identities = [
+        layout_of(vllm_config(), caches, CONFIG).identity
+        for caches in (
+            kv_cache_config(attention()),
+            kv_cache_config(attention(), layers=4),
+            kv_cache_config(attention(), sliding(64)),
+            kv_cache_config(attention(), kv_cache_layout="BLHNC"),
+        )
+    ]
+    assert all(identities[0] != other for other in identities[1:])
+    more_blocks = layout_of(vllm_config(), kv_cache_config(attention(), num_blocks=20), CONFIG).identity
+    assert more_blocks == identities[0]
+
+
+# ------------------------------------------------------------------------------------------------------- steps
+
+
+def scheduler_output(**changes: Any) -> Any:
+    cached = SimpleNamespace(
+        req_ids=["running", "resumed", "idle"],
+        resumed_req_ids={"resumed"},
+        new_block_ids=[([5], [0]), ([0, 7], [3]), None],
+        num_computed_tokens=[40, 16, 50],
+    )
+    new = SimpleNamespace(req_id="new", block_ids=([1, 2], [0, 4]), num_computed_tokens=16)
+    tokens = {"new": 10, "running": 1, "resumed": 20, "idle": 1}
+    values = {
+        "scheduled_new_reqs": [new],
+        "scheduled_cached_reqs": cached,
+        "num_scheduled_tokens": tokens,
+        "preempted_req_ids": {"gone"},
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def test_steps_are_translated_with_the_null_block_as_no_block() -> None:
+    step = StepTranslator(num_groups=2).step(scheduler_output())
+    by_id = {each.request_id: each for each in step.scheduled}
+    assert list(by_id) == ["new", "running", "resumed", "idle"]
+    assert by_id["new"].new_block_ids == ([1, 2], [NO_BLOCK, 4])
+    assert by_id["new"].block_table_is_new
+    assert by_id["running"].new_block_ids == ([5], [NO_BLOCK])
+    assert not by_id["running"].block_table_is_new
+    assert by_id["resumed"].block_table_is_new
+    assert by_id["resumed"].new_block_ids == ([NO_BLOCK, 7], [3])
+    assert by_id["idle"].new_block_ids == ((), ())
+    assert [each.num_scheduled_tokens for each in step.scheduled] == [10, 1, 20, 1]
+    assert [each.num_computed_tokens for each in step.scheduled] == [16, 40, 16, 50]
+    assert step.preempted_request_ids == {"gone"}
+
+
+def test_the_null_block_may_have_another_id() -> None:
+    translator = StepTranslator(num_groups=1, null_block_id=9)
+    assert translator.block_ids(([0, 9, 3],)) == ([0, NO_BLOCK, 3],)
+
+
+def test_preemptions_may_be_unknown() -> None:
+    assert StepTranslator(2).step(scheduler_output(preempted_req_ids=None)).preempted_request_ids == frozenset()
