@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +60,9 @@ def demo(
     POLICIES.get(policy)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise ConfigError(f"--json: there is no folder {json_file.absolute().parent}; make it first.")
+    # Read when torch is loaded. Else torch's threads spin while they wait for one another, and on a machine that does
+    # other work too (or lacks a core for the copies) a step takes ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         from kvoffload.engines.reference.workload import ChatWorkload
     except ImportError as exc:

@@ -85,12 +85,10 @@ def _latency(latency: Latency) -> str:
 
 def tokens_table(comparison: Comparison, offloaded_block_tokens: int) -> Table:
     """Where each way's prompt tokens came from, and how long all of it took."""
-    table = Table(
-        title="Prompt tokens: hits by tier, tokens recalled (not recomputed) and computed", title_justify="left"
-    )
-    table.add_column("way")
+    table = Table(title="Prompt tokens: hit rate by tier", title_justify="left")
+    table.add_column("way", no_wrap=True)
     has_disk = any(disk_tokens(result, offloaded_block_tokens) for result in comparison.results)
-    for name in ("device", "host memory", *(["disk"] if has_disk else []), "recalled", "computed", "took"):
+    for name in ("device", "host memory", *(["disk"] if has_disk else []), "not recomputed", "computed", "took"):
         table.add_column(name, justify="right")
     for result in comparison.results:
         prompt = result.prompt_tokens
@@ -116,7 +114,7 @@ def disk_tokens(result: WayResult, offloaded_block_tokens: int) -> int:
 def copies_table(comparison: Comparison) -> Table:
     """What offloading moved; the rate is that of the copies themselves, which run beside the computation."""
     table = Table(title="Copies between device and host memory", title_justify="left")
-    table.add_column("way")
+    table.add_column("way", no_wrap=True)
     table.add_column("stored", justify="right")
     table.add_column("GB/s", justify="right")
     table.add_column("loaded", justify="right")
