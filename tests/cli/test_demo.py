@@ -77,6 +77,27 @@ def test_after_a_restart_the_first_turn_comes_from_disk(capsys: pytest.CaptureFi
     assert restarted["computed_tokens"] < offloading["computed_tokens"] / 2
 
 
+def test_a_model_from_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "qwen")
+    code, out, _ = demo(capsys, model=tmp_path / "qwen")
+    assert code == 0, out
+    assert out.startswith(str(tmp_path / "qwen"))
+    assert "Identical" in out
+
+
 @pytest.mark.parametrize("wrong_load", range(1, 6))
 def test_one_wrong_block_is_caught(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong_load: int
