@@ -28,6 +28,7 @@ from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.sim.tier import Link, SimTier, VirtualClock, VirtualMemory
 from kvoffload.sim.trace import Trace
+from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
@@ -53,6 +54,8 @@ class SimConfig:
     chunk_tokens: int = 8192
     """Tokens prefilled between two offers of finished blocks."""
     max_wait_s: float = 10.0
+    cascade: CascadeMode = "on_store"
+    """When blocks go down to the disk."""
 
     def __post_init__(self) -> None:
         if self.cpu_blocks < 1:
@@ -160,7 +163,7 @@ class _Driver:
                 config.cpu_blocks, VirtualMemory(), config.policy, store_threshold=config.store_threshold
             )
             self._manager = TieringOffloadingManager(
-                primary, [self._tier], max_wait_s=config.max_wait_s, clock=self._clock
+                primary, [self._tier], max_wait_s=config.max_wait_s, cascade=[config.cascade], clock=self._clock
             )
         else:
             self._manager = CPUOffloadingManager(

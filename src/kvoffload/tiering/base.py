@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,10 @@ import numpy.typing as npt
 from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from kvoffload.metrics import Stats
 
-__all__ = ["JobMetadata", "JobResult", "SecondaryTierManager"]
+__all__ = ["CascadeMode", "JobMetadata", "JobResult", "SecondaryTierManager"]
+
+CascadeMode = Literal["on_store", "on_evict"]
+"""When blocks go down to a tier: as soon as they are stored, or on their way out of the primary tier."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,15 +44,18 @@ class Cascades:
         """Blocks whose cascade ended, by outcome."""
         return {"ok": self._blocks_sent, "failed": self._blocks_failed}
 
-    def send(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Sends ready blocks to each of ``tiers``, as one job per tier."""
+    def send(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], req_context: ReqContext) -> list[EndedJob]:
+        """Sends ready blocks to each of ``tiers``, as one job per tier. Answers those that were not taken."""
+        not_taken: list[EndedJob] = []
         if not keys:
-            return
+            return not_taken
         for tier in tiers:
             spec = self._primary.prepare_read(keys, req_context)
             refused = self._transfers.submit(tier, keys, spec.block_ids, req_context, is_promotion=False)
             if refused is not None:
                 self.ended(refused)
+                not_taken.append(refused)
+        return not_taken
 
     def ended(self, job: EndedJob) -> None:
         self._blocks_sent += len(job.succeeded)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import get_args
 
 from kvoffload.base import (
     LoadStoreSpec,
@@ -16,8 +18,9 @@ from kvoffload.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats, add_stats
-from kvoffload.tiering.base import SecondaryTierManager
+from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.guard import GuardedTier
@@ -25,8 +28,11 @@ from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import RequestState
 from kvoffload.tiering.transfers import Transfers
+from kvoffload.tiering.write_behind import WriteBehind
 
 __all__ = ["TieringOffloadingManager"]
+
+_log = logging.getLogger(__name__)
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -39,7 +45,9 @@ class TieringOffloadingManager(OffloadingManager):
     request was told stays until it loads; slots under I/O are nobody else's.
 
     ``claim_share`` and ``promotion_share`` (of the primary tier's blocks) bound what one waiting request, and all
-    of them, may hold back from eviction. ``clock`` gives seconds and never goes back.
+    of them, may hold back from eviction. ``cascade`` says for each secondary tier when blocks go down to it (default
+    ``"on_store"`` for all); ``"on_evict"`` needs a cache policy that can tell what it would evict next
+    (``CachePolicy.next_victims``), and without one is ``"on_store"``. ``clock`` gives seconds and never goes back.
 
     A context that was never announced by ``on_new_request`` is taken as a new block-level request, and like any other
     is remembered until ``on_request_finished``.
@@ -53,6 +61,7 @@ class TieringOffloadingManager(OffloadingManager):
         max_wait_s: float = 10.0,
         claim_share: float = 0.75,
         promotion_share: float = 0.75,
+        cascade: Sequence[CascadeMode] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary_tier = primary_tier
@@ -65,6 +74,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._transfers = Transfers()
         self._promotions = Promotions(primary_tier, self._claims, self._transfers)
         self._cascades = Cascades(primary_tier, self._transfers)
+        self._on_store_tiers, on_evict_tiers = self._placed(cascade)
+        self._write_behind: WriteBehind | None = None
+        if on_evict_tiers:
+            self._write_behind = WriteBehind(primary_tier, on_evict_tiers, self._send_behind)
+            primary_tier.on_reserved = self._write_behind.reserved
         self._requests: dict[str, RequestState] = {}
         # In the order their waits began, so that the longest waits are in front.
         self._waiting: dict[int, RequestState] = {}
@@ -167,6 +181,8 @@ class TieringOffloadingManager(OffloadingManager):
         if self._cascades.has_parked:
             for request in self._cascades.settle():
                 self._finalize(request)
+        if self._write_behind is not None:
+            self._write_behind.step()
         for tier in self._tiers:
             tier.on_schedule_end()
         self._step += 1
@@ -176,6 +192,7 @@ class TieringOffloadingManager(OffloadingManager):
             bool(self._transfers)
             or self._promotions.has_queued
             or self._cascades.has_parked
+            or (self._write_behind is not None and self._write_behind.has_queued)
             or any(tier.has_pending_work() for tier in self._tiers)
         )
 
@@ -196,6 +213,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.forget()
         self._transfers.abandon()
         self._claims.clear()
+        if self._write_behind is not None:
+            self._write_behind.forget()
         touched = self._cascades.forget_parked()
         for request in self._storing.values():
             request.stores_in_flight = 0
@@ -210,10 +229,13 @@ class TieringOffloadingManager(OffloadingManager):
         own |= {("promotions", outcome): count for outcome, count in self._promotions.outcomes.items()}
         own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
         own |= {("cascades", outcome): count for outcome, count in self._cascades.stats.items()}
+        own["cascades", "dropped"] = self._write_behind.dropped if self._write_behind is not None else 0
         own[("cascades_parked",)] = self._cascades.num_parked
         return add_stats([self.primary_tier.get_stats(), own, *(tier.stats() for tier in self._tiers)])
 
     def shutdown(self) -> None:
+        if self._write_behind is not None:
+            self._write_behind.close()
         for tier in self._tiers:
             tier.shutdown()
         self.primary_tier.shutdown()
@@ -223,6 +245,8 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.check_invariants()
         self._promotions.check_invariants()
         self._cascades.check_invariants()
+        if self._write_behind is not None:
+            self._write_behind.check_invariants(self._transfers)
         ending = {id(request): request for request in self._storing.values()}
         requests = {id(request): request for request in self._requests.values()} | ending
         for request in requests.values():
@@ -323,8 +347,12 @@ class TieringOffloadingManager(OffloadingManager):
         for job in ended:
             if not job.job.is_promotion:
                 self._cascades.ended(job)
+                if self._write_behind is not None and job.job.req_context is self._write_behind.context:
+                    self._write_behind.ended(job)
                 continue
             self._promotions.ended(job)
+            if self._write_behind is not None and not job.is_stale:
+                self._write_behind.promoted(job.tier, job.succeeded)
             self._stores_ended(job.job.keys)
         return True
 
@@ -346,10 +374,42 @@ class TieringOffloadingManager(OffloadingManager):
             if block is not None:
                 ready.append(key)
         for request, ready in written.values():
-            self._cascades.send(self._tiers, ready, request.context)
+            self._cascades.send(self._tiers_to_store(request), ready, request.context)
         moved = self._cascades.settle(keys)
         for request in (*(request for request, _ in written.values()), *moved):
             self._finalize(request)
+
+    def _placed(self, cascade: Sequence[CascadeMode] | None) -> tuple[tuple[GuardedTier, ...], tuple[GuardedTier, ...]]:
+        """The tiers that get blocks when they are stored, and those that get them on their way out."""
+        if cascade is None:
+            return self._tiers, ()
+        if len(cascade) != len(self._tiers) or not {*cascade} <= {*get_args(CascadeMode)}:
+            raise ConfigError(
+                f"cascade needs one of {', '.join(get_args(CascadeMode))} for each of {len(self._tiers)} secondary "
+                f"tiers, not {list(cascade)}."
+            )
+        if "on_evict" in cascade and self.primary_tier.next_victims(0) is None:
+            _log.warning(
+                "The cache policy cannot tell what it would evict next, so that blocks are written to all tiers when "
+                "they are stored."
+            )
+            return self._tiers, ()
+        placed = list(zip(self._tiers, cascade))
+        return (
+            tuple(tier for tier, mode in placed if mode == "on_store"),
+            tuple(tier for tier, mode in placed if mode == "on_evict"),
+        )
+
+    def _tiers_to_store(self, request: RequestState) -> Sequence[GuardedTier]:
+        """Where what ``request`` has stored goes at once."""
+        if self._write_behind is None:
+            return self._tiers
+        return [tier for tier in self._tiers if tier in self._on_store_tiers or tier in request.whole_request_tiers]
+
+    def _send_behind(self, tier: GuardedTier, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        assert self._write_behind is not None
+        for refused in self._cascades.send([tier], keys, context):
+            self._write_behind.ended(refused)
 
     def _finalize(self, request: RequestState) -> None:
         """Tells the tiers of the request's end, if it has ended and nothing can be submitted for it any more."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
@@ -31,7 +31,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     by it, and reading for a cascade is no use of the block.
 
     ``spared`` is a live collection of blocks that waiting requests hold (``kvoffload.tiering.claims``). A promotion
-    never evicts one of them; a running request's store does only if there is no other room.
+    never evicts one of them; a running request's store does only if there is no other room. ``on_reserved`` is told of
+    every reservation: its number of blocks, and which were evicted for it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     ) -> None:
         super().__init__(num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size)
         self.spared: Collection[OffloadKey] = ()
+        self.on_reserved: Callable[[int, Collection[OffloadKey]], None] | None = None
         self._kv_view = mmap_region.create_kv_memoryview()
 
     @property
@@ -55,6 +57,14 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     def peek(self, key: OffloadKey) -> BlockStatus | None:
         """The block called ``key``, without its counting as a lookup."""
         return self._get(key)
+
+    def next_victims(self, n: int) -> list[OffloadKey] | None:
+        """Idle blocks that ``n`` new ones would evict, in that order; ``None``: the cache policy cannot tell."""
+        return self._policy.next_victims(n)
+
+    def postpone(self, keys: Collection[OffloadKey]) -> None:
+        """Moves blocks away from their eviction without that being a use of them."""
+        self._policy.settle(keys)
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """Pins ready blocks for a transfer to a tier below."""
@@ -67,7 +77,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     def prepare_write(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserves slots for those of ``keys`` that are absent; ``None``, with nothing changed, if that would take
         ``spared`` blocks."""
-        return super()._reserve(keys, self.spared)
+        return self._told(super()._reserve(keys, self.spared))
 
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
@@ -88,5 +98,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         if self.spared:
             reserved = super()._reserve(keys, Either(protected, self.spared))
             if reserved is not None:
-                return reserved
-        return super()._reserve(keys, protected)
+                return self._told(reserved)
+        return self._told(super()._reserve(keys, protected))
+
+    def _told(self, reserved: PrepareStoreOutput | None) -> PrepareStoreOutput | None:
+        if reserved is not None and self.on_reserved is not None:
+            self.on_reserved(len(reserved.keys_to_store), reserved.evicted_keys)
+        return reserved

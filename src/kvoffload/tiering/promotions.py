@@ -140,7 +140,7 @@ class Promotions:
         if self._placed_since_touch > self._primary.num_blocks // 4:
             self._placed_since_touch, held = 0, list(self._claims)
         if held and not self._primary.num_free_blocks:
-            self._primary.touch(held)
+            self._primary.postpone(held)
         place = self._primary.prepare_write([key], request.context)
         if place is None:
             return None

@@ -243,6 +243,14 @@ class ARCCachePolicy(CachePolicy):
             self.recent.released(keys)
             self.frequent.released(keys)
 
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        # As make_room would choose for n keys that are no ghosts.
+        recent, frequent = self.recent.first_idle(n), self.frequent.first_idle(n)
+        within_target = max(math.floor(self.target - len(self.recent)) + 1, 0)
+        num_recent = max(n - within_target, n - len(frequent), 0)
+        first = recent[:num_recent]
+        return first + frequent[: n - len(first)]
+
     def check_invariants(self) -> None:
         self.recent.check_invariants()
         self.frequent.check_invariants()

@@ -66,7 +66,8 @@ class CachePolicy(ABC):
 
     The abstract methods are all that a policy needs. The others are true options: ``get_all`` and ``insert_all`` may be
     faster than their loops, ``make_room`` is for policies that learn from what is coming back, ``settle`` for those
-    that count uses, and ``released`` for those that do not want to step over the same pinned block twice.
+    that count uses, ``released`` for those that do not want to step over the same pinned block twice, and
+    ``next_victims`` lets tiers below get blocks on their way out.
     """
 
     @abstractmethod
@@ -128,6 +129,13 @@ class CachePolicy(ABC):
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
         """Pins of these resident blocks went down, or their writing ended: some may be idle now."""
+
+    def next_victims(self, n: int) -> list[OffloadKey] | None:
+        """The ``n`` idle blocks (or all there are) that would go, in about that order, if ``n`` new blocks came now.
+
+        Changes nothing, and costs O(n + blocks stepped over). ``None``, whatever ``n``: this policy cannot tell.
+        """
+        return None
 
     def check_invariants(self) -> None:
         """Recomputes what the policy keeps redundantly; ``AssertionError`` if it disagrees. For tests: O(blocks)."""

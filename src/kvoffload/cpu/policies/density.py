@@ -189,6 +189,29 @@ class DensityCachePolicy(CachePolicy):
             remember(digest_of(key), (classes[block.block_id] & _TOP) + 1)
         return victims
 
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        last_uses = self._last_uses
+        ranked: list[_Front] = []
+        rest = []
+        for class_, order in enumerate(self._orders):
+            idle = order.idle()
+            item = next(idle, None)
+            rest.append(idle)
+            if item is not None:
+                ranked.append(self._front_of(class_, item))
+        keys: list[OffloadKey] = []
+        while ranked and len(keys) < n:
+            best = min(ranked)
+            ranked.remove(best)
+            until = best.until(min(ranked, default=None))
+            item = best.item
+            while item is not None and len(keys) < n and last_uses[item[1].block_id] <= until:
+                keys.append(item[0])
+                item = next(rest[best.class_], None)
+            if item is not None:
+                ranked.append(self._front_of(best.class_, item))
+        return keys
+
     def _pop(
         self,
         blocks: OrderedDict[OffloadKey, BlockStatus],

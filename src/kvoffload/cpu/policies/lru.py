@@ -71,5 +71,8 @@ class LRUCachePolicy(CachePolicy):
         if self._parked:
             self.order.released(keys)
 
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        return self.order.first_idle(n)
+
     def check_invariants(self) -> None:
         self.order.check_invariants()

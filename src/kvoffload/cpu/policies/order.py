@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from heapq import heappop, heappush
+from itertools import islice
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, Victims
@@ -88,6 +89,15 @@ class RecencyOrder:
         for position, key in enumerate(keys):
             if found[position] is None and key in parked:
                 found[position] = parked[key].block
+
+    def first_idle(self, n: int) -> list[OffloadKey]:
+        """The ``n`` least recently used idle blocks, or all there are. Changes nothing."""
+        parked = self.parked
+        returned = [key for _, key in sorted(self._heap) if key in parked and parked[key].block.pins == 0]
+        missing = n - len(returned)
+        if missing <= 0:
+            return returned[:n]
+        return returned + list(islice((key for key, block in self.blocks.items() if block.pins == 0), missing))
 
     def sweep(self, protected: Collection[OffloadKey]) -> Sweep:
         return Sweep(self, protected)

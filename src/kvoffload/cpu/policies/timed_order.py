@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from heapq import heappop, heappush
 
 from kvoffload.base import OffloadKey
@@ -74,6 +74,16 @@ class TimedOrder:
             else:
                 self._deferred.append((self._last_uses[block.block_id], key))
         return None
+
+    def idle(self) -> Iterator[tuple[OffloadKey, BlockStatus]]:
+        """Idle blocks, least recently used first. Changes nothing; nothing may change meanwhile."""
+        for last, key in sorted(self._heap):
+            block = self.parked.get(key)
+            if block is not None and not block.pins and self._last_uses[block.block_id] == last:
+                yield key, block
+        for item in self.blocks.items():
+            if not item[1].pins:
+                yield item
 
     def drop(self, key: OffloadKey) -> None:
         """Takes out the block that ``head`` named last."""
