@@ -16,11 +16,13 @@ from tests.tiering.rig import Rig, content, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.testing.fake_tier import FakeTier
+from kvoffload.tiering import CascadeMode, JobMetadata
 
 CHAINS = ("a", "b")
 LENGTH = 7
 UNIVERSE = [key for name in CHAINS for key in prefix(LENGTH, of=name)]
 MAX_WAIT_S = 5.0
+WRITE_BEHIND = "kvoffload:write-behind"
 
 chains = st.sampled_from(CHAINS)
 lengths = st.integers(1, LENGTH)
@@ -45,7 +47,8 @@ class Transfer:
 class TieringMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(2, 9),
-        cache_policy=st.sampled_from(["lru", "arc"]),
+        cache_policy=st.sampled_from(["lru", "arc", "density"]),
+        cascade=st.tuples(*[st.sampled_from(["on_store", "on_evict"])] * 2),
         policies=st.tuples(*[st.sampled_from(OffloadPolicy)] * 2),
         threshold=st.sampled_from([1, 1, 2]),
         shares=st.sampled_from([(0.75, 0.75), (0.5, 0.75), (1.0, 1.0), (0.2, 0.4)]),
@@ -55,6 +58,7 @@ class TieringMachine(RuleBasedStateMachine):
         self,
         num_blocks: int,
         cache_policy: str,
+        cascade: tuple[CascadeMode, CascadeMode],
         policies: tuple[OffloadPolicy, OffloadPolicy],
         threshold: int,
         shares: tuple[float, float],
@@ -68,7 +72,11 @@ class TieringMachine(RuleBasedStateMachine):
             max_wait_s=MAX_WAIT_S,
             claim_share=shares[0],
             promotion_share=shares[1],
+            cascade=cascade,
         )
+        self.cascade = cascade
+        self.never_below: list[set[OffloadKey]] = [set(UNIVERSE), set(UNIVERSE)]
+        self.least_dropped = self.most_dropped = 0
         self.manager = self.rig.manager
         self.live: dict[str, ReqContext] = {}
         self.started = 0
@@ -200,17 +208,37 @@ class TieringMachine(RuleBasedStateMachine):
         self.stores.append(transfer)
 
     def complete_store(self, transfer: Transfer, success: bool, named: bool) -> None:
-        before = [len(tier.jobs) for tier in self.rig.tiers]
+        before = [len(tier.log) for tier in self.rig.tiers]
         overlap = any(set(other.keys) & set(transfer.keys) for other in self.stores)
         self.manager.complete_store(transfer.keys, transfer.context if named else None, success)
-        after = [len(tier.jobs) for tier in self.rig.tiers]
         if success and not transfer.is_stale and not overlap and not self._was_ambiguous:
-            assert all(new > old for new, old in zip(after, before)), "a completed store goes to every tier"
+            for tier, start, mode in zip(self.rig.tiers, before, self.cascade):
+                told = [key for call in tier.log[start:] if call.req_id == transfer.context.req_id for key in call.keys]
+                if mode == "on_store" or tier.policy is OffloadPolicy.REQUEST_LEVEL:
+                    assert set(transfer.keys) <= set(told), "a completed store goes to every tier that asked for it"
+                else:
+                    assert not set(transfer.keys) & set(told), "not stored on its way in"
 
     # --------------------------------------------------------------------------------------------- steps, tiers
 
     def step(self) -> None:
+        below = [set(tier.blocks) for tier in self.rig.tiers]
+        seen = [len(tier.log) for tier in self.rig.tiers]
+        being_written = [
+            {key for job in tier.jobs.values() if not job.is_promotion and self._is_behind(job) for key in job.keys}
+            for tier in self.rig.tiers
+        ]
         self._expect_submits(self.manager.on_schedule_end, everything=True)
+        for tier, mode, there, writing, start in zip(self.rig.tiers, self.cascade, below, being_written, seen):
+            for call in tier.log[start:]:
+                if call.req_id == WRITE_BEHIND:
+                    assert mode == "on_evict" and call.name == "submit_store"
+                    assert set(call.keys) <= self.resident
+                    assert not set(call.keys) & there, "what is below is not written again"
+                    assert not set(call.keys) & writing, "nor what is being written"
+
+    def _is_behind(self, job: JobMetadata) -> bool:
+        return job.req_context.req_id == WRITE_BEHIND and job.job_id not in self.late_jobs
 
     def _expect_submits(self, call, *, everything: bool = False) -> None:  # type: ignore[no-untyped-def]
         seen = [len(tier.log) for tier in self.rig.tiers]
@@ -251,7 +279,7 @@ class TieringMachine(RuleBasedStateMachine):
             transfer.is_stale = True
         self.late_jobs |= {job_id for tier in self.rig.tiers for job_id in tier.jobs}
         self.queued.clear()
-        self._hear_events()
+        self._hear_events(is_reset=True)
         assert not self.resident
 
     # ---------------------------------------------------------------------------------------------- invariants
@@ -260,13 +288,20 @@ class TieringMachine(RuleBasedStateMachine):
     def _was_ambiguous(self) -> bool:
         return bool(self.rig.primary._orphans)
 
-    def _hear_events(self) -> None:
+    def _hear_events(self, is_reset: bool = False) -> None:
+        for tier, unseen in zip(self.rig.tiers, self.never_below):
+            unseen.difference_update(tier.blocks)
         for event in self.manager.take_events():
             if event.medium == "CPU":
                 keys = set(event.keys)
                 assert len(keys) == len(event.keys)
                 assert keys <= self.resident if event.removed else not keys & self.resident
                 self.resident ^= keys
+                if event.removed and not is_reset:
+                    for mode, unseen in zip(self.cascade, self.never_below):
+                        if mode == "on_evict":
+                            self.most_dropped += len(keys)
+                            self.least_dropped += len(keys & unseen)
 
     def _check_bytes(self, transfer: Transfer) -> None:
         for key, slot in zip(transfer.keys, transfer.slots, strict=True):
@@ -335,8 +370,18 @@ class TieringMachine(RuleBasedStateMachine):
             assert told == sorted(f"r{n + 1}" for n in range(self.started))
         stats = self.manager.get_stats()
         assert stats["primary_blocks_pinned",] == 0
+        self._hear_events()
+        assert self.least_dropped <= stats["cascades", "dropped"] <= self.most_dropped
         assert stats["primary_blocks_used",] == len({*map(bytes, self._resident_now())})
         self.manager.shutdown()
+        for tier, mode in zip(self.rig.tiers, self.cascade):
+            begun, ended = (
+                [call.req_id for call in tier.calls(name)].count(WRITE_BEHIND)
+                for name in ("on_new_request", "on_request_finished")
+            )
+            assert begun == ended == (mode == "on_evict")
+            if mode == "on_evict":
+                assert self.resident <= tier.blocks.keys(), "a clean end leaves everything below"
 
     def _resident_now(self) -> set[OffloadKey]:
         self._hear_events()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.factory import STORES, FileSystemOptions, build_tier, parse_tier
+from kvoffload.tiering.factory import STORES, FileSystemOptions, build_tier, parse_tier, parse_tiers
 from kvoffload.tiering.tier import StoreTier
 
 
@@ -44,6 +44,8 @@ def test_both_kinds_are_built_from_mappings(tmp_path: Path) -> None:
         ({"type": "fs", "path": "x", "threads": 0}, "threads"),
         ({"type": "fs", "path": "x", "timeout_s": 0}, "timeout_s"),
         ({"type": "fs", "path": "x", "offload_policy": "all"}, "block_level, request_level"),
+        ({"type": "fs", "path": "x", "cascade": "later"}, "cascade"),
+        ({"type": "fs", "path": "x", "name": ""}, "name"),
         ({"type": "memory", "max_bytes": 100}, "less than a block"),
     ],
 )
@@ -54,6 +56,38 @@ def test_a_mistake_is_one_sentence_and_touches_nothing(
     with pytest.raises(ConfigError, match=text):
         parse_tier(options, block_bytes=128)
     assert not list(tmp_path.iterdir())
+
+
+def test_tiers_have_names_of_their_own() -> None:
+    tiers = [
+        {"type": "memory"},
+        {"type": "memory"},
+        {"type": "fs", "path": "x"},
+        {"type": "fs", "path": "y", "name": "z"},
+    ]
+    assert [options.label for options in parse_tiers(tiers)] == ["memory", "memory-2", "fs", "z"]
+    assert [options.label for options in parse_tiers([{"type": "memory", "name": "memory"}, {"type": "memory"}])] == [
+        "memory",
+        "memory-2",
+    ]
+    with pytest.raises(ConfigError, match="2 secondary tiers are called 'a'"):
+        parse_tiers([{"type": "memory", "name": "a"}, {"type": "fs", "path": "x", "name": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "on_store"),
+        ({"max_bytes": "1GiB"}, "on_evict"),
+        ({"max_bytes": "2GiB"}, "on_store"),
+        ({"max_bytes": "1GiB", "offload_policy": "request_level"}, "on_store"),
+        ({"max_bytes": "1GiB", "cascade": "on_store"}, "on_store"),
+        ({"cascade": "on_evict"}, "on_evict"),
+    ],
+)
+@pytest.mark.parametrize("kind", [{"type": "fs", "path": "x"}, {"type": "memory"}])
+def test_small_tiers_get_blocks_on_their_way_out(kind: dict[str, Any], options: dict[str, Any], expected: str) -> None:
+    assert parse_tier(kind | options).cascade_above(1 << 30) == expected
 
 
 def test_which_stores_outlive_their_process() -> None:

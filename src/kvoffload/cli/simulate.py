@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -25,6 +25,7 @@ from kvoffload.sim.report import as_json, best_policy, knee_of, size_text, table
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
+from kvoffload.tiering.base import CascadeMode
 
 __all__ = [
     "DEFAULT_SIZES",
@@ -60,6 +61,7 @@ def simulate(
     load_speed: Annotated[str, typer.Option(help="Bytes per second, host to device.")] = "25GB",
     disk_read_speed: Annotated[str, typer.Option(help="Bytes per second.")] = "5GB",
     disk_write_speed: Annotated[str, typer.Option(help="Bytes per second.")] = "3GB",
+    cascade: Annotated[str, typer.Option(help="Write to disk: on_store, on_evict or both.")] = "on_store",
     stretch: Annotated[float, typer.Option(help="Let requests arrive this many times as slowly.")] = 1.0,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, where unclear.")] = None,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Only so many requests of each trace.")] = None,
@@ -69,6 +71,7 @@ def simulate(
 ) -> None:
     """Replay request traces through the production managers and policies, with a virtual clock instead of bytes."""
     policies = _policies(policy)
+    modes = _modes(cascade)
     _check_targets(json_file, plot)
     per_token = token_bytes(model, kv_bytes)
     if stretch <= 0:
@@ -94,8 +97,10 @@ def simulate(
                         load_bytes_per_s=speeds[0],
                         disk_read_bytes_per_s=speeds[1],
                         disk_write_bytes_per_s=speeds[2],
+                        cascade=mode,
                     )
                     for name in policies
+                    for mode in modes
                     for disk_blocks in capacities(disk, "--disk", trace, block_bytes)
                     for cpu_blocks in capacities(cpu, "--cpu", trace, block_bytes)
                 ],
@@ -109,6 +114,13 @@ def simulate(
         temporary.replace(json_file)
     if plot is not None:
         write_plot(reports, plot)
+
+
+def _modes(text: str) -> list[CascadeMode]:
+    modes: list[CascadeMode] = [mode for mode in get_args(CascadeMode) if mode in text.split(",")]
+    if len(modes) != len(text.split(",")):
+        raise ConfigError(f"--cascade is a list of {', '.join(get_args(CascadeMode))}, not {text!r}.")
+    return modes
 
 
 def token_bytes(model: Path | None, kv_bytes: str | None) -> int:

@@ -75,6 +75,7 @@ class SimResult:
     gpu_blocks: int
     cpu_blocks: int
     disk_blocks: int
+    cascade: CascadeMode
     requests: int
     accesses: int
     """Whole blocks asked for."""
@@ -278,6 +279,7 @@ class _Driver:
             gpu_blocks=config.gpu_blocks,
             cpu_blocks=config.cpu_blocks,
             disk_blocks=config.disk_blocks,
+            cascade=config.cascade,
             requests=len(trace),
             accesses=self._accesses,
             input_tokens=trace.total_input_tokens,

@@ -60,7 +60,7 @@ def _row(report: Report, result: SimResult, bound: float) -> tuple[str, ...]:
         return f"{100 * blocks / max(result.accesses, 1):.2f}"
 
     return (
-        result.policy,
+        result.policy if result.cascade == "on_store" else f"{result.policy}, {result.cascade}",
         size_text(result.cpu_blocks * report.block_bytes),
         size_text(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
         f"{100 * result.hit_rate:.2f}",

@@ -245,6 +245,31 @@ class CachePolicyContract:
         right.store(keys(5, 6, 7, 8))
         assert left.drain() == left_out(right.drain(), evicted)
 
+    def test_the_next_victims_are_those_that_new_blocks_evict(self) -> None:
+        """For a policy that can tell: asking changes nothing, and the answer comes true."""
+        rng = random.Random(5)
+        for _ in range(20):
+            left, right = self.make_driver(12), self.make_driver(12)
+            if left.policy.next_victims(0) is None:
+                assert left.policy.next_victims(3) is None
+                return
+            for _ in range(50):
+                self._same_random_step(left, right, rng)
+                told = left.policy.next_victims(rng.randint(0, 12))
+                assert told is not None
+                assert len(set(told)) == len(told)
+                assert set(told) <= left.idle()
+            num = rng.randint(0, len(left.idle()))
+            told = left.policy.next_victims(num)
+            assert told is not None
+            victims = left.policy.make_room([key(1000 + n) for n in range(num)], num, frozenset())
+            assert victims is not None
+            assert {*told} == {victim for victim, _ in victims}
+            victims = right.policy.make_room([key(1000 + n) for n in range(num)], num, frozenset())
+            assert victims is not None
+            assert {*told} == {victim for victim, _ in victims}, "asking changed the order"
+            assert left.policy.next_victims(100) is not None
+
     def test_pinned_blocks_are_stepped_over_once(self) -> None:
         if not self.steps_over_once:
             return

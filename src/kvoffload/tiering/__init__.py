@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from kvoffload.tiering.factory import STORES, StoreOptions, build_tier, parse_tier
+from kvoffload.tiering.base import CascadeMode, JobMetadata, JobResult, SecondaryTierManager
+from kvoffload.tiering.factory import STORES, StoreOptions, build_tier, parse_tier, parse_tiers
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.tier import StoreTier, TierLimits
@@ -12,6 +12,7 @@ from kvoffload.tiering.tier import StoreTier, TierLimits
 __all__ = [
     "STORES",
     "CPUPrimaryTierOffloadingManager",
+    "CascadeMode",
     "JobMetadata",
     "JobResult",
     "SecondaryTierManager",
@@ -21,4 +22,5 @@ __all__ = [
     "TieringOffloadingManager",
     "build_tier",
     "parse_tier",
+    "parse_tiers",
 ]

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -17,14 +19,17 @@ from kvoffload.base import OffloadPolicy
 from kvoffload.config import parse_bytes, parse_struct
 from kvoffload.errors import ConfigError
 from kvoffload.registry import Registry
-from kvoffload.tiering.base import SecondaryTierManager
+from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs_format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
-__all__ = ["STORES", "FileSystemOptions", "MemoryOptions", "StoreOptions", "build_tier", "parse_tier"]
+__all__ = ["STORES", "FileSystemOptions", "MemoryOptions", "StoreOptions", "build_tier", "parse_tier", "parse_tiers"]
+
+_LARGE = 2
+"""A tier this many times the primary one can afford a copy of everything in it (docs/design/0010-placement.md)."""
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +39,11 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether blocks outlive the process, so that the engine's block hashes must be the same in the next one."""
 
     type: str
+    name: str | None = None
+    """What metrics and messages call the tier. Default: its type, numbered if there are several of that type."""
+    cascade: CascadeMode | None = None
+    """When blocks are written: ``"on_store"``, as soon as they are in host memory, or ``"on_evict"``, on their way out
+    of it. Default: ``"on_evict"`` where the tier's ``max_bytes`` are less than twice the host memory."""
     threads: int = 4
     """Store calls at once: the queue depth the device sees."""
     timeout_s: float = 30.0
@@ -58,12 +68,32 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("timeout_s", "drain_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} of the {self.type!r} tier must be positive, not {getattr(self, name)}.")
+        if self.name == "":
+            raise ConfigError(f"name of the {self.type!r} tier is empty; give it one, or leave it out.")
         policies = [policy.value for policy in OffloadPolicy]
         if self.offload_policy not in policies:
             raise ConfigError(
                 f"offload_policy of the {self.type!r} tier must be one of {', '.join(policies)}, "
                 f"not {self.offload_policy!r}."
             )
+
+    @property
+    def label(self) -> str:
+        """The tier's name."""
+        return self.name or self.type
+
+    @property
+    def bound_bytes(self) -> int | None:
+        """Bytes that the tier may hold, if that is known: what the default of ``cascade`` goes by."""
+        return None
+
+    def cascade_above(self, primary_bytes: int) -> CascadeMode:
+        """When blocks are written to this tier from a primary tier of ``primary_bytes``."""
+        if self.cascade is not None:
+            return self.cascade
+        is_small = self.bound_bytes is not None and self.bound_bytes < _LARGE * primary_bytes
+        wants_all = self.offload_policy == OffloadPolicy.REQUEST_LEVEL.value
+        return "on_evict" if is_small and not wants_all else "on_store"
 
     @abstractmethod
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
@@ -80,7 +110,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
         return StoreTier(
             primary_kv_view,
-            self.type,
+            self.label,
             self.open_store(shape[1], namespace),
             limits,
             offload_policy=OffloadPolicy(self.offload_policy),
@@ -97,6 +127,10 @@ class FileSystemOptions(StoreOptions, frozen=True, kw_only=True):
     max_bytes: int | str | None = None
     """Bound on all files below ``path``, of all namespaces: bytes, or text with a unit. Default: none."""
     durability: Literal["none", "fsync"] = "none"
+
+    @property
+    def bound_bytes(self) -> int | None:
+        return None if self.max_bytes is None else parse_bytes(self.max_bytes)
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
@@ -118,6 +152,10 @@ class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
     """``{"type": "memory", "max_bytes": "8GiB"}``: for tests and trials, since it is host memory all the same."""
 
     max_bytes: int | str | None = None
+
+    @property
+    def bound_bytes(self) -> int | None:
+        return None if self.max_bytes is None else parse_bytes(self.max_bytes)
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
@@ -143,6 +181,23 @@ def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> St
     parsed: StoreOptions = parse_struct(STORES.get(name), options, f"the options of the {name!r} tier")
     parsed.check(block_bytes)
     return parsed
+
+
+def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = None) -> tuple[StoreOptions, ...]:
+    """All of ``secondary_tiers``, checked, and each with a name of its own."""
+    parsed = [parse_tier(options, block_bytes) for options in tiers]
+    given = Counter(options.name for options in parsed if options.name)
+    for name, count in given.items():
+        if count > 1:
+            raise ConfigError(f"{count} secondary tiers are called {name!r}; give each a name of its own.")
+    taken = set(given)
+    named: list[StoreOptions] = []
+    for options in parsed:
+        numbered = (f"{options.type}-{number}" for number in itertools.count(2))
+        free = next(name for name in itertools.chain([options.type], numbered) if name not in taken)
+        named.append(options if options.name else msgspec.structs.replace(options, name=free))
+        taken.add(named[-1].label)
+    return tuple(named)
 
 
 def build_tier(

@@ -235,7 +235,10 @@ class TieringOffloadingManager(OffloadingManager):
 
     def shutdown(self) -> None:
         if self._write_behind is not None:
-            self._write_behind.close()
+            for tier in self._tiers:
+                tier.drain_jobs()
+            self._poll()
+            self._write_behind.close(self._poll, self._clock, self._max_wait_s)
         for tier in self._tiers:
             tier.shutdown()
         self.primary_tier.shutdown()
@@ -347,13 +350,11 @@ class TieringOffloadingManager(OffloadingManager):
         for job in ended:
             if not job.job.is_promotion:
                 self._cascades.ended(job)
-                if self._write_behind is not None and job.job.req_context is self._write_behind.context:
-                    self._write_behind.ended(job)
-                continue
-            self._promotions.ended(job)
-            if self._write_behind is not None and not job.is_stale:
-                self._write_behind.promoted(job.tier, job.succeeded)
-            self._stores_ended(job.job.keys)
+            else:
+                self._promotions.ended(job)
+                self._stores_ended(job.job.keys)
+            if self._write_behind is not None:
+                self._write_behind.ended(job)
         return True
 
     def _stores_ended(self, keys: Sequence[OffloadKey]) -> None:

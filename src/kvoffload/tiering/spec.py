@@ -7,7 +7,7 @@ from kvoffload.base import OffloadingManager
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.cpu.spec import CPUOffloadingSpec
 from kvoffload.tiering.base import SecondaryTierManager
-from kvoffload.tiering.factory import parse_tier
+from kvoffload.tiering.factory import parse_tiers
 from kvoffload.tiering.identity import check_hashes_are_stable, persistent_namespace
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -25,7 +25,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
         super().__init__(config, layout)
-        self.tier_options = tuple(parse_tier(options, self.block_bytes) for options in config.secondary_tiers)
+        self.tier_options = parse_tiers(config.secondary_tiers, self.block_bytes)
         for options in self.tier_options:
             if options.is_persistent:
                 check_hashes_are_stable(layout, options.type)
@@ -56,4 +56,5 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             max_wait_s=config.max_wait_s,
             claim_share=config.claim_share,
             promotion_share=config.promotion_share,
+            cascade=[options.cascade_above(self.num_blocks * self.block_bytes) for options in self.tier_options],
         )

@@ -16,6 +16,7 @@ __all__ = ["WriteBehind"]
 
 _MOST_WATCHED = 4096
 _PER_STEP = 512
+_PER_FLUSH = 64
 _STEPS_TO_FIND_OUT = 4
 _MOST_SKIPPED = 15
 _TOLERATED = 0.05
@@ -99,13 +100,6 @@ class WriteBehind:
                 self._dropped += len(lost)
                 self._is_due |= self._reserved * 16 >= self.window
 
-    def promoted(self, tier: GuardedTier, keys: Iterable[OffloadKey]) -> None:
-        """These blocks came up from ``tier``, which has them still."""
-        for below in self._below:
-            if below.tier is tier:
-                for key in keys:
-                    below.settled[key] = 0
-
     def step(self) -> None:
         """Has some blocks written, a bounded number per tier."""
         if self._is_due:
@@ -115,10 +109,18 @@ class WriteBehind:
                 self._write(below)
 
     def ended(self, job: EndedJob) -> None:
-        """A job for ``context`` has ended."""
-        below = next(below for below in self._below if below.tier is job.tier)
-        below.in_flight -= len(job.job.keys)
+        """A job has ended. Whoever it was for, its blocks are below now."""
+        below = next((below for below in self._below if below.tier is job.tier), None)
+        if below is None:
+            return
+        is_own = job.job.req_context is self.context
+        if is_own:
+            below.in_flight -= len(job.job.keys)
         if job.is_stale:
+            return
+        if not is_own:
+            for key in job.succeeded:
+                below.settled.setdefault(key, 0)
             return
         for key in job.failed:
             below.settled.pop(key, None)
@@ -133,13 +135,25 @@ class WriteBehind:
         self._reserved = self._dropped = 0
         self._is_due = False
 
-    def close(self) -> None:
-        """Tells the tiers that nothing more is written in this name. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            for below in self._below:
-                below.queue.clear()
-                below.tier.on_request_finished(self.context)
+    def close(self, poll: Callable[[], object], clock: Callable[[], float], seconds: float) -> None:
+        """Has what is not below yet written, the most recently used first, for about so many ``seconds``; then tells
+        the tiers that nothing more comes in this name. ``poll`` hears of ended jobs. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        end_s = clock() + seconds
+        for below in self._below:
+            below.queue.clear()
+            idle = self._primary.next_victims(self._primary.num_blocks) or []
+            rest = idle[::-1]
+            for start in range(0, len(rest), _PER_FLUSH):
+                if below.in_flight or clock() >= end_s:
+                    break  # it hangs, or is too slow
+                below.queue = dict.fromkeys(reversed(rest[start : start + _PER_FLUSH]), 1)
+                self._write(below)
+                below.tier.drain_jobs()
+                poll()
+            below.tier.on_request_finished(self.context)
 
     def check_invariants(self, jobs: Iterable[JobMetadata]) -> None:
         """``jobs``: all that tiers have in hand."""

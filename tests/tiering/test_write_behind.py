@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiers that get blocks on their way out of the primary tier: what is written, when, and what a burst costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.cpu.policies.test_outsiders import FIFO
+from tests.tiering.rig import Rig, content, keys, prefix
+
+from kvoffload.base import OffloadPolicy
+from kvoffload.cpu import POLICIES
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.base import JobMetadata
+
+BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
+
+
+def rig_of(num_blocks: int = 64, policies: tuple[OffloadPolicy, ...] = (BLOCK,), **options: Any) -> Rig:
+    return Rig(num_blocks, policies, cascade=["on_evict"] * len(policies), **options)
+
+
+def fill(rig: Rig, first: int, last: int) -> None:
+    """Stores blocks one by one, the first being the least recently used, without letting jobs end."""
+    request = rig.start(f"fill{first}-{last}")
+    for number in range(first, last):
+        rig.store(keys(number), request, finish=False)
+    rig.manager.on_request_finished(request)
+
+
+def settle(rig: Rig) -> None:
+    """A step that submits, and one that hears of the end."""
+    rig.step()
+    rig.finish()
+
+
+def written(rig: Rig) -> list[bytes]:
+    return [key for call in rig.tier.calls("submit_store") for key in call.keys]
+
+
+def dropped(rig: Rig) -> float:
+    return rig.manager.get_stats()["cascades", "dropped"]
+
+
+def test_nothing_goes_down_while_there_is_room() -> None:
+    rig = rig_of()
+    fill(rig, 0, 60)
+    rig.finish()
+    assert not rig.tier.jobs and not rig.tier.blocks
+    assert not rig.manager.has_pending_work()
+
+
+def test_what_is_next_to_go_is_written_head_last_and_pinned_meanwhile() -> None:
+    rig = rig_of()
+    fill(rig, 0, 64)
+    rig.step()
+    (job,) = rig.tier.jobs.values()
+    assert list(job.keys) == keys(1, 0), "the window of 64 blocks is 2; what is evicted last is the most recent below"
+    assert rig.primary.get_stats()["primary_blocks_pinned",] == 2
+    rig.finish()
+    assert rig.tier.blocks == {key: content(key) for key in keys(0, 1)}
+    assert rig.primary.get_stats()["primary_blocks_pinned",] == 0
+    fill(rig, 64, 66)
+    assert dropped(rig) == 0
+    assert rig.wait_for_prefix(keys(0, 1), rig.start("back")) == 2
+
+
+def test_a_block_is_written_once_while_it_is_watched_and_not_if_it_is_below() -> None:
+    rig = rig_of()
+    rig.below(keys(0))
+    fill(rig, 0, 64)
+    for _ in range(6):
+        rig.step()
+        rig.finish()
+    assert written(rig) == keys(1)
+    fill(rig, 64, 65)
+    rig.finish()
+    assert written(rig) == keys(1, 2)
+    assert dropped(rig) == 0
+
+
+def test_a_promoted_block_stays_below_and_is_not_written_again() -> None:
+    rig = rig_of()
+    fill(rig, 0, 64)
+    settle(rig)
+    fill(rig, 64, 66)
+    settle(rig)
+    back = rig.start("back")
+    assert rig.wait_for_prefix(keys(0), back) == 1
+    rig.manager.on_request_finished(back)
+    before = len(rig.tier.calls("submit_store"))
+    rig.tier.log.clear()
+    for number in range(100, 170):
+        fill(rig, number, number + 1)
+        settle(rig)
+    assert before and keys(0)[0] in rig.tier.blocks
+    assert keys(0)[0] not in written(rig)
+    assert rig.primary.peek(keys(0)[0]) is None
+
+
+def test_a_block_that_the_tier_dropped_meanwhile_is_written_when_it_comes_to_the_window_again() -> None:
+    rig = rig_of()
+    fill(rig, 0, 64)
+    settle(rig)
+    rig.manager.touch(keys(0), None)
+    rig.tier.blocks.clear()
+    for number in range(64, 127):
+        fill(rig, number, number + 1)
+        settle(rig)
+    assert written(rig).count(keys(0)[0]) == 2
+    assert keys(0)[0] in rig.tier.blocks
+
+
+def test_a_burst_is_not_held_up_but_dropped_and_counted_and_the_window_grows() -> None:
+    rig = rig_of()
+    fill(rig, 0, 64)
+    settle(rig)
+    request = rig.start("burst")
+    output = rig.manager.prepare_store(prefix(32, of="q"), request)
+    assert output is not None and len(output.evicted_keys) == 32
+    assert dropped(rig) == 30
+    rig.manager.complete_store(output.keys_to_store, request)
+    for burst in range(4):
+        settle(rig)
+        rig.store(prefix(16, of=f"more{burst}"), request, finish=False)
+    before = dropped(rig)
+    for burst in range(4, 8):
+        settle(rig)
+        rig.store(prefix(16, of=f"more{burst}"), request, finish=False)
+    assert dropped(rig) == before, "it has grown to what comes at once"
+
+
+def test_a_tier_that_does_not_come_to_an_end_holds_no_more_than_its_window() -> None:
+    rig = rig_of()
+    fill(rig, 0, 64)
+    for number in range(100, 300):
+        fill(rig, number, number + 1)
+        rig.step()
+    assert rig.primary.get_stats()["primary_stores_refused",] == 0
+    assert 2 <= sum(len(job.keys) for job in rig.tier.jobs.values()) <= 32
+    assert dropped(rig) > 100
+
+
+def test_a_failed_write_unpins_and_is_tried_again_but_less_and_less_often() -> None:
+    rig = rig_of()
+    fill(rig, 0, 64)
+    rig.step()
+    rig.finish(success=False)
+    assert rig.primary.get_stats()["primary_blocks_pinned",] == 0
+    tries = len(rig.tier.calls("submit_store"))
+    for number in range(100, 200):
+        fill(rig, number, number + 1)
+        rig.finish(success=False)
+    assert 3 <= len(rig.tier.calls("submit_store")) - tries <= 12
+    assert dropped(rig) >= 100
+    for number in range(200, 280):
+        fill(rig, number, number + 1)
+        settle(rig)
+    before = dropped(rig)
+    fill(rig, 280, 281)
+    settle(rig)
+    assert rig.tier.blocks and dropped(rig) == before, "it is back to writing everything"
+
+
+def test_a_tier_that_never_answers_is_not_asked_for_ever() -> None:
+    rig = rig_of()
+    for key in prefix(64):
+        rig.tier.answers[key] = None
+    fill(rig, 0, 64)
+    for _ in range(10):
+        rig.step()
+    assert not rig.manager.has_pending_work() and not rig.tier.jobs
+
+
+def test_a_tier_that_raises_costs_nothing_but_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(job: JobMetadata) -> None:
+        raise OSError("gone")
+
+    rig = rig_of()
+    monkeypatch.setattr(rig.tier, "submit_store", broken)
+    fill(rig, 0, 64)
+    rig.step()
+    fill(rig, 64, 80)
+    assert rig.primary.get_stats()["primary_blocks_pinned",] == 0
+    assert dropped(rig) == 16
+
+
+def test_a_reset_forgets_what_was_watched_and_waits_for_late_writes() -> None:
+    rig = rig_of()
+    fill(rig, 0, 64)
+    rig.step()
+    rig.tier.hangs = True
+    rig.manager.reset_cache()
+    rig.manager.check_invariants()
+    assert dropped(rig) == 0
+    fill(rig, 0, 62)
+    assert rig.primary.get_stats()["primary_blocks_used",] == 64, "slots under a late read are nobody else's"
+    rig.finish()
+    rig.tier.hangs = False
+    assert not rig.tier.jobs or all(
+        job.req_context.req_id == "kvoffload:write-behind" for job in rig.tier.jobs.values()
+    )
+    rig.finish()
+    assert rig.primary.get_stats()["primary_blocks_pinned",] == 0
+
+
+def test_whole_requests_go_down_at_once_to_the_tiers_that_asked() -> None:
+    rig = rig_of(policies=(REQUEST, BLOCK))
+    request = rig.start("r")
+    rig.store(prefix(3), request, finish=False)
+    assert [list(job.keys) for job in rig.tiers[0].jobs.values()] == [prefix(3)]
+    assert not rig.tiers[1].jobs
+
+
+def test_modes_are_per_tier() -> None:
+    rig = Rig(64, (BLOCK, BLOCK), cascade=["on_store", "on_evict"])
+    fill(rig, 0, 4)
+    rig.finish()
+    assert len(rig.tiers[0].blocks) == 4 and not rig.tiers[1].blocks
+
+
+def test_a_clean_end_leaves_below_what_was_above() -> None:
+    rig = rig_of()
+    fill(rig, 0, 10)
+    rig.manager.shutdown()
+    rig.manager.shutdown()
+    assert set(rig.tier.blocks) == {*keys(*range(10))}
+    assert written(rig).count(keys(9)[0]) == 1
+    ends = [call for call in rig.tier.log if call.req_id == "kvoffload:write-behind"]
+    assert [ends[0].name, ends[-1].name] == ["on_new_request", "on_request_finished"]
+
+
+def test_a_hung_tier_does_not_hold_up_the_end() -> None:
+    rig = rig_of(num_blocks=256)
+    fill(rig, 0, 200)
+    rig.tier.hangs = True
+    rig.manager.shutdown()
+    assert len(rig.tier.calls("submit_store")) == 1
+
+
+def test_a_policy_that_cannot_tell_what_goes_next_means_on_store(caplog: pytest.LogCaptureFixture) -> None:
+    POLICIES.register("test-fifo", FIFO)
+    try:
+        rig = rig_of(cache_policy="test-fifo")
+    finally:
+        POLICIES.unregister("test-fifo")
+    assert "cannot tell" in caplog.text
+    fill(rig, 0, 3)
+    rig.finish()
+    assert len(rig.tier.blocks) == 3
+
+
+@pytest.mark.parametrize("cascade", [[], ["on_store", "on_evict"], ["sometimes"]])
+def test_a_mistaken_mode_is_refused(cascade: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="on_store, on_evict"):
+        Rig(4, cascade=cascade)
+
+
+@pytest.mark.parametrize("cache_policy", ["lru", "arc", "density"])
+def test_every_policy_writes_what_it_evicts(cache_policy: str) -> None:
+    rig = rig_of(cache_policy=cache_policy)
+    fill(rig, 0, 64)
+    rig.manager.touch(keys(*range(0, 64, 2)), None)
+    settle(rig)
+    for number in range(64, 164):
+        fill(rig, number, number + 1)
+        settle(rig)
+    assert dropped(rig) == 0
+    assert len(rig.tier.blocks) >= 100
