@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -73,6 +74,9 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Leave out blocks that hold generated tokens."""
     self_describing_kv_events: bool = False
     """Give the engine's stored-events token ids and block sizes, for routers that need them."""
+    record_trace: str | None = None
+    """File to write a trace of what is served to, for ``kvoffload simulate``: hashes of block keys and lengths, no
+    tokens. ``{pid}`` in it becomes the process id, for engines with several schedulers."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options."""
     max_wait_s: float = 10.0
@@ -111,6 +115,8 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
     for name in ("claim_share", "promotion_share"):
         if not 0 < getattr(config, name) <= 1:
             raise ConfigError(f"{name} must be above 0 and at most 1, not {getattr(config, name)}.")
+    if config.record_trace is not None and not Path(config.record_trace).parent.is_dir():
+        raise ConfigError(f"record_trace names a file in {Path(config.record_trace).parent}, which is no directory.")
     for tier in config.secondary_tiers:
         if not isinstance(tier.get("type"), str):
             raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; got {tier!r}.")

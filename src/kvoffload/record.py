@@ -58,7 +58,8 @@ class TraceRecorder:
         self._first_s: float | None = None
         self._last_ms = 0.0
         try:
-            self._file: TextIO | None = self.path.open("w", encoding="ascii")
+            # By the line, so that a killed process leaves whole lines behind.
+            self._file: TextIO | None = self.path.open("w", buffering=1, encoding="ascii")
         except OSError as exc:
             raise ConfigError(f"A trace cannot be recorded to {self.path}: {exc}.") from exc
 

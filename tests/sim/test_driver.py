@@ -55,7 +55,8 @@ def test_a_block_comes_back_from_disk(trace_of: Callable[..., Trace]) -> None:
 
 
 def plain_lru(trace: Trace, capacity: int, chunk: int) -> list[int]:
-    """Hits per request: whole blocks, the hit used from tail to head, then the rest stored chunk by chunk."""
+    """Hits per request: whole blocks, the hit used from tail to head, then the rest stored chunk by chunk until that
+    drives out blocks of the same prompt, and at the end the whole prompt used from tail to head."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = []
     for request in range(len(trace)):
@@ -67,12 +68,16 @@ def plain_lru(trace: Trace, capacity: int, chunk: int) -> list[int]:
             cache.move_to_end(block)
         for at in range(hit, len(path), chunk):
             fresh = [block for block in path[at : at + chunk] if block not in cache]
-            for block in [*cache]:
-                if len(cache) + len(fresh) <= capacity:
-                    break
-                if block not in path[at : at + chunk]:
-                    del cache[block]
+            victims = [block for block in cache if block not in path[at : at + chunk]]
+            victims = victims[: max(len(cache) + len(fresh) - capacity, 0)]
+            for block in victims:
+                del cache[block]
             cache |= dict.fromkeys(reversed(fresh))
+            if set(victims) & set(path):
+                break
+        for block in reversed(path):
+            if block in cache:
+                cache.move_to_end(block)
         hits.append(hit)
     return hits
 

@@ -20,6 +20,7 @@ from kvoffload.connector.jobs import Direction, Job, JobTable
 from kvoffload.connector.lookup import find_hit
 from kvoffload.connector.messages import ConnectorMeta, StepOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers
+from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.errors import TransferError
 from kvoffload.metrics import Sample, Stats, add_stats
@@ -41,6 +42,7 @@ class OffloadingConnectorScheduler:
         self._requests: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(layout.num_ranks)
         self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only)
+        self._recording = RequestRecording(config.record_trace, self._geometry) if config.record_trace else None
         self._epoch = 0
         # Decided since the last build_connector_meta, for the next one.
         self._loads: list[TransferJob] = []
@@ -69,6 +71,8 @@ class OffloadingConnectorScheduler:
         policy = self._manager.on_new_request(context).policy
         state = RequestOffloadState(request, context, policy, tuple(GroupState() for _ in self._geometry))
         self._requests[request.request_id] = state
+        if self._recording is not None:
+            self._recording.arrived(state)
         return state
 
     def request_finished(self, request: EngineRequest) -> None:
@@ -80,6 +84,8 @@ class OffloadingConnectorScheduler:
     def _finish(self, state: RequestOffloadState) -> None:
         del self._requests[state.request_id]
         state.finished = True
+        if self._recording is not None:
+            self._recording.finished(state)
         self._call_back_load(state)
         if any(group.gpu_block_ids for group in state.groups):
             # Its stores came portion by portion, each more recent than the one before: the head must outlive the tail.
@@ -326,6 +332,8 @@ class OffloadingConnectorScheduler:
         return add_stats([self._counts, gauges, self._manager.get_stats()])
 
     def shutdown(self) -> None:
+        if self._recording is not None:
+            self._recording.close()
         self._manager.shutdown()
 
     def _count(self, sample: Sample, value: float = 1) -> None:

@@ -3,7 +3,9 @@
 
 What is simulated: a device pool that keeps prefixes in order of last use, and below it the very
 ``CPUOffloadingManager`` or ``TieringOffloadingManager`` that would serve, called as the connector calls it: whole
-blocks only, the last token never part of a hit, hits touched and loaded, what was computed offered chunk by chunk.
+blocks only, the last token never part of a hit, hits touched and loaded, what was computed offered chunk by chunk in
+portions that find room, the whole prefix touched at the end. ``tests/integration/test_simulator_agrees.py`` compares
+it with the reference engine and the connector, block for block.
 
 The time model is one prefill server, first come, first served::
 
@@ -11,8 +13,8 @@ The time model is one prefill server, first come, first served::
 
 Its limits: prefill speed does not depend on position or batch; decoding costs nothing; nobody overtakes a
 request that waits for the disk; stores to host memory end with the prefill that made the blocks. So hits, bytes and
-evictions are those of the real managers, while times compare configurations and are not a forecast: look at
-``utilisation`` first, and beyond 0.9 believe no time at all.
+evictions are those of the real managers serving one request at a time, while times compare configurations and are
+not a forecast: look at ``utilisation`` first, and beyond 0.9 believe no time at all.
 """
 
 from __future__ import annotations
@@ -204,13 +206,18 @@ class _Driver:
         if loaded:
             self._manager.prepare_load(loaded, context)
             clock.advance_to(self._load_link.book(clock.now_s, len(loaded) * config.block_bytes))
-            self._manager.complete_load(loaded, context)
         total_hit = on_device + hit
         if total_hit:
             self._manager.touch(path[:total_hit], context)
-        self._prefill(prompt - total_hit * trace.block_tokens, path, total_hit, context)
+        if loaded:
+            self._manager.complete_load(loaded, context)
+        decoded_blocks = (prompt + int(trace.output_tokens[request]) - 1) // trace.block_tokens - whole
+        self._prefill(prompt - total_hit * trace.block_tokens, path, total_hit, context, decoded_blocks)
         if self._device is not None:
             self._keep_on_device(self._device, path, context)
+        # The portions were stored head first, each more recent than the one before: the head must outlive the tail.
+        if path:
+            self._manager.touch(path, context)
         self._manager.on_request_finished(context)
         self._ttfts[request] = clock.now_s - arrival_s
         self._busy_s += clock.now_s - begin_s
@@ -240,22 +247,26 @@ class _Driver:
         self._manager.on_schedule_end()
         return in_host, sum(answer is True for answer in answers)
 
-    def _prefill(self, tokens: int, path: list[OffloadKey], first: int, context: ReqContext) -> None:
-        """Computes what was no hit, and offers the blocks of each chunk when it is done."""
+    def _prefill(
+        self, tokens: int, path: list[OffloadKey], first: int, context: ReqContext, decoded_blocks: int
+    ) -> None:
+        """Computes what was no hit, and offers the blocks of each chunk when it is done; what was refused then, again
+        whenever the request has filled another of its ``decoded_blocks``."""
         config, clock = self._config, self._clock
         step = max(config.chunk_tokens // self._trace.block_tokens, 1)
         begin_s, seconds = clock.now_s, tokens / config.prefill_tokens_per_s
-        done = first
+        offers = _Offers(self._manager, path, first, context)
         for stop in range(first + step, len(path) + step, step):
-            chunk = path[done:stop]
-            done += len(chunk)
-            computed = (done - first) * self._trace.block_tokens
+            computed = (min(stop, len(path)) - first) * self._trace.block_tokens
             clock.advance_to(begin_s + min(seconds, computed / config.prefill_tokens_per_s))
-            reserved = self._manager.prepare_store(chunk, context)
-            if reserved is not None:
-                self._manager.complete_store(reserved.keys_to_store, context)
+            offers.offer(stop)
             self._manager.on_schedule_end()
         clock.advance_to(begin_s + seconds)
+        for _ in range(decoded_blocks):
+            if offers.is_done:
+                break
+            offers.offer(len(path))
+            self._manager.on_schedule_end()
         self._prefill_s += seconds
 
     def _keep_on_device(self, device: CPUOffloadingManager, path: list[OffloadKey], context: ReqContext) -> None:
@@ -302,3 +313,41 @@ class _Driver:
             utilisation=min(self._busy_s / duration_s, 1.0),
             ttft_s={"mean": float(self._ttfts.mean()), **quantiles, "max": float(self._ttfts.max())},
         )
+
+
+class _Offers:
+    """One request's offers for store, by the connector's rule (``StoreOffers`` there, which an import from here would
+    turn upside down): a refused portion is cut to a quarter, an accepted one lets the next be four times larger, one
+    refused after an accepted one waits for the next offer, and a request that evicts its own blocks stops.
+
+    A store ends before the next offer, as one does that takes less than a step.
+    """
+
+    def __init__(self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext) -> None:
+        self._manager, self._path, self._context = manager, path, context
+        self._cursor = first
+        self._portion = len(path)
+        self._eats_itself = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._eats_itself or self._cursor >= len(self._path)
+
+    def offer(self, stop: int) -> None:
+        """Offers the blocks before ``stop`` that were not taken yet."""
+        stored: list[OffloadKey] = []
+        stop = min(stop, len(self._path))
+        while not self._eats_itself and self._cursor < stop:
+            keys = self._path[self._cursor : min(self._cursor + self._portion, stop)]
+            output = self._manager.prepare_store(keys, self._context)
+            if output is None:
+                self._portion = max(len(keys) // 4, 1)
+                if stored or len(keys) == 1:
+                    break
+                continue
+            self._portion *= 4
+            self._cursor += len(keys)
+            stored += output.keys_to_store
+            self._eats_itself = not set(self._path).isdisjoint(output.evicted_keys)
+        if stored:
+            self._manager.complete_store(stored, self._context)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``record_trace``: what the scheduler side writes of its requests, and that trouble with it disturbs nobody."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from tests.connector.rig import BT, FULL, SLIDING, Request, key
+
+from kvoffload.config import EngineLayout, parse_config
+from kvoffload.connector import OffloadingConnectorScheduler
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.errors import ConfigError
+from kvoffload.record import TraceRecorder
+from kvoffload.sim.load import load_trace
+
+
+def scheduler_that_records(path: Path | str, **config: int) -> OffloadingConnectorScheduler:
+    values = {"cpu_bytes_to_use": 1 << 20, "record_trace": str(path), **config}
+    layout = EngineLayout((FULL, SLIDING), BT, "rig")
+    return OffloadingConnectorScheduler(CPUOffloadingManager(64), layout, parse_config(values))
+
+
+def test_whole_blocks_of_prompts_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    scheduler = scheduler_that_records(path, block_size=2 * BT)
+    chat = Request("chat", 4 * BT + 3)
+    longer = Request("longer", 6 * BT, num_prompt_tokens=5 * BT)
+    aborted = Request("aborted", 2 * BT, stem="other")
+    for request in (chat, longer, aborted):
+        scheduler.on_new_request(request)
+        scheduler.on_new_request(request)
+    chat.num_tokens += 7
+    for request in (longer, chat, aborted):
+        scheduler.request_finished(request)
+    trace = load_trace(path)  # without a shutdown: what a killed process leaves is whole lines
+    assert trace.block_tokens == 2 * BT
+    assert trace.input_tokens.tolist() == [4 * BT + 3, 5 * BT, 2 * BT]
+    assert trace.output_tokens.tolist() == [7, BT, 0]
+    assert [trace.blocks(request).tolist() for request in range(3)] == [[0, 1], [0, 1], [2]]
+    scheduler.shutdown()
+    assert "chat" not in path.read_text()
+    assert key(0).hex() not in path.read_text()
+
+
+def test_requests_in_flight_are_written_at_shutdown(tmp_path: Path) -> None:
+    scheduler = scheduler_that_records(tmp_path / "t-{pid}.jsonl")
+    scheduler.on_new_request(Request("r", 3 * BT))
+    scheduler.shutdown()
+    (line,) = (tmp_path / f"t-{os.getpid()}.jsonl").read_text().splitlines()
+    assert len(json.loads(line)["hash_ids"]) == 3
+
+
+@pytest.mark.parametrize("method", ["arrived", "finished"])
+def test_an_exception_ends_the_recording_and_nothing_else(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: TraceRecorder, *args: object) -> None:
+        raise RuntimeError("a bug in the recorder")
+
+    monkeypatch.setattr(TraceRecorder, method, fails)
+    scheduler = scheduler_that_records(tmp_path / "t.jsonl")
+    with caplog.at_level(logging.ERROR):
+        for number in range(3):
+            request = Request(str(number), 3 * BT)
+            scheduler.on_new_request(request)
+            assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+            scheduler.request_finished(request)
+    assert ["serving goes on" in record.getMessage() for record in caplog.records] == [True]
+    assert scheduler.get_stats()["requests_tracked",] == 0
+    scheduler.shutdown()
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no directory"):
+        parse_config({"cpu_bytes_to_use": 1, "record_trace": str(tmp_path / "no" / "t.jsonl")})
+    with pytest.raises(ConfigError, match="cannot be recorded"):
+        scheduler_that_records(tmp_path)
