@@ -233,6 +233,17 @@ def test_what_the_store_evicts_is_forgotten(make) -> None:
     assert rig.stat("tier_evicted_blocks") == 30
 
 
+def test_a_block_evicted_by_the_next_of_its_own_job_is_not_learnt(make) -> None:
+    rig = make(max_blocks=1, limits=TierLimits(threads=2)).start()
+    keys = keys_of(1, 2)
+    rig.fill(range(2), keys)
+    rig.submit(keys, range(2), load=False)  # a piece each
+    rig.tier.drain_jobs()  # so that both ends, and the eviction between them, are heard of at once
+    rig.step()
+    assert rig.resident == {key for batch in rig.inner.scan() for key in batch}
+    assert len(rig.resident) == 1
+
+
 def test_loads_overtake_stores(make) -> None:
     rig = make(limits=TierLimits(threads=1)).start()
     rig.store_blocks(keys_of(1))
