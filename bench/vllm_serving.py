@@ -78,19 +78,14 @@ def step_overhead(model: str, short: bool) -> list[Row]:
         for child in (bare, offload):
             child.ask("fill", requests=requests)
         pairs = [(bare.ask("steps", count=steps), offload.ask("steps", count=steps)) for _ in range(turns)]
-    without = statistics.median(pair[0] for pair in pairs)
-    ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
-    return [
-        Row(
-            "vllm_serving",
-            f"decode step of {requests} requests, nothing hits",
-            ratio * without * 1e3,
-            "ms",
-            f"vLLM without a connector ({without * 1e3:.2f} ms)",
-            ratio,
-            "<= 1.01",
-        )
-    ]
+    rows = []
+    for index, clock in enumerate(("wall clock", "processor time of the engine's thread")):
+        without = statistics.median(pair[0][index] for pair in pairs)
+        ratio = statistics.median(pair[1][index] / pair[0][index] for pair in pairs)
+        case = f"decode step of {requests} requests, nothing hits, {clock}"
+        text = f"vLLM without a connector ({without * 1e3:.2f} ms)"
+        rows.append(Row("vllm_serving", case, ratio * without * 1e3, "ms", text, ratio, "<= 1.01"))
+    return rows
 
 
 class Child:
@@ -204,12 +199,12 @@ class BenchEngine:
         for _ in range(10):
             engine.step()
 
-    def steps(self, count: int) -> float:
-        """Mean seconds of a step."""
-        start = time.perf_counter()
+    def steps(self, count: int) -> tuple[float, float]:
+        """Mean seconds of a step, and of this thread's processor time in it, which a busy machine disturbs less."""
+        start, start_cpu = time.perf_counter(), time.thread_time()
         for _ in range(count):
             self._llm.llm_engine.step()
-        return (time.perf_counter() - start) / count
+        return (time.perf_counter() - start) / count, (time.thread_time() - start_cpu) / count
 
 
 def answer_questions(model: str, offload: bool) -> None:

@@ -157,6 +157,16 @@ def test_layers_in_separate_allocations_are_never_joined() -> None:
     assert len(caches.tensors) == 4
 
 
+def test_neighbours_in_one_block_only_are_not_joined() -> None:
+    memory = torch.arange(100, dtype=torch.float32)
+    narrow = memory.as_strided((NUM_BLOCKS, 4), (8, 1))
+    wide = memory.as_strided((NUM_BLOCKS, 4), (12, 1), storage_offset=4)  # right behind it in block 0 alone
+    caches = canonicalize([layers([narrow, wide])], NUM_BLOCKS)
+    assert len(caches.tensors) == 2
+    behind = memory.as_strided((NUM_BLOCKS, 6), (8, 1), storage_offset=4)  # together longer than a block
+    assert len(canonicalize([layers([narrow, behind])], NUM_BLOCKS).tensors) == 2
+
+
 @pytest.mark.parametrize(
     ("tensor", "page_bytes", "words"),
     [

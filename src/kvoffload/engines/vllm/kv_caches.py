@@ -118,7 +118,7 @@ def _runs_of_tensor(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterato
     length = 1
     outer: list[tuple[int, int]] = []
     for step, size in sorted(inner):
-        if not outer and step == length:
+        if step == length:
             length *= size
         else:
             outer.append((step, size))
