@@ -7,6 +7,7 @@ import pytest
 from tests.tiering.rig import Rig, content, keys, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.cpu.policies.arc import ARCCachePolicy
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
@@ -448,3 +449,16 @@ def test_shutdown_ends_the_tiers_before_the_memory() -> None:
     with pytest.raises(ValueError, match="released"):
         len(rig.primary.kv_view)
     rig.manager.shutdown()
+
+
+def test_holding_a_block_back_is_no_use_of_it() -> None:
+    """Claims are moved away from evictions; policies that count uses do not count that."""
+    rig = Rig(8, cache_policy="arc")
+    rig.store(prefix(8), rig.start("before"))
+    rig.below(prefix(3, of="q"))
+    waiting = rig.start("r")
+    assert rig.ask([*prefix(2), *prefix(3, of="q")], waiting) == [True, True, None, None, None]
+    policy = rig.primary._policy
+    assert isinstance(policy, ARCCachePolicy)
+    assert set(prefix(2)) <= set(policy.recent)
+    assert len(policy.frequent) == 0

@@ -116,7 +116,54 @@ class TieringOffloadingManager(OffloadingManager):
         answer = self.primary_tier.lookup(key, req_context)
         if not self._tiers:
             return answer
-        request = self._request(req_context)
+        return self._answer(self._request(req_context), key, answer)
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """The loop of ``lookup``, but for that misses in a row which a tier can serve get their slots in one go.
+
+        Such a run ends before anything that its reservations could change: a key of its own, a block that the primary
+        tier has, a limit, or the end of the room that is certain to be there.
+        """
+        if not self._tiers:
+            return self.primary_tier.lookup_prefix(keys, req_context)
+        request, look = self._request(req_context), self.primary_tier.lookup
+        answers: list[bool | None] = []
+        run: dict[OffloadKey, GuardedTier] = {}
+        room = 0
+        for key in keys:
+            if key in run and not self._promote_run(request, run, answers):
+                return answers
+            answer = look(key, req_context)
+            tier = None
+            if answer is False and not request.has_waited_enough(self._clock()):
+                if not run:
+                    room = self._certain_room(request)
+                tier, answer = self._tier_with(request, key)
+                if tier is not None and len(run) < room and key not in self._claims:
+                    run[key] = tier
+                    answers.append(None)
+                    continue
+                if run and not self._promote_run(request, run, answers):
+                    return answers
+                if tier is not None:
+                    answer = self._promote(request, key, tier, self._clock())
+                elif answer is None:
+                    self._wait(request, self._clock())
+            else:
+                if run:
+                    if not self._promote_run(request, run, answers):
+                        return answers
+                    answer = self._peek(key)  # the run may have evicted it
+                answer = self._answer(request, key, answer)
+            answers.append(answer)
+            if answer is False:
+                return answers
+        if run:
+            self._promote_run(request, run, answers)
+        return answers
+
+    def _answer(self, request: RequestState, key: OffloadKey, answer: bool | None) -> bool | None:
+        """What ``request`` is told of ``key``, of which the primary tier says ``answer``."""
         if answer is None and key in self._promotions and self._poll():
             answer = self._peek(key)
         if answer is True:
@@ -267,18 +314,46 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _ask_tiers(self, request: RequestState, key: OffloadKey, now_s: float) -> bool | None:
         """Answers for a block that the primary tier does not have: the first tier that has it brings it up."""
+        tier, answer = self._tier_with(request, key)
+        if tier is not None:
+            return self._promote(request, key, tier, now_s)
+        if answer is None:
+            self._wait(request, now_s)
+        return answer
+
+    def _tier_with(self, request: RequestState, key: OffloadKey) -> tuple[GuardedTier | None, bool | None]:
+        """The first tier that has ``key``; if none has, whether one is still finding out (``None``)."""
         if key in request.failed or key in request.promoted:
-            return False
+            return None, False
         being_found_out = False
         for tier in self._tiers:
             found = tier.lookup(key, request.context)
             if found:
-                return self._promote(request, key, tier, now_s)
+                return tier, None
             being_found_out |= found is None
-        if not being_found_out:
-            return False
-        self._wait(request, now_s)
-        return None
+        return None, None if being_found_out else False
+
+    def _certain_room(self, request: RequestState) -> int:
+        """Blocks that find a slot and are within all limits for certain, if promoted for ``request`` now."""
+        primary, claims = self.primary_tier, self._claims
+        # What it was told becomes its claims once it waits. Held blocks may be idle, but for those in flight.
+        told = len(request.told) if request.waiting_since is None else 0
+        idle = primary.num_free_blocks + primary.num_idle_blocks - (len(claims) - len(self._promotions))
+        limit = min(claims.per_request - len(request.claims), claims.in_all - len(claims))
+        return min(idle, limit) - told
+
+    def _promote_run(
+        self, request: RequestState, run: dict[OffloadKey, GuardedTier], answers: list[bool | None]
+    ) -> bool:
+        """Begins the promotions of ``run``, whose answers are the last ones, and empties it. ``False``: the policy
+        refused room that was there, and the answers end with that miss."""
+        self._wait(request, self._clock())
+        begun = self._promotions.begin_all(request, run)
+        if not begun:
+            del answers[len(answers) - len(run) + 1 :]
+            answers[-1] = False
+        run.clear()
+        return begun
 
     def _promote(self, request: RequestState, key: OffloadKey, tier: GuardedTier, now_s: float) -> bool | None:
         was_waiting = request.waiting_since is not None

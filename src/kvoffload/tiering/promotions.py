@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
@@ -63,15 +63,27 @@ class Promotions:
     def begin(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool:
         """Reserves a slot for ``key`` and queues its load; ``False``, counted by reason, if that may not be."""
         reason = self._claims.refusal(request, key)
-        slot = None if reason else self._reserve(request, key)
-        if slot is None:
-            self.refused[reason or "no_room"] += 1
+        if reason is None:
+            return self.begin_all(request, {key: tier})
+        self.refused[reason] += 1
+        return False
+
+    def begin_all(self, request: RequestState, run: Mapping[OffloadKey, GuardedTier]) -> bool:
+        """``begin`` for each of ``run``, against none of which the limits have anything: all of them, or none."""
+        # The first key gets the slot of the first victim and is inserted first, as if they came one by one.
+        slots = self._reserve(request, list(run)[::-1])
+        if slots is None:
+            self.refused["no_room"] += 1
             return False
-        self._claims.promotion_begun(request, key)
-        self._wanted_by[key] = request
-        request.promoted.add(key)
-        batch = self._queue.setdefault((tier.index, id(request)), _Batch(tier, request))
-        batch.slots[key] = slot
+        begun, wanted_by = self._claims.promotion_begun, self._wanted_by
+        request.promoted.update(run)
+        batch: _Batch | None = None
+        for (key, tier), slot in zip(run.items(), reversed(slots), strict=True):
+            begun(request, key)
+            wanted_by[key] = request
+            if batch is None or batch.tier is not tier:
+                batch = self._queue.setdefault((tier.index, id(request)), _Batch(tier, request))
+            batch.slots[key] = slot
         return True
 
     def submit(self, request: RequestState | None = None) -> None:
@@ -131,18 +143,19 @@ class Promotions:
             assert not block.is_ready
             assert block.block_id == slot
 
-    def _reserve(self, request: RequestState, key: OffloadKey) -> int | None:
-        """A slot for ``key``, taken from blocks that nobody waits for."""
+    def _reserve(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[int] | None:
+        """A slot for each of ``keys``, taken from blocks that nobody waits for."""
         # What is held goes to the safe end of the policy's order first, or each eviction would step over it again:
         # when it becomes held, and again when a good part of the tier was replaced since.
         held = self._claims.take_fresh()
-        self._placed_since_touch += 1
+        self._placed_since_touch += len(keys)
         if self._placed_since_touch > self._primary.num_blocks // 4:
             self._placed_since_touch, held = 0, list(self._claims)
         if held and not self._primary.num_free_blocks:
             self._primary.postpone(held)
-        place = self._primary.prepare_write([key], request.context)
+        place = self._primary.prepare_write(keys, request.context)
         if place is None:
             return None
         assert isinstance(place.store_spec, CPULoadStoreSpec)
-        return int(place.store_spec.block_ids[0])
+        slots: list[int] = place.store_spec.block_ids.tolist()
+        return slots

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lookup_prefix`` of the tiering manager against the loop that it stands for: two managers live the same life."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.tiering.rig import Rig, keys, prefix
+
+from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqContext
+
+BLOCK = OffloadPolicy.BLOCK_LEVEL
+
+
+def rigs(rng: random.Random) -> list[Rig]:
+    num_blocks, threshold = rng.randint(2, 16), rng.choice([1, 1, 2])
+    shares = rng.choice([(0.75, 0.75), (0.5, 0.75), (1.0, 1.0), (0.3, 0.6)])
+    made = [
+        Rig(
+            num_blocks,
+            (BLOCK, BLOCK),
+            primary_options={"store_threshold": threshold},
+            claim_share=shares[0],
+            promotion_share=shares[1],
+            max_wait_s=5.0,
+        )
+        for _ in range(2)
+    ]
+    for index, name in enumerate("ab"):
+        length = rng.randint(0, 14)
+        for rig in made:
+            rig.below(prefix(length, of=name), tier=index)
+    return made
+
+
+def state(rig: Rig) -> object:
+    resident = {key: block.is_ready for name in "ab" for key in prefix(14, of=name) if (block := rig.primary.peek(key))}
+    log = [(call.name, call.req_id, call.keys) for tier in rig.tiers for call in tier.log]
+    return (
+        resident,
+        log,
+        rig.manager.get_stats(),
+        [(key, event.removed) for event in rig.manager.take_events() for key in event.keys],
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_answers_and_effects_are_those_of_the_loop(seed: int) -> None:
+    rng = random.Random(seed)
+    left, right = rigs(rng)
+    contexts = [ReqContext(f"r{number}") for number in range(4)]
+    for context in contexts[:3]:  # the last one is never announced
+        for rig in (left, right):
+            rig.manager.on_new_request(context)
+    for _ in range(40):
+        context, name = rng.choice(contexts), rng.choice("ab")
+        asked: list[OffloadKey] = prefix(rng.randint(1, 14), of=name)
+        if rng.random() < 0.2:
+            asked = [*asked, *keys(0, of="b"), *asked[:2]]
+        action, unknown = rng.choice(["ask"] * 4 + ["store", "finish", "fail", "wait", "step"]), rng.random() < 0.1
+        answers: dict[Rig, list[bool | None]] = {}
+        for rig in (left, right):
+            manager = rig.manager
+            if unknown:
+                rig.tier.answers[asked[-1]] = None
+            if action == "ask":
+                ask = OffloadingManager.lookup_prefix if rig is right else type(manager).lookup_prefix
+                answers[rig] = ask(manager, asked, context)
+            elif action == "store":
+                if rig.primary.num_free_blocks + rig.primary.num_idle_blocks > 8:
+                    rig.store(asked[:4], context, finish=False)
+            elif action == "finish":
+                rig.finish()
+            elif action == "fail":
+                rig.finish(success=False)
+            elif action == "wait":
+                rig.clock.advance(1.0)
+            rig.step()
+        assert len(answers) == 0 or answers[left] == answers[right]
+        assert state(left) == state(right)
+
+
+def test_a_prefix_is_reserved_in_one_go() -> None:
+    rig = Rig(64)
+    rig.below(prefix(40))
+    rig.store(prefix(64, of="old"), rig.start("before"))
+    evictions: list[int] = []
+    rig.primary.on_reserved = lambda num_blocks, evicted: evictions.append(len(evicted))
+    assert rig.ask(prefix(40), rig.start("r")) == [None] * 40
+    assert evictions == [40]
