@@ -153,7 +153,10 @@ def _attach(segment: Path, size: int, num_processes: int) -> mmap.mmap:
         segment.unlink()
         joined_file.unlink(missing_ok=True)
     else:
-        joined_file.write_text(f"{count} {terms}")
+        # Renamed into place: a process killed in the middle of writing must not leave half a count.
+        draft = segment.with_suffix(".draft")
+        draft.write_text(f"{count} {terms}")
+        draft.replace(joined_file)
     return memory
 
 
@@ -175,7 +178,7 @@ def _create(segment: Path, size: int) -> int:
 def _reclaim(mount: Path) -> None:
     """Removes segments whose processes are all dead. Under the lock."""
     for path in mount.glob(f"{_PREFIX}*"):
-        if path.suffix == ".joined":
+        if path.suffix in (".joined", ".draft"):
             if not path.with_suffix("").exists():
                 path.unlink(missing_ok=True)
             continue
