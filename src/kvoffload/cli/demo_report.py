@@ -67,7 +67,7 @@ def latency_table(comparison: Comparison) -> Table:
     table.add_column("turn")
     for result in results:
         table.add_column(result.name, justify="right")
-    table.add_column("speed-up", justify="right")
+    table.add_column("vs device", justify="right")
     turns: list[int | None] = [*range(comparison.workload.turns), None]
     for turn in turns:
         latencies = [result.latency(turn) for result in results]
