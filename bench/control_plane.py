@@ -23,7 +23,7 @@ from kvoffload.cpu.policies.arc import ARCCachePolicy
 
 BATCH = 64
 REQ = ReqContext("bench")
-TARGETS = {"lru": "<= 2", "arc": "<= 3"}
+TARGETS = {"lru": "<= 2", "arc": "<= 3", "density": "<= 3"}
 MAX_BYTES = 330
 
 

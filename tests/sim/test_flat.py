@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import takewhile
 
 import pytest
 
@@ -122,3 +124,26 @@ def test_equals_libcachesim_to_the_last_hit(
     run = replay_flat(trace, policy, capacity)
     assert asked == run.accesses
     assert hits == run.accesses - run.stored_blocks
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 7, 40])
+def test_storing_runs_at_once_is_the_same_as_one_by_one(capacity: int, trace_of: Callable[..., Trace]) -> None:
+    """Against a plain dict that uses block after block; paths longer than the cache included."""
+    generator = random.Random(capacity)
+    paths = [list(range(50))]
+    for number in range(120):
+        shared = paths[generator.randrange(len(paths))]
+        kept = generator.randrange(len(shared) + 1)
+        paths.append(shared[:kept] + [1000 * (number + 1) + step for step in range(generator.randrange(1, 12))])
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = evicted = 0
+    for path in paths:
+        hits += sum(1 for _ in takewhile(cache.__contains__, path))
+        for block in reversed(path):
+            cache[block] = None
+            cache.move_to_end(block)
+            if len(cache) > capacity:
+                cache.popitem(last=False)
+                evicted += 1
+    result = replay_flat(trace_of(paths), "lru", capacity)
+    assert (result.hit_blocks, result.evicted_blocks) == (hits, evicted)

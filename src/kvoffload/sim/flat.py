@@ -57,6 +57,8 @@ def replay_flat(
     ``keys``: ``trace.keys()``, to share it between replays. ``progress`` is told the accesses done, now and then.
     """
     manager = CPUOffloadingManager(capacity_blocks, policy, store_threshold=store_threshold)
+    # LRU gives up the same blocks whether asked for them at once or one by one. Policies that learn do so between two.
+    most_at_once = capacity_blocks if policy == "lru" else 1
     table = trace.keys() if keys is None else keys
     offsets = trace.offsets.tolist()
     hits = hit_tokens = told = 0
@@ -68,7 +70,7 @@ def replay_flat(
         found = len(answers) - (answers[-1] is not True) if answers else 0
         hits += found
         hit_tokens += trace.tokens_in(request, found)
-        _use(manager, path, found, context)
+        _use(manager, path, found, context, most_at_once)
         manager.on_request_finished(context)
         if progress is not None and end - told > 100_000:
             progress(end)
@@ -86,28 +88,44 @@ def replay_flat(
     )
 
 
-def _use(manager: CPUOffloadingManager, path: list[OffloadKey], found: int, context: ReqContext) -> None:
+def _use(
+    manager: CPUOffloadingManager, path: list[OffloadKey], found: int, context: ReqContext, most_at_once: int
+) -> None:
     """Uses every block of ``path`` from tail to head. Runs of resident blocks go down in one call, which is the same:
-    using resident blocks evicts nothing, and ``touch`` itself goes from tail to head."""
-    end = len(path)
-    for at in range(len(path) - 1, found - 1, -1):
-        if manager.lookup(path[at], context) is not True:
-            _store(manager, path, at, end, context)
-            end = at
+    using resident blocks evicts nothing, and ``touch`` itself goes from tail to head. So do runs of up to
+    ``most_at_once`` absent ones."""
+    end = _store_absent(manager, path, found, len(path), len(path), context, most_at_once)
     if end < len(path):
         # A small cache may have lost part of the hit to its own tail.
         answers = manager.lookup_prefix(path[:found], context)
         if answers and answers[-1] is not True:
-            for at in range(found - 1, -1, -1):
-                if manager.lookup(path[at], context) is not True:
-                    _store(manager, path, at, end, context)
-                    end = at
+            end = _store_absent(manager, path, 0, found, end, context, most_at_once)
     manager.touch(path[:end])
 
 
-def _store(manager: CPUOffloadingManager, path: list[OffloadKey], at: int, end: int, context: ReqContext) -> None:
-    if at + 1 < end:
-        manager.touch(path[at + 1 : end])
-    reserved = manager.prepare_store(path[at : at + 1], context)
-    assert reserved is not None, "a cache with nothing in flight always has room for one block"
-    manager.complete_store(reserved.keys_to_store, context)
+def _store_absent(
+    manager: CPUOffloadingManager,
+    path: list[OffloadKey],
+    first: int,
+    stop: int,
+    end: int,
+    context: ReqContext,
+    most_at_once: int,
+) -> int:
+    """Stores what is absent of ``path[first:stop]``, from tail to head. Blocks from ``end`` on were used already; the
+    return value is the new such end, and resident blocks before it are still to be used."""
+    at = stop
+    while at > first:
+        if manager.lookup(path[at - 1], context) is True:
+            at -= 1
+            continue
+        start = at - 1
+        while start > first and at - start < most_at_once and manager.lookup(path[start - 1], context) is not True:
+            start -= 1
+        if at < end:
+            manager.touch(path[at:end])
+        reserved = manager.prepare_store(path[start:at], context)
+        assert reserved is not None, "a cache with nothing in flight always has room for so many blocks"
+        manager.complete_store(reserved.keys_to_store, context)
+        at = end = start
+    return end
