@@ -229,6 +229,7 @@ class TieringMachine(RuleBasedStateMachine):
             for tier in self.rig.tiers
         ]
         self._expect_submits(self.manager.on_schedule_end, everything=True)
+        self._hear_events()  # of promotions that ended, and may be next to go already
         for tier, mode, there, writing, start in zip(self.rig.tiers, self.cascade, below, being_written, seen):
             for call in tier.log[start:]:
                 if call.req_id == WRITE_BEHIND:

@@ -89,3 +89,27 @@ def test_a_prefix_is_reserved_in_one_go() -> None:
     rig.primary.on_reserved = lambda num_blocks, evicted: evictions.append(len(evicted))
     assert rig.ask(prefix(40), rig.start("r")) == [None] * 40
     assert evictions == [40]
+
+
+def test_a_block_that_the_run_before_it_evicts_is_a_miss() -> None:
+    rig = Rig(4)
+    rig.store(keys(0, of="b"), rig.start("first"))
+    rig.store(prefix(3, of="c"), rig.start("second"))
+    rig.tier.blocks.clear()
+    rig.below(prefix(1))
+    assert rig.ask([*prefix(1), *keys(0, of="b")], rig.start("r")) == [None, False]
+
+
+def test_waiting_for_a_long_prefix_polls_the_tier_once_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(64)
+    rig.below(prefix(40))
+    request = rig.start("r")
+    rig.ask(prefix(40), request)
+    rig.step()
+    polls: list[None] = []
+    poll = rig.tier.get_finished_jobs
+    monkeypatch.setattr(rig.tier, "get_finished_jobs", lambda: polls.append(None) or poll())
+    assert rig.ask(prefix(40), request) == [None] * 40
+    assert len(polls) == 1
+    rig.tier.finish()
+    assert rig.ask(prefix(40), request) == [True] * 40

@@ -130,6 +130,7 @@ class TieringOffloadingManager(OffloadingManager):
         answers: list[bool | None] = []
         run: dict[OffloadKey, GuardedTier] = {}
         room = 0
+        has_polled = False
         for key in keys:
             if key in run and not self._promote_run(request, run, answers):
                 return answers
@@ -154,6 +155,11 @@ class TieringOffloadingManager(OffloadingManager):
                     if not self._promote_run(request, run, answers):
                         return answers
                     answer = self._peek(key)  # the run may have evicted it
+                if answer is None and has_polled and key in request.claims and not self._is_impatient(request):
+                    answers.append(None)  # as below, for the many blocks of a prefix on their way up
+                    continue
+                if answer is None and not has_polled and key in self._promotions:
+                    has_polled = True  # all that has ended is heard of at once
                 answer = self._answer(request, key, answer)
             answers.append(answer)
             if answer is False:
@@ -161,6 +167,9 @@ class TieringOffloadingManager(OffloadingManager):
         if run:
             self._promote_run(request, run, answers)
         return answers
+
+    def _is_impatient(self, request: RequestState) -> bool:
+        return request.has_waited_enough(self._clock())
 
     def _answer(self, request: RequestState, key: OffloadKey, answer: bool | None) -> bool | None:
         """What ``request`` is told of ``key``, of which the primary tier says ``answer``."""
