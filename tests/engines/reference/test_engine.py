@@ -101,6 +101,13 @@ def test_sampling_depends_on_its_seed_alone() -> None:
         assert engine.counts.preemptions
 
 
+def test_each_token_is_drawn_anew() -> None:
+    # So hot that all tokens are as likely: one number drawn again and again would give one token again and again.
+    with Engine(tiny_model("llama")) as engine:
+        (tokens,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, temperature=1e6))
+    assert len(set(tokens)) > 10
+
+
 def test_top_k_of_one_is_greedy() -> None:
     prompts = random_prompts(2, 10, 30)
     with Engine(tiny_model("llama")) as engine:

@@ -127,8 +127,9 @@ class KVCache:
         for pool in self._pools:
             pool.forget_all()
 
-    def check_invariants(self) -> None:
-        """For tests: every block has as many users as tables name it."""
+    def check_invariants(self, request_ids: set[str] | None = None) -> None:
+        """For tests: every block has as many users as tables name it, and only ``request_ids`` have tables."""
+        assert request_ids is None or request_ids == set(self._tables) == set(self._named)
         for group, pool in enumerate(self._pools):
             pool.check_invariants(tables[group] for tables in self._tables.values())
         for request_id, tables in self._tables.items():
