@@ -48,7 +48,7 @@ def demo(
     disk_gib: Annotated[float, typer.Option(help="At most so much of it.")] = 4.0,
     layers: Annotated[int, typer.Option(min=1, help="Of the random Llama.")] = 6,
     hidden: Annotated[int, typer.Option(min=16, help="Of the random Llama: its width.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of weights and messages.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights and messages.")] = 39,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")] = None,
 ) -> None:

@@ -18,6 +18,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores import fs_space
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX, BlockFormat, directory_of, namespace_of
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
@@ -582,3 +583,23 @@ def test_mistakes_are_told_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be made"):
         FileSystemStore(tmp_path / "file", SMALL)
+
+
+def test_a_writer_that_dies_during_a_walk_is_still_counted(open_store, tmp_path: Path, monkeypatch) -> None:
+    """It was alive when the halves of the dead were swept, and dead when the walk asked who is alive."""
+    store, dying = open_store(max_bytes=room_for(8)), open_store(max_bytes=room_for(8))
+    write(store, *keys_of(0))
+    write(dying, *keys_of(1))
+    dying._space.reserve(1, BlockFormat("", SMALL).file_bytes, ())
+    Path(dying._workplace.new_path()).write_bytes(bytes(BlockFormat("", SMALL).file_bytes))
+    real_sweep = fs_space.sweep
+
+    def sweep_then_die(root: str) -> int:
+        swept = real_sweep(root)
+        dying._workplace._drop()  # its lock goes, its files stay
+        return swept
+
+    monkeypatch.setattr(fs_space, "sweep", sweep_then_die)
+    for _ in store.scan():
+        pass
+    assert store.stats().used_bytes >= disk_bytes(tmp_path)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -20,6 +21,10 @@ from kvoffload.tiering.stores.fs_space import Doomed, Space
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep, unlink_quietly
 
 __all__ = ["FileSystemStore"]
+
+
+_PUBLISH_ATTEMPTS = 100
+"""Each lost to a neighbour that wrote the same block, and to another that evicted it, within microseconds."""
 
 
 class FileSystemStore(BlockStore):
@@ -194,28 +199,35 @@ class FileSystemStore(BlockStore):
         try:
             self._io.write(temporary, key, block, stamp_ns, is_there=recycled is not None)
             try:
-                is_new = publish(temporary, full)
+                is_new = self._publish(temporary, full)
             except FileNotFoundError:
                 self._make_directory(os.path.dirname(path))
-                is_new = publish(temporary, full)
-            if not is_new:
-                self._replace(temporary, full)
+                is_new = self._publish(temporary, full)
         except OSError:
             unlink_quietly(temporary)
             raise
         self._space.published(path, stamp_ns)
         return is_new
 
-    def _replace(self, temporary: str, full: str) -> None:
-        """Something has the block's name: the same block, written by somebody else just now, or a broken file."""
-        if self._is_whole(full):
-            os.unlink(temporary)
-            return
-        try:
-            os.rename(temporary, full)
-        except IsADirectoryError:
-            os.rmdir(full)  # not ours; an empty one may go
-            os.rename(temporary, full)
+    def _publish(self, temporary: str, full: str) -> bool:
+        """Puts a finished file under its name; whether that took a reserved place."""
+        for _ in range(_PUBLISH_ATTEMPTS):
+            if publish(temporary, full):
+                return True
+            if self._is_whole(full):  # the same block, written by somebody else just now
+                os.unlink(temporary)
+                return False
+            if os.path.lexists(full):
+                # Broken, or not ours. What it was booked with is not known, so the place stays booked until the next
+                # count: too much is safe.
+                try:
+                    os.rename(temporary, full)
+                except IsADirectoryError:
+                    os.rmdir(full)  # an empty one may go
+                    os.rename(temporary, full)
+                return True
+            # Somebody else's is gone again: a new file after all.
+        raise OSError(errno.EBUSY, "written and evicted again and again", full)
 
     def _make_directory(self, path: str) -> None:
         if not os.path.isdir(self._root):

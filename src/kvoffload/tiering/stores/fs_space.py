@@ -320,8 +320,10 @@ class Space:
 
     def _learn(self, account: Account) -> Iterator[list[FileSeen]]:
         """A walk that leaves ``_order`` complete and, if we are alone, ``account`` exact."""
-        sweep(self._root)  # or the halves of the dead would take room that nobody counts
+        # In this order: a writer that dies between the two was alive for the first, so that nothing is counted anew
+        # while its halves may still lie about; whoever was dead for the first is swept by the second.
         alone = not writers_alive(self._root, besides=self._workplace.path)
+        sweep(self._root)
         with self._lock:
             self._removed_in_scan = set()
             # Nobody reserves or deletes while we hold the ledger; what was reserved before may come at any moment.
