@@ -187,9 +187,7 @@ class CudaHandler(OffloadingHandler):
             return
         self._closed = True
         self._stream.synchronize()
-        if not any(self._device.open.values()) or all(
-            job.end.query() for jobs in self._device.open.values() for job in jobs
-        ):
+        if all(job.end.query() for jobs in self._device.open.values() for job in jobs):
             self._device.region.unpin()
 
     def _submit(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
