@@ -18,7 +18,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores import fs_space
+from kvoffload.tiering.stores import fs, fs_space
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX, BlockFormat, directory_of, namespace_of
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
@@ -602,4 +602,53 @@ def test_a_writer_that_dies_during_a_walk_is_still_counted(open_store, tmp_path:
     monkeypatch.setattr(fs_space, "sweep", sweep_then_die)
     for _ in store.scan():
         pass
+    assert store.stats().used_bytes >= disk_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_neighbours_copy_that_vanishes_while_the_block_is_written_is_counted(
+    open_store, tmp_path: Path, monkeypatch, times: int
+) -> None:
+    """A neighbour has written the block just before us, and evicts it just after our file was refused its name."""
+    store, neighbour = open_store(max_bytes=room_for(8)), open_store(max_bytes=room_for(8))
+    real_publish, refused = fs.publish, []
+
+    def publish(temporary: str, final: str) -> bool:
+        if len(refused) == times or store._workplace.path not in temporary:
+            return real_publish(temporary, final)
+        assert write(neighbour, KEY) == [True]
+        answer = real_publish(temporary, final)
+        neighbour.discard([KEY])
+        refused.append(answer)
+        return answer
+
+    monkeypatch.setattr(fs, "publish", publish)
+    assert write(store, KEY) == [True]
+    assert refused == [False] * times
+    assert read(store, KEY) == block_of(KEY, SMALL)
+    assert len(files(tmp_path)) == 1
+    write(store, OTHER)  # which looks into the ledger
+    assert store.stats().used_bytes == disk_bytes(tmp_path)
+
+
+def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
+    open_store, tmp_path: Path, monkeypatch
+) -> None:
+    """Whatever would be written to that path then is on another disk than the one the quota is about."""
+    store, root = open_store(max_bytes=room_for(8)), tmp_path / "kv"
+    real_publish = fs.publish
+
+    def publish(temporary: str, final: str) -> bool:
+        if root.exists():
+            root.rename(tmp_path / "away")
+        return real_publish(temporary, final)
+
+    monkeypatch.setattr(fs, "publish", publish)
+    with pytest.raises(StoreError):
+        write(store, KEY)
+    assert not root.exists()
+    (tmp_path / "away").rename(root)
+    monkeypatch.setattr(fs, "publish", real_publish)
+    assert write(store, KEY) == [True]
+    assert read(store, KEY) == block_of(KEY, SMALL)
     assert store.stats().used_bytes >= disk_bytes(tmp_path)
