@@ -131,6 +131,14 @@ def test_a_burst_is_not_held_up_but_dropped_and_counted_and_the_window_grows() -
     assert dropped(rig) == before, "it has grown to what comes at once"
 
 
+def test_a_block_that_two_tiers_lose_counts_twice() -> None:
+    rig = rig_of(policies=(BLOCK, BLOCK))
+    fill(rig, 0, 64)
+    settle(rig)
+    fill(rig, 64, 70)
+    assert dropped(rig) == 2 * 4, "the two that were watched are below"
+
+
 def test_a_tier_that_does_not_come_to_an_end_holds_no_more_than_its_window() -> None:
     rig = rig_of()
     fill(rig, 0, 64)
@@ -213,6 +221,14 @@ def test_whole_requests_go_down_at_once_to_the_tiers_that_asked() -> None:
     assert not rig.tiers[1].jobs
 
 
+def test_two_tiers_get_a_block_at_the_same_time() -> None:
+    """The pin of the first one's job was once taken for a use that keeps the block above."""
+    rig = rig_of(policies=(BLOCK, BLOCK))
+    fill(rig, 0, 64)
+    rig.step()
+    assert [[list(job.keys) for job in tier.jobs.values()] for tier in rig.tiers] == [[keys(1, 0)]] * 2
+
+
 def test_modes_are_per_tier() -> None:
     rig = Rig(64, (BLOCK, BLOCK), cascade=["on_store", "on_evict"])
     fill(rig, 0, 4)
@@ -229,6 +245,13 @@ def test_a_clean_end_leaves_below_what_was_above() -> None:
     assert written(rig).count(keys(9)[0]) == 1
     ends = [call for call in rig.tier.log if call.req_id == "kvoffload:write-behind"]
     assert [ends[0].name, ends[-1].name] == ["on_new_request", "on_request_finished"]
+
+
+def test_the_end_writes_the_most_recently_used_first() -> None:
+    rig = rig_of(num_blocks=256)
+    fill(rig, 0, 150)
+    rig.manager.shutdown()
+    assert written(rig) == keys(*reversed(range(150))), "whoever runs out of time keeps the heads"
 
 
 def test_a_hung_tier_does_not_hold_up_the_end() -> None:

@@ -192,8 +192,10 @@ class WriteBehind:
         missing: list[OffloadKey] = []
         for key, steps in list(islice(below.queue.items(), _PER_STEP)):
             block = self._primary.peek(key)
-            found = below.tier.lookup(key, self.context) if block is not None and block.is_idle else None
-            if block is not None and block.is_idle and found is None and steps > 1:
+            # One that is pinned meanwhile goes down all the same: it may be another tier that reads it.
+            is_there = block is not None and block.is_ready
+            found = below.tier.lookup(key, self.context) if is_there else None
+            if is_there and found is None and steps > 1:
                 below.queue[key] = steps - 1
                 continue
             del below.queue[key]
