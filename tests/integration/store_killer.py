@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills writers of a file store, over and over, and looks at what they leave. Run as a script by test_store_kill.
 
-``store_killer.py steps ROOT`` kills one before, and in the middle of, each system call of its work;
+``store_killer.py steps ROOT`` kills one before each system call of its work, and in the middle of each that writes;
 ``store_killer.py random ROOT SECONDS`` kills two that share the root, at any time. Exit code 0: all was well.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from system_calls import NotPermitted, kill_at
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
@@ -25,23 +27,9 @@ from kvoffload.tiering.stores.fs_format import CONTROL_DIR, BlockFormat
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
 
 SIZE = 3000
+NOT_PERMITTED = 77
 KEYS = keys_of(*range(30))
 MAX_BYTES = 8 * BlockFormat("", SIZE).file_bytes + LEDGER_BYTES
-
-SYSTEM_CALLS = [
-    "open",
-    "close",
-    "writev",
-    "pwrite",
-    "ftruncate",
-    "utime",
-    "stat",
-    "mkdir",
-    "rename",
-    "unlink",
-    "rmdir",
-    "fsync",
-]
 
 
 def open_store(root: Path) -> fs.FileSystemStore:
@@ -56,30 +44,18 @@ def disk_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def arm(fatal_moment: int) -> None:
-    """Counts the moments before and after each system call, and kills at one; a write is half done at its first."""
-    moments = itertools.count()
-
-    def deadly(real: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if next(moments) == fatal_moment:
-                if name == "writev":
-                    real(args[0], [args[1][0], args[1][1][: SIZE // 2]])
-                die()
-            result = real(*args, **options)
-            if next(moments) == fatal_moment:
-                die()
-            return result
-
-        return call
-
-    for name in SYSTEM_CALLS:
-        setattr(os, name, deadly(getattr(os, name), name))
-    fs.publish = deadly(fs.publish, "publish")
+def tear(root: Path, before: dict[Path, bytes]) -> None:
+    """Takes back the second half of what was written since."""
+    for path, new in contents(root).items():
+        old = before.get(path, new)
+        if len(new) > len(old):
+            os.truncate(path, (len(old) + len(new)) // 2)
+        elif new != old:
+            path.write_bytes(new[: len(new) // 2] + old[len(new) // 2 :])
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -113,23 +89,51 @@ def look(root: Path, rng: random.Random) -> None:
 
 
 def steps(root: Path) -> None:
-    rng = random.Random(0)
-    for fatal_moment in range(100_000):
+    """Each time from the same state, so that a call has the same number in each run and none is left out."""
 
-        def work(fatal_moment: int = fatal_moment) -> None:
-            store = open_store(root)
-            arm(fatal_moment)
-            write(store, [0, 1, 2])
-            write(store, list(range(3, 12)))  # evicts
-            store.discard([KEYS[4]])
-            store.close()
+    def fresh() -> None:
+        shutil.rmtree(root, ignore_errors=True)
 
-        _, status = os.waitpid(in_child(work), 0)
-        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the writer failed"
-        look(root, rng)
-        if not os.WIFSIGNALED(status):
-            print(f"killed at {fatal_moment} moments")
-            assert fatal_moment > 100
+    def full() -> None:
+        store = open_store(root)
+        assert all(write(store, list(range(12, 20))))
+        store.close()
+
+    def begin() -> None:
+        store = open_store(root)
+        write(store, [0, 1])
+        store.close()
+
+    def work() -> None:
+        store = open_store(root)
+        write(store, [0, 1, 2])
+        write(store, list(range(3, 12)))  # evicts the others
+        store.discard([KEYS[4]])
+        store.close()
+
+    at_each_call(root, fresh, begin, num_writes=3)
+    work()  # makes all directories
+    at_each_call(root, full, work, num_writes=12)
+
+
+def at_each_call(root: Path, prepare: Callable[[], None], work: Callable[[], None], num_writes: int) -> None:
+    rng, num_torn, copy = random.Random(0), 0, root.with_name(root.name + "-torn")
+    for fatal_call in itertools.count():
+        prepare()
+        before: dict[Path, bytes] = {}
+        is_killed = kill_at(work, fatal_call, lambda: before.update(contents(root)))  # noqa: B023 - called within
+        if any(before.get(path, data) != data for path, data in contents(root).items()):
+            # The last call has written: the same again, cut off in its middle.
+            shutil.copytree(root, copy)
+            tear(copy, {copy / path.relative_to(root): data for path, data in before.items()})
+            look(copy, rng)
+            shutil.rmtree(copy)
+            num_torn += 1
+        if root.exists():
+            look(root, rng)
+        if not is_killed:
+            print(f"killed before {fatal_call} system calls, and in the middle of {num_torn}")
+            assert num_torn > num_writes // 2, "which calls write is not known any more"
             return
 
 
@@ -168,6 +172,10 @@ def chaos(root: Path, seconds: float) -> None:
 if __name__ == "__main__":
     where = Path(sys.argv[2])
     if sys.argv[1] == "steps":
-        steps(where)
+        try:
+            steps(where)
+        except NotPermitted as exc:
+            print(exc)
+            sys.exit(NOT_PERMITTED)
     else:
         chaos(where, float(sys.argv[3]))

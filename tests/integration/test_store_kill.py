@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kill -9`` at each step of a write, and at random: ``KVOFFLOAD_KILL_SECONDS=600`` makes the random part long."""
+"""``kill -9`` at each system call of a write, and at random, for ``KVOFFLOAD_KILL_SECONDS`` (600: a long look)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
+NOT_PERMITTED = 77  # as in the script
 SECONDS = float(os.environ.get("KVOFFLOAD_KILL_SECONDS", "6"))
 
 
 @pytest.mark.timeout(300 + 2 * SECONDS)
-@pytest.mark.parametrize("how", [["steps"], ["random", str(SECONDS)]], ids=["each step", "at random"])
+@pytest.mark.parametrize("how", [["steps"], ["random", str(SECONDS)]], ids=["each call", "at random"])
 def test_killed_writers_leave_nothing_wrong(how: list[str], tmp_path: Path) -> None:
     script = Path(__file__).with_name("store_killer.py")
     command = [sys.executable, str(script), how[0], str(tmp_path / "kv"), *how[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == NOT_PERMITTED:
+        pytest.skip(f"this host lets nobody trace a process: {done.stdout.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
