@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills writers of a file store, over and over, and looks at what they leave. Run as a script by test_store_kill.
 
-``store_killer.py steps ROOT`` kills one before each system call of its work, and in the middle of each that writes;
-``store_killer.py random ROOT SECONDS`` kills two that share the root, at any time. Exit code 0: all was well.
+``store_killer.py steps ROOT BLOCK_BYTES`` kills one before each system call of its work, and in the middle of each that
+writes; ``store_killer.py random ROOT BLOCK_BYTES SECONDS`` kills two that share the root, at any time. Exit code 0: all
+was well.
 """
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import random
 import shutil
@@ -26,10 +28,20 @@ from kvoffload.tiering.stores import fs, fs_writer
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR, BlockFormat
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
 
-SIZE = 3000
+SIZE = int(sys.argv[3])
 NOT_PERMITTED = 77
 KEYS = keys_of(*range(30))
 MAX_BYTES = 8 * BlockFormat("", SIZE).file_bytes + LEDGER_BYTES
+
+
+def aligned(data: bytes) -> memoryview:
+    """As the primary tier's rows are, so that direct I/O is used where there is any."""
+    block = mmap.mmap(-1, len(data))
+    block[:] = data
+    return memoryview(block)
+
+
+BLOCKS = [aligned(block_of(key, SIZE)) for key in KEYS]
 
 
 def open_store(root: Path) -> fs.FileSystemStore:
@@ -37,7 +49,13 @@ def open_store(root: Path) -> fs.FileSystemStore:
 
 
 def write(store: fs.FileSystemStore, numbers: list[int]) -> list[bool]:
-    return store.write([KEYS[n] for n in numbers], [memoryview(block_of(KEYS[n], SIZE)) for n in numbers])
+    return store.write([KEYS[n] for n in numbers], [BLOCKS[n] for n in numbers])
+
+
+def check(store: fs.FileSystemStore, number: int) -> None:
+    buffer = aligned(bytes(SIZE))
+    if store.read_into([KEYS[number]], [buffer]) == [True]:
+        assert buffer == BLOCKS[number], "wrong bytes"
 
 
 def disk_bytes(root: Path) -> int:
@@ -75,10 +93,8 @@ def look(root: Path, rng: random.Random) -> None:
     assert disk_bytes(root) <= MAX_BYTES, f"{disk_bytes(root)} bytes after a crash"
     store = open_store(root)
     assert not list((root / CONTROL_DIR).glob(fs_writer._PREFIX + "*")), "leftovers"
-    for key in rng.sample(KEYS, len(KEYS)):
-        buffer = bytearray(SIZE)
-        if store.read_into([key], [memoryview(buffer)]) == [True]:
-            assert buffer == block_of(key, SIZE), "wrong bytes"
+    for n in rng.sample(range(30), 30):
+        check(store, n)
     assert store.stats().corrupt_blocks == 0, "a crash leaves no half under a block's name"
     assert write(store, [29, rng.randrange(20)]) == [True, True]
     assert disk_bytes(root) <= MAX_BYTES
@@ -151,9 +167,7 @@ def chaos(root: Path, seconds: float) -> None:
                     store.touch([KEYS[n] for n in numbers])
                 case 2:
                     for n in numbers:
-                        buffer = bytearray(SIZE)
-                        if store.read_into([KEYS[n]], [memoryview(buffer)]) == [True]:
-                            assert buffer == block_of(KEYS[n], SIZE), "wrong bytes"
+                        check(store, n)
                 case _:
                     write(store, numbers)
 
@@ -178,4 +192,4 @@ if __name__ == "__main__":
             print(exc)
             sys.exit(NOT_PERMITTED)
     else:
-        chaos(where, float(sys.argv[3]))
+        chaos(where, float(sys.argv[4]))

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 NOT_PERMITTED = 77  # as in the script
-SECONDS = float(os.environ.get("KVOFFLOAD_KILL_SECONDS", "6"))
+SECONDS = float(os.environ.get("KVOFFLOAD_KILL_SECONDS", "4"))
 
 
 @pytest.mark.timeout(300 + 2 * SECONDS)
 @pytest.mark.parametrize("how", [["steps"], ["random", str(SECONDS)]], ids=["each call", "at random"])
-def test_killed_writers_leave_nothing_wrong(how: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("block_bytes", [3000, 65536], ids=["small", "paged"])
+def test_killed_writers_leave_nothing_wrong(how: list[str], block_bytes: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("store_killer.py")
-    command = [sys.executable, str(script), how[0], str(tmp_path / "kv"), *how[1:]]
+    command = [sys.executable, str(script), how[0], str(tmp_path / "kv"), str(block_bytes), *how[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == NOT_PERMITTED:
         pytest.skip(f"this host lets nobody trace a process: {done.stdout.strip()}")
