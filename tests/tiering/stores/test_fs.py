@@ -18,7 +18,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores import fs, fs_space
+from kvoffload.tiering.stores import fs, fs_batch, fs_io, fs_space
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX, BlockFormat, directory_of, namespace_of
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
@@ -48,9 +48,14 @@ def disk_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
-@pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Callable[..., FileSystemStore]]:
+@pytest.fixture(params=["in batches", "one by one"])
+def open_store(tmp_path: Path, request, monkeypatch) -> Iterator[Callable[..., FileSystemStore]]:
+    """Stores whose files are moved by machine code in batches, and by Python one by one."""
     opened = []
+    if request.param == "one by one":
+        monkeypatch.setattr(fs_batch, "native_files", lambda: None)
+    elif fs_batch.native_files() is None:
+        pytest.skip("numba is not installed here")
 
     def make(size: int = SMALL, namespace: str = "", max_bytes: int | None = None, **options) -> FileSystemStore:
         opened.append(FileSystemStore(tmp_path / "kv", size, namespace, max_bytes, **options))
@@ -59,6 +64,10 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., FileSystemStore]]:
     yield make
     for store in opened:
         store.close()
+
+
+one_by_one = pytest.mark.parametrize("open_store", ["one by one"], indirect=True)
+"""For tests that step between the system calls, which only Python's can be."""
 
 
 def room_for(num_blocks: int, size: int = SMALL) -> int:
@@ -183,6 +192,7 @@ def test_damage_to_the_stores_own_files_costs_nothing(open_store, tmp_path: Path
 # ------------------------------------------------------------------------------- the kernel gives less than was asked
 
 
+@one_by_one
 @pytest.mark.parametrize("size", [SMALL, PAGED])
 @pytest.mark.parametrize("step", [1, 7, 1000, 4096, 5000])
 def test_short_reads_and_writes_are_continued(open_store, monkeypatch, size: int, step: int) -> None:
@@ -197,6 +207,7 @@ def test_short_reads_and_writes_are_continued(open_store, monkeypatch, size: int
     assert store.stats().corrupt_blocks == 0
 
 
+@one_by_one
 def test_a_read_that_stops_short_is_no_proof(open_store, monkeypatch) -> None:
     store = open_store()
     write(store, KEY)
@@ -207,6 +218,7 @@ def test_a_read_that_stops_short_is_no_proof(open_store, monkeypatch) -> None:
     assert store.stats().corrupt_blocks == 0
 
 
+@one_by_one
 def test_bytes_that_are_wrong_once_are_no_proof(open_store, monkeypatch) -> None:
     store, real, calls = open_store(), os.readv, []
 
@@ -223,6 +235,7 @@ def test_bytes_that_are_wrong_once_are_no_proof(open_store, monkeypatch) -> None
     assert len(calls) == 2
 
 
+@one_by_one
 def test_one_unreadable_block_is_a_miss_and_stays(open_store, monkeypatch) -> None:
     store, real = open_store(), os.readv
     write(store, KEY, OTHER)
@@ -242,6 +255,7 @@ def test_one_unreadable_block_is_a_miss_and_stays(open_store, monkeypatch) -> No
         store.read_into([KEY], buffers[:1])
 
 
+@one_by_one
 def test_direct_io_falls_back_by_itself(open_store, monkeypatch) -> None:
     real = os.open
 
@@ -254,6 +268,30 @@ def test_direct_io_falls_back_by_itself(open_store, monkeypatch) -> None:
     store = open_store(PAGED)
     assert write(store, KEY, size=PAGED) == [True]
     assert read(store, KEY, PAGED) == block_of(KEY, PAGED)
+
+
+@pytest.mark.parametrize("open_store", ["in batches"], indirect=True)
+@pytest.mark.parametrize("size", [SMALL, PAGED])
+def test_what_goes_smoothly_needs_no_care(open_store, monkeypatch, size: int) -> None:
+    store, keys = open_store(size), keys_of(*range(100))
+    write(store, *keys, size=size)  # makes the directories
+    store.discard(keys)
+    for module, name in ((fs_io.FileIO, "read"), (fs_io.FileIO, "write"), (fs, "publish")):
+        monkeypatch.setattr(module, name, None)
+    assert write(store, *keys, size=size) == [True] * len(keys)
+    buffers = [memoryview(mmap.mmap(-1, size)) for _ in keys]
+    assert store.read_into(keys, buffers) == [True] * len(keys)
+    assert [bytes(buffer) for buffer in buffers] == [block_of(key, size) for key in keys]
+
+
+def test_what_a_neighbour_wrote_meanwhile_is_not_counted_twice(open_store, tmp_path: Path, monkeypatch) -> None:
+    store, neighbour, keys = open_store(max_bytes=room_for(9)), open_store(max_bytes=room_for(9)), keys_of(*range(6))
+    write(neighbour, *keys[::2])
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "look", lambda paths: [None] * len(paths))  # it looked a moment too early
+        assert write(store, *keys) == [True] * 6
+    assert store.stats().used_bytes == disk_bytes(tmp_path)
+    assert [read(store, key) for key in keys] == [block_of(key, SMALL) for key in keys]
 
 
 # ------------------------------------------------------------------------------------------------------------ quota
@@ -341,6 +379,7 @@ def test_two_stores_on_one_root_keep_one_quota_and_each_others_hot_blocks(open_s
         assert disk_bytes(tmp_path / "kv") <= room_for(6)
 
 
+@one_by_one
 def test_bytes_given_back_can_be_used_again(open_store, tmp_path: Path, monkeypatch) -> None:
     store = open_store(max_bytes=room_for(3))
     keys = keys_of(0, 1, 2)
@@ -404,38 +443,38 @@ def disk_bytes_while_others_work(root: Path) -> int:
     return total
 
 
-def test_evicted_files_are_written_over(open_store, tmp_path: Path, monkeypatch) -> None:
-    store, made, real = open_store(max_bytes=room_for(4)), [], os.open
+def test_evicted_files_are_written_over(open_store, tmp_path: Path) -> None:
+    store = open_store(max_bytes=room_for(4))
     write(store, *keys_of(0, 1, 2, 3))
-
-    def note(path: str, flags: int, mode: int = 0o777) -> int:
-        made.extend([path] if flags & os.O_CREAT else [])
-        return real(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", note)
+    inodes = {path.stat().st_ino for path in files(tmp_path)}
     for number in range(4, 30, 2):
         new = keys_of(number, number + 1)
         assert write(store, *new) == [True, True]
         assert [read(store, key) for key in new] == [block_of(key, SMALL) for key in new]
         assert disk_bytes(tmp_path / "kv") <= room_for(4)
-    assert not made
+        assert {path.stat().st_ino for path in files(tmp_path)} == inodes
 
 
+@one_by_one
 def test_an_eviction_that_fails_in_the_middle_leaves_nothing_uncounted(open_store, tmp_path: Path, monkeypatch) -> None:
-    store, real = open_store(max_bytes=room_for(4)), os.rename
+    store = open_store(max_bytes=room_for(4))
     write(store, *keys_of(0, 1, 2, 3))
-    renames = []
+    fatal = files(tmp_path)[0]
 
-    def rename(source: str, target: str) -> None:
-        renames.append(source)
-        if len(renames) == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        real(source, target)
+    def failing(real: Callable[..., None]) -> Callable[..., None]:
+        def call(path: str, *args: str) -> None:
+            if str(path) == str(fatal):
+                raise OSError(errno.EIO, "Input/output error")
+            real(path, *args)
 
-    monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(StoreError):
-        write(store, *keys_of(10, 11, 12))
-    assert len(files(tmp_path)) == 3
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing(os.rename))
+        patch.setattr(os, "unlink", failing(os.unlink))
+        with pytest.raises(StoreError, match="Input/output"):
+            write(store, *keys_of(10, 11, 12, 13))
+    assert files(tmp_path) == [fatal]
     assert write(store, *keys_of(10)) == [True]
     assert store.stats().used_bytes == disk_bytes(tmp_path / "kv")
 
@@ -605,6 +644,7 @@ def test_a_writer_that_dies_during_a_walk_is_still_counted(open_store, tmp_path:
     assert store.stats().used_bytes >= disk_bytes(tmp_path)
 
 
+@one_by_one
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_neighbours_copy_that_vanishes_while_the_block_is_written_is_counted(
     open_store, tmp_path: Path, monkeypatch, times: int
@@ -631,6 +671,7 @@ def test_a_neighbours_copy_that_vanishes_while_the_block_is_written_is_counted(
     assert store.stats().used_bytes == disk_bytes(tmp_path)
 
 
+@one_by_one
 def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
     open_store, tmp_path: Path, monkeypatch
 ) -> None:
@@ -652,3 +693,12 @@ def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
     assert write(store, KEY) == [True]
     assert read(store, KEY) == block_of(KEY, SMALL)
     assert store.stats().used_bytes >= disk_bytes(tmp_path)
+
+
+def test_memory_that_may_not_be_written_is_not_written(open_store) -> None:
+    store = open_store()
+    write(store, KEY)
+    mine = bytes(SMALL)
+    with pytest.raises(BufferError):
+        store.read_into([KEY], [memoryview(mine)])
+    assert mine == bytes(SMALL)

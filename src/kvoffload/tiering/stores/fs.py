@@ -13,11 +13,13 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.fs_batch import look
 from kvoffload.tiering.stores.fs_format import BlockFormat, directory_of, parse_name
-from kvoffload.tiering.stores.fs_io import FileIO, ReadOutcome
+from kvoffload.tiering.stores.fs_io import FileIO, NewFile, ReadOutcome
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs_native import NAMED, NOTHING
 from kvoffload.tiering.stores.fs_publish import publish
-from kvoffload.tiering.stores.fs_space import Doomed, Space
+from kvoffload.tiering.stores.fs_space import Booking, Doomed, Space
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep, unlink_quietly
 
 __all__ = ["FileSystemStore"]
@@ -99,27 +101,22 @@ class FileSystemStore(BlockStore):
             raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        answers, trouble, bad = [], _Trouble(self._root), list[Doomed]()
-        for key, block in zip(keys, blocks, strict=True):
-            answer = False
-            path = self._layout.path_of(key)
-            try:
-                # Stamped in the order of the batch, each as it is read.
-                stamp_ns = self._space.stamp()
-                outcome, inode = self._io.read(self._full(path), key, _flat(block, self._layout), stamp_ns)
-                if outcome is ReadOutcome.GOOD:
+        answers, trouble, bad = list[bool](), _Trouble(self._root), list[Doomed]()
+        payloads = [_flat(block, self._layout) for block in blocks]
+        for first in range(0, len(keys), self._io.files_per_batch):
+            batch = slice(first, first + self._io.files_per_batch)
+            paths = [self._layout.path_of(key) for key in keys[batch]]
+            # Stamped in the order of the batch.
+            stamps_ns = self._space.stamps(len(paths))
+            good = self._io.try_to_read([self._full(path) for path in paths], keys[batch], payloads[batch], stamps_ns)
+            for key, path, payload, stamp_ns, is_good in zip(keys[batch], paths, payloads[batch], stamps_ns, good):
+                try:
+                    answers.append(is_good or self._read(path, key, payload, stamp_ns, bad))
+                except OSError as exc:
+                    trouble.note(exc)
+                    answers.append(False)
+                if answers[-1]:
                     self._space.used(path, stamp_ns)
-                    answer = True
-                elif outcome is ReadOutcome.ABSENT or not self._is_still(path, inode):
-                    self._space.forget(path)  # evicted, and perhaps written over, while we read
-                elif outcome is ReadOutcome.BAD:
-                    bad.append(Doomed(path, self._layout.file_bytes, inode))
-                    with self._lock:
-                        self._bad.append(key)
-                        self._num_bad += 1
-            except OSError as exc:
-                trouble.note(exc)
-            answers.append(answer)
         self._space.remove(bad)
         trouble.judge(any(answers), len(keys))
         return answers
@@ -142,9 +139,8 @@ class FileSystemStore(BlockStore):
             raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        for key in reversed(keys):
+        for key, stamp_ns in zip(reversed(keys), self._space.stamps(len(keys))):
             path = self._layout.path_of(key)
-            stamp_ns = self._space.stamp()
             try:
                 os.utime(self._full(path), ns=(stamp_ns, stamp_ns))
             except OSError:
@@ -165,7 +161,8 @@ class FileSystemStore(BlockStore):
 
     def _write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         paths = [self._layout.path_of(key) for key in keys]
-        answers = [self._is_here(path) for path in paths]
+        looks = look([self._full(path) for path in paths])
+        answers = [found is not None and found.size_bytes == self._layout.file_bytes for found in looks]
         # A key may be given twice: its first block is the one that is written.
         wanted = {path: index for index, path in reversed(list(enumerate(paths))) if not answers[index]}
         new = sorted(wanted.values())
@@ -177,13 +174,20 @@ class FileSystemStore(BlockStore):
         booking = self._space.reserve(len(new), self._layout.file_bytes, set(paths))
         trouble, num_unused = _Trouble(self._root), booking.count
         try:
-            for index in new[: booking.count]:
-                recycled = booking.recycled.pop() if booking.recycled else None
-                try:
-                    num_unused -= self._put(paths[index], keys[index], _flat(blocks[index], self._layout), recycled)
-                    answers[index] = True
-                except OSError as exc:
-                    trouble.note(exc)
+            for first in range(0, booking.count, self._io.files_per_batch):
+                batch = new[first : min(first + self._io.files_per_batch, booking.count)]
+                stamps_ns = self._space.stamps(len(batch))
+                files = [
+                    NewFile(keys[index], _flat(blocks[index], self._layout), stamp_ns, self._temporary(booking), full)
+                    for index, stamp_ns, full in zip(batch, stamps_ns, (self._full(paths[index]) for index in batch))
+                ]
+                self._io.try_to_write(files)
+                for index, file in zip(batch, files):
+                    try:
+                        num_unused -= self._finish(paths[index], file)
+                        answers[index] = True
+                    except OSError as exc:
+                        trouble.note(exc)
         finally:
             self._space.settle(booking, num_unused)
         if self._durable:
@@ -192,21 +196,25 @@ class FileSystemStore(BlockStore):
         trouble.judge(any(answers), len(keys))
         return [answers[wanted[path]] if path in wanted else answer for path, answer in zip(paths, answers)]
 
-    def _put(self, path: str, key: OffloadKey, block: memoryview, recycled: str | None) -> bool:
-        """Writes one reserved block; whether that took a reserved place, rather than finding or replacing one."""
-        stamp_ns = self._space.stamp()
-        temporary, full = recycled or self._workplace.new_path(), self._full(path)
-        try:
-            self._io.write(temporary, key, block, stamp_ns, is_there=recycled is not None)
+    def _temporary(self, booking: Booking) -> str:
+        return booking.recycled.pop() if booking.recycled else self._workplace.new_path()
+
+    def _finish(self, path: str, file: NewFile) -> bool:
+        """Completes one reserved block; whether that took a reserved place, rather than finding or replacing one."""
+        is_new = file.reached == NAMED
+        if not is_new:
             try:
-                is_new = self._publish(temporary, full)
-            except FileNotFoundError:
-                self._make_directory(os.path.dirname(path))
-                is_new = self._publish(temporary, full)
-        except OSError:
-            unlink_quietly(temporary)
-            raise
-        self._space.published(path, stamp_ns)
+                if file.reached == NOTHING:
+                    self._io.write(file.temporary, file.key, file.payload, file.stamp_ns)
+                try:
+                    is_new = self._publish(file.temporary, file.final)
+                except FileNotFoundError:
+                    self._make_directory(os.path.dirname(path))
+                    is_new = self._publish(file.temporary, file.final)
+            except OSError:
+                unlink_quietly(file.temporary)
+                raise
+        self._space.published(path, file.stamp_ns)
         return is_new
 
     def _publish(self, temporary: str, full: str) -> bool:
@@ -237,11 +245,19 @@ class FileSystemStore(BlockStore):
             _sync_directory(os.path.dirname(self._full(path)))
             _sync_directory(self._root)
 
-    def _is_here(self, path: str) -> bool:
-        try:
-            return self._is_whole(self._full(path))
-        except OSError:
-            return False
+    def _read(self, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int, bad: list[Doomed]) -> bool:
+        """Reads one block with care; what is wrong for sure is added to ``bad``."""
+        outcome, inode = self._io.read(self._full(path), key, payload, stamp_ns)
+        if outcome is ReadOutcome.GOOD:
+            return True
+        if outcome is ReadOutcome.ABSENT or not self._is_still(path, inode):
+            self._space.forget(path)  # evicted, and perhaps written over, while we read
+        elif outcome is ReadOutcome.BAD:
+            bad.append(Doomed(path, self._layout.file_bytes, inode))
+            with self._lock:
+                self._bad.append(key)
+                self._num_bad += 1
+        return False
 
     # --------------------------------------------------------------------------------------------------- helpers
 

@@ -10,15 +10,16 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.fs_batch import BatchIO, address_of
 from kvoffload.tiering.stores.fs_format import PAGE_BYTES, BlockFormat
+from kvoffload.tiering.stores.fs_native import NOTHING
 from kvoffload.tiering.stores.fs_writer import unlink_quietly
 
-__all__ = ["FileIO", "ReadOutcome"]
+__all__ = ["FileIO", "NewFile", "ReadOutcome"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -32,8 +33,24 @@ class ReadOutcome(Enum):
     """The kernel gave less than the file has: no proof of anything."""
 
 
+@dataclass(slots=True)
+class NewFile:
+    """A block on its way to disk: written to ``temporary``, which may be there with the right size, named ``final``."""
+
+    key: OffloadKey
+    payload: memoryview
+    stamp_ns: int
+    """Time of its use, which becomes the file's mtime."""
+    temporary: str
+    final: str
+    reached: int = NOTHING
+
+
 class FileIO:
     """Reads and writes the files of one ``BlockFormat``. Any number of threads.
+
+    Each transfer is tried first with others of its batch, fast (``fs_batch``); what does not go smoothly is left
+    to the careful ``write`` and ``read``, which continue what stops short and tell what is wrong.
 
     Direct I/O is used while header, payload and buffer are whole aligned pages and the file system takes it; the
     first refusal of an aligned transfer ends it for good, and the transfer goes on through the page cache.
@@ -44,14 +61,49 @@ class FileIO:
         self._durable = durable
         self._direct = bool(_DIRECT) and layout.is_paged
         self._local = threading.local()
+        self._batch = BatchIO.where_possible(layout, durable=durable)
+        self.files_per_batch = self._batch.files_per_batch if self._batch is not None else 1
 
-    def write(self, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int, *, is_there: bool = False) -> None:
-        """Makes the file ``path``, complete on return (on disk too, if durable), or, if it ``is_there``, overwrites
-        one of the same size. Raises ``OSError``."""
+    def try_to_write(self, files: Sequence[NewFile]) -> None:
+        """Writes and names up to ``files_per_batch`` files, as far as that goes smoothly: see ``reached``."""
+        if self._batch is None:
+            return
+        headers = [self._layout.header(file.key, file.payload) for file in files]
+        addresses = [address_of(file.payload) for file in files]
+        reached = self._batch.write(
+            [file.temporary for file in files],
+            [file.final for file in files],
+            headers,
+            addresses,
+            [file.stamp_ns for file in files],
+            direct=self._is_direct(addresses),
+        )
+        for file, stage in zip(files, reached):
+            file.reached = stage
+
+    def try_to_read(
+        self,
+        paths: Sequence[str],
+        keys: Sequence[OffloadKey],
+        payloads: Sequence[memoryview],
+        stamps_ns: Sequence[int],
+    ) -> list[bool]:
+        """Fills up to ``files_per_batch`` payloads; which of them are good and stamped. The others: ask ``read``."""
+        if self._batch is None or any(payload.readonly for payload in payloads):
+            return [False] * len(paths)
+        addresses = list(map(address_of, payloads))
+        headers = self._batch.read(paths, addresses, stamps_ns, direct=self._is_direct(addresses))
+        return [
+            header is not None and header.tobytes() == self._layout.header(key, payload)
+            for header, key, payload in zip(headers, keys, payloads)
+        ]
+
+    def write(self, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> None:
+        """Makes the file ``path``, complete on return (on disk too, if durable), or overwrites one of the same size.
+        Raises ``OSError``."""
         header = self._header_buffer()
         header[:] = self._layout.header(key, payload)
-        flags = os.O_WRONLY | os.O_CLOEXEC | (0 if is_there else os.O_CREAT | os.O_EXCL)
-        fd = self._open(path, flags, payload)
+        fd = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, payload)
         try:
             if not self._move(fd, os.writev, [header, payload]):
                 raise OSError(errno.EIO, "the kernel wrote nothing", path)
@@ -94,11 +146,11 @@ class FileIO:
             # Cut down while we read, or the kernel stopped early: look again before judging.
             is_short = os.fstat(fd).st_size != self._layout.file_bytes
             return ReadOutcome.BAD if is_short else ReadOutcome.UNSURE, status.st_ino
-        good = header == self._layout.header(key, payload)
+        good = header.tobytes() == self._layout.header(key, payload)
         return ReadOutcome.GOOD if good else ReadOutcome.BAD, status.st_ino
 
     def _open(self, path: str, flags: int, payload: memoryview) -> int:
-        if self._direct and _is_aligned(payload):
+        if self._is_direct([address_of(payload)]):
             try:
                 return os.open(path, flags | _DIRECT, 0o644)
             except OSError as exc:
@@ -135,6 +187,9 @@ class FileIO:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_DIRECT)
         return True
 
+    def _is_direct(self, addresses: Sequence[int]) -> bool:
+        return self._direct and not any(address % PAGE_BYTES for address in addresses)
+
     def _header_buffer(self) -> memoryview:
         """This thread's aligned page for headers."""
         buffer: memoryview | None = getattr(self._local, "header", None)
@@ -149,8 +204,3 @@ def _after(buffers: list[memoryview], moved: int) -> list[memoryview]:
         moved -= buffers[0].nbytes
         buffers = buffers[1:]
     return [buffers[0][moved:], *buffers[1:]] if buffers else []
-
-
-def _is_aligned(buffer: memoryview) -> bool:
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address % PAGE_BYTES == 0

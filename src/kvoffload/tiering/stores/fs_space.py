@@ -7,10 +7,11 @@ import os
 import stat
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from kvoffload.tiering.stores.fs_batch import look, move
 from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES, Account, Ledger
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep, unlink_quietly, writers_alive
@@ -49,6 +50,11 @@ class Booking:
     each_bytes: int
     recycled: list[str] = field(default_factory=list)
     most_recycled: int = 0
+
+    @property
+    def missing(self) -> int:
+        """How many more evicted files it can use."""
+        return self.most_recycled - len(self.recycled)
 
     def drop_recycled(self, but: int) -> None:
         """Deletes files that nothing was written into, all but so many."""
@@ -128,11 +134,12 @@ class Space:
         """As of the last time the ledger was held here; no I/O."""
         return self._used_bytes
 
-    def stamp(self) -> int:
-        """The time for a use that happens now, nanoseconds; each later than the one before."""
+    def stamps(self, count: int) -> range:
+        """Times for ``count`` uses that happen now, nanoseconds; each later than the one before."""
         with self._lock:
-            self._last_stamp_ns = max(self._last_stamp_ns + 1, time.time_ns())
-            return self._last_stamp_ns
+            first = max(self._last_stamp_ns + 1, time.time_ns())
+            self._last_stamp_ns = first + count - 1
+            return range(first, first + count)
 
     def reserve(self, count: int, each_bytes: int, spare: Collection[str]) -> Booking:
         """Books up to ``count`` files, making room if need be, though never by deleting one of ``spare``.
@@ -278,45 +285,75 @@ class Space:
 
     def _evict(self, account: Account, target_bytes: int, spare: Collection[str]) -> None:
         spared: list[tuple[str, int]] = []
+        booking = self._recycle
         while account.used_bytes > target_bytes:
-            with self._lock:
-                if not self._order:
-                    break
-                path, stamp_ns = self._order.popitem(last=False)
-            if path in spare:
-                spared.append((path, stamp_ns))
-                continue
-            full = os.path.join(self._root, path)
+            count = 1
+            if booking is not None:
+                count = max(1, min(booking.missing, -(-(account.used_bytes - target_bytes) // booking.each_bytes)))
+            oldest = self._take_oldest(count, spare, spared)
+            if not oldest:
+                break
             try:
-                status = os.stat(full, follow_symlinks=False)
-                if status.st_mtime_ns > stamp_ns:
-                    self.used(path, status.st_mtime_ns)  # by another process, since we looked last
-                    continue
-                self._dispose(full, status.st_size)
-            except FileNotFoundError:
-                continue
-            except OSError:
-                self.used(path, stamp_ns)
-                raise
-            self._take_off(account, status.st_size)
-            self.num_evicted += 1
-            self.forget(path)
-            with self._lock:
-                self._evicted.append(path)
+                if booking is not None and booking.missing:
+                    self._recycle_files(account, oldest, booking)
+                while oldest and account.used_bytes > target_bytes:
+                    self._delete_oldest(account, *oldest.popleft())
+            finally:
+                with self._lock:
+                    for path, stamp_ns in reversed(oldest):
+                        self._order[path] = stamp_ns
+                        self._order.move_to_end(path, last=False)
         with self._lock:
             for path, stamp_ns in spared:
                 self._order.setdefault(path, stamp_ns)
 
-    def _dispose(self, full: str, size_bytes: int) -> None:
-        """Deletes a file, or keeps it under another name for the batch that the room is for to write into: making
-        files anew costs some file systems more than writing them."""
-        booking = self._recycle
-        if booking is None or size_bytes != booking.each_bytes or len(booking.recycled) >= booking.most_recycled:
+    def _take_oldest(self, count: int, spare: Collection[str], spared: list[tuple[str, int]]) -> deque[tuple[str, int]]:
+        """The first ``count`` files of the order, taken out of it; those of ``spare`` go to ``spared``."""
+        oldest = deque[tuple[str, int]]()
+        with self._lock:
+            while self._order and len(oldest) < count:
+                item = self._order.popitem(last=False)
+                (spared if item[0] in spare else oldest).append(item)
+        return oldest
+
+    def _recycle_files(self, account: Account, files: deque[tuple[str, int]], booking: Booking) -> None:
+        """Renames those of ``files`` that the batch which the room is for can write into: making files anew costs some
+        file systems more than writing them. The others stay in ``files``."""
+        fulls = [f"{self._root}/{path}" for path, _ in files]
+        fit = [
+            (index, full, self._workplace.new_path())
+            for index, (full, found, (_, stamp_ns)) in enumerate(zip(fulls, look(fulls), files))
+            if found is not None and found.size_bytes == booking.each_bytes and found.used_ns <= stamp_ns
+        ]
+        moved = move([full for _, full, _ in fit], [recycled for _, _, recycled in fit])
+        for (index, _, recycled), is_moved in reversed(list(zip(fit, moved))):
+            if is_moved:
+                booking.recycled.append(recycled)
+                self._is_gone(account, files[index][0], booking.each_bytes)
+                del files[index]
+
+    def _delete_oldest(self, account: Account, path: str, stamp_ns: int) -> None:
+        """Deletes a file, unless another process has used it since we looked last. Raises ``OSError``."""
+        full = os.path.join(self._root, path)
+        try:
+            status = os.stat(full, follow_symlinks=False)
+            if status.st_mtime_ns > stamp_ns:
+                self.used(path, status.st_mtime_ns)
+                return
             os.unlink(full)
+        except FileNotFoundError:
             return
-        recycled = self._workplace.new_path()
-        os.rename(full, recycled)
-        booking.recycled.append(recycled)
+        except OSError:
+            self.used(path, stamp_ns)
+            raise
+        self._is_gone(account, path, status.st_size)
+
+    def _is_gone(self, account: Account, path: str, size_bytes: int) -> None:
+        self._take_off(account, size_bytes)
+        self.num_evicted += 1
+        self.forget(path)
+        with self._lock:
+            self._evicted.append(path)
 
     def _learn(self, account: Account) -> Iterator[list[FileSeen]]:
         """A walk that leaves ``_order`` complete and, if we are alone, ``account`` exact."""
