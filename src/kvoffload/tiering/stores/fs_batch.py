@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -23,6 +24,7 @@ _BATCH_BYTES = 1 << 20
 _MOST_FILES = 32
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _BILLION = 1_000_000_000
+_BYTE = ctypes.c_char
 
 
 _STATX = np.dtype(
@@ -140,7 +142,8 @@ class BatchIO:
             self._durable,
             reached,
         )
-        return list(map(int, reached))
+        stages: list[int] = reached.tolist()
+        return stages
 
     def read(
         self, names: Sequence[str], payloads: Sequence[int], stamps_ns: Sequence[int], *, direct: bool
@@ -185,5 +188,7 @@ class _CStrings:
 
 
 def address_of(buffer: memoryview) -> int:
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address
+    if buffer.readonly:
+        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        return address
+    return ctypes.addressof(_BYTE.from_buffer(buffer))  # a quarter of the time
