@@ -233,8 +233,11 @@ class TieringMachine(RuleBasedStateMachine):
         for tier, mode, there, writing, start in zip(self.rig.tiers, self.cascade, below, being_written, seen):
             for call in tier.log[start:]:
                 if call.req_id == WRITE_BEHIND:
-                    assert mode == "on_evict" and call.name == "submit_store"
+                    assert mode == "on_evict" and call.name in ("submit_store", "touch")
                     assert set(call.keys) <= self.resident
+                    if call.name == "touch":
+                        assert set(call.keys) <= there, "only what is below is used there"
+                        continue
                     assert not set(call.keys) & there, "what is below is not written again"
                     assert not set(call.keys) & writing, "nor what is being written"
 

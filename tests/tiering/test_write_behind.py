@@ -99,6 +99,26 @@ def test_a_promoted_block_stays_below_and_is_not_written_again() -> None:
     assert rig.primary.peek(keys(0)[0]) is None
 
 
+def test_what_leaves_and_is_below_already_is_used_there_head_last() -> None:
+    """Else it would be as old below as its last use is, and go before what was written long ago."""
+    rig = rig_of()
+    rig.below(keys(0, 1))
+    fill(rig, 0, 64)
+    rig.step()
+    own = [call for call in rig.tier.calls("touch") if call.req_id == "kvoffload:write-behind"]
+    assert [list(call.keys) for call in own] == [keys(1, 0)]
+    assert not written(rig)
+
+
+def test_many_blocks_go_down_in_small_jobs_the_first_to_be_evicted_first() -> None:
+    """A job's pins are held until all of it has ended."""
+    rig = rig_of(num_blocks=8192)
+    fill(rig, 0, 8192)
+    rig.step()
+    jobs = [list(job.keys) for job in rig.tier.jobs.values()]
+    assert jobs == [keys(*reversed(range(start, start + 64))) for start in (0, 64, 128, 192)]
+
+
 def test_a_block_that_the_tier_dropped_meanwhile_is_written_when_it_comes_to_the_window_again() -> None:
     rig = rig_of()
     fill(rig, 0, 64)

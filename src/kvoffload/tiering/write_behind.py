@@ -16,7 +16,7 @@ __all__ = ["WriteBehind"]
 
 _MOST_WATCHED = 4096
 _PER_STEP = 512
-_PER_FLUSH = 64
+_PER_JOB = 64
 _STEPS_TO_FIND_OUT = 4
 _MOST_SKIPPED = 15
 _TOLERATED = 0.05
@@ -50,8 +50,9 @@ class WriteBehind:
     comes too soon for it, and shrinks again slowly.
 
     A block is written once as long as it stays watched; one that comes back to the window later is asked for again,
-    since the tier may have dropped it. A failed write is tried again at a later look, if the block is still there: the
-    next one, or after failures in a row one of the next 16.
+    since the tier may have dropped it. If it is there still, that is a use of it: what leaves the primary tier now is
+    worth more below than what left long ago. A failed write is tried again at a later look, if the block is still
+    there: the next one, or after failures in a row one of the next 16.
 
     No eviction waits for any of this. A block evicted before it was written is dropped, and counted. A block is pinned
     while it is written, for each tier no more of them than the largest window.
@@ -146,10 +147,10 @@ class WriteBehind:
             below.queue.clear()
             idle = self._primary.next_victims(self._primary.num_blocks) or []
             rest = idle[::-1]
-            for start in range(0, len(rest), _PER_FLUSH):
+            for start in range(0, len(rest), _PER_JOB):
                 if below.in_flight or clock() >= end_s:
                     break  # it hangs, or is too slow
-                below.queue = dict.fromkeys(reversed(rest[start : start + _PER_FLUSH]), 1)
+                below.queue = dict.fromkeys(reversed(rest[start : start + _PER_JOB]), 1)
                 self._write(below)
                 below.tier.drain_jobs()
                 poll()
@@ -190,6 +191,7 @@ class WriteBehind:
 
     def _write(self, below: _Below) -> None:
         missing: list[OffloadKey] = []
+        there: list[OffloadKey] = []
         for key, steps in list(islice(below.queue.items(), _PER_STEP)):
             block = self._primary.peek(key)
             # One that is pinned meanwhile goes down all the same: it may be another tier that reads it.
@@ -201,9 +203,12 @@ class WriteBehind:
             del below.queue[key]
             if found is not None:
                 below.settled[key] = self._look
-                if not found:
-                    missing.append(key)
-        if missing:
-            below.in_flight += len(missing)
-            # The head of a prefix is evicted last, and shall outlive its tail below too.
-            self._send(below.tier, missing[::-1], self.context)
+                (there if found else missing).append(key)
+        # The head of a prefix is evicted last, and shall outlive its tail below too: hence the order in a job, and that
+        # of jobs. They are small, since a job's pins are held until all of it has ended.
+        for start in range(0, len(missing), _PER_JOB):
+            keys = missing[start : start + _PER_JOB]
+            below.in_flight += len(keys)
+            self._send(below.tier, keys[::-1], self.context)
+        if there:
+            below.tier.touch(there[::-1], self.context)
