@@ -10,16 +10,15 @@ that it overwrites, which is a third of all traffic, and pushes out what compute
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MoveRuns", "native_mover"]
+from kvoffload.compiled import compiled
 
-logger = logging.getLogger(__name__)
+__all__ = ["MoveRuns", "native_mover"]
 
 Int64s = npt.NDArray[np.int64]
 MoveRuns = Callable[[Int64s, Int64s, Int64s], None]
@@ -34,16 +33,7 @@ _AHEAD_BYTES = 4096
 @functools.cache
 def native_mover() -> MoveRuns | None:
     """The compiled loop, or ``None`` where numba is missing or unusable. The first call takes about a second."""
-    try:
-        import numba
-    except ImportError:
-        return None
-    try:
-        return _compile(numba)
-    except Exception:
-        # numba, llvmlite and numpy releases can disagree; the plain way is always right.
-        logger.warning("numba could not compile the copy loop; small pages will be copied slower.", exc_info=True)
-        return None
+    return compiled(_compile, "small pages will be copied slower")
 
 
 def _compile(numba: Any) -> MoveRuns:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NAMED", "NOTHING", "STATX_BYTES", "WRITTEN", "NativeFiles", "native_files"]
+from kvoffload.compiled import compiled
 
-logger = logging.getLogger(__name__)
+__all__ = ["NAMED", "NOTHING", "STATX_BYTES", "WRITTEN", "NativeFiles", "native_files"]
 
 NOTHING, WRITTEN, NAMED = 0, 1, 2
 """How far a file came: not written (or in part); complete under its temporary name; under its final name."""
@@ -56,16 +55,7 @@ class NativeFiles(NamedTuple):
 @functools.cache
 def native_files() -> NativeFiles | None:
     """The compiled loops, or ``None`` where numba or a system call is missing. The first call takes about a second."""
-    try:
-        import numba
-    except ImportError:
-        return None
-    try:
-        return _compile(numba)
-    except Exception:
-        # numba, llvmlite, numpy and C library can disagree; the plain way is always right.
-        logger.warning("numba could not compile the file loops; small blocks will be slower on disk.", exc_info=True)
-        return None
+    return compiled(_compile, "small blocks will be slower on disk")
 
 
 def _compile(numba: Any) -> NativeFiles:

@@ -12,24 +12,14 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvoffload.tiering.stores.fs_batch import look, move
-from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES, Account, Ledger
+from kvoffload.tiering.stores.fs_walk import FileSeen, walk
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep, unlink_quietly, writers_alive
 
-__all__ = ["Booking", "Doomed", "FileSeen", "Space", "walk"]
+__all__ = ["Booking", "Doomed", "Space"]
 
 _SCAN_SHARE = 10
 """A walk that found no room is not repeated for this many times its own duration."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileSeen:
-    """A block file as a walk finds it; ``path`` is relative to the root."""
-
-    path: str
-    size_bytes: int
-    used_ns: int
-    """Time of last use (the file's mtime)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,45 +50,6 @@ class Booking:
         """Deletes files that nothing was written into, all but so many."""
         while len(self.recycled) > but:
             unlink_quietly(self.recycled.pop())
-
-
-def walk(root: str, directory: str | None = None) -> Iterator[list[FileSeen]]:
-    """Every block file, one list per directory of files; of one namespace's ``directory``, or of all.
-
-    Reads directories and inodes only. What cannot be read or is not ours is left out.
-    """
-    for space in [directory] if directory is not None else _names(root):
-        if space == CONTROL_DIR:
-            continue
-        for fan in _names(os.path.join(root, space)):
-            if len(fan) == 2:
-                yield _files(root, f"{space}/{fan}")
-
-
-def _names(path: str) -> list[str]:
-    try:
-        with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    except OSError:
-        return []
-
-
-def _files(root: str, directory: str) -> list[FileSeen]:
-    seen = []
-    try:
-        with os.scandir(os.path.join(root, directory)) as entries:
-            for entry in entries:
-                if not entry.name.endswith(SUFFIX):
-                    continue
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except OSError:
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    seen.append(FileSeen(f"{directory}/{entry.name}", status.st_size, status.st_mtime_ns))
-    except OSError:
-        pass
-    return seen
 
 
 class Space:

@@ -24,7 +24,8 @@ from kvoffload.tiering.stores.fs_format import (
     namespace_of,
     parse_name,
 )
-from kvoffload.tiering.stores.fs_space import Doomed, FileSeen, Space, walk
+from kvoffload.tiering.stores.fs_space import Doomed, Space
+from kvoffload.tiering.stores.fs_walk import FileSeen, walk
 from kvoffload.tiering.stores.fs_writer import Workplace, sweep
 
 __all__ = ["NamespaceUsage", "StoreRoot", "is_sound"]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of FileSystemStore share."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs_format import SUFFIX, BlockFormat
+from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+
+SMALL, PAGED = 1000, 65536
+KEY, OTHER = keys_of(1, 2)
+
+one_by_one = pytest.mark.parametrize("open_store", ["one by one"], indirect=True)
+"""For tests that step between the system calls, which only Python's can be."""
+
+
+def write(store: FileSystemStore, *keys: OffloadKey, size: int = SMALL) -> list[bool]:
+    return store.write(keys, [memoryview(block_of(key, size)) for key in keys])
+
+
+def read(store: FileSystemStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
+    buffer = mmap.mmap(-1, size)  # page-aligned, as the primary tier's rows are
+    return bytes(buffer) if store.read_into([key], [memoryview(buffer)]) == [True] else None
+
+
+def here(store: FileSystemStore, *keys: OffloadKey) -> set[OffloadKey]:
+    return {key for key, found in zip(keys, store.contains(keys), strict=True) if found}
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*" + SUFFIX))
+
+
+def disk_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def room_for(num_blocks: int, size: int = SMALL) -> int:
+    return num_blocks * BlockFormat("", size).file_bytes + LEDGER_BYTES

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FileSystemStore and its root: disks that fail, names, and mistakes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiering.stores.rig import (
+    KEY,
+    OTHER,
+    PAGED,
+    SMALL,
+    disk_bytes,
+    here,
+    one_by_one,
+    read,
+    room_for,
+    write,
+)
+
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores import fs
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs_format import CONTROL_DIR, directory_of, namespace_of
+
+
+def test_a_root_that_goes_away_and_comes_back(open_store, tmp_path: Path) -> None:
+    store = open_store(max_bytes=room_for(4))
+    write(store, KEY, OTHER)
+    shutil.rmtree(tmp_path / "kv")
+    for call in (lambda: store.contains([KEY]), lambda: read(store, KEY), lambda: write(store, KEY)):
+        with pytest.raises(StoreError):
+            call()
+    store.touch([KEY])
+    store.discard([OTHER])
+    assert not (tmp_path / "kv").exists(), "a mount that went away is not written under"
+    (tmp_path / "kv").mkdir()
+    assert store.contains([KEY]) == [False]
+    assert read(store, KEY) is None
+    for _ in range(3):
+        assert write(store, *keys_of(*range(10, 14))) == [True] * 4
+    assert here(store, *keys_of(*range(10, 14))) == set(keys_of(*range(10, 14)))
+    assert disk_bytes(tmp_path / "kv") <= room_for(4)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "none", path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    store = FileSystemStore(small_disk, PAGED)
+    keys = keys_of(*range(12))
+    answers = write(store, *keys, size=PAGED)
+    assert True in answers
+    assert False in answers
+    for key, answer in zip(keys, answers, strict=True):
+        assert read(store, key, PAGED) == (block_of(key, PAGED) if answer else None)
+    with pytest.raises(StoreError, match="No space left"):
+        write(store, *keys_of(20, 21), size=PAGED)
+    assert not list((small_disk / CONTROL_DIR).glob("w-*/*")), "no halves are left"
+    store.discard([key for key, answer in zip(keys, answers, strict=True) if answer][:2])
+    assert write(store, *keys_of(20), size=PAGED) == [True]
+    store.close()
+
+
+def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:
+    store = FileSystemStore(small_disk, SMALL, max_bytes=room_for(10))
+    write(store, KEY)
+    store.close()
+    store = FileSystemStore(small_disk, SMALL, max_bytes=room_for(10))
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    assert read(store, KEY) == block_of(KEY, SMALL)
+    assert store.contains([KEY]) == [True]
+    with pytest.raises(StoreError, match="Read-only"):
+        write(store, OTHER)
+    store.touch([KEY])
+    store.discard([KEY])
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    assert write(store, OTHER) == [True]
+    assert read(store, OTHER) == block_of(OTHER, SMALL)
+    store.close()
+
+
+@one_by_one
+def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
+    open_store, tmp_path: Path, monkeypatch
+) -> None:
+    """Whatever would be written to that path then is on another disk than the one the quota is about."""
+    store, root = open_store(max_bytes=room_for(8)), tmp_path / "kv"
+    real_publish = fs.publish
+
+    def publish(temporary: str, final: str) -> bool:
+        if root.exists():
+            root.rename(tmp_path / "away")
+        return real_publish(temporary, final)
+
+    monkeypatch.setattr(fs, "publish", publish)
+    with pytest.raises(StoreError):
+        write(store, KEY)
+    assert not root.exists()
+    (tmp_path / "away").rename(root)
+    monkeypatch.setattr(fs, "publish", real_publish)
+    assert write(store, KEY) == [True]
+    assert read(store, KEY) == block_of(KEY, SMALL)
+    assert store.stats().used_bytes >= disk_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("namespace", ["", "a", "org/model", "..", ".kvoffload", "=", "%2F", "ü" * 20, "a b", "~~"])
+def test_any_namespace_is_one_directory_and_readable_again(namespace: str) -> None:
+    directory = directory_of(namespace)
+    assert "/" not in directory
+    assert not directory.startswith(".")
+    assert namespace_of(directory) == namespace
+
+
+def test_long_namespaces_are_kept_apart() -> None:
+    long = ["m/" * 300 + str(number) for number in range(3)]
+    assert len({directory_of(name) for name in long}) == 3
+    assert all(len(directory_of(name)) <= 255 for name in long)
+
+
+def test_mistakes_are_told_before_anything_is_made(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    for options in ({"max_bytes": 100}, {"durability": "maybe"}):
+        with pytest.raises(ConfigError):
+            FileSystemStore(root, SMALL, **options)
+    with pytest.raises(ConfigError):
+        FileSystemStore(root, 0)
+    assert not root.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        FileSystemStore(tmp_path / "file", SMALL)
