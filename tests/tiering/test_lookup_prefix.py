@@ -113,3 +113,34 @@ def test_waiting_for_a_long_prefix_polls_the_tier_once_per_call(monkeypatch: pyt
     assert len(polls) == 1
     rig.tier.finish()
     assert rig.ask(prefix(40), request) == [True] * 40
+
+
+def test_what_follows_a_block_that_was_taken_is_looked_at_as_ever() -> None:
+    rig = Rig(4)
+    asked = keys(0, 1)
+    rig.below(asked)
+    rig.store(asked[:1], rig.start("first"), finish=False)
+    rig.finish()
+    request = rig.start("r")
+    assert rig.ask(asked, request) == [True, None]
+    rig.finish()
+    rig.finish()
+    rig.store(prefix(3, of="q"), rig.start("runs"))
+    assert rig.primary.peek(asked[0]) is None and rig.primary.peek(asked[1]) is not None
+    assert rig.ask(asked, request) == [None, True]
+
+
+def test_a_block_that_was_taken_is_counted_once_per_lookup() -> None:
+    rig = Rig(4, primary_options={"store_threshold": 4})
+    rig.below(prefix(3))
+    unknown = ReqContext("never announced")
+    assert rig.ask(prefix(3), unknown) == [None] * 3
+    rig.finish()
+    rig.finish()
+    for key in prefix(4, of="q"):
+        for _ in range(3):
+            rig.ask([key], ReqContext(f"{key!r}"))
+    runs = rig.start("runs")
+    rig.store(prefix(4, of="q"), runs)
+    assert rig.ask(prefix(3), unknown) == [False]
+    assert rig.write(keys(0), runs) == [], "asked for twice and offered once, where it takes four"

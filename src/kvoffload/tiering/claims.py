@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from math import ceil
 
 from kvoffload.base import OffloadKey
@@ -90,12 +90,17 @@ class Claims(Collection[OffloadKey]):
             self._drop_if_free(key, held)
         request.claims.clear()
 
-    def promotion_begun(self, request: RequestState, key: OffloadKey) -> None:
-        """``key`` is being promoted for ``request``, which ``refusal`` had nothing against."""
-        claimed = self.claim(request, key)
-        assert claimed
-        self._held[key].promoting = True
-        self._fresh.pop(key, None)
+    def promotions_begun(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+        """``keys`` are being promoted for ``request``, which ``refusal`` had nothing against."""
+        held, claims, claimant = self._held, request.claims, id(request)
+        for key in keys:
+            block = held.get(key)
+            if block is None:
+                block = held[key] = _Held()
+            block.claimants[claimant] = request
+            block.promoting = True
+            claims[key] = None
+            self._fresh.pop(key, None)
 
     def promotion_ended(self, key: OffloadKey, success: bool) -> list[RequestState]:
         """The promotion of ``key`` is over. If it failed, no claim on it is left, and the answer is who waited."""

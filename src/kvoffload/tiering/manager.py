@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import takewhile
 from typing import get_args
 
 from kvoffload.base import (
@@ -127,16 +128,19 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._tiers:
             return self.primary_tier.lookup_prefix(keys, req_context)
         request, look = self._request(req_context), self.primary_tier.lookup
-        answers: list[bool | None] = []
+        is_impatient = request.has_waited_enough(self._clock())
+        answers = [] if is_impatient else self._held_head(request, keys)
+        if was_taken := answers[-1:] == [False]:
+            answers.pop()
         run: dict[OffloadKey, GuardedTier] = {}
         room = 0
-        has_polled = False
-        for key in keys:
+        for key in keys[len(answers) :]:
             if key in run and not self._promote_run(request, run, answers):
                 return answers
-            answer = look(key, req_context)
+            answer = False if was_taken else look(key, req_context)
+            was_taken = False
             tier = None
-            if answer is False and not request.has_waited_enough(self._clock()):
+            if answer is False and not is_impatient:
                 if not run:
                     room = self._certain_room(request)
                 tier, answer = self._tier_with(request, key)
@@ -155,11 +159,6 @@ class TieringOffloadingManager(OffloadingManager):
                     if not self._promote_run(request, run, answers):
                         return answers
                     answer = self._peek(key)  # the run may have evicted it
-                if answer is None and has_polled and key in request.claims and not self._is_impatient(request):
-                    answers.append(None)  # as below, for the many blocks of a prefix on their way up
-                    continue
-                if answer is None and not has_polled and key in self._promotions:
-                    has_polled = True  # all that has ended is heard of at once
                 answer = self._answer(request, key, answer)
             answers.append(answer)
             if answer is False:
@@ -168,8 +167,13 @@ class TieringOffloadingManager(OffloadingManager):
             self._promote_run(request, run, answers)
         return answers
 
-    def _is_impatient(self, request: RequestState) -> bool:
-        return request.has_waited_enough(self._clock())
+    def _held_head(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """The primary tier's answers for the blocks that ``keys`` begins with and ``request`` holds already, up to
+        one that was taken from it (``False``). So a long prefix on its way up costs little to ask for in each step."""
+        if not request.claims:
+            return []
+        self._poll()
+        return self.primary_tier.lookup_prefix([*takewhile(request.claims.__contains__, keys)], request.context)
 
     def _answer(self, request: RequestState, key: OffloadKey, answer: bool | None) -> bool | None:
         """What ``request`` is told of ``key``, of which the primary tier says ``answer``."""

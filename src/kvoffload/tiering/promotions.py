@@ -75,12 +75,11 @@ class Promotions:
         if slots is None:
             self.refused["no_room"] += 1
             return False
-        begun, wanted_by = self._claims.promotion_begun, self._wanted_by
+        self._claims.promotions_begun(request, run)
         request.promoted.update(run)
+        self._wanted_by.update(dict.fromkeys(run, request))
         batch: _Batch | None = None
         for (key, tier), slot in zip(run.items(), reversed(slots), strict=True):
-            begun(request, key)
-            wanted_by[key] = request
             if batch is None or batch.tier is not tier:
                 batch = self._queue.setdefault((tier.index, id(request)), _Batch(tier, request))
             batch.slots[key] = slot
