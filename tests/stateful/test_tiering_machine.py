@@ -7,6 +7,7 @@ in the fake tiers. A block's bytes are a function of its key, so a wrong block i
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -87,6 +88,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.perhaps_queued: set[OffloadKey] = set()
         self.late_jobs: set[int] = set()
         self.began_asking: dict[str, float] = {}
+        self.waited_s: Counter[str] = Counter()
         for tier, (name, length) in zip(self.rig.tiers, below):
             tier.put(prefix(length, of=name), map(content, prefix(length, of=name)))
         for _ in range(3):
@@ -157,6 +159,7 @@ class TieringMachine(RuleBasedStateMachine):
         hit = answers.index(False) if False in answers else len(answers)
         if load and None not in answers and hit:
             spec = self.manager.prepare_load(blocks[:hit], context)
+            self._wait_ends(context.req_id)
             transfer = Transfer(blocks[:hit], spec.block_ids.tolist(), context)
             self._check_bytes(transfer)
             self.loads.append(transfer)
@@ -166,7 +169,8 @@ class TieringMachine(RuleBasedStateMachine):
         if answer is not None:
             return
         began = self.began_asking.setdefault(context.req_id, self.rig.clock())
-        assert self.rig.clock() - began < MAX_WAIT_S * 3, "deferred beyond its patience"
+        waited_s = self.waited_s[context.req_id] + self.rig.clock() - began
+        assert waited_s < MAX_WAIT_S * 3, "deferred beyond its patience"
         below = [tier for tier in self.rig.tiers if tier.lookup(key, context) is not False]
         if key in self._coming() | self.queued or any(key in store.keys for store in self.stores if not store.is_stale):
             return
@@ -177,11 +181,13 @@ class TieringMachine(RuleBasedStateMachine):
         if any(tier.lookup(key, context) for tier in below):
             self.queued.add(key)
 
+    def _wait_ends(self, req_id: str) -> None:
+        if req_id in self.began_asking:
+            self.waited_s[req_id] += self.rig.clock() - self.began_asking.pop(req_id)
+
     def _is_late(self, key: OffloadKey) -> bool:
-        """Whether a promotion from before the last reset is still writing ``key`` somewhere."""
-        return any(
-            key in job.keys and job.job_id in self.late_jobs for tier in self.rig.tiers for job in tier.jobs.values()
-        )
+        """Whether a promotion from before the last reset still writes ``key`` somewhere, as far as has been heard."""
+        return any(key in job.keys and job.job_id in self.late_jobs for job in self.manager._transfers)
 
     def _coming(self) -> set[OffloadKey]:
         jobs = [job for tier in self.rig.tiers for job in tier.jobs.values()]
@@ -195,6 +201,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     def prepare_store(self, context: ReqContext, offered: list[OffloadKey]) -> None:
         output = self.manager.prepare_store(offered, context)
+        self._wait_ends(context.req_id)
         self._hear_events()
         if output is None:
             return
@@ -279,6 +286,8 @@ class TieringMachine(RuleBasedStateMachine):
         self.rig.tiers[0].hangs = hangs
         self.manager.reset_cache()
         self.rig.tiers[0].hangs = False
+        for req_id in list(self.began_asking):
+            self._wait_ends(req_id)
         for transfer in (*self.stores, *self.loads):
             transfer.is_stale = True
         self.late_jobs |= {job_id for tier in self.rig.tiers for job_id in tier.jobs}

@@ -121,7 +121,9 @@ class WriteBehind:
             return
         if not is_own:
             for key in job.succeeded:
-                below.settled.setdefault(key, 0)
+                # One that overlapped with a write from before a reset may have come to nothing.
+                if self._primary.peek(key) is not None:
+                    below.settled.setdefault(key, 0)
             return
         for key in job.failed:
             below.settled.pop(key, None)
