@@ -13,7 +13,7 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
-from kvoffload.tiering.stores.fs_batch import look
+from kvoffload.tiering.stores.fs_batch import Look, look
 from kvoffload.tiering.stores.fs_format import BlockFormat, directory_of, parse_name
 from kvoffload.tiering.stores.fs_io import FileIO, NewFile, ReadOutcome
 from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
@@ -84,10 +84,12 @@ class FileSystemStore(BlockStore):
     # ------------------------------------------------------------------------------------------------ BlockStore
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        answers, trouble = [], _Trouble(self._root)
-        for key in keys:
+        answers, trouble = list[bool](), _Trouble(self._root)
+        fulls = [self._full(self._layout.path_of(key)) for key in keys]
+        for full, found in zip(fulls, look(fulls)):
             try:
-                answers.append(self._is_whole(self._full(self._layout.path_of(key))))
+                # Whatever does not look right is looked at again with care, which tells absent from out of order.
+                answers.append(self._is_ours(found) or self._is_whole(full))
             except OSError as exc:
                 trouble.note(exc)
                 answers.append(False)
@@ -161,8 +163,7 @@ class FileSystemStore(BlockStore):
 
     def _write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         paths = [self._layout.path_of(key) for key in keys]
-        looks = look([self._full(path) for path in paths])
-        answers = [found is not None and found.size_bytes == self._layout.file_bytes for found in looks]
+        answers = [self._is_ours(found) for found in look([self._full(path) for path in paths])]
         # A key may be given twice: its first block is the one that is written.
         wanted = {path: index for index, path in reversed(list(enumerate(paths))) if not answers[index]}
         new = sorted(wanted.values())
@@ -269,6 +270,9 @@ class FileSystemStore(BlockStore):
             return os.stat(self._full(path), follow_symlinks=False).st_ino == inode
         except FileNotFoundError:
             return False
+
+    def _is_ours(self, found: Look | None) -> bool:
+        return found is not None and found.size_bytes == self._layout.file_bytes
 
     def _is_whole(self, full: str) -> bool:
         try:
