@@ -4,18 +4,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.engines.reference.zoo import VOCAB, tiny_model
+from tests.tiering.rig import quiesce
 
+from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions, SamplingParams
-from kvoffload.sim.driver import SimConfig, simulate
+from kvoffload.sim.driver import SimConfig, SimResult, simulate
 from kvoffload.sim.load import load_trace
 from kvoffload.sim.trace import NO_SESSION, Trace
+from kvoffload.tiering.base import CascadeMode, JobMetadata
+from kvoffload.tiering.factory import STORES, FileSystemOptions
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs_format import BlockFormat
+from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 40
@@ -58,12 +67,52 @@ def prompt(trace: Trace, request: int) -> list[int]:
     return tokens + random.Random(-1 - request).choices(range(VOCAB), k=missing)
 
 
-def served(trace: Trace, cpu_blocks: int, **config: Any) -> list[int]:
-    """Blocks that the engine loaded from host memory, by request, one request at a time and nothing on the device.
+class PromptTier(StoreTier):
+    """Whatever it is told is done when the call returns, as in the simulator with links of any speed."""
 
-    A store ends before the next step, which is how the simulator takes it.
+    def submit_store(self, job: JobMetadata) -> None:
+        super().submit_store(job)
+        quiesce(self)
+
+    def submit_load(self, job: JobMetadata) -> None:
+        super().submit_load(job)
+        quiesce(self)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        quiesce(self)
+        self._store.touch([key for key in keys if key in self._index])
+
+
+class PromptOptions(FileSystemOptions, frozen=True, kw_only=True):
+    """``{"type": "prompt-fs", "path": ..., "max_blocks": ...}``: a file store of so many blocks."""
+
+    max_blocks: int
+
+    def build(self, primary_kv_view: memoryview, namespace: str) -> PromptTier:
+        assert primary_kv_view.shape is not None
+        block_bytes = primary_kv_view.shape[1]
+        max_bytes = self.max_blocks * BlockFormat("", block_bytes).file_bytes + LEDGER_BYTES
+        store = FileSystemStore(self.path, block_bytes, namespace, max_bytes)
+        limits = TierLimits(threads=1, max_backlog_blocks=1 << 20)
+        tier = PromptTier(primary_kv_view, self.label, store, limits, exclusive=True)
+        quiesce(tier)  # the scan
+        return tier
+
+
+@pytest.fixture
+def prompt_fs() -> Iterator[str]:
+    STORES.register("prompt-fs", PromptOptions)
+    yield "prompt-fs"
+    STORES.unregister("prompt-fs")
+
+
+def served(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0, **config: Any) -> list[tuple[int, int]]:
+    """Blocks that the engine found on the device and those it loaded from below, by request, one request at a time.
+
+    A store ends before the next step, which is how the simulator takes it. Without ``gpu_blocks`` the device has room
+    for every request, and keeps nothing of it.
     """
-    options = EngineOptions(num_blocks=128, block_tokens=BLOCK_TOKENS, max_batch_tokens=CHUNK_TOKENS)
+    options = EngineOptions(num_blocks=gpu_blocks or 128, block_tokens=BLOCK_TOKENS, max_batch_tokens=CHUNK_TOKENS)
     model = tiny_model("llama")
     with Engine(model, options) as bare:
         block_bytes = bare.layout.block_bytes(1)
@@ -72,13 +121,14 @@ def served(trace: Trace, cpu_blocks: int, **config: Any) -> list[int]:
     with Engine(model, options, offloading) as engine:
         assert engine.get_stats()["primary_blocks",] == cpu_blocks
         for number in range(len(trace)):
-            engine.reset_cache(device=True, offloaded=False)
+            if not gpu_blocks:
+                engine.reset_cache(device=True, offloaded=False)
             sampling = SamplingParams(max_tokens=int(trace.output_tokens[number]))
             request = engine.add_request(prompt(trace, number), sampling)
             while not request.is_done:
                 engine.step()
                 end_transfers(engine)
-            hits.append(request.external_hit_tokens // BLOCK_TOKENS)
+            hits.append((request.device_hit_tokens // BLOCK_TOKENS, request.external_hit_tokens // BLOCK_TOKENS))
     return hits
 
 
@@ -89,21 +139,57 @@ def end_transfers(engine: Engine) -> None:
         engine._scheduler.take_outcome(engine._connector.update_connector_output(engine._worker.get_report()))
 
 
-def simulated(trace: Trace, cpu_blocks: int, policy: str) -> tuple[list[int], int]:
-    found: list[int] = []
-    config = SimConfig(cpu_blocks=cpu_blocks, block_bytes=1000, policy=policy, chunk_tokens=CHUNK_TOKENS)
-    result = simulate(trace, config, served=lambda _, gpu, cpu, disk: found.append(gpu + cpu + disk))
-    return found, result.refused_stores
+def simulated(
+    trace: Trace, cpu_blocks: int, policy: str = "lru", **more: Any
+) -> tuple[list[tuple[int, int]], SimResult]:
+    found: list[tuple[int, int]] = []
+    config = SimConfig(
+        cpu_blocks=cpu_blocks,
+        block_bytes=1000,
+        policy=policy,
+        chunk_tokens=CHUNK_TOKENS,
+        disk_read_bytes_per_s=1e18,
+        disk_write_bytes_per_s=1e18,
+        disk_latency_s=0,
+        **more,
+    )
+    result = simulate(trace, config, served=lambda _, gpu, cpu, disk: found.append((gpu, cpu + disk)))
+    return found, result
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "density"])
 @pytest.mark.parametrize("cpu_blocks", [6, 30, 90, 1000])
 def test_the_same_hits_block_for_block(policy: str, cpu_blocks: int) -> None:
     trace = conversations(50, seed=cpu_blocks)
-    found, refused = simulated(trace, cpu_blocks, policy)
+    found, result = simulated(trace, cpu_blocks, policy)
     assert found == served(trace, cpu_blocks, eviction_policy=policy)
-    assert sum(found) > 0
-    assert (refused > 0) == (cpu_blocks == 6)
+    assert sum(below for _, below in found) > 0
+    assert (result.refused_stores > 0) == (cpu_blocks == 6)
+
+
+@pytest.mark.parametrize("policy", ["lru", "density"])
+@pytest.mark.parametrize(("gpu_blocks", "cpu_blocks"), [(70, 90), (80, 150), (110, 120), (1000, 90)])
+def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_blocks: int, policy: str) -> None:
+    trace = conversations(60, seed=gpu_blocks)
+    found, _ = simulated(trace, cpu_blocks, policy, gpu_blocks=gpu_blocks)
+    assert found == served(trace, cpu_blocks, gpu_blocks, eviction_policy=policy)
+    assert sum(device for device, _ in found) > 0
+    assert (sum(below for _, below in found) > 0) == (gpu_blocks < 1000)
+
+
+@pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
+@pytest.mark.parametrize(
+    ("gpu_blocks", "cpu_blocks", "disk_blocks"), [(0, 30, 30), (0, 64, 130), (70, 50, 50), (0, 40, 1000)]
+)
+def test_the_same_hits_with_a_disk_below(
+    gpu_blocks: int, cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_fs: str, tmp_path: Path
+) -> None:
+    trace = conversations(80, seed=disk_blocks)
+    found, result = simulated(trace, cpu_blocks, gpu_blocks=gpu_blocks, disk_blocks=disk_blocks, cascade=cascade)
+    tier = {"type": prompt_fs, "path": str(tmp_path), "max_blocks": disk_blocks, "cascade": cascade}
+    config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    assert found == served(trace, cpu_blocks, gpu_blocks, **config)
+    assert result.disk_hit_blocks > 0
 
 
 def test_what_an_engine_recorded_is_what_it_served(tmp_path: Path) -> None:
@@ -116,4 +202,4 @@ def test_what_an_engine_recorded_is_what_it_served(tmp_path: Path) -> None:
     assert recorded.input_tokens.tolist() == trace.input_tokens.tolist()
     assert recorded.output_tokens.tolist() == trace.output_tokens.tolist()
     assert recorded.ids.tolist() == trace.ids.tolist()
-    assert simulated(recorded, 60, "lru")[0] == hits
+    assert simulated(recorded, 60)[0] == hits

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, make_offload_key
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.fake_tier import FakeTier
+from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.tier import StoreTier
 
 BLOCK_BYTES = 16
 
@@ -44,6 +47,14 @@ class Memory:
 
     def write(self, slot: int, block: bytes) -> None:
         self.bytes[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] = block
+
+
+def quiesce(tier: SecondaryTierManager) -> None:
+    """Returns when the threads of a ``StoreTier`` have nothing left to do, lookups and the scan included."""
+    assert isinstance(tier, StoreTier)
+    while not tier._runner.is_idle:
+        time.sleep(0.0002)
+        tier._poll()
 
 
 class Rig:

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a trace on the production managers with a virtual clock instead of bytes.
 
-What is simulated: a device pool that keeps prefixes in order of last use, and below it the very
-``CPUOffloadingManager`` or ``TieringOffloadingManager`` that would serve, called as the connector calls it: whole
-blocks only, the last token never part of a hit, hits touched and loaded, what was computed offered chunk by chunk in
-portions that find room, the whole prefix touched at the end. ``tests/integration/test_simulator_agrees.py`` compares
-it with the reference engine and the connector, block for block.
+What is simulated: a device pool (``device.py``), and below it the very ``CPUOffloadingManager`` or
+``TieringOffloadingManager`` that would serve, called as the connector calls it (``server.py``).
 
 The time model is one prefill server, first come, first served::
 
@@ -19,15 +16,16 @@ not a forecast: look at ``utilisation`` first, and beyond 0.9 believe no time at
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffload.base import OffloadingManager, OffloadKey, ReqContext
+from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.sim.device import DevicePool
+from kvoffload.sim.server import Server
 from kvoffload.sim.tier import Link, SimTier, VirtualClock, VirtualMemory
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
@@ -150,8 +148,6 @@ class _Driver:
         self._trace, self._config, self._keys = trace, config, keys
         self._progress, self._served = progress, served
         self._clock = VirtualClock()
-        self._device = CPUOffloadingManager(config.gpu_blocks, "lru") if config.gpu_blocks else None
-        self._load_link = Link(config.load_bytes_per_s, config.load_latency_s)
         self._tier: SimTier | None = None
         self._manager: OffloadingManager
         if config.disk_blocks:
@@ -175,107 +171,48 @@ class _Driver:
         self._hit_blocks = [0, 0, 0]
         self._hit_tokens = [0, 0, 0]
         self._ttfts = np.zeros(len(trace))
-        self._busy_s = self._prefill_s = 0.0
-        self._accesses = 0
+        self._busy_s = 0.0
+        self._server = Server(
+            trace,
+            keys,
+            self._manager,
+            self._clock,
+            prefill_tokens_per_s=config.prefill_tokens_per_s,
+            chunk_tokens=config.chunk_tokens,
+            block_bytes=config.block_bytes,
+            load_link=Link(config.load_bytes_per_s, config.load_latency_s),
+            device=DevicePool(config.gpu_blocks) if config.gpu_blocks else None,
+            wait=self._wait,
+        )
 
     def run(self) -> SimResult:
-        offsets = self._trace.offsets.tolist()
         told = 0
-        for request, (start, end) in enumerate(itertools.pairwise(offsets)):
-            self._serve(request, start, end)
+        for request, end in enumerate(self._trace.offsets[1:].tolist()):
+            self._serve(request)
             if self._progress is not None and end - told > 20_000:
                 self._progress(end)
                 told = end
         self._manager.shutdown()
         return self._result()
 
-    def _serve(self, request: int, start: int, end: int) -> None:
-        trace, config, clock = self._trace, self._config, self._clock
-        prompt = int(trace.input_tokens[request])
-        whole = min(end - start, prompt // trace.block_tokens)
-        path = [self._keys[number] for number in trace.ids[start : start + whole].tolist()]
-        usable = min(whole, max(prompt - 1, 0) // trace.block_tokens)
-        arrival_s = float(trace.times_s[request])
-        clock.advance_to(arrival_s)
-        begin_s = clock.now_s
-        context = ReqContext(str(request))
-        self._manager.on_new_request(context)
-        on_device = self._found_on_device(path[:usable], context)
-        in_host, hit = self._found_below(path[on_device:usable], context)
-        loaded = path[on_device : on_device + hit]
-        if loaded:
-            self._manager.prepare_load(loaded, context)
-            clock.advance_to(self._load_link.book(clock.now_s, len(loaded) * config.block_bytes))
-        total_hit = on_device + hit
-        if total_hit:
-            self._manager.touch(path[:total_hit], context)
-        if loaded:
-            self._manager.complete_load(loaded, context)
-        decoded_blocks = (prompt + int(trace.output_tokens[request]) - 1) // trace.block_tokens - whole
-        self._prefill(prompt - total_hit * trace.block_tokens, path, total_hit, context, decoded_blocks)
-        if self._device is not None:
-            self._keep_on_device(self._device, path, context)
-        # The portions were stored head first, each more recent than the one before: the head must outlive the tail.
-        if path:
-            self._manager.touch(path, context)
-        self._manager.on_request_finished(context)
-        self._ttfts[request] = clock.now_s - arrival_s
-        self._busy_s += clock.now_s - begin_s
-        self._accesses += whole
-        parts = (on_device, min(in_host, hit), hit - min(in_host, hit))
+    def _serve(self, request: int) -> None:
+        arrival_s = float(self._trace.times_s[request])
+        self._clock.advance_to(arrival_s)
+        begin_s = self._clock.now_s
+        hit = self._server.serve(request)
+        self._ttfts[request] = self._clock.now_s - arrival_s
+        self._busy_s += self._clock.now_s - begin_s
+        parts = (hit.device, hit.host, hit.disk)
         for place, blocks in enumerate(parts):
             self._hit_blocks[place] += blocks
-            self._hit_tokens[place] += blocks * trace.block_tokens
+            self._hit_tokens[place] += blocks * self._trace.block_tokens
         if self._served is not None:
             self._served(request, *parts)
 
-    def _found_on_device(self, path: list[OffloadKey], context: ReqContext) -> int:
-        if self._device is None:
-            return 0
-        answers = self._device.lookup_prefix(path, context)
-        return sum(answer is True for answer in answers)
-
-    def _found_below(self, path: list[OffloadKey], context: ReqContext) -> tuple[int, int]:
-        """(blocks that host memory had at once, length of the hit once everything has come up)."""
-        answers = self._manager.lookup_prefix(path, context)
-        in_host = next((at for at, answer in enumerate(answers) if answer is not True), len(answers))
-        while None in answers:
-            self._manager.on_schedule_end()
-            end_s = self._tier.next_end_s() if self._tier is not None else None
-            self._clock.advance_to(end_s if end_s is not None else self._clock.now_s + self._config.max_wait_s)
-            answers = self._manager.lookup_prefix(path, context)
-        self._manager.on_schedule_end()
-        return in_host, sum(answer is True for answer in answers)
-
-    def _prefill(
-        self, tokens: int, path: list[OffloadKey], first: int, context: ReqContext, decoded_blocks: int
-    ) -> None:
-        """Computes what was no hit, and offers the blocks of each chunk when it is done; what was refused then, again
-        whenever the request has filled another of its ``decoded_blocks``."""
-        config, clock = self._config, self._clock
-        step = max(config.chunk_tokens // self._trace.block_tokens, 1)
-        begin_s, seconds = clock.now_s, tokens / config.prefill_tokens_per_s
-        offers = _Offers(self._manager, path, first, context)
-        for stop in range(first + step, len(path) + step, step):
-            computed = (min(stop, len(path)) - first) * self._trace.block_tokens
-            clock.advance_to(begin_s + min(seconds, computed / config.prefill_tokens_per_s))
-            offers.offer(stop)
-            self._manager.on_schedule_end()
-        clock.advance_to(begin_s + seconds)
-        for _ in range(decoded_blocks):
-            if offers.is_done:
-                break
-            offers.offer(len(path))
-            self._manager.on_schedule_end()
-        self._prefill_s += seconds
-
-    def _keep_on_device(self, device: CPUOffloadingManager, path: list[OffloadKey], context: ReqContext) -> None:
-        fitting = path[: device.num_blocks]
-        device.touch(fitting)
-        reserved = device.prepare_store(fitting, context)
-        assert reserved is not None, "nothing on the simulated device is ever pinned"
-        device.complete_store(reserved.keys_to_store, context)
-        device.touch(fitting)
+    def _wait(self) -> None:
+        """Until some I/O of the disk ends."""
+        end_s = self._tier.next_end_s() if self._tier is not None else None
+        self._clock.advance_to(end_s if end_s is not None else self._clock.now_s + self._config.max_wait_s)
 
     def _result(self) -> SimResult:
         config, trace, tier = self._config, self._trace, self._tier
@@ -292,7 +229,7 @@ class _Driver:
             disk_blocks=config.disk_blocks,
             cascade=config.cascade,
             requests=len(trace),
-            accesses=self._accesses,
+            accesses=self._server.accesses,
             input_tokens=trace.total_input_tokens,
             gpu_hit_blocks=gpu,
             cpu_hit_blocks=cpu,
@@ -309,45 +246,7 @@ class _Driver:
             refused_stores=int(stats["primary_stores_refused",]),
             disk_write_amplification=written / len(tier.ever_written) if tier and tier.ever_written else 0.0,
             saved_prefill_s=(self._hit_tokens[1] + self._hit_tokens[2]) / config.prefill_tokens_per_s,
-            prefill_s=self._prefill_s,
+            prefill_s=self._server.prefill_s,
             utilisation=min(self._busy_s / duration_s, 1.0),
             ttft_s={"mean": float(self._ttfts.mean()), **quantiles, "max": float(self._ttfts.max())},
         )
-
-
-class _Offers:
-    """One request's offers for store, by the connector's rule (``StoreOffers`` there, which an import from here would
-    turn upside down): a refused portion is cut to a quarter, an accepted one lets the next be four times larger, one
-    refused after an accepted one waits for the next offer, and a request that evicts its own blocks stops.
-
-    A store ends before the next offer, as one does that takes less than a step.
-    """
-
-    def __init__(self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext) -> None:
-        self._manager, self._path, self._context = manager, path, context
-        self._cursor = first
-        self._portion = len(path)
-        self._eats_itself = False
-
-    @property
-    def is_done(self) -> bool:
-        return self._eats_itself or self._cursor >= len(self._path)
-
-    def offer(self, stop: int) -> None:
-        """Offers the blocks before ``stop`` that were not taken yet."""
-        stored: list[OffloadKey] = []
-        stop = min(stop, len(self._path))
-        while not self._eats_itself and self._cursor < stop:
-            keys = self._path[self._cursor : min(self._cursor + self._portion, stop)]
-            output = self._manager.prepare_store(keys, self._context)
-            if output is None:
-                self._portion = max(len(keys) // 4, 1)
-                if stored or len(keys) == 1:
-                    break
-                continue
-            self._portion *= 4
-            self._cursor += len(keys)
-            stored += output.keys_to_store
-            self._eats_itself = not set(self._path).isdisjoint(output.evicted_keys)
-        if stored:
-            self._manager.complete_store(stored, self._context)

@@ -53,6 +53,7 @@ class VirtualMemory:
 
 class SimTier(SecondaryTierManager):
     """Reads and writes on two ``Link``s; least recently used blocks make room, by the production manager's own books.
+    As in real stores, reading and writing are uses, in a job's order: its last block is the most recent.
 
     Jobs end when the virtual clock has passed their end. ``read_blocks`` and ``written_blocks`` count successes.
     """
@@ -86,7 +87,9 @@ class SimTier(SecondaryTierManager):
         self._books.touch(keys)
 
     def submit_store(self, job: JobMetadata) -> None:
-        reserved = self._books.prepare_store(job.keys, job.req_context)
+        keys = job.keys[::-1]
+        self._books.touch(keys)
+        reserved = self._books.prepare_store(keys, job.req_context)
         if reserved is None:
             self._refused.append(JobResult(job.job_id, success=False))
             return
@@ -97,6 +100,7 @@ class SimTier(SecondaryTierManager):
     def submit_load(self, job: JobMetadata) -> None:
         found = [key for key in job.keys if self._books.lookup(key, job.req_context) is True]
         self._books.prepare_load(found, job.req_context)
+        self._books.touch(found[::-1])
         end_s = self._read_link.book(self._clock(), len(found) * self._block_size_bytes)
         self._reads.append((end_s, job, found))
 

@@ -206,11 +206,12 @@ class WriteBehind:
             if found is not None:
                 below.settled[key] = self._look
                 (there if found else missing).append(key)
-        # The head of a prefix is evicted last, and shall outlive its tail below too: hence the order in a job, and that
-        # of jobs. They are small, since a job's pins are held until all of it has ended.
+        # In the order of eviction: stores take the last block of a job for the most recently used, and the head of a
+        # prefix, which is evicted last, shall outlive its tail below too. The jobs are small, since the pins of one
+        # are held until all of it has ended.
         for start in range(0, len(missing), _PER_JOB):
             keys = missing[start : start + _PER_JOB]
             below.in_flight += len(keys)
-            self._send(below.tier, keys[::-1], self.context)
+            self._send(below.tier, keys, self.context)
         if there:
             below.tier.touch(there[::-1], self.context)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the requests of a trace, one at a time, through a manager called as the connector calls it.
+
+Whole blocks only, the last token never part of a hit, hits touched and loaded, what was computed offered chunk by
+chunk in portions that find room, the whole prefix touched at the end. ``tests/integration/test_simulator_agrees.py``
+compares it with the reference engine and the connector, block for block. Clock and manager are the caller's: virtual
+ones make it a simulator (``driver.py``), a real manager over real memory a replay (``bench/placement.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvoffload.base import OffloadingManager, OffloadKey, ReqContext
+from kvoffload.sim.device import DevicePool
+from kvoffload.sim.tier import Link
+from kvoffload.sim.trace import Trace
+
+__all__ = ["Clock", "Hit", "Server"]
+
+
+class Clock(Protocol):
+    """Seconds that go by only when told to, or real ones."""
+
+    @property
+    def now_s(self) -> float: ...
+
+    def advance_to(self, time_s: float) -> None:
+        """Returns when it is ``time_s`` or later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Blocks that one request found, each counted for the highest place that had it at once."""
+
+    device: int
+    host: int
+    disk: int
+
+
+class Server:
+    """``wait`` is called while blocks come up from below, and returns when it may be worth asking again.
+
+    ``accesses`` (whole blocks asked for) and ``prefill_s`` (time computed) are sums so far.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        keys: Sequence[OffloadKey],
+        manager: OffloadingManager,
+        clock: Clock,
+        *,
+        prefill_tokens_per_s: float,
+        chunk_tokens: int,
+        block_bytes: int,
+        load_link: Link,
+        device: DevicePool | None,
+        wait: Callable[[], None],
+    ) -> None:
+        self._trace, self._keys, self._manager, self._clock = trace, keys, manager, clock
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._chunk_blocks = max(chunk_tokens // trace.block_tokens, 1)
+        self._block_bytes = block_bytes
+        self._load_link = load_link
+        self._device = device
+        self._wait = wait
+        self.accesses = 0
+        self.prefill_s = 0.0
+
+    def serve(self, request: int) -> Hit:
+        trace, clock, manager = self._trace, self._clock, self._manager
+        prompt, output = int(trace.input_tokens[request]), int(trace.output_tokens[request])
+        numbers = trace.blocks(request)
+        whole = min(len(numbers), prompt // trace.block_tokens)
+        path = [self._keys[number] for number in numbers[:whole].tolist()]
+        usable = min(whole, max(prompt - 1, 0) // trace.block_tokens)
+        context = ReqContext(str(request))
+        manager.on_new_request(context)
+        on_device = self._device.find_prefix(path[:usable]) if self._device is not None else 0
+        in_host, hit = self._found_below(path[on_device:usable], context)
+        loaded = path[on_device : on_device + hit]
+        total_hit = on_device + hit
+        if self._device is not None:
+            self._device.admit(path, on_device, total_hit)
+        if loaded:
+            manager.prepare_load(loaded, context)
+            clock.advance_to(self._load_link.book(clock.now_s, len(loaded) * self._block_bytes))
+        if total_hit:
+            manager.touch(path[:total_hit], context)
+        if loaded:
+            manager.complete_load(loaded, context)
+        offers = self._prefill(path, total_hit, prompt, output, context)
+        if self._device is not None:
+            self._device.release()
+        # The portions were stored head first, each more recent than the one before: the head must outlive the tail.
+        if path:
+            manager.touch(path, context)
+        manager.on_request_finished(context)
+        offers.complete()  # of a request that ended with the step that computed its prompt
+        self.accesses += whole
+        return Hit(on_device, min(in_host, hit), hit - min(in_host, hit))
+
+    def _found_below(self, path: list[OffloadKey], context: ReqContext) -> tuple[int, int]:
+        """(blocks that host memory had at once, length of the hit once everything has come up)."""
+        answers = self._manager.lookup_prefix(path, context)
+        in_host = next((at for at, answer in enumerate(answers) if answer is not True), len(answers))
+        while None in answers:
+            self._manager.on_schedule_end()
+            self._wait()
+            answers = self._manager.lookup_prefix(path, context)
+        self._manager.on_schedule_end()
+        return in_host, sum(answer is True for answer in answers)
+
+    def _prefill(self, path: list[OffloadKey], first: int, prompt: int, output: int, context: ReqContext) -> _Offers:
+        """Computes what was no hit, and offers the blocks of each chunk when it is done; what was refused then, again
+        whenever the request has filled another block by decoding."""
+        clock, block_tokens = self._clock, self._trace.block_tokens
+        tokens = prompt - first * block_tokens
+        begin_s, seconds = clock.now_s, tokens / self._prefill_tokens_per_s
+        offers = _Offers(self._manager, path, first, context)
+        for stop in range(first + self._chunk_blocks, len(path) + self._chunk_blocks, self._chunk_blocks):
+            stop = min(stop, len(path))
+            computed = (stop - first) * block_tokens
+            clock.advance_to(begin_s + min(seconds, computed / self._prefill_tokens_per_s))
+            offers.complete()
+            offers.offer(stop)
+            self._manager.on_schedule_end()
+            if self._device is not None:
+                self._device.fill(path, stop)
+        clock.advance_to(begin_s + seconds)
+        blocks = -(-max(prompt + output - 1, prompt) // block_tokens)
+        if self._device is not None:
+            self._device.grow(blocks)
+        last_step = first + (max(tokens, 1) - 1) // (self._chunk_blocks * block_tokens) * self._chunk_blocks
+        if output > 1 or last_step >= len(path):
+            offers.complete()
+        if output > 1:
+            self._manager.on_schedule_end()  # decoding goes on in steps
+        for _ in range((prompt + output - 1) // block_tokens - len(path)):
+            if offers.is_done:
+                break
+            offers.offer(len(path))
+            self._manager.on_schedule_end()
+            offers.complete()
+        self.prefill_s += seconds
+        return offers
+
+
+class _Offers:
+    """One request's offers for store, by the connector's rule (``StoreOffers`` there, which an import from here would
+    turn upside down): a refused portion is cut to a quarter, an accepted one lets the next be four times larger, one
+    refused after an accepted one waits for the next offer, and a request that evicts its own blocks stops.
+
+    A store ends when the step's plan is made (``complete``), as one does that takes less than a step.
+    """
+
+    def __init__(self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext) -> None:
+        self._manager, self._path, self._context = manager, path, context
+        self._cursor = first
+        self._portion = len(path)
+        self._eats_itself = False
+        self._in_flight: list[OffloadKey] = []
+
+    @property
+    def is_done(self) -> bool:
+        return self._eats_itself or self._cursor >= len(self._path)
+
+    def offer(self, stop: int) -> None:
+        """Offers the blocks before ``stop`` that were not taken yet."""
+        stored: list[OffloadKey] = []
+        stop = min(stop, len(self._path))
+        while not self._eats_itself and self._cursor < stop:
+            keys = self._path[self._cursor : min(self._cursor + self._portion, stop)]
+            output = self._manager.prepare_store(keys, self._context)
+            if output is None:
+                self._portion = max(len(keys) // 4, 1)
+                if stored or len(keys) == 1:
+                    break
+                continue
+            self._portion *= 4
+            self._cursor += len(keys)
+            stored += output.keys_to_store
+            self._eats_itself = not set(self._path).isdisjoint(output.evicted_keys)
+        self._in_flight += stored
+
+    def complete(self) -> None:
+        """What was offered has been copied."""
+        if self._in_flight:
+            self._manager.complete_store(self._in_flight, self._context)
+            self._in_flight = []
