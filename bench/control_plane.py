@@ -20,6 +20,7 @@ from bench.core import Row, interleaved_medians
 from kvoffload.base import OffloadKey, ReqContext, make_offload_key
 from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.cpu.policies.arc import ARCCachePolicy
+from kvoffload.cpu.policies.density import DensityCachePolicy
 
 BATCH = 64
 REQ = ReqContext("bench")
@@ -170,7 +171,8 @@ def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
 
 def _memory_rows(policy: str, num_blocks: int) -> list[Row]:
     """Bytes per tracked key, the key included: of a cache filled once, against the target, and of one that has turned
-    over, against an ``OrderedDict`` that has (its table grows with deletions). ARC's ghosts are tracked keys too."""
+    over, against an ``OrderedDict`` that has (its table grows with deletions). Evicted keys that a policy remembers are
+    tracked keys too."""
     batches = num_blocks // BATCH
     rows = []
     for rounds, reference in ((1, float(MAX_BYTES)), (2, _bare_bytes(batches * BATCH))):
@@ -183,10 +185,10 @@ def _memory_rows(policy: str, num_blocks: int) -> list[Row]:
     return rows
 
 
-def _tracked_bytes(policy: str, batches: int, rounds: int) -> tuple[float, int]:
+def _tracked_bytes(name: str, batches: int, rounds: int) -> tuple[float, int]:
     tracemalloc.start()
     try:
-        manager = CPUOffloadingManager(batches * BATCH, policy)
+        manager = CPUOffloadingManager(batches * BATCH, name)
         keys = Keys()
         for number in range(rounds * batches):
             batch = keys.batch()
@@ -200,8 +202,11 @@ def _tracked_bytes(policy: str, batches: int, rounds: int) -> tuple[float, int]:
     finally:
         tracemalloc.stop()
     tracked = batches * BATCH
-    if isinstance(arc := manager._policy, ARCCachePolicy):
-        tracked += len(arc.recent_ghosts) + len(arc.frequent_ghosts)
+    policy = manager._policy
+    if isinstance(policy, ARCCachePolicy):
+        tracked += len(policy.recent_ghosts) + len(policy.frequent_ghosts)
+    elif isinstance(policy, DensityCachePolicy):
+        tracked += len(policy._past_uses)
     return used / tracked, tracked
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvoffload.base import OffloadKey
 from kvoffload.registry import Registry
@@ -17,12 +17,13 @@ class BlockStatus:
     """One slot of the primary tier: which block it holds, and how many transfers pin it.
 
     Made once per slot and reused for every block that the slot ever holds, so nobody but the manager and its
-    policy may keep one beyond a call. Changed by the manager alone; a policy reads ``pins`` (or ``is_idle``) to know
-    whether it may evict the block. ``pins`` is -1 while the block is being written (in flight), else the number of
-    reads in progress. ``key`` is ``None`` while the slot is free.
+    policy may keep one beyond a call. Changed by the manager alone, but for ``place``, which is the policy's own. A
+    policy reads ``pins`` (or ``is_idle``) to know whether it may evict the block, and ``key``, which is set before the
+    block is inserted. ``pins`` is -1 while the block is being written (in flight), else the number of reads in
+    progress. ``key`` is ``None`` while the slot is free.
     """
 
-    __slots__ = ("block_id", "key", "pins")
+    __slots__ = ("block_id", "key", "pins", "place")
 
     IN_FLIGHT: Final = -1
 
@@ -30,6 +31,7 @@ class BlockStatus:
         self.block_id = block_id
         self.key: OffloadKey | None = None
         self.pins = self.IN_FLIGHT
+        self.place: Any = None
 
     def __repr__(self) -> str:
         state = "in flight" if self.pins < 0 else f"pins={self.pins}"

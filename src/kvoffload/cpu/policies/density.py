@@ -3,28 +3,26 @@
 
 from __future__ import annotations
 
-from array import array
+import math
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
-
-import xxhash
+from typing import NamedTuple, cast
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.hit_density import NUM_CLASSES, HitDensity
-from kvoffload.cpu.policies.timed_order import TimedOrder
+from kvoffload.cpu.policies.hit_density import CLASS_OF, MOST_USES, NUM_CLASSES, HitDensity
 from kvoffload.cpu.policies.use_counts import UseCounts
+from kvoffload.cpu.policies.use_log import Chunk, Parked, UseLog
 
 __all__ = ["DensityCachePolicy"]
 
-_TOP = NUM_CLASSES - 1
-_SAMPLED = 1 << 7
+_SLACK = 1024
+_TIDY_EVERY = 256
 
 
 class _Front(NamedTuple):
-    """The least recent block of a class during an eviction. Fronts compare as victims do: the least goes first."""
+    """The least recent block of a class. Fronts compare as victims do: the least goes first."""
 
     value: float
     last: int
@@ -32,7 +30,6 @@ class _Front(NamedTuple):
     class_: int
     limit: float
     """Blocks of the class that were used later than this are worth more than ``value``."""
-    item: tuple[OffloadKey, BlockStatus]
 
     def until(self, rival: _Front | None) -> float:
         """Blocks of this class used no later than this go before ``rival``, the least front of other classes."""
@@ -47,9 +44,8 @@ class DensityCachePolicy(CachePolicy):
     up those of a class that hardly ever does, or go on as LRU where uses say nothing. ``docs/design/0009-policies.md``
     has the measurements.
 
-    The uses of evicted blocks are remembered for the next 1.5 to 3 capacities of evictions, in 24 bytes per block of
-    capacity. Uses while a block is being written belong to the request that writes it: they refresh it but do not
-    count.
+    The uses of evicted blocks are remembered for the next 1.5 to 3 capacities of evictions, with their keys. Uses while
+    a block is being written belong to the request that writes it: they refresh it but do not count.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -58,15 +54,21 @@ class DensityCachePolicy(CachePolicy):
         self._blocks: dict[OffloadKey, BlockStatus] = {}
         # The dict's own method: it is called several times per block, and a call between costs as much as the rest.
         self.get = self._blocks.get  # type: ignore[method-assign, assignment]
-        # By slot: the class (with the _SAMPLED bit), and the time of the last use.
-        self._classes = bytearray()
-        self._last_uses = array("q")
-        self._orders = tuple(TimedOrder(self._last_uses) for _ in range(NUM_CLASSES))
+        self._waiting: dict[OffloadKey, Parked] = {}
+        """Blocks that evictions stepped over because they were pinned."""
+        self._logs = tuple(UseLog(class_, self._waiting) for class_ in range(NUM_CLASSES))
+        self._fronts: dict[int, _Front] = {}
+        """By class, as last seen. Since then a class may have lost its front, never got a lesser one: what would make
+        it so (a pinned block that is idle again, a new fit, the bucket of an age) takes the front out of here."""
+        self._forget_fronts()
         self._now = 0
         """Uses of blocks so far: the clock of ages."""
+        self._tidied = 0
+        """The class whose log is being tidied."""
+        self._tidied_at = self._tidied_weight = 0
 
     def __repr__(self) -> str:
-        return f"DensityCachePolicy({len(self)} blocks, by uses: {[len(order) for order in self._orders]})"
+        return f"DensityCachePolicy({len(self)} blocks, {self._model!r})"
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         return self._blocks.get(key)
@@ -78,196 +80,207 @@ class DensityCachePolicy(CachePolicy):
         self.insert_all((key,), (block,))
 
     def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
-        last_uses, classes, orders, now = self._last_uses, self._classes, self._orders, self._now
-        missing = max((block.block_id for block in blocks), default=-1) + 1 - len(classes)
-        if missing > 0:
-            classes.extend(bytes(missing))
-            last_uses.extend([0] * missing)
-        recall, mask, digest_of = self._past_uses.recall, self._model.sample_mask, xxhash.xxh3_64_intdigest
-        for key, block in zip(keys, blocks):
-            slot = block.block_id
-            digest = digest_of(key)
-            class_ = recall(digest)
-            now += 1
-            last_uses[slot] = now
-            orders[class_].blocks[key] = block
-            if digest & mask:
-                classes[slot] = class_
-            else:
-                classes[slot] = class_ | _SAMPLED
-                self._model.used(key, class_, now)
+        begin = self._now + 1
+        self._now += len(blocks)
         self._blocks.update(zip(keys, blocks))
-        self._now = now
+        # Prefixes are remembered longer than their tails, so what comes after an unknown block is unknown too.
+        known = self._past_uses.recall(keys[::-1])
+        num_new = len(blocks) - len(known)
+        if num_new:
+            new = blocks[:num_new] if known else blocks
+            chunk = self._logs[0].open(1)
+            for block in new:
+                block.place = chunk
+            self._logs[0].append(new, begin)
+        if known:
+            for time, block, past in zip(range(begin + num_new, self._now + 1), blocks[num_new:], known[::-1]):
+                uses = min(past + 1, MOST_USES)
+                log = self._logs[CLASS_OF[uses]]
+                block.place = log.open(uses)
+                log.append((block,), time)
+        self._model.used(keys, blocks, begin)
+        if self._now - self._tidied_at > _TIDY_EVERY:
+            self._tidy()
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        get, classes, last_uses, orders, now = self._blocks.get, self._classes, self._last_uses, self._orders, self._now
-        top = orders[_TOP].blocks
-        move_top = top.move_to_end
-        for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
-            block = get(key)
-            if block is None:
-                continue
-            slot = block.block_id
-            now += 1
-            last_uses[slot] = now
-            state = classes[slot]
-            if state == _TOP and key in top:  # not sampled, and no class to rise to
-                move_top(key)
-                continue
-            class_ = state & _TOP
-            order = orders[class_]
-            if block.pins >= 0:
-                if state != class_:
-                    self._model.used(key, min(class_ + 1, _TOP), now)
-                if class_ != _TOP:
-                    classes[slot] = state + 1
-                    if order.blocks.pop(key, None) is None:
-                        order.pop(key)
-                    orders[class_ + 1].blocks[key] = block
-                    continue
-            if key in order.blocks:
-                order.blocks.move_to_end(key)
-            else:
-                order.pop(key)
-                order.blocks[key] = block
-        self._now = now
+        path = keys if isinstance(keys, (list, tuple)) else list(keys)
+        begin = self._now + 1
+        blocks, all_ready = self._refresh(path, rise=1)
+        self._model.used(path, blocks, begin, all_ready)
 
     def settle(self, keys: Iterable[OffloadKey]) -> None:
-        for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
-            block = self._blocks.get(key)
-            if block is None:
-                continue
-            self._now += 1
-            self._last_uses[block.block_id] = self._now
-            order = self._orders[self._classes[block.block_id] & _TOP]
-            if key in order.blocks:
-                order.blocks.move_to_end(key)
-            else:
-                order.pop(key)
-                order.blocks[key] = block
+        self._refresh(keys if isinstance(keys, (list, tuple)) else list(keys), rise=0)
+
+    def _refresh(self, path: Sequence[OffloadKey], rise: int) -> tuple[list[BlockStatus], bool]:
+        """Moves the resident blocks of ``path``, from tail to head, to the end of the log for ``rise`` uses more; those
+        being written have none. Answers the blocks in this order, and whether all are ready."""
+        found = list(map(self._blocks.get, reversed(path)))
+        blocks: list[BlockStatus]
+        blocks = found if None not in found else [block for block in found if block is not None]  # type: ignore[assignment]
+        begin = self._now + 1
+        self._now += len(blocks)
+        logs = self._logs
+        start, all_ready, source = 0, True, None
+        log = logs[0]
+        chunk = None
+        # Runs of blocks that go from one chunk to another: a path has few.
+        for at, block in enumerate(blocks):
+            if block.place is not source or block.pins < 0:
+                if at:
+                    log.append(blocks[start:at], begin + start)
+                    start = at
+                source = block.place
+                uses = source.uses
+                if block.pins < 0:
+                    source, all_ready = None, False
+                elif uses != MOST_USES:
+                    uses += rise
+                log = logs[CLASS_OF[uses]]
+                chunk = log.open(uses, apart_from=block.place)
+            block.place = chunk
+        log.append(blocks[start:], begin + start)
+        if self._now - self._tidied_at > _TIDY_EVERY:
+            self._tidy()
+        return blocks, all_ready
+
+    def _tidy(self) -> None:
+        """Bounds what the logs take at about twice what their live entries would, a little at a time: it looks at three
+        times as much as was added."""
+        logs, enough = self._logs, 3 * len(self._blocks) // 2 + _SLACK
+        weight = sum(log.weight for log in logs)
+        budget, rounds = 3 * (weight - self._tidied_weight), 0
+        while weight > enough and budget > 0 and rounds <= NUM_CLASSES:
+            log = logs[self._tidied]
+            before = log.weight
+            looked_at = log.tidy()
+            weight += log.weight - before
+            budget -= looked_at
+            if not looked_at:
+                self._tidied = (self._tidied + 1) % NUM_CLASSES
+                rounds += 1
+        self._tidied_at, self._tidied_weight = self._now, weight
 
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         block = self._blocks.pop(key, None)
         if block is not None:
-            state = self._classes[block.block_id]
-            self._orders[state & _TOP].pop(key)
-            if state & _SAMPLED:
-                self._model.forget(key)
+            self._log_of(block.place).leave(block)
+            self._waiting.pop(key, None)
+            self._model.forget(key)
         return block
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         if n == 0:
             return []
-        orders, last_uses = self._orders, self._last_uses
-        fronts = [front for class_ in range(NUM_CLASSES) if (front := self._front(class_, protected)) is not None]
-        victims: Victims = []
+        logs, fronts = self._logs, self._fronts
+        if self._now >= self._fronts_expire or self._fronts_values is not self._model.values:
+            self._forget_fronts()
+        for log in logs:
+            if (log.weight or log.parked) and log.class_ not in fronts:
+                self._look(log.class_, protected)
+        victims: list[BlockStatus] = []
+        uses: list[int] = []
         while fronts and len(victims) < n:
-            best = min(fronts)
-            fronts.remove(best)
-            until = best.until(min(fronts, default=None))
-            order = orders[best.class_]
-            if order.parked:
-                item: tuple[OffloadKey, BlockStatus] | None = best.item
-                while item is not None and len(victims) < n and last_uses[item[1].block_id] <= until:
-                    order.drop(item[0])
-                    victims.append(item)
-                    item = order.head(protected)
-            else:
-                self._pop(order.blocks, n, until, protected, victims)
-                item = order.head(protected) if len(victims) < n else None
-            if len(victims) < n and item is not None:
-                fronts.append(self._front_of(best.class_, item))
+            best = min(fronts.values())
+            class_ = best.class_
+            del fronts[class_]
+            log = logs[class_]
+            head = log.head(protected)
+            if head == best.last:
+                until = best.until(min(fronts.values(), default=None))
+                while head is not None and head <= until and len(victims) < n:
+                    log.take(n - len(victims), until, protected, victims, uses)
+                    head = log.head(protected)
+            if head is not None:
+                fronts[class_] = self._front(head, class_)
         if len(victims) < n:
-            self._undo(victims)
+            for place in {id(block.place): block.place for block in victims}.values():
+                self._log_of(place).put_back(place, victims)
+            self._forget_fronts()
+        for log in logs:
+            if log.settle():
+                self._forget_fronts()
+        if len(victims) < n:
             return None
-        for order in orders:
-            order.settle()
-        forget, classes, remember = self._blocks.__delitem__, self._classes, self._past_uses.remember
-        digest_of = xxhash.xxh3_64_intdigest
-        for key, block in victims:
-            forget(key)
-            remember(digest_of(key), (classes[block.block_id] & _TOP) + 1)
-        return victims
+        keys: list[OffloadKey] = [block.key for block in victims]  # type: ignore[misc]
+        deque(map(self._blocks.__delitem__, keys), maxlen=0)
+        self._past_uses.remember(keys, uses)
+        return list(zip(keys, victims))
+
+    def _log_of(self, place: Chunk | Parked) -> UseLog:
+        return self._logs[CLASS_OF[place.uses]]
+
+    def _look(self, class_: int, protected: Collection[OffloadKey]) -> None:
+        last = self._logs[class_].head(protected)
+        if last is not None:
+            self._fronts[class_] = self._front(last, class_)
+
+    def _forget_fronts(self) -> None:
+        self._fronts.clear()
+        self._fronts_values = self._model.values
+        self._fronts_expire = math.inf
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        last_uses = self._last_uses
         ranked: list[_Front] = []
-        rest = []
-        for class_, order in enumerate(self._orders):
-            idle = order.idle()
-            item = next(idle, None)
-            rest.append(idle)
-            if item is not None:
-                ranked.append(self._front_of(class_, item))
+        rest = [log.idle() for log in self._logs]
+        heads = [next(idle, None) for idle in rest]
+        for class_, head in enumerate(heads):
+            if head is not None:
+                ranked.append(self._front(head[0], class_))
         keys: list[OffloadKey] = []
         while ranked and len(keys) < n:
             best = min(ranked)
             ranked.remove(best)
             until = best.until(min(ranked, default=None))
-            item = best.item
-            while item is not None and len(keys) < n and last_uses[item[1].block_id] <= until:
-                keys.append(item[0])
-                item = next(rest[best.class_], None)
-            if item is not None:
-                ranked.append(self._front_of(best.class_, item))
+            head = heads[best.class_]
+            while head is not None and len(keys) < n and head[0] <= until:
+                keys.append(cast(OffloadKey, head[1].key))
+                head = next(rest[best.class_], None)
+            heads[best.class_] = head
+            if head is not None:
+                ranked.append(self._front(head[0], best.class_))
         return keys
 
-    def _pop(
-        self,
-        blocks: OrderedDict[OffloadKey, BlockStatus],
-        n: int,
-        until: float,
-        protected: Collection[OffloadKey],
-        victims: Victims,
-    ) -> None:
-        """Moves the first blocks to ``victims``, up to ``n`` there, while they may go and were used by ``until``."""
-        pop, take, last_uses, missing = blocks.popitem, victims.append, self._last_uses, n - len(victims)
-        while blocks and missing:
-            item = pop(False)
-            key, block = item
-            if block.pins or key in protected or last_uses[block.block_id] > until:
-                blocks[key] = block
-                blocks.move_to_end(key, last=False)
-                return
-            take(item)
-            missing -= 1
-
-    def _front(self, class_: int, protected: Collection[OffloadKey]) -> _Front | None:
-        order = self._orders[class_]
-        if not order.blocks and not order.parked:
-            return None
-        item = order.head(protected)
-        return self._front_of(class_, item) if item is not None else None
-
-    def _front_of(self, class_: int, item: tuple[OffloadKey, BlockStatus]) -> _Front:
-        last = self._last_uses[item[1].block_id]
-        model = self._model
-        bucket = bisect_right(model.bounds, self._now - last)
-        return _Front(model.values[class_][bucket], last, class_, self._now - model.youngest[bucket], item)
-
-    def _undo(self, victims: Victims) -> None:
-        for class_, order in enumerate(self._orders):
-            order.put_back([item for item in victims if self._classes[item[1].block_id] & _TOP == class_])
-            order.settle()
+    def _front(self, last: int, class_: int) -> _Front:
+        model, now = self._model, self._now
+        bucket = bisect_right(model.bounds, now - last)
+        expires = last + model.bounds[bucket] if bucket < len(model.bounds) else math.inf
+        if expires < self._fronts_expire:
+            self._fronts_expire = expires
+        return _Front(model.values[class_][bucket], last, class_, now - model.youngest[bucket])
 
     def clear(self) -> None:
-        for order in self._orders:
-            order.clear()
+        for log in self._logs:
+            log.clear()
+        self._waiting.clear()
         self._blocks.clear()
         self._past_uses.clear()
         self._model.clear()
+        self._forget_fronts()
+        self._tidied_weight = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
-        for order in self._orders:
-            order.released(keys)
+        waiting = self._waiting
+        if waiting:
+            for key in keys:
+                if key in waiting:
+                    one = waiting.pop(key)
+                    if one.block.place is one:
+                        self._log_of(one).queue(one)
+                        self._fronts.pop(CLASS_OF[one.uses], None)
 
     def check_invariants(self) -> None:
-        for class_, order in enumerate(self._orders):
-            order.check_invariants()
-            for key, block in (*order.blocks.items(), *order.parked.items()):
-                assert self._blocks[key] is block
-                assert self._classes[block.block_id] & _TOP == class_
-        assert sum(map(len, self._orders)) == len(self._blocks)
+        ordered: list[BlockStatus] = []
+        for log in self._logs:
+            log.check_invariants()
+            ordered += (block for _, block in log.live())
+        for one in self._waiting.values():
+            if one.block.place is one:
+                assert not one.block.is_idle, f"{one.block!r} is idle, but no eviction would find it"
+                ordered.append(one.block)
+        assert len(ordered) == len(self._blocks) == len(set(map(id, ordered)))
+        for key, block in self._blocks.items():
+            assert block.key == key
+        assert sum(log.weight for log in self._logs) <= 2 * len(self._blocks) + 8 * _SLACK

@@ -5,23 +5,30 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
+from kvoffload.cpu.policies.base import BlockStatus
 
-__all__ = ["NUM_CLASSES", "HitDensity"]
+__all__ = ["CLASS_OF", "MOST_USES", "NUM_CLASSES", "HitDensity"]
 
-NUM_CLASSES = 8
-"""Blocks are told apart by how often they were used: once, twice, ... , eight times or more."""
+_LEAST_USES = (1, 2, 3, 4, 6, 10, 18, 34)
+NUM_CLASSES = len(_LEAST_USES)
+"""Blocks are told apart by how often they were used: once, twice, three times, 4 or 5, 6 to 9, ... , 34 or more."""
+MOST_USES = _LEAST_USES[-1]
+"""Further uses need not be counted."""
+CLASS_OF = tuple(bisect_right(_LEAST_USES, uses) - 1 for uses in range(MOST_USES + 1))
+"""By number of uses, up to ``MOST_USES``."""
 
 _BUCKETS_PER_OCTAVE = 2
 _FINEST = 64
 """The youngest ages told apart are 1/64 of the capacity."""
 _HORIZON = 12
 """A use more than this many capacities after the previous one is not waited for."""
-_SAMPLES = 8192
+_SAMPLES = 4096
 _EVENTS_PER_FIT = 500
 _DECAY = 0.95
 _PRIOR = 50.0
@@ -56,10 +63,10 @@ class HitDensity:
         self.youngest = [0.0, *self.bounds]
         """The least age in each bucket."""
         self._widths = np.diff([0.0, *self.bounds, 2 * self.bounds[-1]])
-        self._samples: OrderedDict[OffloadKey, tuple[int, int]] = OrderedDict()
-        """Class and time of the last use, least recent first."""
-        self.sample_mask = (1 << max(self._horizon // _SAMPLES, 0).bit_length()) - 1
-        """A key is followed if its hash has none of these bits."""
+        self._samples: OrderedDict[OffloadKey | None, tuple[int, int]] = OrderedDict()
+        """Class and time of the use since which a key is followed, least recent first."""
+        self._gap = max(-(-self._horizon // _SAMPLES), 1)
+        """One in so many uses begins to be followed, at a random place among them."""
         self.clear()
 
     def clear(self) -> None:
@@ -68,28 +75,50 @@ class HitDensity:
         self._lost = np.zeros(shape)
         self._num_events = 0
         self._samples.clear()
+        self._draw = 1
+        self._window = 1
+        self._next_pick = 1
         recency = (1.0 / np.cumsum(self._widths)).tolist()
         self.values: list[list[float]] = [recency] * NUM_CLASSES
         """``values[class][bucket]``. Falls along both rows (age) and up columns (fewer uses)."""
 
-    def used(self, key: OffloadKey, class_: int, now: int) -> None:
-        """A sampled key was used, and is of ``class_`` from now on."""
-        before = self._samples.pop(key, None)
-        if before is not None:
-            self._used[before[0], bisect_right(self.bounds, now - before[1])] += 1
+    def used(
+        self, keys: Collection[OffloadKey | None], blocks: Sequence[BlockStatus], begin: int, all_count: bool = True
+    ) -> None:
+        """``blocks`` were used at ``begin`` and the ticks after it, and are of their classes from now on. ``keys`` has
+        their keys, and perhaps more. ``all_count``: otherwise those being written do not."""
+        samples, now = self._samples, begin + len(blocks)
+        if not all_count or len(keys) != len(blocks):
+            keys = [block.key for block in blocks if all_count or block.pins >= 0]
+        for key in samples.keys() & keys:
+            class_, since = samples.pop(key)
+            self._used[class_, bisect_right(self.bounds, now - since)] += 1
             self._num_events += 1
-        self._samples[key] = class_, now
-        oldest_alive = now - self._horizon
-        while (oldest := next(iter(self._samples.items())))[1][1] < oldest_alive:
-            old_key, (old_class, last) = oldest
-            del self._samples[old_key]
-            self._lost[old_class, bisect_right(self.bounds, now - last)] += 1
-            self._num_events += 1
+        while self._next_pick < now:
+            if self._next_pick >= begin:
+                block = blocks[self._next_pick - begin]
+                if all_count or block.pins >= 0:
+                    self._follow(block.key, CLASS_OF[block.place.uses], now)
+            self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
+            self._window += self._gap
+            if self._window < begin:
+                self._window = begin
+            self._next_pick = self._window + (self._draw >> 8) % self._gap
         if self._num_events >= _EVENTS_PER_FIT and self._capacity >= _LEAST_CAPACITY:
             self._num_events = 0
             self.values = densities(self._used, self._lost, self._widths).tolist()
             self._used *= _DECAY
             self._lost *= _DECAY
+
+    def _follow(self, key: OffloadKey | None, class_: int, now: int) -> None:
+        samples = self._samples
+        samples[key] = class_, now
+        oldest_alive = now - self._horizon
+        while (oldest := next(iter(samples.items())))[1][1] < oldest_alive:
+            old_key, (old_class, last) = oldest
+            del samples[old_key]
+            self._lost[old_class, bisect_right(self.bounds, now - last)] += 1
+            self._num_events += 1
 
     def forget(self, key: OffloadKey) -> None:
         """The last use did not come about."""
@@ -106,14 +135,23 @@ def densities(
     at_risk = np.cumsum((used + lost)[:, ::-1], axis=1)[:, ::-1]
     everyone = used.sum(axis=0) / (at_risk.sum(axis=0) + 1)
     hazard = (used + _PRIOR * everyone) / (at_risk + _PRIOR)
-    values = np.empty_like(hazard)
-    for start in range(hazard.shape[1]):
-        ahead = hazard[:, start:]
-        alive = np.ones_like(ahead)
-        np.cumprod(1 - ahead[:, :-1], axis=1, out=alive[:, 1:])
-        hits = np.cumsum(alive * ahead, axis=1)
-        spent = np.cumsum(alive * widths[start:] * (1 - ahead / 2), axis=1)
-        values[:, start] = (hits / spent).max(axis=1)
+    alive = np.ones_like(hazard)
+    np.cumprod(1 - hazard[:, :-1], axis=1, out=alive[:, 1:])
+    # Hits to come and space to spend from each bucket on; the difference of two is what lies between.
+    hits = _sums_ahead(alive * hazard)
+    spent = _sums_ahead(alive * widths * (1 - hazard / 2))
+    first, end = np.triu_indices(hazard.shape[1])
+    end += 1
+    ratios = np.zeros((*hazard.shape, hazard.shape[1]))
+    ratios[:, first, end - 1] = (hits[:, first] - hits[:, end]) / (spent[:, first] - spent[:, end])
+    values = ratios.max(axis=2)
     falling: npt.NDArray[np.float64] = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
     monotone: npt.NDArray[np.float64] = np.maximum.accumulate(falling, axis=0)
     return monotone
+
+
+def _sums_ahead(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Along each row, the sum of all terms from each on; one more column for the empty sum."""
+    sums = np.zeros((terms.shape[0], terms.shape[1] + 1))
+    np.cumsum(terms[:, ::-1], axis=1, out=sums[:, -2::-1])
+    return sums

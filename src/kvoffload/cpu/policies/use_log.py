@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recency order as a log: a use only appends, and what it made stale is skipped later."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import islice
+
+from kvoffload.base import OffloadKey
+from kvoffload.cpu.policies.base import BlockStatus
+
+__all__ = ["Chunk", "Parked", "UseLog"]
+
+_FULL = 128
+"""A chunk this long takes no further batch."""
+_CHUNK_WEIGHT = 16
+"""Entries that would take the memory that an empty chunk does."""
+
+
+class Chunk:
+    """Some uses in a row of a log, with their rising times, of blocks used equally often. An entry is live while its
+    block's ``place`` is the chunk; so a block has at most one entry from ``first`` on in it. Those before are gone."""
+
+    __slots__ = ("blocks", "first", "times", "uses")
+
+    def __init__(self, uses: int) -> None:
+        self.uses = uses
+        self.blocks: list[BlockStatus] = []
+        self.times = array("q")
+        self.first = 0
+
+    @property
+    def weight(self) -> int:
+        return len(self.blocks) + _CHUNK_WEIGHT
+
+    def clean(self) -> None:
+        """Drops entries that are not live."""
+        live = [
+            (block, time)
+            for block, time in islice(zip(self.blocks, self.times), self.first, None)
+            if block.place is self
+        ]
+        self.blocks = [block for block, _ in live]
+        self.times = array("q", [time for _, time in live])
+        self.first = 0
+
+
+class Parked:
+    """A block that an eviction stepped over, out of the chunks. Live while its block's ``place`` is this."""
+
+    __slots__ = ("block", "time", "uses")
+
+    def __init__(self, uses: int, time: int, block: BlockStatus) -> None:
+        self.uses = uses
+        self.time = time
+        self.block = block
+        block.place = self
+
+
+class UseLog:
+    """The blocks of one class, from least to most recently used, each with the time of its last use.
+
+    A block belongs to the log through its ``place`` alone, so leaving it costs nothing. Entries are skipped when they
+    come to the head, and ``tidy`` bounds how many stale ones there are.
+
+    What an eviction steps over because it is pinned or protected is parked; parked blocks are less recent than all
+    in the chunks. Those that were pinned are in ``waiting``, which the logs of a policy share, until ``released``
+    queues them again: a pinned block costs one step in all. An eviction is a series of ``head`` and ``take``, then
+    either ``settle`` or ``put_back`` and ``settle``.
+    """
+
+    __slots__ = ("_clean", "_deferred", "_rest", "_waiting", "class_", "parked", "weight")
+
+    def __init__(self, class_: int, waiting: dict[OffloadKey, Parked]) -> None:
+        self.class_ = class_
+        self.weight = 0
+        """Of all chunks, in entries."""
+        # The order is parked, _clean, _rest. ``tidy`` moves chunks from _rest to _clean.
+        self._clean: deque[Chunk] = deque()
+        self._rest: deque[Chunk] = deque()
+        self.parked: list[tuple[int, Parked]] = []
+        """A heap of those that may be idle, by time."""
+        self._waiting = waiting
+        self._deferred: list[Parked] = []
+        """Protected ones, out of the heap until the eviction is over."""
+
+    def open(self, uses: int, apart_from: object = None) -> Chunk:
+        """The chunk that ``append`` will put blocks of so many uses in; not ``apart_from``, for blocks that have an
+        entry there. The caller makes it the ``place`` of each."""
+        if self._rest:
+            last = self._rest[-1]
+            if last.uses == uses and len(last.times) < _FULL and last is not apart_from:
+                return last
+        chunk = Chunk(uses)
+        self._rest.append(chunk)
+        self.weight += _CHUNK_WEIGHT
+        return chunk
+
+    def append(self, blocks: Sequence[BlockStatus], begin: int) -> None:
+        """Blocks used at ``begin`` and the ticks after it."""
+        if blocks:
+            chunk = self._rest[-1]
+            chunk.blocks += blocks
+            chunk.times.extend(range(begin, begin + len(blocks)))
+            self.weight += len(blocks)
+
+    def leave(self, block: BlockStatus) -> None:
+        """Takes a block out that may come back at once."""
+        if self._rest and block.place is self._rest[-1]:
+            # Its old entry must not come to life with the new one: no more of this chunk.
+            self._rest.append(Chunk(block.place.uses))
+            self.weight += _CHUNK_WEIGHT
+        block.place = None
+
+    def head(self, protected: Collection[OffloadKey]) -> int | None:
+        """When the least recent idle and unprotected block was used."""
+        parked = self.parked
+        while parked:
+            time, one = parked[0]
+            block = one.block
+            if block.place is one and not block.pins and block.key not in protected:
+                return time
+            heappop(parked)
+            if block.place is one:
+                self._step_over(one)
+        while (chunk := self._first_chunk()) is not None:
+            for at, block in enumerate(islice(chunk.blocks, chunk.first, None), chunk.first):
+                if block.place is chunk:
+                    if not block.pins and block.key not in protected:
+                        chunk.first = at
+                        last: int = chunk.times[at]
+                        return last
+                    self._step_over(Parked(chunk.uses, chunk.times[at], block))
+            chunk.first = len(chunk.blocks)
+        return None
+
+    def take(
+        self, n: int, until: float, protected: Collection[OffloadKey], victims: list[BlockStatus], uses: list[int]
+    ) -> None:
+        """Moves up to ``n`` blocks to ``victims`` that were last used by ``until``, least recent first: at least the
+        one that ``head`` has just found, perhaps not all. And their numbers of uses to ``uses``."""
+        if self.parked:
+            one = heappop(self.parked)[1]
+            victims.append(one.block)
+            uses.append(one.uses)
+            return
+        chunk = self._first_chunk()
+        assert chunk is not None
+        start, times = chunk.first, chunk.times
+        stop = min(start + n, len(times))
+        if times[stop - 1] > until:
+            stop = bisect_right(times, until, start, stop)
+        found = chunk.blocks[start:stop]
+        idle = [block for block in found if block.place is chunk and not block.pins]
+        if protected:
+            idle = [block for block in idle if block.key not in protected]
+        victims += idle
+        uses += [chunk.uses] * len(idle)
+        chunk.first = stop
+        if len(idle) != len(found):
+            taken = set(map(id, idle))
+            for at, block in enumerate(found, start):
+                if block.place is chunk and id(block) not in taken:
+                    self._step_over(Parked(chunk.uses, times[at], block))
+
+    def put_back(self, place: Chunk | Parked, victims: Iterable[BlockStatus]) -> None:
+        """Undoes ``take`` of those of ``victims`` at ``place``, which are less recent than all in the chunks."""
+        if isinstance(place, Parked):
+            self.queue(place)
+            return
+        times = {id(block): time for block, time in zip(place.blocks, place.times)}
+        for block in victims:
+            if block.place is place:
+                self.queue(Parked(place.uses, times[id(block)], block))
+
+    def settle(self) -> bool:
+        """The eviction is over: what was protected is not any more. Whether anything was."""
+        if not self._deferred:
+            return False
+        while self._deferred:
+            self.queue(self._deferred.pop())
+        return True
+
+    def queue(self, one: Parked) -> None:
+        """A parked block that may be idle takes part in evictions again."""
+        heappush(self.parked, (one.time, one))
+
+    def idle(self) -> Iterator[tuple[int, BlockStatus]]:
+        """Idle blocks and the times of their last uses, least recently used first. Nothing may change meanwhile."""
+        for time, one in sorted(self.parked):
+            if one.block.place is one and not one.block.pins:
+                yield time, one.block
+        for chunks in self._clean, self._rest:
+            for chunk in chunks:
+                before = chunk.weight
+                chunk.clean()
+                self.weight -= before - chunk.weight
+                for time, block in zip(chunk.times, chunk.blocks):
+                    if not block.pins:
+                        yield time, block
+
+    def tidy(self) -> int:
+        """Drops the stale entries of the next chunk, round and round; says how many it looked at."""
+        rest = self._rest
+        if len(rest) < 2:
+            # All but the last are done, so the round is: what was clean is to be looked at again.
+            self._clean += rest
+            self._clean, self._rest = rest, self._clean
+            rest.clear()
+            return 0
+        chunk = rest.popleft()
+        looked_at = chunk.weight
+        self.weight -= looked_at
+        chunk.clean()
+        last = self._clean[-1] if self._clean else None
+        if last is not None and last.uses == chunk.uses and len(last.times) + len(chunk.times) <= _FULL:
+            self.weight -= last.weight
+            last.clean()
+            last.blocks += chunk.blocks
+            last.times += chunk.times
+            for block in chunk.blocks:
+                block.place = last
+            self.weight += last.weight
+        elif chunk.blocks:
+            self._clean.append(chunk)
+            self.weight += chunk.weight
+        return looked_at
+
+    def clear(self) -> None:
+        for part in self._clean, self._rest, self.parked:
+            part.clear()
+        self.weight = 0
+
+    def live(self) -> list[tuple[int, BlockStatus]]:
+        """Every block but those waiting, with its time, in order. For tests: O(blocks)."""
+        parked = [(time, one.block) for time, one in sorted(self.parked) if one.block.place is one]
+        return parked + [
+            (time, block)
+            for chunk in (*self._clean, *self._rest)
+            for time, block in islice(zip(chunk.times, chunk.blocks), chunk.first, None)
+            if block.place is chunk
+        ]
+
+    def check_invariants(self) -> None:
+        assert not self._deferred
+        assert self.weight == sum(chunk.weight for chunk in (*self._clean, *self._rest))
+        times = [time for time, _ in self.live()]
+        assert times == sorted(set(times)), "not in order of recency"
+        for chunk in (*self._clean, *self._rest):
+            assert len(chunk.times) == len(chunk.blocks)
+            live = [block for block in chunk.blocks[chunk.first :] if block.place is chunk]
+            assert len(set(map(id, live))) == len(live), "a block has two live entries"
+
+    def _first_chunk(self) -> Chunk | None:
+        """The least recent chunk that has entries left; those before it are dropped."""
+        for chunks in self._clean, self._rest:
+            while chunks:
+                chunk = chunks[0]
+                if chunk.first < len(chunk.blocks):
+                    return chunk
+                chunks.popleft()
+                self.weight -= chunk.weight
+        return None
+
+    def _step_over(self, one: Parked) -> None:
+        if one.block.pins:
+            assert one.block.key is not None
+            self._waiting[one.block.key] = one
+        else:
+            self._deferred.append(one)
