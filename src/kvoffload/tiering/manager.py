@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import takewhile
 from typing import get_args
 
 from kvoffload.base import (
@@ -25,10 +24,12 @@ from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.guard import GuardedTier
+from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import RequestState
 from kvoffload.tiering.transfers import Transfers
+from kvoffload.tiering.waits import Waits
 from kvoffload.tiering.write_behind import WriteBehind
 
 __all__ = ["TieringOffloadingManager"]
@@ -74,6 +75,8 @@ class TieringOffloadingManager(OffloadingManager):
         primary_tier.spared = self._claims
         self._transfers = Transfers()
         self._promotions = Promotions(primary_tier, self._claims, self._transfers)
+        self._waits = Waits(self._claims, clock)
+        self._lookups = Lookups(primary_tier, self._tiers, self._claims, self._promotions, self._waits, self._poll)
         self._cascades = Cascades(primary_tier, self._transfers)
         self._on_store_tiers, on_evict_tiers = self._placed(cascade)
         self._write_behind: WriteBehind | None = None
@@ -81,11 +84,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._write_behind = WriteBehind(primary_tier, on_evict_tiers, self._send_behind)
             primary_tier.on_reserved = self._write_behind.reserved
         self._requests: dict[str, RequestState] = {}
-        # In the order their waits began, so that the longest waits are in front.
-        self._waiting: dict[int, RequestState] = {}
         self._storing: dict[OffloadKey, RequestState] = {}
-        self._step = 0
-        self._patience_ran_out = 0
 
     def __repr__(self) -> str:
         names = [tier.name for tier in self._tiers]
@@ -107,95 +106,26 @@ class TieringOffloadingManager(OffloadingManager):
         if request is None:
             return  # told already, or never heard of: a tier hears of an end once, after a beginning
         self._promotions.submit(request)
-        self._stop_waiting(request)
+        self._waits.end(request)
         request.finished = True
         self._finalize(request)
 
     # -------------------------------------------------------------------------------------------------- reading
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        answer = self.primary_tier.lookup(key, req_context)
         if not self._tiers:
-            return answer
-        return self._answer(self._request(req_context), key, answer)
+            return self.primary_tier.lookup(key, req_context)
+        return self._lookups.one(self._request(req_context), key)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """The loop of ``lookup``, but for that misses in a row which a tier can serve get their slots in one go.
-
-        Such a run ends before anything that its reservations could change: a key of its own, a block that the primary
-        tier has, a limit, or the end of the room that is certain to be there.
-        """
         if not self._tiers:
             return self.primary_tier.lookup_prefix(keys, req_context)
-        request, look = self._request(req_context), self.primary_tier.lookup
-        is_impatient = request.has_waited_enough(self._clock())
-        answers = [] if is_impatient else self._held_head(request, keys)
-        if was_taken := answers[-1:] == [False]:
-            answers.pop()
-        run: dict[OffloadKey, GuardedTier] = {}
-        room = 0
-        for key in keys[len(answers) :]:
-            if key in run and not self._promote_run(request, run, answers):
-                return answers
-            answer = False if was_taken else look(key, req_context)
-            was_taken = False
-            tier = None
-            if answer is False and not is_impatient:
-                if not run:
-                    room = self._certain_room(request)
-                tier, answer = self._tier_with(request, key)
-                if tier is not None and len(run) < room and key not in self._claims:
-                    run[key] = tier
-                    answers.append(None)
-                    continue
-                if run and not self._promote_run(request, run, answers):
-                    return answers
-                if tier is not None:
-                    answer = self._promote(request, key, tier, self._clock())
-                elif answer is None:
-                    self._wait(request, self._clock())
-            else:
-                if run:
-                    if not self._promote_run(request, run, answers):
-                        return answers
-                    answer = self._peek(key)  # the run may have evicted it
-                answer = self._answer(request, key, answer)
-            answers.append(answer)
-            if answer is False:
-                return answers
-        if run:
-            self._promote_run(request, run, answers)
-        return answers
-
-    def _held_head(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """The primary tier's answers for the blocks that ``keys`` begins with and ``request`` holds already, up to
-        one that was taken from it (``False``). So a long prefix on its way up costs little to ask for in each step."""
-        if not request.claims:
-            return []
-        self._poll()
-        return self.primary_tier.lookup_prefix([*takewhile(request.claims.__contains__, keys)], request.context)
-
-    def _answer(self, request: RequestState, key: OffloadKey, answer: bool | None) -> bool | None:
-        """What ``request`` is told of ``key``, of which the primary tier says ``answer``."""
-        if answer is None and key in self._promotions and self._poll():
-            answer = self._peek(key)
-        if answer is True:
-            self._tell(request, key)
-            return True
-        if request.has_waited_enough(now := self._clock()):
-            self._patience_ran_out += answer is None or request.waiting_since is not None
-            self._out_of_patience(request)
-            return False
-        if answer is None:
-            self._wait(request, now)
-            self._claims.claim(request, key)
-            return None
-        return self._ask_tiers(request, key, now)
+        return self._lookups.prefix(self._request(req_context), keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         # Pinned now: the claims have served.
-        self._stop_waiting(self._request(req_context))
+        self._waits.end(self._request(req_context))
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
@@ -211,7 +141,7 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         request = self._request(req_context)
         self._poll()
-        self._stop_waiting(request)  # it runs
+        self._waits.end(request)  # it runs
         keys = list(keys)
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
@@ -236,7 +166,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         self._poll()
-        self._expire_waits()
+        self._waits.expire()
         self._promotions.submit()
         if self._cascades.has_parked:
             for request in self._cascades.settle():
@@ -245,7 +175,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._write_behind.step()
         for tier in self._tiers:
             tier.on_schedule_end()
-        self._step += 1
+        self._waits.next_step()
 
     def has_pending_work(self) -> bool:
         return (
@@ -268,8 +198,7 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.drain_jobs()
         self._poll()
-        for request in list(self._waiting.values()):
-            self._stop_waiting(request)
+        self._waits.end_all()
         self._promotions.forget()
         self._transfers.abandon()
         self._claims.clear()
@@ -285,7 +214,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._finalize(request)
 
     def get_stats(self) -> Stats:
-        own: Stats = {("lookups_out_of_patience",): self._patience_ran_out}
+        own: Stats = {("lookups_out_of_patience",): self._lookups.out_of_patience}
         own |= {("promotions", outcome): count for outcome, count in self._promotions.outcomes.items()}
         own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
         own |= {("cascades", outcome): count for outcome, count in self._cascades.stats.items()}
@@ -314,8 +243,7 @@ class TieringOffloadingManager(OffloadingManager):
         requests = {id(request): request for request in self._requests.values()} | ending
         for request in requests.values():
             assert request.stores_in_flight == sum(storing is request for storing in self._storing.values())
-            assert (request.waiting_since is not None) == (id(request) in self._waiting)
-        assert self._waiting.keys() <= requests.keys()
+        self._waits.check_invariants(requests.values())
         for key in self._storing:
             block = self.primary_tier.peek(key)
             assert block is not None
@@ -323,110 +251,11 @@ class TieringOffloadingManager(OffloadingManager):
             assert key not in self._promotions
         self._claims.check_invariants(list(requests.values()), set(self._promotions))
 
-    # ---------------------------------------------------------------------------------------------- lookups below
-
-    def _ask_tiers(self, request: RequestState, key: OffloadKey, now_s: float) -> bool | None:
-        """Answers for a block that the primary tier does not have: the first tier that has it brings it up."""
-        tier, answer = self._tier_with(request, key)
-        if tier is not None:
-            return self._promote(request, key, tier, now_s)
-        if answer is None:
-            self._wait(request, now_s)
-        return answer
-
-    def _tier_with(self, request: RequestState, key: OffloadKey) -> tuple[GuardedTier | None, bool | None]:
-        """The first tier that has ``key``; if none has, whether one is still finding out (``None``)."""
-        if key in request.failed or key in request.promoted:
-            return None, False
-        being_found_out = False
-        for tier in self._tiers:
-            found = tier.lookup(key, request.context)
-            if found:
-                return tier, None
-            being_found_out |= found is None
-        return None, None if being_found_out else False
-
-    def _certain_room(self, request: RequestState) -> int:
-        """Blocks that find a slot and are within all limits for certain, if promoted for ``request`` now."""
-        primary, claims = self.primary_tier, self._claims
-        # What it was told becomes its claims once it waits. Held blocks may be idle, but for those in flight.
-        told = len(request.told) if request.waiting_since is None else 0
-        idle = primary.num_free_blocks + primary.num_idle_blocks - (len(claims) - len(self._promotions))
-        limit = min(claims.per_request - len(request.claims), claims.in_all - len(claims))
-        return min(idle, limit) - told
-
-    def _promote_run(
-        self, request: RequestState, run: dict[OffloadKey, GuardedTier], answers: list[bool | None]
-    ) -> bool:
-        """Begins the promotions of ``run``, whose answers are the last ones, and empties it. ``False``: the policy
-        refused room that was there, and the answers end with that miss."""
-        self._wait(request, self._clock())
-        begun = self._promotions.begin_all(request, run)
-        if not begun:
-            del answers[len(answers) - len(run) + 1 :]
-            answers[-1] = False
-        run.clear()
-        return begun
-
-    def _promote(self, request: RequestState, key: OffloadKey, tier: GuardedTier, now_s: float) -> bool | None:
-        was_waiting = request.waiting_since is not None
-        self._wait(request, now_s)  # first: what it was told so far must not make room for this block
-        if self._promotions.begin(request, key, tier):
-            return None
-        if not was_waiting:
-            self._stop_waiting(request)
-        return False
-
-    # ----------------------------------------------------------------------------------------------------- waits
-
     def _request(self, req_context: ReqContext) -> RequestState:
         request = self._requests.get(req_context.req_id)
         if request is None:
             request = self._requests[req_context.req_id] = RequestState(req_context, self._max_wait_s)
         return request
-
-    def _tell(self, request: RequestState, key: OffloadKey) -> None:
-        """``request`` is told that ``key`` is ready: a claim if it waits, else remembered in case it will."""
-        if request.waiting_since is None:
-            request.remember_told(key, self._step)
-        else:
-            self._claims.claim(request, key)
-
-    def _peek(self, key: OffloadKey) -> bool | None:
-        block = self.primary_tier.peek(key)
-        return False if block is None else True if block.is_ready else None
-
-    def _wait(self, request: RequestState, now_s: float) -> None:
-        if request.waiting_since is not None:
-            return
-        request.waiting_since = now_s
-        self._waiting[id(request)] = request
-        if request.told_step == self._step:
-            for key in request.told:
-                self._claims.claim(request, key)
-        request.told.clear()
-
-    def _stop_waiting(self, request: RequestState) -> None:
-        request.told.clear()
-        if request.waiting_since is None:
-            return
-        request.patience_s -= self._clock() - request.waiting_since
-        request.waiting_since = None
-        request.promoted.clear()
-        del self._waiting[id(request)]
-        self._claims.release(request)
-
-    def _out_of_patience(self, request: RequestState) -> None:
-        self._stop_waiting(request)
-        request.patience_s = 0.0
-
-    def _expire_waits(self) -> None:
-        """Ends the waits that nobody comes back for, so that their claims end too."""
-        while self._waiting:
-            longest = next(iter(self._waiting.values()))
-            if not longest.has_waited_enough(self._clock()):
-                return
-            self._out_of_patience(longest)
 
     # ------------------------------------------------------------------------------------------------- job ends
 
