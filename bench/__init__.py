@@ -6,4 +6,12 @@ named reference measured in the same run, interleaved, and states the ratio of m
 suite so that benchmarks never rot; its figures mean nothing.
 """
 
-BENCHES: tuple[str, ...] = ("control_plane", "connector", "tiering", "simulator", "host_copies", "fs_store")
+BENCHES: tuple[str, ...] = (
+    "control_plane",
+    "connector",
+    "tiering",
+    "simulator",
+    "host_copies",
+    "fs_store",
+    "placement",
+)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When blocks go down to a disk as large as host memory, on the real thing: a trace is replayed through the real
+managers over real memory and a ``FileSystemStore``, with I/O threads, at a pace of so many computed blocks a second.
+
+Every stored block is filled with bytes that are a function of its key, and every loaded one is compared with them.
+Beside each run stands the simulator's hit rate for the same machine, with links as fast as they can be.
+
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``); without one the traces are made up.
+``KVOFFLOAD_BENCH_DIR`` is where the store goes (default: the working directory).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.core import Row
+from kvoffload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.sim.driver import SimConfig, simulate
+from kvoffload.sim.load import load_trace
+from kvoffload.sim.server import Server
+from kvoffload.sim.synthetic import synthesize
+from kvoffload.sim.tier import Link
+from kvoffload.sim.trace import Trace
+from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
+from kvoffload.tiering.base import CascadeMode
+from kvoffload.tiering.stores.fs_format import BlockFormat
+from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+
+MODES: tuple[CascadeMode, ...] = ("on_store", "on_evict")
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    trace: str
+    synthetic: str
+    """What is made up where the trace is not there."""
+    max_requests: int | None
+    cpu_percent: float
+    """Of the trace's different blocks. The disk is as large."""
+    block_bytes: int
+    blocks_per_s: float
+    """How fast blocks are computed: the pace of the replay."""
+
+
+CASES = (
+    Case("mooncake_conversation", "chat", None, 2, 16 << 10, 4000),
+    Case("weka_cc_64_s60", "agents", 500, 10, 16 << 10, 4000),
+    Case("lmcache_agent_b256", "agents", None, 5, 16 << 10, 4000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What one replay found, in blocks."""
+
+    accesses: int
+    host_hits: int
+    disk_hits: int
+    wrong: int
+    """Loaded blocks whose bytes were not their key's."""
+    written: int
+    dropped: int
+    store_failures: int
+    most_used_bytes: int
+    quota_bytes: int
+    seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        return (self.host_hits + self.disk_hits) / max(self.accesses, 1)
+
+
+class Memory:
+    """Host memory as rows."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.rows = np.zeros((num_blocks, block_bytes // 8), np.uint64)
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(self.rows.view(np.uint8))
+
+
+class FilledManager(TieringOffloadingManager):
+    """Stands for the worker as well: what is stored gets its bytes, what is loaded is looked at."""
+
+    def __init__(self, memory: Memory, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self._memory = memory
+        self.wrong = 0
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        output = super().prepare_store(keys, req_context)
+        if output is not None:
+            for key, slot in zip(output.keys_to_store, _slots(output.store_spec), strict=True):
+                self._memory.rows[slot] = content(key)
+        return output
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        spec = super().prepare_load(keys, req_context)
+        for key, slot in zip(keys, _slots(spec), strict=True):
+            self.wrong += not bool((self._memory.rows[slot] == content(key)).all())
+        return spec
+
+
+def _slots(spec: LoadStoreSpec) -> Sequence[int]:
+    assert isinstance(spec, CPULoadStoreSpec)
+    slots: list[int] = spec.block_ids.tolist()
+    return slots
+
+
+def content(key: OffloadKey) -> npt.NDArray[np.uint64]:
+    """Eight bytes, repeated over the block."""
+    return np.frombuffer(key, np.uint64, 1) ^ np.uint64(0x9E3779B97F4A7C15)
+
+
+class PacedClock:
+    """Real seconds, and a time to sleep until."""
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def advance_to(self, time_s: float) -> None:
+        time.sleep(max(0.0, time_s - time.monotonic()))
+
+
+def replay(
+    trace: Trace,
+    folder: str,
+    cascade: CascadeMode,
+    num_blocks: int,
+    block_bytes: int,
+    blocks_per_s: float,
+    check: Callable[[TieringOffloadingManager], object] = lambda _: None,
+) -> Replayed:
+    """Serves ``trace`` one request after the other over ``num_blocks`` of host memory and as many on disk.
+
+    ``check`` is called after every request.
+    """
+    memory = Memory(num_blocks, block_bytes)
+    primary = CPUPrimaryTierOffloadingManager(num_blocks, memory)
+    quota = num_blocks * BlockFormat("", block_bytes).file_bytes + LEDGER_BYTES
+    tier = build_tier({"type": "fs", "path": folder, "max_bytes": quota, "exclusive": True}, primary.kv_view)
+    manager = FilledManager(memory, primary, [tier], cascade=[cascade])
+    server = Server(
+        trace,
+        trace.keys(),
+        manager,
+        PacedClock(),
+        prefill_tokens_per_s=blocks_per_s * trace.block_tokens,
+        chunk_tokens=CHUNK_TOKENS,
+        block_bytes=block_bytes,
+        load_link=Link(1e15, 0.0),
+        device=None,
+        wait=lambda: time.sleep(0.0005),
+    )
+    start_s = time.monotonic()
+    host = disk = used = 0
+    try:
+        for request in range(len(trace)):
+            hit = server.serve(request)
+            host += hit.host
+            disk += hit.disk
+            used = max(used, int(tier.get_stats()["tier_bytes", "fs"]))
+            check(manager)
+        seconds = time.monotonic() - start_s
+        tier.drain_jobs()
+        manager.on_schedule_end()
+        stats = manager.get_stats()
+        return Replayed(
+            accesses=server.accesses,
+            host_hits=host,
+            disk_hits=disk,
+            wrong=manager.wrong,
+            written=int(stats["tier_blocks_stored", "fs"]),
+            dropped=int(stats["cascades", "dropped"] + stats["tier_dropped_blocks", "fs"]),
+            store_failures=int(stats["tier_store_failures", "fs"]),
+            most_used_bytes=max(used, int(stats["tier_bytes", "fs"])),
+            quota_bytes=quota,
+            seconds=seconds,
+        )
+    finally:
+        manager.shutdown()
+
+
+def simulated_hit_rate(trace: Trace, cascade: CascadeMode, num_blocks: int) -> float:
+    config = SimConfig(
+        num_blocks,
+        1,
+        disk_blocks=num_blocks,
+        cascade=cascade,
+        chunk_tokens=CHUNK_TOKENS,
+        disk_read_bytes_per_s=1e15,
+        disk_write_bytes_per_s=1e15,
+        disk_latency_s=0.0,
+    )
+    return simulate(trace, config).hit_rate
+
+
+def load_case(case: Case, short: bool) -> Trace:
+    folder = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+    path = folder / f"{case.trace}.jsonl.zst"
+    if short or not path.exists():
+        return synthesize(case.synthetic, 40 if short else 2000, seed=1).whole_blocks()
+    return load_trace(path, max_requests=case.max_requests).whole_blocks()
+
+
+def run(short: bool) -> list[Row]:
+    rows: list[Row] = []
+    for case in CASES[:1] if short else CASES:
+        trace = load_case(case, short)
+        num_blocks = max(16, int(trace.num_unique * (10 if short else case.cpu_percent) / 100))
+        written = 0
+        for mode in MODES:
+            with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as folder:
+                pace = 1e9 if short else case.blocks_per_s
+                found = replay(trace, folder, mode, num_blocks, case.block_bytes, pace)
+            assert not found.wrong, f"{found.wrong} loaded blocks had wrong bytes"
+            name = f"{trace.name}, {num_blocks} blocks, {mode}"
+            expected = simulated_hit_rate(trace, mode, num_blocks)
+            ratio = found.hit_rate / expected if expected else None
+            percent = 100 * max(found.hit_rate, 1e-9)
+            rows.append(Row("placement", f"{name}: hits", percent, "%", f"simulator: {100 * expected:.2f} %", ratio))
+            reference, share = ("", None) if mode == "on_store" else ("on_store", found.written / max(written, 1))
+            written = found.written
+            rows.append(Row("placement", f"{name}: written", max(written, 1e-9), "blocks", reference, share or None))
+            dropped = f"dropped: {found.dropped:,}, quota used: {found.most_used_bytes / found.quota_bytes:.1%}"
+            rows.append(Row("placement", f"{name}: replayed", found.accesses / found.seconds, "blocks/s", dropped))
+    return rows
