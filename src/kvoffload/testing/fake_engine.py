@@ -9,9 +9,6 @@ up order, ids or groups is caught by the block it damaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
 import numpy as np
 
@@ -32,64 +29,14 @@ from kvoffload.connector import (
     WorkerReport,
 )
 from kvoffload.connector.groups import GroupGeometry, geometry_of
-from kvoffload.testing.fake_device import Bytes, DevicePool, chain_hash, page_of
+from kvoffload.testing.fake_device import Bytes, DevicePool, page_of
+from kvoffload.testing.fake_request import FakeRequest, Status
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 
 __all__ = ["FakeEngine", "FakeRequest", "Status"]
 
 WorkerFactory = Callable[[int, Bytes], OffloadingConnectorWorker]
 """(rank, that rank's device memory as (GPU blocks, page bytes)) -> its worker, registered."""
-
-
-class Status(Enum):
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-@dataclass(eq=False)
-class FakeRequest:
-    """A prompt and what was generated after it; satisfies ``EngineRequest``."""
-
-    request_id: str
-    tokens: list[int]
-    max_new_tokens: int
-    hash_tokens: int
-    kv_transfer_params: dict[str, Any] | None = None
-    num_prompt_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
-    status: Status = Status.WAITING
-    tables: list[list[int]] = field(default_factory=list)
-    """GPU blocks by group; empty lists while it has none."""
-    computed_tokens: int = 0
-    valid_tokens: int = 0
-    """While loading: tokens that are on the device whether or not the load succeeds."""
-    table_is_new: bool = True
-
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.tokens)
-        self.extend_hashes()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def has_blocks(self) -> bool:
-        return any(self.tables)
-
-    def extend_hashes(self) -> None:
-        step = self.hash_tokens
-        for n in range(len(self.block_hashes), len(self.tokens) // step):
-            parent = self.block_hashes[-1] if self.block_hashes else b""
-            self.block_hashes.append(chain_hash(parent, self.tokens[n * step : (n + 1) * step]))
-
-    def prefix_hash(self, num_tokens: int) -> bytes:
-        """Of the first ``num_tokens`` tokens: the block hash where one ends there."""
-        full, rest = divmod(num_tokens, self.hash_tokens)
-        parent = self.block_hashes[full - 1] if full else b""
-        return chain_hash(parent, self.tokens[num_tokens - rest : num_tokens]) if rest else parent
 
 
 class FakeEngine:

@@ -18,7 +18,7 @@ from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContex
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.health import Breaker
-from kvoffload.tiering.index import BlockIndex
+from kvoffload.tiering.knowledge import Knowledge
 from kvoffload.tiering.runner import Ended, Job, Lane, Overdue, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 
 _READS = (Lane.LOOKUP, Lane.LOAD)
 _LOOKUP_PIECE = 256
-_MOST_ASKED = 262_144
 _MOST_TOUCHED = 65_536
 _TOUCH_EVERY_S = 1.0
 _NEWS_PER_POLL = 2_048
@@ -95,14 +94,9 @@ class StoreTier(SecondaryTierManager):
         self._reads, self._writes = Breaker(clock=clock), Breaker(clock=clock)
         self._probe_key = OffloadKey(b"probe")
 
-        self._index = BlockIndex(limits.max_index_blocks, clock=clock)
-        self._asking: set[OffloadKey] = set()
-        self._to_ask: list[OffloadKey] = []
-        # Keys whose store is under way; True once they were evicted in the middle of it.
-        self._storing: dict[OffloadKey, bool] = {}
+        self._knowledge = Knowledge(tier_type, limits.max_index_blocks, clock=clock)
         self._ends: dict[Job, Callable[[Ended], None]] = {}
         self._results: list[JobResult] = []
-        self._events: list[OffloadingEvent] = []
         self._num_transfers = 0
         self._touched: list[Sequence[OffloadKey]] = []
         self._num_touched = 0
@@ -119,7 +113,7 @@ class StoreTier(SecondaryTierManager):
         self._submit(Job(Lane.UPKEEP, 1, self._scan), 1, self._scan_ended)
 
     def __repr__(self) -> str:
-        return f"StoreTier({self.tier_type!r}, {self._store!r}, known={len(self._index)}, {self._runner!r})"
+        return f"StoreTier({self.tier_type!r}, {self._store!r}, known={len(self._knowledge)}, {self._runner!r})"
 
     # -------------------------------------------------------------------------------------------------- lookups
 
@@ -131,41 +125,19 @@ class StoreTier(SecondaryTierManager):
     def _answer(self, key: OffloadKey) -> bool | None:
         if not self._reads.is_closed:
             return False
-        if key in self._index:
-            return True
-        if key in self._asking:
-            return None
-        if self._index.is_absent(key):
-            if self._index.wants_refresh(key):
-                self._ask(key)
-                # Still False to whoever asked before: a request must not be put off again and again.
-            return False
-        if self._exclusive and self._was_scanned and not self._seen and not self._index.has_forgotten:
-            return False
-        if len(self._asking) >= _MOST_ASKED:
-            return False
-        self._asking.add(key)
-        self._ask(key)
-        return None
-
-    def _ask(self, key: OffloadKey) -> None:
-        self._to_ask.append(key)
+        return self._knowledge.answer(key, self._exclusive and self._was_scanned and not self._seen)
 
     def _submit_lookups(self) -> None:
-        keys, self._to_ask = self._to_ask, []
+        keys = self._knowledge.take_questions()
         job = Job(Lane.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
 
         def ended(end: Ended) -> None:
             self._note_health(self._reads, end, keys[end.start])
+            if end.error is not None:
+                self._knowledge.unanswered(keys[end.start : end.stop])
+                return
             for index in range(end.start, end.stop):
-                key = keys[index]
-                self._asking.discard(key)
-                if end.error is not None:
-                    continue  # not known; asked again if somebody comes back for it
-                if job.answers[index]:
-                    self._learn([key])
-                elif key not in self._index:  # else a store or the scan has taught us better meanwhile
-                    self._index.note_absent(key)
+                self._knowledge.answered(keys[index], job.answers[index])
 
         self._submit(job, _LOOKUP_PIECE, ended)
 
@@ -184,8 +156,7 @@ class StoreTier(SecondaryTierManager):
             self._results.append(JobResult(job.job_id, success=False))
             return
         keys = job.keys[:admitted]
-        for key in keys:
-            self._storing[key] = False
+        self._knowledge.store_begins(keys)
         assert self._rows is not None
         work = partial(self._transfer, self._store.write, keys, job.block_ids, self._rows)
         self._transfer_job(job, Job(Lane.STORE, admitted, work), self._store_piece_ended)
@@ -240,18 +211,18 @@ class StoreTier(SecondaryTierManager):
         self._note_health(self._writes, end, job.keys[end.start])
         written = []
         for index in range(end.start, end.stop):
-            was_evicted = self._storing.pop(job.keys[index], False)
+            is_still_there = self._knowledge.store_ends(job.keys[index])
             if not end.job.answers[index]:
                 continue
             self._num_stored += 1
-            if not was_evicted:
+            if is_still_there:
                 written.append(job.keys[index])
         failed = end.stop - end.start - sum(end.job.answers[end.start : end.stop])
         if end.was_begun:
             self._num_store_failures += failed
         else:
             self._num_dropped += failed
-        self._learn(written)
+        self._knowledge.learn(written)
 
     def _load_piece_ended(self, job: JobMetadata, end: Ended) -> None:
         self._note_health(self._reads, end, job.keys[end.start])
@@ -260,13 +231,13 @@ class StoreTier(SecondaryTierManager):
         self._num_load_failures += len(missing)
         if end.error is None:
             # The store said no: what we thought to know is forgotten, and asked for next time.
-            self._forget(missing)
+            self._knowledge.forget(missing)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
     def on_schedule_end(self) -> None:
         self._poll()
-        if self._to_ask:
+        if self._knowledge.has_questions:
             self._submit_lookups()
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_EVERY_S
@@ -282,13 +253,10 @@ class StoreTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        return bool(self._num_transfers or self._results or self._to_ask or self._asking)
+        return bool(self._num_transfers or self._results or self._knowledge.is_asking)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if not self._events:
-            return ()
-        events, self._events = self._events, []
-        return events
+        return self._knowledge.take_events()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         if keys and self._num_touched < _MOST_TOUCHED:
@@ -331,7 +299,7 @@ class StoreTier(SecondaryTierManager):
         tier, store = self.tier_type, self._store.stats()
         stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._answers.items()}
         stats |= {
-            ("tier_blocks", tier): len(self._index),
+            ("tier_blocks", tier): len(self._knowledge),
             ("tier_bytes", tier): store.used_bytes,
             ("tier_healthy", tier): int(self._reads.is_closed and self._writes.is_closed),
             ("tier_blocks_stored", tier): self._num_stored,
@@ -357,7 +325,7 @@ class StoreTier(SecondaryTierManager):
             return
         # First: a block that was evicted while it was being stored is not to be learnt afterwards.
         while self._evicted:
-            self._forget(self._evicted.popleft())
+            self._knowledge.forget(self._evicted.popleft())
         for end in self._runner.poll():
             self._ends[end.job](end)
             if end.is_last:
@@ -365,21 +333,10 @@ class StoreTier(SecondaryTierManager):
         num_seen = 0
         while self._seen and num_seen < _NEWS_PER_POLL:
             batch = self._seen.popleft()
-            self._learn(batch)
+            self._knowledge.learn(batch)
             num_seen += len(batch)
         for job in self._runner.newly_overdue():
             self._note_failure(self._reads if job.lane in _READS else self._writes, "does not come to an end", True)
-
-    def _learn(self, keys: Sequence[OffloadKey]) -> None:
-        if news := [key for key in keys if self._index.add(key)]:
-            self._events.append(OffloadingEvent(news, self.tier_type, removed=False))
-
-    def _forget(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            if key in self._storing:
-                self._storing[key] = True
-        if gone := [key for key in keys if self._index.remove(key)]:
-            self._events.append(OffloadingEvent(gone, self.tier_type, removed=True))
 
     # --------------------------------------------------------------------------------------------------- health
 
