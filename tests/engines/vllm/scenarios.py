@@ -231,6 +231,21 @@ def disk(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def passes(model: str, extra: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """Prompts of the Llama family by name, those of a pass at once; vLLM's own cache is forgotten between passes."""
+    prompts = {prompt.name: prompt for prompt in _family("llama")}
+    engine = Engine(model, extra=extra, gpu_blocks=200)
+    seen = []
+    for batch in names:
+        tokens, cached = engine.answers([prompts[name] for name in batch])
+        engine.drain()
+        seen.append({"tokens": tokens, "cached": cached, "metrics": engine.metrics()})
+        engine.forget_device_cache()
+    result = {"passes": seen, "idle": idle_state(engine)}
+    engine.close()
+    return result
+
+
 def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
     """What vLLM says at start to configurations that cannot work."""
     said = {}
