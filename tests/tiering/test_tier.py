@@ -179,8 +179,9 @@ def test_the_absent_are_asked_again_in_the_background(make) -> None:
     rig.until(lambda: rig.ask([key]) == [True])
 
 
-def test_a_restart_serves_hits_before_and_after_its_scan(make) -> None:
-    rig = make()
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_a_restart_serves_hits_before_and_after_its_scan(make, exclusive: bool) -> None:
+    rig = make(exclusive=exclusive)
     rig.gate.close_gate("scan")
     keys = keys_of(*range(30))
     rig.below(keys)
