@@ -34,7 +34,7 @@ def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:
     mapping = {"cpu_bytes_to_use": "1GiB"}
     config = parse_config(mapping)
     assert config.cpu_bytes == 1 << 30
-    assert config.eviction_policy == "lru"
+    assert config.eviction_policy == "density"
     assert mapping == {"cpu_bytes_to_use": "1GiB"}
 
 

@@ -60,7 +60,7 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Size of the primary tier on this node, all ranks together: bytes, or text with a unit."""
     block_size: int | None = None
     """Tokens per offloaded block; a multiple of the engine's block size, which is also the default."""
-    eviction_policy: str = "lru"
+    eviction_policy: str = "density"
     """Name of a registered cache policy."""
     store_threshold: int = 1
     """Store a block once this many requests asked for it; 0 and 1 store at once."""

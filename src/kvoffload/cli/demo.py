@@ -42,7 +42,7 @@ def demo(
     users: Annotated[int, typer.Option(min=1, help="Turns served at a time.")] = 2,
     device_tokens: Annotated[int | None, typer.Option(min=1, help="Device KV pool. Default: 1/4 of the chat.")] = None,
     cpu_gib: Annotated[float | None, typer.Option(help="Host memory to offload to. Default: the whole chat.")] = None,
-    policy: Annotated[str, typer.Option(help="Which blocks host memory keeps.")] = "lru",
+    policy: Annotated[str, typer.Option(help="Which blocks host memory keeps.")] = "density",
     block_size: Annotated[int, typer.Option(min=1, help=f"Tokens per offloaded block: n x {_BLOCK_TOKENS}.")] = 16,
     disk: Annotated[Path | None, typer.Option(help="Offload to this folder too, and restart the engine.")] = None,
     disk_gib: Annotated[float, typer.Option(help="At most so much of it.")] = 4.0,

@@ -128,7 +128,9 @@ class UseLog:
             if block.place is one:
                 self._step_over(one)
         while (chunk := self._first_chunk()) is not None:
-            for at, block in enumerate(islice(chunk.blocks, chunk.first, None), chunk.first):
+            blocks = chunk.blocks
+            for at in range(chunk.first, len(blocks)):
+                block = blocks[at]
                 if block.place is chunk:
                     if not block.pins and block.key not in protected:
                         chunk.first = at
