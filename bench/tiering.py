@@ -163,7 +163,8 @@ def _from_disk(short: bool, block_bytes: int) -> Row:
         region = SharedOffloadRegion.anonymous(num_slots, block_bytes)
         primary = CPUPrimaryTierOffloadingManager(num_slots, region)
         rows = [memoryview(row) for row in np.asarray(primary.kv_view)[: len(blocks)]]
-        np.asarray(primary.kv_view)[:, :8] = np.arange(num_slots, dtype=np.int64)[:, None].view(np.uint8)
+        # All of it, or the first promotions would pay for memory that nothing has touched yet.
+        np.asarray(primary.kv_view).view(np.int64)[:] = np.arange(num_slots)[:, None]
         store = FileSystemStore(root, block_bytes, max_bytes=1 << 40)
         tier = StoreTier(primary.kv_view, "fs", store, TierLimits(threads=THREADS))
         manager = TieringOffloadingManager(primary, [tier])
