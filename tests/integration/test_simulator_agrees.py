@@ -80,7 +80,7 @@ class PromptTier(StoreTier):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         quiesce(self)
-        self._store.touch([key for key in keys if key in self._index])
+        self._store.touch(list(keys))
 
 
 class PromptOptions(FileSystemOptions, frozen=True, kw_only=True):
@@ -187,7 +187,7 @@ def test_the_same_hits_with_a_disk_below(
     trace = conversations(80, seed=disk_blocks)
     found, result = simulated(trace, cpu_blocks, gpu_blocks=gpu_blocks, disk_blocks=disk_blocks, cascade=cascade)
     tier = {"type": prompt_fs, "path": str(tmp_path), "max_blocks": disk_blocks, "cascade": cascade}
-    config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "eviction_policy": "lru"}
     assert found == served(trace, cpu_blocks, gpu_blocks, **config)
     assert result.disk_hit_blocks > 0
 
@@ -196,7 +196,7 @@ def test_what_an_engine_recorded_is_what_it_served(tmp_path: Path) -> None:
     """Recorded by the connector, loaded and simulated: the same hits again."""
     trace = conversations(30, seed=7)
     path = tmp_path / "served.jsonl"
-    hits = served(trace, 60, record_trace=str(path))
+    hits = served(trace, 60, record_trace=str(path), eviction_policy="lru")
     recorded = load_trace(path)
     assert recorded.block_tokens == BLOCK_TOKENS
     assert recorded.input_tokens.tolist() == trace.input_tokens.tolist()
