@@ -12,7 +12,7 @@ import pytest
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
 from kvoffload.cpu.policies.density import DensityCachePolicy
-from kvoffload.cpu.policies.hit_density import CLASS_OF, MOST_USES, NUM_CLASSES, HitDensity, densities
+from kvoffload.cpu.policies.hit_density import NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity, densities
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.cpu.policies.use_counts import UseCounts
 from kvoffload.cpu.policies.use_log import Chunk
@@ -43,17 +43,17 @@ class Cache:
         self.free = [BlockStatus(slot) for slot in range(capacity)][::-1]
 
     def use(self, path: Iterable[int]) -> None:
-        """Every block of a path from tail to head."""
-        for number in reversed(list(path)):
-            if self.policy.get(key(number)) is not None:
-                self.policy.touch([key(number)])
-                continue
+        """One request: what is absent of its path is stored, from tail to head, and what was there is used."""
+        absent = [number for number in path if number not in self]
+        present = keys(*(number for number in path if number in self))
+        for number in reversed(absent):
             if not self.free:
-                victims = self.policy.evict(1, ())
+                victims = self.policy.evict(1, present)
                 assert victims is not None
                 self.free += [block for _, block in victims]
             self.insert(number)
             self[number].pins = 0
+        self.policy.touch(present)
 
     def insert(self, number: int) -> None:
         block = self.free.pop()
@@ -66,8 +66,8 @@ class Cache:
         assert block is not None
         return block
 
-    def uses(self, number: int) -> int:
-        return int(self[number].place.uses)
+    def class_(self, number: int) -> int:
+        return int(self[number].place.class_)
 
     def __contains__(self, number: int) -> bool:
         return self.policy.get(key(number)) is not None
@@ -78,30 +78,37 @@ class Plain:
 
     def __init__(self, values: list[list[float]], bounds: list[float]) -> None:
         self.values, self.bounds = values, bounds
-        self.uses: dict[OffloadKey, int] = {}
+        self.classes: dict[OffloadKey, int] = {}
         self.lasts: dict[OffloadKey, int] = {}
         self.now = 0
 
-    def use(self, path: Iterable[OffloadKey], counted: Collection[OffloadKey]) -> None:
+    def use(self, path: Iterable[OffloadKey], counted: Collection[OffloadKey], draw: int) -> None:
+        """The steps between the classes 1, 2, 3, 4, 6, 10, 18, 34 are taken in one draw of 1, 1, 1, 2, 4, 8, 16."""
         for one in reversed(list(path)):
-            if one in self.uses:
+            if one in self.classes:
                 self.now += 1
                 self.lasts[one] = self.now
-                self.uses[one] = min(self.uses[one] + (one in counted), MOST_USES)
+                class_ = self.classes[one]
+                if one in counted and class_ < 7 and draw % (1 << max(class_ - 2, 0)) == 0:
+                    self.classes[one] += 1
 
     def insert(self, path: list[OffloadKey], past: list[int]) -> None:
-        self.uses.update(zip_longest(path, past, fillvalue=0))
-        self.use(path, path)
+        self.classes.update(zip_longest(path, past, fillvalue=-1))
+        self.use(path, [one for one in path if self.classes[one] < 3], draw=0)
 
     def evict(self, n: int, idle: set[OffloadKey]) -> list[OffloadKey]:
         order = sorted(idle, key=self.rank)[:n]
         for one in order:
-            del self.uses[one]
+            del self.classes[one]
         return order
 
     def rank(self, one: OffloadKey) -> tuple[float, int]:
         bucket = bisect_right(self.bounds, self.now - self.lasts[one])
-        return self.values[CLASS_OF[self.uses[one]]][bucket], self.lasts[one]
+        return self.values[self.classes[one]][bucket], self.lasts[one]
+
+
+def draw_of(policy: DensityCachePolicy) -> int:
+    return (policy._draw >> 16) % NUM_DRAWS
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -138,12 +145,12 @@ def test_victims_are_those_of_the_definition(seed: int) -> None:
             if action == "request":
                 driver.publish(absent)
             policy.touch(path)
-            plain.use(path, [one for one in path if one in blocks and blocks[one].is_ready])
+            plain.use(path, [one for one in path if one in blocks and blocks[one].is_ready], draw_of(policy))
             if step % 2 and action == "writing":
                 driver.publish(absent)
         elif action == "settle":
             policy.settle(path)
-            plain.use(path, [])
+            plain.use(path, [], 0)
         elif action == "pin":
             driver.pin(*(one for one in path if one in blocks and blocks[one].is_ready))
         elif action == "unpin":
@@ -157,12 +164,12 @@ def test_victims_are_those_of_the_definition(seed: int) -> None:
         elif action == "fail":
             for one in [one for one in blocks if not blocks[one].is_ready]:
                 policy.remove(one)
-                del blocks[one], plain.uses[one]
+                del blocks[one], plain.classes[one]
         elif action == "ask":
             number = rng.randint(0, 200)
             assert policy.next_victims(number) == sorted(driver.idle(), key=plain.rank)[:number]
         policy.check_invariants()
-    assert len({CLASS_OF[uses] for uses in plain.uses.values()}) > 3
+    assert len(set(plain.classes.values())) > 3
 
 
 def test_stale_entries_stay_few() -> None:
@@ -178,7 +185,7 @@ def test_stale_entries_stay_few() -> None:
     for _ in range(4000):
         policy.touch(rng.choice(paths)[: rng.choice([1, 100])])
     policy.check_invariants()  # which bounds them
-    assert len({block.place.uses for block in driver.blocks.values()}) > 5
+    assert len({block.place.class_ for block in driver.blocks.values()}) > 4
 
 
 def test_a_block_that_is_idle_again_is_seen_at_once() -> None:
@@ -285,12 +292,12 @@ def test_uses_while_writing_are_the_writers_own() -> None:
     cache = Cache(DensityCachePolicy(300), 300)
     cache.insert(1)
     cache.policy.touch([key(1)])
-    assert cache.uses(1) == 1
+    assert cache.class_(1) == 0
     cache[1].pins = 0
     cache.policy.touch([key(1)])
-    assert cache.uses(1) == 2
+    assert cache.class_(1) == 1
     cache.policy.settle([key(1)])
-    assert cache.uses(1) == 2
+    assert cache.class_(1) == 1
 
 
 def test_remembers_uses_of_evicted_blocks_and_forgets_failed_stores() -> None:
@@ -300,15 +307,41 @@ def test_remembers_uses_of_evicted_blocks_and_forgets_failed_stores() -> None:
     cache.policy.evict(1, ())
     policy = cache.policy
     cache.insert(1)
-    assert cache.uses(1) == 3
+    assert cache.class_(1) == 2
     assert policy.remove(key(1)) is not None
     assert policy.remove(key(1)) is None
     cache.insert(1)
-    assert cache.uses(1) == 3
+    assert cache.class_(1) == 2
     policy.clear()
     assert len(policy) == 0
     cache.insert(1)
-    assert cache.uses(1) == 1
+    assert cache.class_(1) == 0
+
+
+def test_a_head_never_falls_behind_its_tail() -> None:
+    """In a path that is used whole and in part, evicted from its tail and stored again."""
+    rng, path = random.Random(0), keys(*range(40))
+    driver = PolicyDriver(DensityCachePolicy(40))
+    policy, blocks = driver.policy, driver.blocks
+    for _ in range(3000):
+        end = rng.randint(1, 40)
+        absent = [one for one in path[:end] if one not in blocks]
+        policy.make_room(absent[::-1], 0, ())
+        driver.store(absent)
+        policy.touch(path[:end])
+        classes = [blocks[one].place.class_ for one in path if one in blocks]
+        assert classes == sorted(classes, reverse=True)
+        if rng.random() < 0.3:
+            driver.evict(rng.randint(1, len(blocks)))
+    assert max(classes) == NUM_CLASSES - 1
+
+
+def test_classes_rise_as_often_as_they_should() -> None:
+    for class_, step in enumerate((1, 1, 1, 2, 4, 8, 16)):
+        risen = [RISEN[draw][class_] for draw in range(NUM_DRAWS)]
+        assert risen.count(class_ + 1) == NUM_DRAWS // step
+        assert risen.count(class_) == NUM_DRAWS - NUM_DRAWS // step
+    assert {RISEN[draw][NUM_CLASSES - 1] for draw in range(NUM_DRAWS)} == {NUM_CLASSES - 1}
 
 
 class TestHitDensity:

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.hit_density import CLASS_OF, MOST_USES, NUM_CLASSES, HitDensity
+from kvoffload.cpu.policies.hit_density import CERTAIN, NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity
 from kvoffload.cpu.policies.use_counts import UseCounts
 from kvoffload.cpu.policies.use_log import Chunk, Parked, UseLog
 
@@ -44,7 +44,7 @@ class DensityCachePolicy(CachePolicy):
     up those of a class that hardly ever does, or go on as LRU where uses say nothing. ``docs/design/0009-policies.md``
     has the measurements.
 
-    The uses of evicted blocks are remembered for the next 1.5 to 3 capacities of evictions, with their keys. Uses while
+    Of evicted blocks the class is remembered for the next 1.5 to 3 capacities of evictions, with their keys. Uses while
     a block is being written belong to the request that writes it: they refresh it but do not count.
     """
 
@@ -61,6 +61,7 @@ class DensityCachePolicy(CachePolicy):
         """By class, as last seen. Since then a class may have lost its front, never got a lesser one: what would make
         it so (a pinned block that is idle again, a new fit, the bucket of an age) takes the front out of here."""
         self._forget_fronts()
+        self._draw = 1
         self._now = 0
         """Uses of blocks so far: the clock of ages."""
         self._tidied = 0
@@ -88,15 +89,14 @@ class DensityCachePolicy(CachePolicy):
         num_new = len(blocks) - len(known)
         if num_new:
             new = blocks[:num_new] if known else blocks
-            chunk = self._logs[0].open(1)
+            chunk = self._logs[0].open()
             for block in new:
                 block.place = chunk
             self._logs[0].append(new, begin)
         if known:
             for time, block, past in zip(range(begin + num_new, self._now + 1), blocks[num_new:], known[::-1]):
-                uses = min(past + 1, MOST_USES)
-                log = self._logs[CLASS_OF[uses]]
-                block.place = log.open(uses)
+                log = self._logs[RISEN[CERTAIN][past]]
+                block.place = log.open()
                 log.append((block,), time)
         self._model.used(keys, blocks, begin)
         if self._now - self._tidied_at > _TIDY_EVERY:
@@ -105,15 +105,16 @@ class DensityCachePolicy(CachePolicy):
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         path = keys if isinstance(keys, (list, tuple)) else list(keys)
         begin = self._now + 1
-        blocks, all_ready = self._refresh(path, rise=1)
+        self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
+        blocks, all_ready = self._refresh(path, RISEN[(self._draw >> 16) % NUM_DRAWS])
         self._model.used(path, blocks, begin, all_ready)
 
     def settle(self, keys: Iterable[OffloadKey]) -> None:
-        self._refresh(keys if isinstance(keys, (list, tuple)) else list(keys), rise=0)
+        self._refresh(keys if isinstance(keys, (list, tuple)) else list(keys), range(NUM_CLASSES))
 
-    def _refresh(self, path: Sequence[OffloadKey], rise: int) -> tuple[list[BlockStatus], bool]:
-        """Moves the resident blocks of ``path``, from tail to head, to the end of the log for ``rise`` uses more; those
-        being written have none. Answers the blocks in this order, and whether all are ready."""
+    def _refresh(self, path: Sequence[OffloadKey], risen: Sequence[int]) -> tuple[list[BlockStatus], bool]:
+        """Moves the resident blocks of ``path``, from tail to head, to the end of the log of their ``risen[class]``,
+        those being written to that of their class. Answers the blocks in this order, and whether all are ready."""
         found = list(map(self._blocks.get, reversed(path)))
         blocks: list[BlockStatus]
         blocks = found if None not in found else [block for block in found if block is not None]  # type: ignore[assignment]
@@ -130,13 +131,12 @@ class DensityCachePolicy(CachePolicy):
                     log.append(blocks[start:at], begin + start)
                     start = at
                 source = block.place
-                uses = source.uses
                 if block.pins < 0:
+                    log = logs[source.class_]
                     source, all_ready = None, False
-                elif uses != MOST_USES:
-                    uses += rise
-                log = logs[CLASS_OF[uses]]
-                chunk = log.open(uses, apart_from=block.place)
+                else:
+                    log = logs[risen[source.class_]]
+                chunk = log.open(apart_from=block.place)
             block.place = chunk
         log.append(blocks[start:], begin + start)
         if self._now - self._tidied_at > _TIDY_EVERY:
@@ -178,7 +178,6 @@ class DensityCachePolicy(CachePolicy):
             if (log.weight or log.parked) and log.class_ not in fronts:
                 self._look(log.class_, protected)
         victims: list[BlockStatus] = []
-        uses: list[int] = []
         while fronts and len(victims) < n:
             best = min(fronts.values())
             class_ = best.class_
@@ -188,7 +187,7 @@ class DensityCachePolicy(CachePolicy):
             if head == best.last:
                 until = best.until(min(fronts.values(), default=None))
                 while head is not None and head <= until and len(victims) < n:
-                    log.take(n - len(victims), until, protected, victims, uses)
+                    log.take(n - len(victims), until, protected, victims)
                     head = log.head(protected)
             if head is not None:
                 fronts[class_] = self._front(head, class_)
@@ -203,11 +202,11 @@ class DensityCachePolicy(CachePolicy):
             return None
         keys: list[OffloadKey] = [block.key for block in victims]  # type: ignore[misc]
         deque(map(self._blocks.__delitem__, keys), maxlen=0)
-        self._past_uses.remember(keys, uses)
+        self._past_uses.remember(keys, [block.place.class_ for block in victims])
         return list(zip(keys, victims))
 
     def _log_of(self, place: Chunk | Parked) -> UseLog:
-        return self._logs[CLASS_OF[place.uses]]
+        return self._logs[place.class_]
 
     def _look(self, class_: int, protected: Collection[OffloadKey]) -> None:
         last = self._logs[class_].head(protected)
@@ -257,6 +256,7 @@ class DensityCachePolicy(CachePolicy):
         self._model.clear()
         self._forget_fronts()
         self._tidied_weight = 0
+        self._draw = 1
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -269,7 +269,7 @@ class DensityCachePolicy(CachePolicy):
                     one = waiting.pop(key)
                     if one.block.place is one:
                         self._log_of(one).queue(one)
-                        self._fronts.pop(CLASS_OF[one.uses], None)
+                        self._fronts.pop(one.class_, None)
 
     def check_invariants(self) -> None:
         ordered: list[BlockStatus] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +14,23 @@ import numpy.typing as npt
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
 
-__all__ = ["CLASS_OF", "MOST_USES", "NUM_CLASSES", "HitDensity"]
+__all__ = ["CERTAIN", "NUM_CLASSES", "NUM_DRAWS", "RISEN", "HitDensity"]
 
 _LEAST_USES = (1, 2, 3, 4, 6, 10, 18, 34)
 NUM_CLASSES = len(_LEAST_USES)
-"""Blocks are told apart by how often they were used: once, twice, three times, 4 or 5, 6 to 9, ... , 34 or more."""
-MOST_USES = _LEAST_USES[-1]
-"""Further uses need not be counted."""
-CLASS_OF = tuple(bisect_right(_LEAST_USES, uses) - 1 for uses in range(MOST_USES + 1))
-"""By number of uses, up to ``MOST_USES``."""
+"""Blocks are told apart by how often they were used: once, twice, three times, about 4, about 6, ... , 34 or more."""
+_TOP = NUM_CLASSES - 1
+_STEPS = [more - less for less, more in pairwise(_LEAST_USES)]
+NUM_DRAWS = max(_STEPS)
+RISEN = [
+    tuple(class_ + (class_ < _TOP and draw % _STEPS[class_] == 0) for class_ in range(NUM_CLASSES))
+    for draw in range(NUM_DRAWS)
+]
+"""``RISEN[draw][class]``: the class after one use more. Beyond 4 uses one in so many counts, as the draw has it
+(R. Morris, "Counting large numbers of events in small registers", 1978), so that blocks need no counters. Where a class
+rises, all below it do: with one draw for all blocks of a path, a head that is ahead of its tail never falls behind."""
+CERTAIN = 1
+"""The draw in which only those classes rise that do in any."""
 
 _BUCKETS_PER_OCTAVE = 2
 _FINEST = 64
@@ -98,7 +107,7 @@ class HitDensity:
             if self._next_pick >= begin:
                 block = blocks[self._next_pick - begin]
                 if all_count or block.pins >= 0:
-                    self._follow(block.key, CLASS_OF[block.place.uses], now)
+                    self._follow(block.key, block.place.class_, now)
             self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
             self._window += self._gap
             if self._window < begin:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often recently evicted blocks were used."""
+"""How often recently evicted blocks were used, by class."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ class UseCounts:
         young, old = self._young.get, self._old.get
         found: list[int] = []
         for key in keys:
-            count = young(key) or old(key)
-            if not count:
-                break
+            count = young(key)
+            if count is None:
+                count = old(key)
+                if count is None:
+                    break
             found.append(count)
         return found
 

@@ -22,13 +22,13 @@ _CHUNK_WEIGHT = 16
 
 
 class Chunk:
-    """Some uses in a row of a log, with their rising times, of blocks used equally often. An entry is live while its
-    block's ``place`` is the chunk; so a block has at most one entry from ``first`` on in it. Those before are gone."""
+    """Some uses in a row of a log, with their rising times. An entry is live while its block's ``place`` is the chunk;
+    so a block has at most one entry from ``first`` on in it. Those before are gone."""
 
-    __slots__ = ("blocks", "first", "times", "uses")
+    __slots__ = ("blocks", "class_", "first", "times")
 
-    def __init__(self, uses: int) -> None:
-        self.uses = uses
+    def __init__(self, class_: int) -> None:
+        self.class_ = class_
         self.blocks: list[BlockStatus] = []
         self.times = array("q")
         self.first = 0
@@ -52,10 +52,10 @@ class Chunk:
 class Parked:
     """A block that an eviction stepped over, out of the chunks. Live while its block's ``place`` is this."""
 
-    __slots__ = ("block", "time", "uses")
+    __slots__ = ("block", "class_", "time")
 
-    def __init__(self, uses: int, time: int, block: BlockStatus) -> None:
-        self.uses = uses
+    def __init__(self, class_: int, time: int, block: BlockStatus) -> None:
+        self.class_ = class_
         self.time = time
         self.block = block
         block.place = self
@@ -88,14 +88,14 @@ class UseLog:
         self._deferred: list[Parked] = []
         """Protected ones, out of the heap until the eviction is over."""
 
-    def open(self, uses: int, apart_from: object = None) -> Chunk:
-        """The chunk that ``append`` will put blocks of so many uses in; not ``apart_from``, for blocks that have an
+    def open(self, apart_from: object = None) -> Chunk:
+        """The chunk that ``append`` will put blocks in; not ``apart_from``, for blocks that have an
         entry there. The caller makes it the ``place`` of each."""
         if self._rest:
             last = self._rest[-1]
-            if last.uses == uses and len(last.times) < _FULL and last is not apart_from:
+            if len(last.times) < _FULL and last is not apart_from:
                 return last
-        chunk = Chunk(uses)
+        chunk = Chunk(self.class_)
         self._rest.append(chunk)
         self.weight += _CHUNK_WEIGHT
         return chunk
@@ -112,7 +112,7 @@ class UseLog:
         """Takes a block out that may come back at once."""
         if self._rest and block.place is self._rest[-1]:
             # Its old entry must not come to life with the new one: no more of this chunk.
-            self._rest.append(Chunk(block.place.uses))
+            self._rest.append(Chunk(self.class_))
             self.weight += _CHUNK_WEIGHT
         block.place = None
 
@@ -136,19 +136,15 @@ class UseLog:
                         chunk.first = at
                         last: int = chunk.times[at]
                         return last
-                    self._step_over(Parked(chunk.uses, chunk.times[at], block))
+                    self._step_over(Parked(self.class_, chunk.times[at], block))
             chunk.first = len(chunk.blocks)
         return None
 
-    def take(
-        self, n: int, until: float, protected: Collection[OffloadKey], victims: list[BlockStatus], uses: list[int]
-    ) -> None:
+    def take(self, n: int, until: float, protected: Collection[OffloadKey], victims: list[BlockStatus]) -> None:
         """Moves up to ``n`` blocks to ``victims`` that were last used by ``until``, least recent first: at least the
-        one that ``head`` has just found, perhaps not all. And their numbers of uses to ``uses``."""
+        one that ``head`` has just found, perhaps not all."""
         if self.parked:
-            one = heappop(self.parked)[1]
-            victims.append(one.block)
-            uses.append(one.uses)
+            victims.append(heappop(self.parked)[1].block)
             return
         chunk = self._first_chunk()
         assert chunk is not None
@@ -161,13 +157,12 @@ class UseLog:
         if protected:
             idle = [block for block in idle if block.key not in protected]
         victims += idle
-        uses += [chunk.uses] * len(idle)
         chunk.first = stop
         if len(idle) != len(found):
             taken = set(map(id, idle))
             for at, block in enumerate(found, start):
                 if block.place is chunk and id(block) not in taken:
-                    self._step_over(Parked(chunk.uses, times[at], block))
+                    self._step_over(Parked(self.class_, times[at], block))
 
     def put_back(self, place: Chunk | Parked, victims: Iterable[BlockStatus]) -> None:
         """Undoes ``take`` of those of ``victims`` at ``place``, which are less recent than all in the chunks."""
@@ -177,7 +172,7 @@ class UseLog:
         times = {id(block): time for block, time in zip(place.blocks, place.times)}
         for block in victims:
             if block.place is place:
-                self.queue(Parked(place.uses, times[id(block)], block))
+                self.queue(Parked(self.class_, times[id(block)], block))
 
     def settle(self) -> bool:
         """The eviction is over: what was protected is not any more. Whether anything was."""
@@ -219,7 +214,7 @@ class UseLog:
         self.weight -= looked_at
         chunk.clean()
         last = self._clean[-1] if self._clean else None
-        if last is not None and last.uses == chunk.uses and len(last.times) + len(chunk.times) <= _FULL:
+        if last is not None and len(last.times) + len(chunk.times) <= _FULL:
             self.weight -= last.weight
             last.clean()
             last.blocks += chunk.blocks
