@@ -19,8 +19,8 @@ from kvoffload.tiering.stores.fs_native import NOTHING, STATX_BYTES, NativeFiles
 
 __all__ = ["BatchIO", "Look", "address_of", "look", "move"]
 
-_BATCH_BYTES = 1 << 20
-"""A batch is about as much: larger ones gain nothing, and leave the caches before they are checked."""
+_BATCH_BYTES = 4 << 20
+"""A batch is about as much: a quarter of it was measurably slower with blocks of 256 KiB, more than that no faster."""
 _MOST_FILES = 32
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _BILLION = 1_000_000_000
