@@ -13,6 +13,7 @@ import pytest
 from tests.tiering.stores.rig import (
     KEY,
     OTHER,
+    PAGED,
     SMALL,
     disk_bytes,
     files,
@@ -300,3 +301,13 @@ def test_a_neighbours_copy_that_vanishes_while_the_block_is_written_is_counted(
     assert len(files(tmp_path)) == 1
     write(store, OTHER)  # which looks into the ledger
     assert store.stats().used_bytes == disk_bytes(tmp_path)
+
+
+def test_only_files_of_the_right_size_are_written_over(open_store, tmp_path: Path) -> None:
+    room = room_for(6, PAGED)
+    large, small = open_store(PAGED, "large", room), open_store(SMALL, "small", room)
+    write(large, *keys_of(*range(6)), size=PAGED)
+    keys = keys_of(*range(10, 20))
+    assert write(small, *keys) == [True] * 10
+    assert [read(small, key) for key in keys] == [block_of(key, SMALL) for key in keys]
+    assert small.stats().used_bytes == disk_bytes(tmp_path) <= room

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores import fs, fs_io
+from kvoffload.tiering.stores.fs_batch import BatchIO, address_of
+from kvoffload.tiering.stores.fs_format import BlockFormat
+from kvoffload.tiering.stores.fs_native import NOTHING, WRITTEN, native_files
 
 
 @one_by_one
@@ -136,3 +140,18 @@ def test_memory_that_may_not_be_written_is_not_written(open_store) -> None:
     with pytest.raises(BufferError):
         store.read_into([KEY], [memoryview(mine)])
     assert mine == bytes(SMALL)
+
+
+@pytest.mark.parametrize(("sync", "stage"), [(True, NOTHING), (False, WRITTEN)])
+def test_a_batch_that_cannot_be_synced_is_not_written(tmp_path: Path, sync: bool, stage: int) -> None:
+    """The null device takes every byte and cannot sync; and it can't be renamed into a directory that is not there."""
+    native = native_files()
+    if native is None:
+        pytest.skip("numba is not installed here")
+    batch = BatchIO(BlockFormat("", SMALL), native, durable=sync)
+    payload = bytearray(SMALL)
+    target = str(tmp_path / "none" / "there")
+    reached = batch.write(
+        ["/dev/null"], [target], [bytes(128)], [address_of(memoryview(payload))], [time.time_ns()], direct=False
+    )
+    assert reached == [stage]
