@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,10 +35,13 @@ YARDSTICK = {
 @pytest.mark.parametrize("name", TRACES)
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_reproduces_the_published_rows(shared_trace: Callable[..., Trace], name: str, policy: str) -> None:
+    """ARC takes a minute for some sizes of the long trace: the fastest one, or all with ``KVOFFLOAD_ALL_ROWS`` set."""
     trace = shared_trace(name)
     keys = trace.keys()
-    runs = [replay_flat(trace, policy, trace.num_unique * share // 100, keys=keys) for share in PERCENT]
-    assert [round(100 * run.hit_rate, 2) for run in runs] == YARDSTICK[name, policy]
+    is_long = (name, policy) == (CODING, "arc") and "KVOFFLOAD_ALL_ROWS" not in os.environ
+    shares = PERCENT[-1:] if is_long else PERCENT
+    runs = [replay_flat(trace, policy, trace.num_unique * share // 100, keys=keys) for share in shares]
+    assert [round(100 * run.hit_rate, 2) for run in runs] == YARDSTICK[name, policy][-len(shares) :]
 
 
 def plain_lru(trace: Trace, capacity: int) -> tuple[int, int]:
