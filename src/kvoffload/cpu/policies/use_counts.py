@@ -11,7 +11,7 @@ __all__ = ["UseCounts"]
 
 
 class UseCounts:
-    """Counts by key, kept for at least the last ``size`` remembered and at most about twice as many.
+    """Classes (``hit_density``) by key, kept for at least the last ``size`` remembered and at most about twice as many.
 
     Two generations: when the young one is full it becomes the old one, and the old one is forgotten at once, though its
     memory is given back little by little. That forgets in the order of remembering, which matters here: tails are
@@ -34,10 +34,10 @@ class UseCounts:
         """Keys held, those that are forgotten but still there included."""
         return len(self._young) + len(self._old) + len(self._leaving)
 
-    def remember(self, keys: Sequence[OffloadKey], counts: Sequence[int]) -> None:
+    def remember(self, keys: Sequence[OffloadKey], classes: Sequence[int]) -> None:
         if len(self._young) >= self.size:
             self._young, self._old, self._leaving = {}, self._young, self._old
-        self._young.update(zip(keys, counts))
+        self._young.update(zip(keys, classes))
         leaving = self._leaving
         if leaving:
             drop = leaving.popitem
@@ -45,16 +45,16 @@ class UseCounts:
                 drop()
 
     def recall(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """The counts last remembered of the first of ``keys``, up to one that is not known."""
+        """The classes last remembered of the first of ``keys``, up to one that is not known."""
         young, old = self._young.get, self._old.get
         found: list[int] = []
         for key in keys:
-            count = young(key)
-            if count is None:
-                count = old(key)
-                if count is None:
+            class_ = young(key)
+            if class_ is None:
+                class_ = old(key)
+                if class_ is None:
                     break
-            found.append(count)
+            found.append(class_)
         return found
 
     def clear(self) -> None:

@@ -163,7 +163,8 @@ class FileSystemStore(BlockStore):
 
     def _write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         paths = [self._layout.path_of(key) for key in keys]
-        answers = [self._is_ours(found) for found in look([self._full(path) for path in paths])]
+        fulls = [self._full(path) for path in paths]
+        answers = [self._is_ours(found) for found in look(fulls)]
         # A key may be given twice: its first block is the one that is written.
         wanted = {path: index for index, path in reversed(list(enumerate(paths))) if not answers[index]}
         new = sorted(wanted.values())
@@ -177,10 +178,9 @@ class FileSystemStore(BlockStore):
         try:
             for first in range(0, booking.count, self._io.files_per_batch):
                 batch = new[first : min(first + self._io.files_per_batch, booking.count)]
-                stamps_ns = self._space.stamps(len(batch))
                 files = [
-                    NewFile(keys[index], _flat(blocks[index], self._layout), stamp_ns, self._temporary(booking), full)
-                    for index, stamp_ns, full in zip(batch, stamps_ns, (self._full(paths[index]) for index in batch))
+                    NewFile(keys[at], _flat(blocks[at], self._layout), stamp_ns, self._temporary(booking), fulls[at])
+                    for at, stamp_ns in zip(batch, self._space.stamps(len(batch)))
                 ]
                 self._io.try_to_write(files)
                 for index, file in zip(batch, files):
