@@ -24,16 +24,16 @@ import numpy.typing as npt
 from bench.core import Row
 from kvoffload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.sim.disk import Link
 from kvoffload.sim.driver import SimConfig, simulate
-from kvoffload.sim.load import load_trace
 from kvoffload.sim.server import Server
 from kvoffload.sim.synthetic import synthesize
-from kvoffload.sim.tier import Link
 from kvoffload.sim.trace import Trace
+from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import CascadeMode
-from kvoffload.tiering.stores.fs_format import BlockFormat
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
 
 MODES: tuple[CascadeMode, ...] = ("on_store", "on_evict")
 CHUNK_TOKENS = 8192

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from bench.core import Row, interleaved_medians
 from kvoffload.base import OffloadKey
 from kvoffload.sim.driver import SimConfig, simulate
-from kvoffload.sim.flat import replay_flat
+from kvoffload.sim.policy_replay import replay_flat
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 

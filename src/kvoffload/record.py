@@ -2,8 +2,8 @@
 """Records what a deployment serves as a trace that ``kvoffload simulate`` can replay.
 
 Hashes of keys, lengths and times only: no tokens, no text. One JSON object a line, the form that
-``kvoffload.sim.load`` calls Mooncake, with ``block_tokens``. This module lies below the connector, which feeds it, and
-below the simulator, which reads what it wrote; it knows neither.
+``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. This module lies below the connector, which feeds
+it, and below the simulator, which reads what it wrote; it knows neither.
 """
 
 from __future__ import annotations

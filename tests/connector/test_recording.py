@@ -16,7 +16,7 @@ from kvoffload.connector import OffloadingConnectorScheduler
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.record import TraceRecorder
-from kvoffload.sim.load import load_trace
+from kvoffload.sim.trace_files import load_trace
 
 
 def scheduler_that_records(path: Path | str, **config: int) -> OffloadingConnectorScheduler:

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.cpu import host_memory
-from kvoffload.cpu.host_memory import available_bytes, format_bytes
+from kvoffload.cpu import memory_limits
+from kvoffload.cpu.memory_limits import available_bytes, format_bytes
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import CapacityError, ConfigError
 
@@ -256,4 +256,4 @@ def test_available_memory_is_the_least_of_host_and_container(tmp_path: Path) -> 
 
 def test_sizes_read_well() -> None:
     assert [format_bytes(n) for n in (12, 2048, 8 << 30, 3 << 50)] == ["12 B", "2.0 KiB", "8.0 GiB", "3072.0 TiB"]
-    assert host_memory.available_bytes() is not None
+    assert memory_limits.available_bytes() is not None

@@ -24,9 +24,10 @@ from system_calls import NotPermitted, kill_at
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores import fs, fs_writer
-from kvoffload.tiering.stores.fs_format import CONTROL_DIR, BlockFormat
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs import staging
+from kvoffload.tiering.stores.fs import store as fs_store
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR, BlockFormat
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
 
 SIZE = int(sys.argv[3])
 NOT_PERMITTED = 77
@@ -44,15 +45,15 @@ def aligned(data: bytes) -> memoryview:
 BLOCKS = [aligned(block_of(key, SIZE)) for key in KEYS]
 
 
-def open_store(root: Path) -> fs.FileSystemStore:
-    return fs.FileSystemStore(root, SIZE, max_bytes=MAX_BYTES)
+def open_store(root: Path) -> fs_store.FileSystemStore:
+    return fs_store.FileSystemStore(root, SIZE, max_bytes=MAX_BYTES)
 
 
-def write(store: fs.FileSystemStore, numbers: list[int]) -> list[bool]:
+def write(store: fs_store.FileSystemStore, numbers: list[int]) -> list[bool]:
     return store.write([KEYS[n] for n in numbers], [BLOCKS[n] for n in numbers])
 
 
-def check(store: fs.FileSystemStore, number: int) -> None:
+def check(store: fs_store.FileSystemStore, number: int) -> None:
     buffer = aligned(bytes(SIZE))
     if store.read_into([KEYS[number]], [buffer]) == [True]:
         assert buffer == BLOCKS[number], "wrong bytes"
@@ -92,7 +93,7 @@ def look(root: Path, rng: random.Random) -> None:
     """What a successor finds: right blocks or none, room kept, nothing of the dead; and it can work."""
     assert disk_bytes(root) <= MAX_BYTES, f"{disk_bytes(root)} bytes after a crash"
     store = open_store(root)
-    assert not list((root / CONTROL_DIR).glob(fs_writer._PREFIX + "*")), "leftovers"
+    assert not list((root / CONTROL_DIR).glob(staging._PREFIX + "*")), "leftovers"
     for n in rng.sample(range(30), 30):
         check(store, n)
     assert store.stats().corrupt_blocks == 0, "a crash leaves no half under a block's name"

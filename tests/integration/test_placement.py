@@ -14,14 +14,14 @@ from tests.tiering.rig import prefix, quiesce
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.config import parse_config
+from kvoffload.demo.comparison import Way, compare
+from kvoffload.demo.workload import ChatWorkload
 from kvoffload.engines.reference import EngineOptions
-from kvoffload.engines.reference.comparison import Way, compare
-from kvoffload.engines.reference.workload import ChatWorkload
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs_format import BlockFormat
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import StoreTier, TierLimits
 

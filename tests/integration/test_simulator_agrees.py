@@ -17,13 +17,13 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions, SamplingParams
 from kvoffload.sim.driver import SimConfig, SimResult, simulate
-from kvoffload.sim.load import load_trace
 from kvoffload.sim.trace import NO_SESSION, Trace
+from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering.base import CascadeMode, JobMetadata
-from kvoffload.tiering.factory import STORES, FileSystemOptions
+from kvoffload.tiering.options import STORES, FileSystemOptions
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs_format import BlockFormat
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_TOKENS = 4

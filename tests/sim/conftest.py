@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.sim.load import load_trace
 from kvoffload.sim.trace import NO_SESSION, Trace
+from kvoffload.sim.trace_files import load_trace
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 

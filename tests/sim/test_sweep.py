@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.model import kv_bytes_per_token_of
+from kvoffload.sim.kv_size import kv_bytes_per_token_of
 from kvoffload.sim.report import as_json, as_page, best_policy, curve, knee_of, size_text, table
 from kvoffload.sim.sweep import knee, sweep
 from kvoffload.sim.trace import Trace

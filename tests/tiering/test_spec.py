@@ -180,7 +180,7 @@ def test_tiers_without_tiering_are_refused() -> None:
 
 
 def test_a_tier_that_cannot_be_built_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvoffload.tiering.factory import MemoryOptions
+    from kvoffload.tiering.options import MemoryOptions
 
     made = spec({"type": "memory"}, {"type": "memory", "threads": 2})
     build = MemoryOptions.build

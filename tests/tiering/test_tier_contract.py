@@ -13,7 +13,7 @@ from kvoffload.base import OffloadKey, OffloadPolicy
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.testing.tier_contract import SecondaryTierContract
 from kvoffload.tiering.base import SecondaryTierManager
-from kvoffload.tiering.factory import build_tier
+from kvoffload.tiering.options import build_tier
 
 
 class TestFakeTierAtOnce(SecondaryTierContract):

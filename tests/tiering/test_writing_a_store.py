@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.testing import BlockStoreContract
-from kvoffload.tiering.factory import STORES, build_tier
+from kvoffload.tiering.options import STORES, build_tier
 from kvoffload.tiering.stores.base import BlockStore
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-store.md"

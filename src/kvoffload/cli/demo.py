@@ -12,15 +12,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvoffload.cli.demo_report import print_comparison, print_setting
 from kvoffload.config import OffloadingConfig, parse_config
 from kvoffload.cpu.policies.base import POLICIES
+from kvoffload.demo.report import print_comparison, print_setting
 from kvoffload.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
+    from kvoffload.demo.comparison import Comparison, Way
+    from kvoffload.demo.workload import ChatWorkload
     from kvoffload.engines.reference import EngineOptions
-    from kvoffload.engines.reference.comparison import Comparison, Way
-    from kvoffload.engines.reference.workload import ChatWorkload
 
 __all__ = ["register"]
 
@@ -64,7 +64,7 @@ def demo(
     # other work too (or lacks a core for the copies) a step takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        from kvoffload.engines.reference.workload import ChatWorkload
+        from kvoffload.demo.workload import ChatWorkload
     except ImportError as exc:
         raise MissingExtraError(
             f"The demo needs torch and transformers: pip install 'kvoffload[demo]' ({exc})."
@@ -173,7 +173,7 @@ def kv_token_bytes(llm: Any) -> int:
 
 def ways_of(config: OffloadingConfig) -> tuple[Way, ...]:
     """Three, and with a disk a fourth: the same chat on a new engine, whose host memory is empty."""
-    from kvoffload.engines.reference.comparison import Way
+    from kvoffload.demo.comparison import Way
 
     ways = (
         Way("no cache", prefix_caching=False),
@@ -185,7 +185,7 @@ def ways_of(config: OffloadingConfig) -> tuple[Way, ...]:
 
 def run(llm: Any, options: EngineOptions, workload: ChatWorkload, config: OffloadingConfig) -> Comparison:
     """Serves the chat every way, behind a progress bar."""
-    from kvoffload.engines.reference.comparison import compare
+    from kvoffload.demo.comparison import compare
 
     ways = ways_of(config)
     columns = (

@@ -16,7 +16,7 @@ from kvoffload.config import parse_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.model import kv_bytes_per_token
+from kvoffload.sim.kv_size import kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import size_text

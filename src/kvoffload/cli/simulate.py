@@ -18,13 +18,13 @@ from kvoffload.config import parse_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.load import load_trace
-from kvoffload.sim.model import kv_bytes_per_token_of
+from kvoffload.sim.kv_size import kv_bytes_per_token_of
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, size_text, table
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
+from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering.base import CascadeMode
 
 __all__ = [

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvoffload.config import parse_bytes
-from kvoffload.tiering.stores.fs_tools import StoreRoot
+from kvoffload.tiering.stores.fs.admin import StoreRoot
 
 __all__ = ["register"]
 

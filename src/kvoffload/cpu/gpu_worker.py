@@ -16,7 +16,7 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.host import copy_to_device, copy_to_host
 from kvoffload.cpu.copy.native import native_mover
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
-from kvoffload.cpu.transfer_queue import Copy, Direction, Extent, TransferQueue
+from kvoffload.cpu.copy.queue import Copy, Direction, Extent, TransferQueue
 from kvoffload.errors import LayoutError
 
 __all__ = ["copy_layout", "make_handlers"]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvoffload.cpu.host_memory import check_host_memory, check_shared_memory, format_bytes
+from kvoffload.cpu.memory_limits import check_host_memory, check_shared_memory, format_bytes
 from kvoffload.errors import CapacityError, ConfigError
 
 __all__ = ["SharedOffloadRegion"]

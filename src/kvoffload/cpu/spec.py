@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from kvoffload.base import CanonicalKVCaches, OffloadingHandler, OffloadingManager, OffloadingSpec
 from kvoffload.config import EngineLayout, OffloadingConfig
-from kvoffload.cpu.host_memory import format_bytes
 from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.memory_limits import format_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import ConfigError

@@ -24,9 +24,9 @@ import numpy as np
 from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.sim.device import DevicePool
+from kvoffload.sim.device_cache import DevicePool
+from kvoffload.sim.disk import Link, SimTier, VirtualClock, VirtualMemory
 from kvoffload.sim.server import Server
-from kvoffload.sim.tier import Link, SimTier, VirtualClock, VirtualMemory
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.manager import TieringOffloadingManager

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvoffload.base import OffloadingManager, OffloadKey, ReqContext
-from kvoffload.sim.device import DevicePool
-from kvoffload.sim.tier import Link
+from kvoffload.sim.device_cache import DevicePool
+from kvoffload.sim.disk import Link
 from kvoffload.sim.trace import Trace
 
 __all__ = ["Clock", "Hit", "Server"]

@@ -9,7 +9,7 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.requests import RequestState
-from kvoffload.tiering.transfers import EndedJob, Transfers
+from kvoffload.tiering.tier_jobs import EndedJob, Transfers
 
 __all__ = ["Cascades"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import RequestState
+from kvoffload.tiering.waiting import Claims
 from kvoffload.tiering.waits import Waits
 
 __all__ = ["Lookups"]

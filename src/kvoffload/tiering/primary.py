@@ -30,7 +30,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     promotion writes into. Neither is a request of a client: they neither count for the reuse filter nor are held up
     by it, and reading for a cascade is no use of the block.
 
-    ``spared`` is a live collection of blocks that waiting requests hold (``kvoffload.tiering.claims``). A promotion
+    ``spared`` is a live collection of blocks that waiting requests hold (``kvoffload.tiering.waiting``). A promotion
     never evicts one of them; a running request's store does only if there is no other room. ``on_reserved`` is told of
     every reservation: its number of blocks, and which were evicted for it.
     """

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.requests import RequestState
-from kvoffload.tiering.transfers import EndedJob, Transfers
+from kvoffload.tiering.tier_jobs import EndedJob, Transfers
+from kvoffload.tiering.waiting import Claims
 
 __all__ = ["Promotions"]
 

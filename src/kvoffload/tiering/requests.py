@@ -16,7 +16,7 @@ class RequestState:
     """One request, from ``on_new_request`` (or its first use) until its tiers have been told of its end.
 
     A request *waits* from its first answer ``None`` until it loads, runs, ends or has no patience left. Only while
-    it waits are the blocks it was told of its claims (``kvoffload.tiering.claims``).
+    it waits are the blocks it was told of its claims (``kvoffload.tiering.waiting``).
     """
 
     context: ReqContext

@@ -7,9 +7,9 @@ from kvoffload.base import OffloadingManager
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.cpu.spec import CPUOffloadingSpec
 from kvoffload.tiering.base import SecondaryTierManager
-from kvoffload.tiering.factory import parse_tiers
 from kvoffload.tiering.identity import check_hashes_are_stable, persistent_namespace
 from kvoffload.tiering.manager import TieringOffloadingManager
+from kvoffload.tiering.options import parse_tiers
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
 __all__ = ["TieringOffloadingSpec"]

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from kvoffload.tiering.health import Breaker
-from kvoffload.tiering.knowledge import Knowledge
+from kvoffload.tiering.circuit_breaker import Breaker
+from kvoffload.tiering.presence import Knowledge
 from kvoffload.tiering.runner import Ended, Job, Lane, Overdue, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.requests import RequestState
+from kvoffload.tiering.waiting import Claims
 
 __all__ = ["Waits"]
 

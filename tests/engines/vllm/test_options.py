@@ -42,7 +42,7 @@ def test_blocks_larger_than_vllms_and_a_recorded_trace_that_replays(
 
     pytest.importorskip("numpy")
     from kvoffload.sim.driver import SimConfig, simulate
-    from kvoffload.sim.load import load_trace
+    from kvoffload.sim.trace_files import load_trace
 
     trace = load_trace(path)
     assert trace.block_tokens == 64

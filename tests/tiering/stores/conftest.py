@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from tests.tiering.stores.rig import SMALL
 
-from kvoffload.tiering.stores import fs_batch
-from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs import FileSystemStore, batch
 
 
 @pytest.fixture(params=["in batches", "one by one"])
@@ -16,8 +15,8 @@ def open_store(tmp_path: Path, request, monkeypatch) -> Iterator[Callable[..., F
     """Stores whose files are moved by machine code in batches, and by Python one by one."""
     opened = []
     if request.param == "one by one":
-        monkeypatch.setattr(fs_batch, "native_files", lambda: None)
-    elif fs_batch.native_files() is None:
+        monkeypatch.setattr(batch, "native_files", lambda: None)
+    elif batch.native_files() is None:
         pytest.skip("numba is not installed here")
 
     def make(size: int = SMALL, namespace: str = "", max_bytes: int | None = None, **options) -> FileSystemStore:

@@ -12,8 +12,8 @@ from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs_format import SUFFIX, BlockFormat
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
 
 SMALL, PAGED = 1000, 65536
 KEY, OTHER = keys_of(1, 2)

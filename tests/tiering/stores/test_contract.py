@@ -11,10 +11,9 @@ from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.testing.stores import FaultyStore, GatedStore
-from kvoffload.tiering.stores import fs_batch
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs_format import BlockFormat, directory_of
+from kvoffload.tiering.stores.fs import FileSystemStore, batch
+from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
 
@@ -56,7 +55,7 @@ class TestFileSystemStoreOneByOne(TestFileSystemStoreDirect):
 
     @pytest.fixture(autouse=True)
     def without_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fs_batch, "native_files", lambda: None)
+        monkeypatch.setattr(batch, "native_files", lambda: None)
 
 
 class TestChecksummed(BlockStoreContract):

@@ -20,7 +20,7 @@ import torch
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_runs
-from kvoffload.cpu.transfer_queue import Direction, Extent
+from kvoffload.cpu.copy.queue import Direction, Extent
 
 __all__ = ["CudaHandler", "PinnedRegion", "make_cuda_handlers"]
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.order import RecencyOrder, Sweep
+from kvoffload.cpu.policies.recency import RecencyOrder, Sweep
 
 __all__ = ["ARCCachePolicy"]
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.order import RecencyOrder
+from kvoffload.cpu.policies.recency import RecencyOrder
 
 __all__ = ["LRUCachePolicy"]
 

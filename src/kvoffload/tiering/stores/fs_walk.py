@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX
 
 __all__ = ["FileSeen", "walk"]
 

@@ -10,8 +10,8 @@ from itertools import takewhile
 import pytest
 
 from kvoffload.cpu.policies.base import POLICIES
-from kvoffload.sim.flat import replay_flat
 from kvoffload.sim.optimum import optimum
+from kvoffload.sim.policy_replay import replay_flat
 from kvoffload.sim.trace import Trace
 
 PERCENT = (1, 5, 10, 20, 50)

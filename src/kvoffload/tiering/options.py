@@ -22,7 +22,7 @@ from kvoffload.registry import Registry
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs_format import BlockFormat
+from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 

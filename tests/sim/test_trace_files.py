@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvoffload.errors import MissingExtraError
-from kvoffload.sim.load import load_trace
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError
+from kvoffload.sim.trace_files import load_trace
 
 
 def line(**changes: Any) -> dict[str, Any]:

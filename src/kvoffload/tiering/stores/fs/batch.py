@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.tiering.stores.fs_format import PAGE_BYTES, BlockFormat
-from kvoffload.tiering.stores.fs_native import NOTHING, STATX_BYTES, NativeFiles, Words, native_files
+from kvoffload.tiering.stores.fs.format import PAGE_BYTES, BlockFormat
+from kvoffload.tiering.stores.fs.native import NOTHING, STATX_BYTES, NativeFiles, Words, native_files
 
 __all__ = ["BatchIO", "Look", "address_of", "look", "move"]
 

@@ -10,7 +10,7 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.transfers import EndedJob
+from kvoffload.tiering.tier_jobs import EndedJob
 
 __all__ = ["WriteBehind"]
 

@@ -23,8 +23,8 @@ from tests.tiering.stores.rig import (
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.fs_format import CONTROL_DIR, BlockFormat
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR, BlockFormat
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
 
 POSITIONS = {
     SMALL: [0, 9, 12, 17, 30, 60, 75, 90, 119, 121, 127, 128, 600, 1127],

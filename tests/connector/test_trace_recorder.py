@@ -9,7 +9,7 @@ import pytest
 from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.errors import ConfigError
 from kvoffload.record import TraceRecorder
-from kvoffload.sim.load import load_trace
+from kvoffload.sim.trace_files import load_trace
 
 
 def keys(*names: str) -> list[OffloadKey]:

@@ -25,10 +25,11 @@ from tests.tiering.stores.rig import (
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores import fs, fs_io
-from kvoffload.tiering.stores.fs_batch import BatchIO, address_of
-from kvoffload.tiering.stores.fs_format import BlockFormat
-from kvoffload.tiering.stores.fs_native import NOTHING, WRITTEN, native_files
+from kvoffload.tiering.stores.fs import io as fs_io
+from kvoffload.tiering.stores.fs import store as fs_store
+from kvoffload.tiering.stores.fs.batch import BatchIO, address_of
+from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.fs.native import NOTHING, WRITTEN, native_files
 
 
 @one_by_one
@@ -115,7 +116,7 @@ def test_what_goes_smoothly_needs_no_care(open_store, monkeypatch, size: int) ->
     store, keys = open_store(size), keys_of(*range(100))
     write(store, *keys, size=size)  # makes the directories
     store.discard(keys)
-    for module, name in ((fs_io.FileIO, "read"), (fs_io.FileIO, "write"), (fs, "publish")):
+    for module, name in ((fs_io.FileIO, "read"), (fs_io.FileIO, "write"), (fs_store, "publish")):
         monkeypatch.setattr(module, name, None)
     assert write(store, *keys, size=size) == [True] * len(keys)
     buffers = [memoryview(mmap.mmap(-1, size)) for _ in keys]
@@ -127,7 +128,7 @@ def test_what_a_neighbour_wrote_meanwhile_is_not_counted_twice(open_store, tmp_p
     store, neighbour, keys = open_store(max_bytes=room_for(9)), open_store(max_bytes=room_for(9)), keys_of(*range(6))
     write(neighbour, *keys[::2])
     with monkeypatch.context() as patch:
-        patch.setattr(fs, "look", lambda paths: [None] * len(paths))  # it looked a moment too early
+        patch.setattr(fs_store, "look", lambda paths: [None] * len(paths))  # it looked a moment too early
         assert write(store, *keys) == [True] * 6
     assert store.stats().used_bytes == disk_bytes(tmp_path)
     assert [read(store, key) for key in keys] == [block_of(key, SMALL) for key in keys]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.fs_batch import BatchIO, address_of
-from kvoffload.tiering.stores.fs_format import PAGE_BYTES, BlockFormat
-from kvoffload.tiering.stores.fs_native import NOTHING
-from kvoffload.tiering.stores.fs_writer import unlink_quietly
+from kvoffload.tiering.stores.fs.batch import BatchIO, address_of
+from kvoffload.tiering.stores.fs.format import PAGE_BYTES, BlockFormat
+from kvoffload.tiering.stores.fs.native import NOTHING
+from kvoffload.tiering.stores.fs.staging import unlink_quietly
 
 __all__ = ["FileIO", "NewFile", "ReadOutcome"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvoffload.cpu.transfer_queue import Copy, Direction, Extent, TransferQueue
+from kvoffload.cpu.copy.queue import Copy, Direction, Extent, TransferQueue
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 

@@ -15,8 +15,8 @@ from kvoffload.cpu import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import JobMetadata
-from kvoffload.tiering.stores.fs_format import BlockFormat
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from kvoffload.testing import ManualClock
-from kvoffload.tiering.health import Breaker
+from kvoffload.tiering.circuit_breaker import Breaker
 
 
 def opened() -> tuple[Breaker, ManualClock]:

@@ -25,9 +25,9 @@ from tests.tiering.stores.rig import (
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores import fs
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs_format import CONTROL_DIR, directory_of, namespace_of
+from kvoffload.tiering.stores.fs import store as fs_store
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR, directory_of, namespace_of
 
 
 def test_a_root_that_goes_away_and_comes_back(open_store, tmp_path: Path) -> None:
@@ -102,19 +102,19 @@ def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
 ) -> None:
     """Whatever would be written to that path then is on another disk than the one the quota is about."""
     store, root = open_store(max_bytes=room_for(8)), tmp_path / "kv"
-    real_publish = fs.publish
+    real_publish = fs_store.publish
 
     def publish(temporary: str, final: str) -> bool:
         if root.exists():
             root.rename(tmp_path / "away")
         return real_publish(temporary, final)
 
-    monkeypatch.setattr(fs, "publish", publish)
+    monkeypatch.setattr(fs_store, "publish", publish)
     with pytest.raises(StoreError):
         write(store, KEY)
     assert not root.exists()
     (tmp_path / "away").rename(root)
-    monkeypatch.setattr(fs, "publish", real_publish)
+    monkeypatch.setattr(fs_store, "publish", real_publish)
     assert write(store, KEY) == [True]
     assert read(store, KEY) == block_of(KEY, SMALL)
     assert store.stats().used_bytes >= disk_bytes(tmp_path)

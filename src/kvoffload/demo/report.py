@@ -12,9 +12,9 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.sim.report import size_text
 
 if TYPE_CHECKING:
+    from kvoffload.demo.comparison import Comparison, Latency, Verdict, WayResult
+    from kvoffload.demo.workload import ChatWorkload
     from kvoffload.engines.reference import EngineOptions
-    from kvoffload.engines.reference.comparison import Comparison, Latency, Verdict, WayResult
-    from kvoffload.engines.reference.workload import ChatWorkload
 
 __all__ = ["print_comparison", "print_setting"]
 

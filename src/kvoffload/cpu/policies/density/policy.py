@@ -11,9 +11,9 @@ from typing import NamedTuple, cast
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.hit_density import CERTAIN, NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity
+from kvoffload.cpu.policies.density.log import Chunk, Parked, UseLog
+from kvoffload.cpu.policies.density.model import CERTAIN, NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity
 from kvoffload.cpu.policies.use_counts import UseCounts
-from kvoffload.cpu.policies.use_log import Chunk, Parked, UseLog
 
 __all__ = ["DensityCachePolicy"]
 
@@ -38,7 +38,7 @@ class _Front(NamedTuple):
 
 class DensityCachePolicy(CachePolicy):
     """Blocks in classes by number of uses, each in order of recency; the victim is the least recent block of the class
-    where such a block is worth least (``kvoffload.cpu.policies.hit_density``), the least recent one among equals.
+    where such a block is worth least (``kvoffload.cpu.policies.density.model``), the least recent one among equals.
 
     With nothing learned yet this is LRU. What it learns makes it keep blocks of a class that comes back late, give
     up those of a class that hardly ever does, or go on as LRU where uses say nothing. ``docs/design/0009-policies.md``

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.factory import STORES, FileSystemOptions, build_tier, parse_tier, parse_tiers
+from kvoffload.tiering.options import STORES, FileSystemOptions, build_tier, parse_tier, parse_tiers
 from kvoffload.tiering.tier import StoreTier
 
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 
-from kvoffload.tiering.stores.fs_format import CONTROL_DIR
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR
 
 __all__ = ["Workplace", "sweep", "unlink_quietly", "writers_alive"]
 

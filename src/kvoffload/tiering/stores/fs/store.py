@@ -13,14 +13,14 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
-from kvoffload.tiering.stores.fs_batch import Look, look
-from kvoffload.tiering.stores.fs_format import BlockFormat, directory_of, parse_name
-from kvoffload.tiering.stores.fs_io import FileIO, NewFile, ReadOutcome
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES
-from kvoffload.tiering.stores.fs_native import NAMED, NOTHING
+from kvoffload.tiering.stores.fs.batch import Look, look
+from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of, parse_name
+from kvoffload.tiering.stores.fs.io import FileIO, NewFile, ReadOutcome
+from kvoffload.tiering.stores.fs.native import NAMED, NOTHING
+from kvoffload.tiering.stores.fs.quota import Booking, Doomed, Space
+from kvoffload.tiering.stores.fs.staging import Workplace, sweep, unlink_quietly
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
 from kvoffload.tiering.stores.fs_publish import publish
-from kvoffload.tiering.stores.fs_space import Booking, Doomed, Space
-from kvoffload.tiering.stores.fs_writer import Workplace, sweep, unlink_quietly
 
 __all__ = ["FileSystemStore"]
 

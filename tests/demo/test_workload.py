@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 
+from kvoffload.demo.workload import ChatWorkload, Turn, run_chat
 from kvoffload.engines.reference import Engine, EngineOptions, SamplingParams, build_random_model
-from kvoffload.engines.reference.workload import ChatWorkload, Turn, run_chat
 from kvoffload.errors import ConfigError
 
 torch.set_num_threads(1)

@@ -27,8 +27,9 @@ from tests.tiering.stores.rig import (
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores import fs, fs_space
-from kvoffload.tiering.stores.fs_format import CONTROL_DIR, SUFFIX, BlockFormat
+from kvoffload.tiering.stores.fs import quota
+from kvoffload.tiering.stores.fs import store as fs_store
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX, BlockFormat
 
 
 def test_the_quota_holds_and_the_oldest_go(open_store, tmp_path: Path) -> None:
@@ -263,14 +264,14 @@ def test_a_writer_that_dies_during_a_walk_is_still_counted(open_store, tmp_path:
     write(dying, *keys_of(1))
     dying._space.reserve(1, BlockFormat("", SMALL).file_bytes, ())
     Path(dying._workplace.new_path()).write_bytes(bytes(BlockFormat("", SMALL).file_bytes))
-    real_sweep = fs_space.sweep
+    real_sweep = quota.sweep
 
     def sweep_then_die(root: str) -> int:
         swept = real_sweep(root)
         dying._workplace._drop()  # its lock goes, its files stay
         return swept
 
-    monkeypatch.setattr(fs_space, "sweep", sweep_then_die)
+    monkeypatch.setattr(quota, "sweep", sweep_then_die)
     for _ in store.scan():
         pass
     assert store.stats().used_bytes >= disk_bytes(tmp_path)
@@ -283,7 +284,7 @@ def test_a_neighbours_copy_that_vanishes_while_the_block_is_written_is_counted(
 ) -> None:
     """A neighbour has written the block just before us, and evicts it just after our file was refused its name."""
     store, neighbour = open_store(max_bytes=room_for(8)), open_store(max_bytes=room_for(8))
-    real_publish, refused = fs.publish, []
+    real_publish, refused = fs_store.publish, []
 
     def publish(temporary: str, final: str) -> bool:
         if len(refused) == times or store._workplace.path not in temporary:
@@ -294,7 +295,7 @@ def test_a_neighbours_copy_that_vanishes_while_the_block_is_written_is_counted(
         refused.append(answer)
         return answer
 
-    monkeypatch.setattr(fs, "publish", publish)
+    monkeypatch.setattr(fs_store, "publish", publish)
     assert write(store, KEY) == [True]
     assert refused == [False] * times
     assert read(store, KEY) == block_of(KEY, SMALL)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvoffload.tiering.stores.fs_format import CONTROL_DIR
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR
 
 __all__ = ["LEDGER_BYTES", "Account", "Ledger"]
 

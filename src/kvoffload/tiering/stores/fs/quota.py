@@ -11,10 +11,10 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvoffload.tiering.stores.fs_batch import look, move
-from kvoffload.tiering.stores.fs_ledger import LEDGER_BYTES, Account, Ledger
+from kvoffload.tiering.stores.fs.batch import look, move
+from kvoffload.tiering.stores.fs.staging import Workplace, sweep, unlink_quietly, writers_alive
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES, Account, Ledger
 from kvoffload.tiering.stores.fs_walk import FileSeen, walk
-from kvoffload.tiering.stores.fs_writer import Workplace, sweep, unlink_quietly, writers_alive
 
 __all__ = ["Booking", "Doomed", "Space"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from kvoffload.errors import ConfigError, suggest
-from kvoffload.tiering.stores.fs_format import (
+from kvoffload.tiering.stores.fs.format import (
     CONTROL_DIR,
     PAGE_BYTES,
     SUFFIX,
@@ -24,9 +24,9 @@ from kvoffload.tiering.stores.fs_format import (
     namespace_of,
     parse_name,
 )
-from kvoffload.tiering.stores.fs_space import Doomed, Space
+from kvoffload.tiering.stores.fs.quota import Doomed, Space
+from kvoffload.tiering.stores.fs.staging import Workplace, sweep
 from kvoffload.tiering.stores.fs_walk import FileSeen, walk
-from kvoffload.tiering.stores.fs_writer import Workplace, sweep
 
 __all__ = ["NamespaceUsage", "StoreRoot", "is_sound"]
 

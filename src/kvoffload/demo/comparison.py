@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
+from kvoffload.demo.workload import ChatWorkload, Turn, run_chat
 from kvoffload.engines.reference.engine import Engine, EngineOptions
-from kvoffload.engines.reference.workload import ChatWorkload, Turn, run_chat
 from kvoffload.metrics import Stats
 
 __all__ = [

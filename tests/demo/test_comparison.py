@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 pytest.importorskip("transformers")
-from kvoffload.engines.reference.comparison import Comparison, Difference, Latency, WayResult, judge
+from kvoffload.demo.comparison import Comparison, Difference, Latency, WayResult, judge
+from kvoffload.demo.workload import ChatWorkload, Turn
 from kvoffload.engines.reference.engine import EngineOptions
-from kvoffload.engines.reference.workload import ChatWorkload, Turn
 
 
 def turn(

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: one chat served three ways, compared token by token."""
