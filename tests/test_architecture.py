@@ -20,7 +20,6 @@ FLOOR = {
     "base": 2,
     "specs": 3,
     "config": 2,
-    "record": 2,
     "cpu": 3,
     "tiering": 4,
     "connector": 5,

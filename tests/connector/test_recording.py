@@ -13,9 +13,9 @@ from tests.connector.rig import BT, FULL, SLIDING, Request, key
 
 from kvoffload.config import EngineLayout, parse_config
 from kvoffload.connector import OffloadingConnectorScheduler
+from kvoffload.connector.recording import TraceRecorder
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.record import TraceRecorder
 from kvoffload.sim.trace_files import load_trace
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.connector.recording import TraceRecorder
 from kvoffload.errors import ConfigError
-from kvoffload.record import TraceRecorder
 from kvoffload.sim.trace_files import load_trace
 
 

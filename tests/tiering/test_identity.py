@@ -10,8 +10,8 @@ import pytest
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
 from kvoffload.errors import ConfigError
-from kvoffload.tiering import identity
-from kvoffload.tiering.identity import check_hashes_are_stable, persistent_namespace
+from kvoffload.tiering import spec
+from kvoffload.tiering.spec import check_hashes_are_stable, persistent_namespace
 
 FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 4096)
 LAYOUT = EngineLayout(
@@ -50,7 +50,7 @@ def test_whatever_changes_bytes_changes_the_namespace(other: EngineLayout) -> No
 def test_block_size_and_format_change_the_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     before = persistent_namespace(LAYOUT, 1)
     assert persistent_namespace(LAYOUT, 2) != before
-    monkeypatch.setattr(identity, "CACHE_FORMAT_VERSION", 2)
+    monkeypatch.setattr(spec, "CACHE_FORMAT_VERSION", 2)
     assert persistent_namespace(LAYOUT, 1) != before
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec
-from kvoffload.connector.complaints import Complaints
+from kvoffload.connector.guard import Complaints
 from kvoffload.connector.messages import ConnectorMeta, JobEnd, TransferJob, WorkerReport
 
 __all__ = ["EndedLoads", "OffloadingConnectorWorker"]

@@ -15,9 +15,8 @@ from kvoffload.base import (
     RequestOffloadingContext,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.either import Either
 from kvoffload.cpu.orphans import Orphans
-from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy
+from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Either
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats

@@ -3,8 +3,8 @@
 
 Two forms are known, told apart by their fields:
 
-* *Mooncake* (also what ``kvoffload.record`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``,
-  ``hash_ids`` that are prefix-chained, optionally ``session`` and ``block_tokens``.
+* *Mooncake* (also what ``record_trace`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``
+  that are prefix-chained, optionally ``session`` and ``block_tokens``.
 * *Qwen-Bailian*: has ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that
   name single blocks, which are chained here.
 

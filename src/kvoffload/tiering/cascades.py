@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.requests import RequestState
-from kvoffload.tiering.tier_jobs import EndedJob, Transfers
+from kvoffload.tiering.tier_jobs import EndedJob, GuardedTier, Transfers
+from kvoffload.tiering.waiting import RequestState
 
 __all__ = ["Cascades"]
 

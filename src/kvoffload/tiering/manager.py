@@ -22,14 +22,10 @@ from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats, add_stats
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
-from kvoffload.tiering.guard import GuardedTier
-from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import RequestState
-from kvoffload.tiering.tier_jobs import Transfers
-from kvoffload.tiering.waiting import Claims
-from kvoffload.tiering.waits import Waits
+from kvoffload.tiering.promotions import Lookups, Promotions
+from kvoffload.tiering.tier_jobs import GuardedTier, Transfers
+from kvoffload.tiering.waiting import Claims, RequestState, Waits
 from kvoffload.tiering.write_back import WriteBehind
 
 __all__ = ["TieringOffloadingManager"]

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.either import Either
 from kvoffload.cpu.manager import CPUOffloadingManager
-from kvoffload.cpu.policies.base import BlockStatus
+from kvoffload.cpu.policies.base import BlockStatus, Either
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "KVMemory"]
 

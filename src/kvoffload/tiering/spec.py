@@ -1,18 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading to host memory and the tiers below it, built from one configuration."""
+"""Names for blocks that outlive the process that wrote them.
+
+Offloading to host memory and the tiers below it, built from one configuration.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import json
+import re
 
 from kvoffload.base import OffloadingManager
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.cpu.spec import CPUOffloadingSpec
+from kvoffload.errors import ConfigError
 from kvoffload.tiering.base import SecondaryTierManager
-from kvoffload.tiering.identity import check_hashes_are_stable, persistent_namespace
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import parse_tiers
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
-__all__ = ["TieringOffloadingSpec"]
+__all__ = ["CACHE_FORMAT_VERSION", "TieringOffloadingSpec", "check_hashes_are_stable", "persistent_namespace"]
+
+CACHE_FORMAT_VERSION = 1
+"""Rises whenever the bytes of a slot mean something else than before, although the layout is the same."""
+
+_READABLE = ("model", "dtype", "kv_dtype")
+"""What of an identity goes into a namespace's readable part, as far as an engine names it."""
+
+
+def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
+    """A name that two engines share only if each may serve the other's blocks.
+
+    It covers everything that changes the bytes of a block besides its key: the engine's own ``identity`` (model,
+    revision, KV dtype, layout, parallel sizes), the groups, how many GPU blocks make a block, how many ranks put a
+    slice into it, and the format version. The rank itself is not part of it: a slot holds the slices of all ranks.
+
+    A readable head for people who look into the store, then a hash of it all: ``Qwen3-8B-bfloat16-1f0c...``. Only
+    letters, digits and ``._-``, at most 80 characters, so that it can name a directory.
+    """
+    facts = {
+        "format": CACHE_FORMAT_VERSION,
+        "identity": {str(name): str(value) for name, value in layout.identity.items()},
+        "groups": [
+            [group.kind.value, group.block_tokens, group.page_bytes, group.sliding_window_tokens]
+            for group in layout.groups
+        ],
+        "hash_block_tokens": layout.hash_block_tokens,
+        "block_size_factor": block_size_factor,
+        "num_ranks": layout.num_ranks,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    words = [str(layout.identity[name]).rstrip("/").rsplit("/", 1)[-1] for name in _READABLE if name in layout.identity]
+    head = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(words)).strip("._-")[:47].rstrip("._-")
+    return f"{head}-{digest}" if head else digest
+
+
+def check_hashes_are_stable(layout: EngineLayout, tier_type: str) -> None:
+    """Refuses a persistent tier under an engine whose block hashes differ from process to process: nothing it wrote
+    could ever be found again, and its quota would fill with blocks nobody can name."""
+    if layout.hashes_are_stable:
+        return
+    hint = layout.unstable_hash_hint.rstrip(". ")
+    remedy = f" {hint}." if hint else " Make the engine's block hashes the same in every process."
+    raise ConfigError(
+        f"The secondary tier {tier_type!r} keeps blocks for other processes, and this engine's block hashes differ "
+        f"from process to process, so that none would be found again.{remedy}"
+    )
 
 
 class TieringOffloadingSpec(CPUOffloadingSpec):

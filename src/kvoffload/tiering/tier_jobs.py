@@ -1,20 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs that secondary tiers have in hand."""
+"""A secondary tier as the manager holds it: the same calls, none of which raises.
+
+The jobs that secondary tiers have in hand.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.tiering.base import JobMetadata, JobResult
-from kvoffload.tiering.guard import GuardedTier
+from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.metrics import Stats
+from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
-__all__ = ["EndedJob", "Transfers"]
+__all__ = ["EndedJob", "GuardedTier", "Transfers"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class GuardedTier:
+    """Turns whatever a tier raises into its mildest answer, so that no tier can break an engine step.
+
+    A lookup that raises is ``False``; a submit that raises was not taken; a poll that raises told nothing. The
+    first exception of each call is logged with its trace, later ones are only counted (``faults``).
+    """
+
+    __slots__ = ("_reported", "faults", "index", "name", "tier")
+
+    def __init__(self, index: int, tier: SecondaryTierManager) -> None:
+        self.index = index
+        self.tier = tier
+        self.name = tier.tier_type
+        self.faults = 0
+        self._reported: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"GuardedTier({self.index}, {self.name!r}, faults={self.faults})"
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        # Written out, not through _call: this is the one call that is made per block.
+        try:
+            return self.tier.lookup(key, req_context)
+        except Exception as exc:  # noqa: BLE001 - the boundary where a tier's trouble becomes a miss
+            self._fault("lookup", exc)
+            return False
+
+    def submit(self, job: JobMetadata) -> bool:
+        """Whether the tier took ``job``; if not, it never will be told by ``finished_jobs``."""
+        submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
+
+        def taken() -> bool:
+            submit(job)
+            return True
+
+        return self._call("submit", taken, False)
+
+    def finished_jobs(self) -> list[JobResult]:
+        return self._call("get_finished_jobs", lambda: list(self.tier.get_finished_jobs()), [])
+
+    def wants_whole_request(self, req_context: ReqContext) -> bool:
+        def asked() -> bool:
+            return self.tier.on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
+
+        return self._call("on_new_request", asked, False)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._call("on_request_finished", lambda: self.tier.on_request_finished(req_context), None)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None) -> None:
+        self._call("touch", lambda: self.tier.touch(keys, req_context), None)
+
+    def on_schedule_end(self) -> None:
+        self._call("on_schedule_end", self.tier.on_schedule_end, None)
+
+    def has_pending_work(self) -> bool:
+        return self._call("has_pending_work", self.tier.has_pending_work, False)
+
+    def drain_jobs(self) -> None:
+        self._call("drain_jobs", self.tier.drain_jobs, None)
+
+    def events(self) -> Iterable[OffloadingEvent]:
+        return self._call("take_events", lambda: list(self.tier.take_events()), [])
+
+    def stats(self) -> Stats:
+        return self._call("get_stats", self.tier.get_stats, {})
+
+    def shutdown(self) -> None:
+        self._call("shutdown", self.tier.shutdown, None)
+
+    def _call(self, name: str, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except Exception as exc:  # noqa: BLE001 - the boundary where a tier's trouble becomes a miss
+            self._fault(name, exc)
+            return otherwise
+
+    def _fault(self, name: str, exc: Exception) -> None:
+        self.faults += 1
+        if name not in self._reported:
+            self._reported.add(name)
+            _log.error("Tier %r failed in %s; its blocks count as misses: %s", self.name, name, exc, exc_info=exc)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

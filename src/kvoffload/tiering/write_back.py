@@ -8,9 +8,8 @@ from itertools import islice
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.tiering.base import JobMetadata
-from kvoffload.tiering.guard import GuardedTier
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.tier_jobs import EndedJob
+from kvoffload.tiering.tier_jobs import EndedJob, GuardedTier
 
 __all__ = ["WriteBehind"]
 

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam for cache policies: a policy owns the order of blocks, and nothing else."""
+"""The seam for cache policies: a policy owns the order of blocks, and nothing else.
+
+Two collections taken as one, without copying either.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from kvoffload.base import OffloadKey
 from kvoffload.registry import Registry
 
-__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "Victims"]
+__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "Either", "Victims"]
 
 
 class BlockStatus:
@@ -150,3 +154,22 @@ POLICIES: Registry[type[CachePolicy]] = Registry("cache policy", "kvoffload.poli
 POLICIES.register("lru", "kvoffload.cpu.policies.lru:LRUCachePolicy")
 POLICIES.register("arc", "kvoffload.cpu.policies.arc:ARCCachePolicy")
 POLICIES.register("density", "kvoffload.cpu.policies.density:DensityCachePolicy")
+
+
+class Either(Collection[OffloadKey]):
+    """Keys that are in one of two collections. ``in`` costs what it costs there; a key of both counts twice."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Collection[OffloadKey], second: Collection[OffloadKey]) -> None:
+        self._first = first
+        self._second = second
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._first or key in self._second
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return chain(self._first, self._second)
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)

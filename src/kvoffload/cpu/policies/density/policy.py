@@ -12,8 +12,7 @@ from typing import NamedTuple, cast
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
 from kvoffload.cpu.policies.density.log import Chunk, Parked, UseLog
-from kvoffload.cpu.policies.density.model import CERTAIN, NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity
-from kvoffload.cpu.policies.use_counts import UseCounts
+from kvoffload.cpu.policies.density.model import CERTAIN, NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity, UseCounts
 
 __all__ = ["DensityCachePolicy"]
 

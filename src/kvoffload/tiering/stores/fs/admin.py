@@ -26,7 +26,7 @@ from kvoffload.tiering.stores.fs.format import (
 )
 from kvoffload.tiering.stores.fs.quota import Doomed, Space
 from kvoffload.tiering.stores.fs.staging import Workplace, sweep
-from kvoffload.tiering.stores.fs_walk import FileSeen, walk
+from kvoffload.tiering.stores.fs.usage_file import FileSeen, walk
 
 __all__ = ["NamespaceUsage", "StoreRoot", "is_sound"]
 

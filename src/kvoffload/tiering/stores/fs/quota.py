@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.tiering.stores.fs.batch import look, move
 from kvoffload.tiering.stores.fs.staging import Workplace, sweep, unlink_quietly, writers_alive
-from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES, Account, Ledger
-from kvoffload.tiering.stores.fs_walk import FileSeen, walk
+from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES, Account, FileSeen, Ledger, walk
 
 __all__ = ["Booking", "Doomed", "Space"]
 

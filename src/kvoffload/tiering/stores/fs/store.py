@@ -18,9 +18,8 @@ from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of, parse_
 from kvoffload.tiering.stores.fs.io import FileIO, NewFile, ReadOutcome
 from kvoffload.tiering.stores.fs.native import NAMED, NOTHING
 from kvoffload.tiering.stores.fs.quota import Booking, Doomed, Space
-from kvoffload.tiering.stores.fs.staging import Workplace, sweep, unlink_quietly
+from kvoffload.tiering.stores.fs.staging import Workplace, publish, sweep, unlink_quietly
 from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
-from kvoffload.tiering.stores.fs_publish import publish
 
 __all__ = ["FileSystemStore"]
 
