@@ -202,7 +202,7 @@ def _tracked_bytes(name: str, batches: int, rounds: int) -> tuple[float, int]:
     finally:
         tracemalloc.stop()
     tracked = batches * BATCH
-    policy = manager._policy
+    policy = manager.slots.policy
     if isinstance(policy, ARCCachePolicy):
         tracked += len(policy.recent_ghosts) + len(policy.frequent_ghosts)
     elif isinstance(policy, DensityCachePolicy):

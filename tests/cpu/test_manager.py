@@ -346,7 +346,7 @@ def test_touches_by_one_announced_request_are_one_use_and_by_another_a_second() 
     manager.prepare_store(keys(1, 2), first)
     manager.complete_store(keys(1, 2), first)
     manager.touch(keys(1, 2), first)
-    policy = manager._policy
+    policy = manager.slots.policy
     assert isinstance(policy, ARCCachePolicy)
     assert (len(policy.recent), len(policy.frequent)) == (2, 0)
     manager.touch(keys(1, 2), second)

@@ -199,7 +199,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.check_invariants()
         fold_events(self.resident, self.manager.take_events())
         assert self.resident == set(self.oracle.ready)
-        assert self.manager.num_free_blocks == NUM_BLOCKS - len(self.oracle.held_slots())
+        assert self.manager.slots.num_free == NUM_BLOCKS - len(self.oracle.held_slots())
 
     def teardown(self) -> None:
         """When every transfer has ended, every slot can be had again."""
@@ -210,24 +210,25 @@ class ManagerMachine(RuleBasedStateMachine):
         for load in self.loads:
             self.manager.complete_load(load)
         self.manager.check_invariants()
-        assert self.manager.num_idle_blocks + self.manager.num_free_blocks == NUM_BLOCKS
-        assert self.manager._reserve([key(number) for number in range(100, 100 + NUM_BLOCKS)]) is not None
+        assert self.manager.slots.num_idle + self.manager.slots.num_free == NUM_BLOCKS
+        assert self.manager.slots.reserve([key(number) for number in range(100, 100 + NUM_BLOCKS)]) is not None
 
 
 def snapshot(manager: CPUOffloadingManager) -> Any:
     """All that a refusal must not change."""
-    policy = manager._policy
+    policy = manager.slots.policy
     order: Any
     if isinstance(policy, LRUCachePolicy):
-        order = list(policy.order)
+        order = list(policy.recency)
     else:
         assert isinstance(policy, ARCCachePolicy)
         lists = (policy.recent, policy.frequent, policy.recent_ghosts, policy.frequent_ghosts)
         order = [*map(list, lists), policy.target]
-    slots = [(block.block_id, block.key, block.pins) for block in manager._slots]
-    free = [block.block_id for block in manager._free]
-    debts = repr((manager._orphans.reads, manager._orphans.writes))
-    return order, slots, free, debts, manager._num_in_flight, manager._num_read, manager._stored, manager._evicted
+    table = manager.slots
+    slots = [(block.block_id, block.key, block.pins) for block in table._slots]
+    free = [block.block_id for block in table._free]
+    overlaps = repr((table._orphans.reads, table._orphans.writes))
+    return order, slots, free, overlaps, table.num_in_flight, table.num_busy, table.num_stored, table.num_evicted
 
 
 @pytest.mark.parametrize("threshold", [1, 2])

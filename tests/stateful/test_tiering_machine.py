@@ -23,7 +23,7 @@ CHAINS = ("a", "b")
 LENGTH = 7
 UNIVERSE = [key for name in CHAINS for key in prefix(LENGTH, of=name)]
 MAX_WAIT_S = 5.0
-WRITE_BEHIND = "kvoffload:write-behind"
+WRITE_BEHIND = "kvoffload:write-back"
 
 chains = st.sampled_from(CHAINS)
 lengths = st.integers(1, LENGTH)
@@ -187,7 +187,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     def _is_late(self, key: OffloadKey) -> bool:
         """Whether a promotion from before the last reset still writes ``key`` somewhere, as far as has been heard."""
-        return any(key in job.keys and job.job_id in self.late_jobs for job in self.manager._transfers)
+        return any(key in job.keys and job.metadata.job_id in self.late_jobs for job in self.manager._jobs)
 
     def _coming(self) -> set[OffloadKey]:
         jobs = [job for tier in self.rig.tiers for job in tier.jobs.values()]
@@ -299,7 +299,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     @property
     def _was_ambiguous(self) -> bool:
-        return bool(self.rig.primary._orphans)
+        return bool(self.rig.primary.slots._orphans)
 
     def _hear_events(self, is_reset: bool = False) -> None:
         for tier, unseen in zip(self.rig.tiers, self.never_below):
@@ -324,13 +324,13 @@ class TieringMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         self.manager.check_invariants()
         self._hear_events()
-        ready = {key for key in UNIVERSE if (block := self.rig.primary.peek(key)) is not None and block.is_ready}
+        ready = {key for key in UNIVERSE if (block := self.rig.primary.slots.get(key)) is not None and block.is_ready}
         assert ready == self.resident
 
     @invariant()
     def every_resident_block_has_its_own_bytes(self) -> None:
         for key in self.resident:
-            block = self.rig.primary.peek(key)
+            block = self.rig.primary.slots.get(key)
             assert block is not None
             assert self.rig.memory.read(block.block_id) == content(key)
         for transfer in (*self.loads, *self.stores):

@@ -458,7 +458,7 @@ def test_holding_a_block_back_is_no_use_of_it() -> None:
     rig.below(prefix(3, of="q"))
     waiting = rig.start("r")
     assert rig.ask([*prefix(2), *prefix(3, of="q")], waiting) == [True, True, None, None, None]
-    policy = rig.primary._policy
+    policy = rig.primary.slots.policy
     assert isinstance(policy, ARCCachePolicy)
     assert set(prefix(2)) <= set(policy.recent)
     assert len(policy.frequent) == 0

@@ -35,7 +35,9 @@ def rigs(rng: random.Random) -> list[Rig]:
 
 
 def state(rig: Rig) -> object:
-    resident = {key: block.is_ready for name in "ab" for key in prefix(14, of=name) if (block := rig.primary.peek(key))}
+    resident = {
+        key: block.is_ready for name in "ab" for key in prefix(14, of=name) if (block := rig.primary.slots.get(key))
+    }
     log = [(call.name, call.req_id, call.keys) for tier in rig.tiers for call in tier.log]
     return (
         resident,
@@ -68,7 +70,7 @@ def test_answers_and_effects_are_those_of_the_loop(seed: int) -> None:
                 ask = OffloadingManager.lookup_prefix if rig is right else type(manager).lookup_prefix
                 answers[rig] = ask(manager, asked, context)
             elif action == "store":
-                if rig.primary.num_free_blocks + rig.primary.num_idle_blocks > 8:
+                if rig.primary.slots.num_free + rig.primary.slots.num_idle > 8:
                     rig.store(asked[:4], context, finish=False)
             elif action == "finish":
                 rig.finish()
@@ -81,12 +83,19 @@ def test_answers_and_effects_are_those_of_the_loop(seed: int) -> None:
         assert state(left) == state(right)
 
 
-def test_a_prefix_is_reserved_in_one_go() -> None:
+def test_a_prefix_is_reserved_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(64)
     rig.below(prefix(40))
     rig.store(prefix(64, of="old"), rig.start("before"))
     evictions: list[int] = []
-    rig.primary.on_reserved = lambda num_blocks, evicted: evictions.append(len(evicted))
+    prepare_write = rig.primary.prepare_write
+
+    def reserve(*arguments: object) -> object:
+        output = prepare_write(*arguments)
+        evictions.append(len(output.evicted_keys))
+        return output
+
+    monkeypatch.setattr(rig.primary, "prepare_write", reserve)
     assert rig.ask(prefix(40), rig.start("r")) == [None] * 40
     assert evictions == [40]
 
@@ -126,7 +135,7 @@ def test_what_follows_a_block_that_was_taken_is_looked_at_as_ever() -> None:
     rig.finish()
     rig.finish()
     rig.store(prefix(3, of="q"), rig.start("runs"))
-    assert rig.primary.peek(asked[0]) is None and rig.primary.peek(asked[1]) is not None
+    assert rig.primary.slots.get(asked[0]) is None and rig.primary.slots.get(asked[1]) is not None
     assert rig.ask(asked, request) == [None, True]
 
 

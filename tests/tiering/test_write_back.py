@@ -100,7 +100,7 @@ def test_a_promoted_block_stays_below_and_is_not_written_again() -> None:
         settle(rig)
     assert before and keys(0)[0] in rig.tier.blocks
     assert keys(0)[0] not in written(rig)
-    assert rig.primary.peek(keys(0)[0]) is None
+    assert rig.primary.slots.get(keys(0)[0]) is None
 
 
 def test_what_leaves_and_is_below_already_is_used_there_head_last() -> None:
@@ -109,7 +109,7 @@ def test_what_leaves_and_is_below_already_is_used_there_head_last() -> None:
     rig.below(keys(0, 1))
     fill(rig, 0, 64)
     rig.step()
-    own = [call for call in rig.tier.calls("touch") if call.req_id == "kvoffload:write-behind"]
+    own = [call for call in rig.tier.calls("touch") if call.req_id == "kvoffload:write-back"]
     assert [list(call.keys) for call in own] == [keys(1, 0)]
     assert not written(rig)
 
@@ -257,9 +257,7 @@ def test_a_reset_forgets_what_was_watched_and_waits_for_late_writes() -> None:
     assert rig.primary.get_stats()["primary_blocks_used",] == 64, "slots under a late read are nobody else's"
     rig.finish()
     rig.tier.hangs = False
-    assert not rig.tier.jobs or all(
-        job.req_context.req_id == "kvoffload:write-behind" for job in rig.tier.jobs.values()
-    )
+    assert not rig.tier.jobs or all(job.req_context.req_id == "kvoffload:write-back" for job in rig.tier.jobs.values())
     rig.finish()
     assert rig.primary.get_stats()["primary_blocks_pinned",] == 0
 
@@ -276,7 +274,7 @@ def test_a_promotion_that_came_to_nothing_is_not_remembered_as_above() -> None:
     rig.manager.complete_store(written, stored, success=False)
     rig.step()
     rig.finish()
-    assert rig.primary.peek(keys(0)[0]) is None
+    assert rig.primary.slots.get(keys(0)[0]) is None
 
 
 def test_whole_requests_go_down_at_once_to_the_tiers_that_asked() -> None:
@@ -309,7 +307,7 @@ def test_a_clean_end_leaves_below_what_was_above() -> None:
     rig.manager.shutdown()
     assert set(rig.tier.blocks) == {*keys(*range(10))}
     assert written(rig).count(keys(9)[0]) == 1
-    ends = [call for call in rig.tier.log if call.req_id == "kvoffload:write-behind"]
+    ends = [call for call in rig.tier.log if call.req_id == "kvoffload:write-back"]
     assert [ends[0].name, ends[-1].name] == ["on_new_request", "on_request_finished"]
 
 

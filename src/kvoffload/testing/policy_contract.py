@@ -7,7 +7,7 @@ import random
 from collections.abc import Collection, Iterable
 
 from kvoffload.base import OffloadKey
-from kvoffload.cpu.policies import BlockStatus, CachePolicy
+from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, with_options
 from kvoffload.testing.keys import key, keys
 
 __all__ = ["CachePolicyContract", "PolicyDriver"]
@@ -18,13 +18,14 @@ class PolicyDriver:
 
     def __init__(self, policy: CachePolicy) -> None:
         self.policy = policy
+        self._evict = with_options(policy.evict, "incoming")
         self.blocks: dict[OffloadKey, BlockStatus] = {}
         self._next_slot = 0
 
     def reserve(self, arriving: Collection[OffloadKey], evict: int = 0, block: type[BlockStatus] = BlockStatus) -> bool:
         """Inserts distinct absent keys, given head to tail, as in flight; whether ``evict`` victims were found."""
         arrivals = list(arriving)[::-1]
-        victims = self.policy.make_room(arrivals, evict, frozenset())
+        victims = self._evict(evict, frozenset(), incoming=arrivals)
         if victims is None:
             return False
         for victim, _ in victims:
@@ -262,10 +263,10 @@ class CachePolicyContract:
             num = rng.randint(0, len(left.idle()))
             told = left.policy.next_victims(num)
             assert told is not None
-            victims = left.policy.make_room([key(1000 + n) for n in range(num)], num, frozenset())
+            victims = left.policy.evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
             assert victims is not None
             assert {*told} == {victim for victim, _ in victims}
-            victims = right.policy.make_room([key(1000 + n) for n in range(num)], num, frozenset())
+            victims = right.policy.evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
             assert victims is not None
             assert {*told} == {victim for victim, _ in victims}, "asking changed the order"
             assert left.policy.next_victims(100) is not None

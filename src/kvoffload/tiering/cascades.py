@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on their way down, from the primary tier to the tiers below it."""
+"""Cascades: blocks that move from the primary tier to the tiers below it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.tier_jobs import EndedJob, GuardedTier, Transfers
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waiting import RequestState
 
 __all__ = ["Cascades"]
 
 
 class Cascades:
-    """Pins blocks, one pin per tier, and sends them down; each job gives its own pins back when it ends.
+    """Pins blocks, once per tier, and submits them; the end of each job gives its own pins back.
 
-    What a request-level tier asked for while the block was still being written is *parked* here until it is
-    ready (then it goes down) or gone (then it is forgotten).
+    A request-level tier may ask for a block that is still being written. Such a block is *parked* here until it is
+    ready, and then cascaded, or until it is gone, and then dropped.
     """
 
-    def __init__(self, primary: CPUPrimaryTierOffloadingManager, transfers: Transfers) -> None:
+    def __init__(self, primary: CPUPrimaryTierOffloadingManager, jobs: TierJobs) -> None:
         self._primary = primary
-        self._transfers = transfers
+        self._jobs = jobs
         self._parked: dict[OffloadKey, list[RequestState]] = {}
-        self._blocks_sent = 0
+        self._blocks_written = 0
         self._blocks_failed = 0
 
     def __repr__(self) -> str:
@@ -39,34 +39,35 @@ class Cascades:
         return bool(self._parked)
 
     @property
-    def stats(self) -> dict[str, int]:
+    def outcomes(self) -> dict[str, int]:
         """Blocks whose cascade ended, by outcome."""
-        return {"ok": self._blocks_sent, "failed": self._blocks_failed}
+        return {"ok": self._blocks_written, "failed": self._blocks_failed}
 
-    def send(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], req_context: ReqContext) -> list[EndedJob]:
-        """Sends ready blocks to each of ``tiers``, as one job per tier. Answers those that were not taken."""
-        not_taken: list[EndedJob] = []
+    def submit(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], context: ReqContext) -> list[TierJob]:
+        """Submits ready blocks to each of ``tiers``, as one job per tier. Returns the jobs that were not taken."""
+        not_taken: list[TierJob] = []
         if not keys:
             return not_taken
         for tier in tiers:
-            spec = self._primary.prepare_read(keys, req_context)
-            refused = self._transfers.submit(tier, keys, spec.block_ids, req_context, is_promotion=False)
+            spec = self._primary.prepare_read(keys, context)
+            refused = self._jobs.submit(tier, keys, spec.block_ids, context, is_promotion=False)
             if refused is not None:
-                self.ended(refused)
+                self.end(refused)
                 not_taken.append(refused)
         return not_taken
 
-    def ended(self, job: EndedJob) -> None:
-        self._blocks_sent += len(job.succeeded)
+    def end(self, job: TierJob) -> None:
+        """Gives back the pins of a job that has ended."""
+        self._blocks_written += len(job.succeeded)
         self._blocks_failed += len(job.failed)
-        self._primary.complete_read(job.job.keys, job.job.req_context)
+        self._primary.complete_read(job.keys, job.req_context)
 
-    def send_or_park(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
-        """Sends what is ready of ``keys`` to the tiers that want the whole of ``request``, and parks what is being
-        written. Absent blocks are skipped: there is nothing to read."""
+    def submit_or_park(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+        """Submits the ready ones of ``keys`` to the tiers that want the whole of ``request``, and parks those that are
+        being written. Absent blocks are skipped: there is nothing to read."""
         ready: list[OffloadKey] = []
         for key in keys:
-            block = self._primary.peek(key)
+            block = self._primary.slots.get(key)
             if block is None:
                 continue
             if block.is_ready:
@@ -74,28 +75,28 @@ class Cascades:
             else:
                 self._parked.setdefault(key, []).append(request)
                 request.parked += 1
-        self.send(request.whole_request_tiers, ready, request.context)
+        self.submit(request.whole_request_tiers, ready, request.context)
 
-    def settle(self, keys: Iterable[OffloadKey] | None = None) -> list[RequestState]:
-        """Looks again at what is parked (among ``keys``, or all of it); answers the requests it moved on for."""
+    def retry_parked(self, keys: Iterable[OffloadKey] | None = None) -> list[RequestState]:
+        """Looks again at the parked blocks (those of ``keys``, or all); returns the requests that have fewer now."""
         if not self._parked:
             return []
         again: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
         for key in list(self._parked) if keys is None else keys:
             if key not in self._parked:
                 continue
-            block = self._primary.peek(key)
+            block = self._primary.slots.get(key)
             if block is not None and not block.is_ready:
                 continue
             for request in self._parked.pop(key):
                 request.parked -= 1
                 again.setdefault(id(request), (request, []))[1].append(key)
         for request, ready in again.values():
-            self.send_or_park(request, ready)
+            self.submit_or_park(request, ready)
         return [request for request, _ in again.values()]
 
-    def forget_parked(self) -> list[RequestState]:
-        """Gives up everything that is parked; answers the requests it was parked for."""
+    def drop_parked(self) -> list[RequestState]:
+        """Forgets every parked block; returns the requests that had any."""
         requests = {id(request): request for parked in self._parked.values() for request in parked}
         for request in requests.values():
             request.parked = 0
@@ -103,10 +104,10 @@ class Cascades:
         return list(requests.values())
 
     def check_invariants(self) -> None:
-        """Every parked block is being written, and every request counts what is parked for it."""
+        """Every parked block is being written, and every request counts its own."""
         counts: dict[int, int] = {}
         for key, requests in self._parked.items():
-            block = self._primary.peek(key)
+            block = self._primary.slots.get(key)
             assert block is not None
             assert not block.is_ready, f"{key!r} is parked although it is ready"
             for request in requests:

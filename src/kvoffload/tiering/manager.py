@@ -24,9 +24,9 @@ from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.promotions import Lookups, Promotions
-from kvoffload.tiering.tier_jobs import GuardedTier, Transfers
-from kvoffload.tiering.waiting import Claims, RequestState, Waits
-from kvoffload.tiering.write_back import WriteBehind
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
+from kvoffload.tiering.waiting import Claims, RequestState, WaitingRequests
+from kvoffload.tiering.write_back import WriteBack
 
 __all__ = ["TieringOffloadingManager"]
 
@@ -34,21 +34,22 @@ _log = logging.getLogger(__name__)
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """Keeps blocks in host memory and in the tiers below it, and brings them back up. All bytes pass through the
+    """Keeps blocks in host memory and in the tiers below it, and promotes them again. All bytes pass through the
     primary tier; every call is on the scheduler's thread and does no I/O.
 
-    The eight laws (``docs/design/0006-tiering.md``) in a line: what is stored goes down to every tier; a miss that a
-    tier can serve comes up once, whoever asks; tiers that want whole requests get them; a tier hears of a request's
-    end after its last job; a failed promotion is a miss; nobody waits longer than ``max_wait_s``; what a waiting
-    request was told stays until it loads; slots under I/O are nobody else's.
+    Eight laws hold (``docs/design/0006-tiering.md``). Every stored block is cascaded to every tier. A miss that a tier
+    can serve is promoted once, whoever asks. Tiers that want whole requests get them. A tier is informed of a request's
+    end after its last job. A failed promotion is a miss. Nobody waits longer than ``max_wait_s``. What a waiting
+    request hit stays until it loads. Slots under I/O are nobody else's.
 
-    ``claim_share`` and ``promotion_share`` (of the primary tier's blocks) bound what one waiting request, and all
-    of them, may hold back from eviction. ``cascade`` says for each secondary tier when blocks go down to it (default
-    ``"on_store"`` for all); ``"on_evict"`` needs a cache policy that can tell what it would evict next
-    (``CachePolicy.next_victims``), and without one is ``"on_store"``. ``clock`` gives seconds and never goes back.
+    ``claim_share`` and ``promotion_share`` (of the primary tier's blocks) bound what one waiting request, and all of
+    them together, may claim. ``cascade`` has a mode for each secondary tier (default ``"on_store"`` for all, which is
+    write-through). ``"on_evict"``, write-back, needs a cache policy that can name its next victims
+    (``CachePolicy.next_victims``), and is ``"on_store"`` without one. ``clock`` gives seconds and never goes back.
+    Raises ``ConfigError`` for a ``cascade`` that does not fit the tiers.
 
-    A context that was never announced by ``on_new_request`` is taken as a new block-level request, and like any other
-    is remembered until ``on_request_finished``.
+    A context that was never announced by ``on_new_request`` is a new block-level request, and like any other is
+    remembered until ``on_request_finished``.
     """
 
     def __init__(
@@ -67,24 +68,23 @@ class TieringOffloadingManager(OffloadingManager):
         self._tiers = tuple(GuardedTier(index, tier) for index, tier in enumerate(self.secondary_tiers))
         self._max_wait_s = max_wait_s
         self._clock = clock
-        self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share)
-        primary_tier.spared = self._claims
-        self._transfers = Transfers()
-        self._promotions = Promotions(primary_tier, self._claims, self._transfers)
-        self._waits = Waits(self._claims, clock)
-        self._lookups = Lookups(primary_tier, self._tiers, self._claims, self._promotions, self._waits, self._poll)
-        self._cascades = Cascades(primary_tier, self._transfers)
-        self._on_store_tiers, on_evict_tiers = self._placed(cascade)
-        self._write_behind: WriteBehind | None = None
+        self._jobs = TierJobs()
+        self._cascades = Cascades(primary_tier, self._jobs)
+        self._on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
+        self._write_back: WriteBack | None = None
         if on_evict_tiers:
-            self._write_behind = WriteBehind(primary_tier, on_evict_tiers, self._send_behind)
-            primary_tier.on_reserved = self._write_behind.reserved
+            self._write_back = WriteBack(primary_tier, on_evict_tiers, self._submit_write_back)
+        self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share)
+        self._waiting = WaitingRequests(self._claims, clock)
+        on_reserved = self._write_back.on_reserved if self._write_back is not None else None
+        self._promotions = Promotions(primary_tier, self._claims, self._jobs, on_reserved)
+        self._lookups = Lookups(primary_tier, self._tiers, self._claims, self._promotions, self._waiting, self._poll)
         self._requests: dict[str, RequestState] = {}
         self._storing: dict[OffloadKey, RequestState] = {}
 
     def __repr__(self) -> str:
         names = [tier.name for tier in self._tiers]
-        return f"TieringOffloadingManager({self.primary_tier!r}, tiers={names}, jobs={len(self._transfers)})"
+        return f"TieringOffloadingManager({self.primary_tier!r}, tiers={names}, jobs={len(self._jobs)})"
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -100,9 +100,9 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.on_request_finished(req_context)
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
-            return  # told already, or never heard of: a tier hears of an end once, after a beginning
+            return  # ended before, or never announced: a tier is informed of an end once, after a beginning
         self._promotions.submit(request)
-        self._waits.end(request)
+        self._waiting.end(request)
         request.finished = True
         self._finalize(request)
 
@@ -120,8 +120,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
-        # Pinned now: the claims have served.
-        self._waits.end(self._request(req_context))
+        # Pinned now: no claims are needed any more.
+        self._waiting.end(self._request(req_context))
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
@@ -137,18 +137,20 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         request = self._request(req_context)
         self._poll()
-        self._waits.end(request)  # it runs
+        self._waiting.end(request)  # it runs
         keys = list(keys)
-        output = self.primary_tier.prepare_store(keys, req_context)
+        output = self.primary_tier.prepare_store(keys, req_context, self._claims)
         if output is None:
             return None
+        if self._write_back is not None:
+            self._write_back.on_reserved(len(output.keys_to_store), output.evicted_keys)
         for key in output.keys_to_store:
             self._storing[key] = request
         request.stores_in_flight += len(output.keys_to_store)
         if request.whole_request_tiers:
-            # What this very request is writing goes down when it is complete, in its name.
+            # Blocks that this very request is writing are cascaded in its name when they are complete.
             others = [key for key in dict.fromkeys(keys) if self._storing.get(key) is not request]
-            self._cascades.send_or_park(request, others)
+            self._cascades.submit_or_park(request, others)
         return output
 
     def complete_store(
@@ -156,51 +158,51 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         keys = list(keys)
         self.primary_tier.complete_store(keys, req_context, success)
-        self._stores_ended(keys)
+        self._end_stores(keys)
 
     # ----------------------------------------------------------------------------------------------------- steps
 
     def on_schedule_end(self) -> None:
         self._poll()
-        self._waits.expire()
+        self._waiting.expire()
         self._promotions.submit()
         if self._cascades.has_parked:
-            for request in self._cascades.settle():
+            for request in self._cascades.retry_parked():
                 self._finalize(request)
-        if self._write_behind is not None:
-            self._write_behind.step()
+        if self._write_back is not None:
+            self._write_back.step()
         for tier in self._tiers:
             tier.on_schedule_end()
-        self._waits.next_step()
+        self._waiting.next_step()
 
     def has_pending_work(self) -> bool:
         return (
-            bool(self._transfers)
+            bool(self._jobs)
             or self._promotions.has_queued
             or self._cascades.has_parked
-            or (self._write_behind is not None and self._write_behind.has_queued)
+            or (self._write_back is not None and self._write_back.has_queued)
             or any(tier.has_pending_work() for tier in self._tiers)
         )
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return [*self.primary_tier.take_events(), *(event for tier in self._tiers for event in tier.events())]
+        return [*self.primary_tier.take_events(), *(event for tier in self._tiers for event in tier.take_events())]
 
     def reset_cache(self) -> None:
-        """Forgets every block of the primary tier; what the tiers below hold stays there.
+        """Forgets every block of the primary tier; the tiers below keep theirs.
 
-        Tiers are drained first. A tier that does not come to an end in its own time does not hold this up: the
-        slots its jobs may still touch stay reserved until they do end.
+        Tiers are drained first, each for as long as it is willing to wait. Slots that an unfinished job may still touch
+        stay reserved until it ends.
         """
         for tier in self._tiers:
             tier.drain_jobs()
         self._poll()
-        self._waits.end_all()
-        self._promotions.forget()
-        self._transfers.abandon()
+        self._waiting.end_all()
+        self._promotions.reset()
+        self._jobs.mark_stale()
         self._claims.clear()
-        if self._write_behind is not None:
-            self._write_behind.forget()
-        touched = self._cascades.forget_parked()
+        if self._write_back is not None:
+            self._write_back.reset()
+        touched = self._cascades.drop_parked()
         for request in self._storing.values():
             request.stores_in_flight = 0
             touched.append(request)
@@ -213,17 +215,17 @@ class TieringOffloadingManager(OffloadingManager):
         own: Stats = {("lookups_out_of_patience",): self._lookups.out_of_patience}
         own |= {("promotions", outcome): count for outcome, count in self._promotions.outcomes.items()}
         own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
-        own |= {("cascades", outcome): count for outcome, count in self._cascades.stats.items()}
-        own["cascades", "dropped"] = self._write_behind.dropped if self._write_behind is not None else 0
+        own |= {("cascades", outcome): count for outcome, count in self._cascades.outcomes.items()}
+        own["cascades", "dropped"] = self._write_back.dropped if self._write_back is not None else 0
         own[("cascades_parked",)] = self._cascades.num_parked
-        return add_stats([self.primary_tier.get_stats(), own, *(tier.stats() for tier in self._tiers)])
+        return add_stats([self.primary_tier.get_stats(), own, *(tier.get_stats() for tier in self._tiers)])
 
     def shutdown(self) -> None:
-        if self._write_behind is not None:
+        if self._write_back is not None:
             for tier in self._tiers:
                 tier.drain_jobs()
             self._poll()
-            self._write_behind.close(self._poll, self._clock, self._max_wait_s)
+            self._write_back.close(self._poll, self._clock, self._max_wait_s)
         for tier in self._tiers:
             tier.shutdown()
         self.primary_tier.shutdown()
@@ -233,15 +235,15 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.check_invariants()
         self._promotions.check_invariants()
         self._cascades.check_invariants()
-        if self._write_behind is not None:
-            self._write_behind.check_invariants(self._transfers)
+        if self._write_back is not None:
+            self._write_back.check_invariants(self._jobs)
         ending = {id(request): request for request in self._storing.values()}
         requests = {id(request): request for request in self._requests.values()} | ending
         for request in requests.values():
             assert request.stores_in_flight == sum(storing is request for storing in self._storing.values())
-        self._waits.check_invariants(requests.values())
+        self._waiting.check_invariants(requests.values())
         for key in self._storing:
-            block = self.primary_tier.peek(key)
+            block = self.primary_tier.slots.get(key)
             assert block is not None
             assert not block.is_ready
             assert key not in self._promotions
@@ -256,30 +258,30 @@ class TieringOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------------------------------------- job ends
 
     def _poll(self) -> bool:
-        """Hears which jobs have ended; whether any had."""
-        ended = self._transfers.ended()
-        if not ended:
+        """Takes in the jobs that have ended; returns whether there were any."""
+        finished = self._jobs.take_finished()
+        if not finished:
             return False
-        for job in ended:
-            if not job.job.is_promotion:
-                self._cascades.ended(job)
+        for job in finished:
+            if not job.metadata.is_promotion:
+                self._cascades.end(job)
             else:
-                self._promotions.ended(job)
-                self._stores_ended(job.job.keys)
-            if self._write_behind is not None:
-                self._write_behind.ended(job)
+                self._promotions.end(job)
+                self._end_stores(job.keys)
+            if self._write_back is not None:
+                self._write_back.end(job)
         return True
 
-    def _stores_ended(self, keys: Sequence[OffloadKey]) -> None:
-        """Writes of ``keys`` into the primary tier have ended; what was stored goes down to every tier.
+    def _end_stores(self, keys: Sequence[OffloadKey]) -> None:
+        """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored.
 
-        While a write from before a reset overlaps with one from after it, the primary tier trusts neither until
-        both have ended. So a store counts as ended when its block is no longer in flight, and the word that makes
-        it so may be that of a late promotion.
+        While a write from before a reset overlaps with one from after it, the primary tier publishes neither until both
+        have ended. So a store has ended when its block is no longer in flight, and the end that makes it so may be that
+        of a late promotion.
         """
         written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
         for key in keys:
-            block = self.primary_tier.peek(key)
+            block = self.primary_tier.slots.get(key)
             if key not in self._storing or (block is not None and not block.is_ready):
                 continue
             request = self._storing.pop(key)
@@ -288,13 +290,15 @@ class TieringOffloadingManager(OffloadingManager):
             if block is not None:
                 ready.append(key)
         for request, ready in written.values():
-            self._cascades.send(self._tiers_to_store(request), ready, request.context)
-        moved = self._cascades.settle(keys)
-        for request in (*(request for request, _ in written.values()), *moved):
+            self._cascades.submit(self._tiers_to_store(request), ready, request.context)
+        unparked = self._cascades.retry_parked(keys)
+        for request in (*(request for request, _ in written.values()), *unparked):
             self._finalize(request)
 
-    def _placed(self, cascade: Sequence[CascadeMode] | None) -> tuple[tuple[GuardedTier, ...], tuple[GuardedTier, ...]]:
-        """The tiers that get blocks when they are stored, and those that get them on their way out."""
+    def _split_by_mode(
+        self, cascade: Sequence[CascadeMode] | None
+    ) -> tuple[tuple[GuardedTier, ...], tuple[GuardedTier, ...]]:
+        """The tiers that get blocks when they are stored, and those that get them before they are evicted."""
         if cascade is None:
             return self._tiers, ()
         if len(cascade) != len(self._tiers) or not {*cascade} <= {*get_args(CascadeMode)}:
@@ -302,33 +306,32 @@ class TieringOffloadingManager(OffloadingManager):
                 f"cascade needs one of {', '.join(get_args(CascadeMode))} for each of {len(self._tiers)} secondary "
                 f"tiers, not {list(cascade)}."
             )
-        if "on_evict" in cascade and self.primary_tier.next_victims(0) is None:
+        if "on_evict" in cascade and self.primary_tier.slots.policy.next_victims(0) is None:
             _log.warning(
-                "The cache policy cannot tell what it would evict next, so that blocks are written to all tiers when "
-                "they are stored."
+                "The cache policy cannot name its next victims; blocks are written to all tiers when they are stored."
             )
             return self._tiers, ()
-        placed = list(zip(self._tiers, cascade))
+        modes = list(zip(self._tiers, cascade))
         return (
-            tuple(tier for tier, mode in placed if mode == "on_store"),
-            tuple(tier for tier, mode in placed if mode == "on_evict"),
+            tuple(tier for tier, mode in modes if mode == "on_store"),
+            tuple(tier for tier, mode in modes if mode == "on_evict"),
         )
 
     def _tiers_to_store(self, request: RequestState) -> Sequence[GuardedTier]:
-        """Where what ``request`` has stored goes at once."""
-        if self._write_behind is None:
+        """The tiers that get the blocks of ``request`` as soon as they are stored."""
+        if self._write_back is None:
             return self._tiers
         return [tier for tier in self._tiers if tier in self._on_store_tiers or tier in request.whole_request_tiers]
 
-    def _send_behind(self, tier: GuardedTier, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        assert self._write_behind is not None
-        for refused in self._cascades.send([tier], keys, context):
-            self._write_behind.ended(refused)
+    def _submit_write_back(self, tier: GuardedTier, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        assert self._write_back is not None
+        for refused in self._cascades.submit([tier], keys, context):
+            self._write_back.end(refused)
 
     def _finalize(self, request: RequestState) -> None:
-        """Tells the tiers of the request's end, if it has ended and nothing can be submitted for it any more."""
+        """Informs the tiers of the request's end, once it has ended and nothing more can be submitted for it."""
         if not request.finished or request.may_still_submit:
             return
-        request.finished = False  # told once
+        request.finished = False  # only once
         for tier in self._tiers:
             tier.on_request_finished(request.context)

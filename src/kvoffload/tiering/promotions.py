@@ -1,23 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on their way up, from a secondary tier into the primary one.
-
-What a request is told of its blocks: ready, not here, or on the way up from a tier below.
-"""
+"""Lookup and promotion: what a request is answered about its blocks, and how a block of a lower tier comes up."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.tier_jobs import EndedJob, GuardedTier, Transfers
-from kvoffload.tiering.waiting import Claims, RequestState, Waits
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
+from kvoffload.tiering.waiting import Claims, RequestState, WaitingRequests
 
 __all__ = ["Lookups", "Promotions"]
+
+OnReserved = Callable[[int, Collection[OffloadKey]], None]
+"""Called after each reservation with its number of blocks and the keys that it evicted."""
+
+
+class Lookups:
+    """Answers from the primary tier. A block that it lacks is looked up in ``tiers``, in order, and promoted from the
+    first that has it. ``poll`` takes in the jobs that have ended, and returns whether there were any."""
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        tiers: Sequence[GuardedTier],
+        claims: Claims,
+        promotions: Promotions,
+        waiting: WaitingRequests,
+        poll: Callable[[], bool],
+    ) -> None:
+        self._primary = primary
+        self._tiers = tiers
+        self._claims = claims
+        self._promotions = promotions
+        self._waiting = waiting
+        self._poll = poll
+        self.out_of_patience = 0
+
+    def one(self, request: RequestState, key: OffloadKey) -> bool | None:
+        return self._answer(request, key, self._primary.lookup(key, request.context))
+
+    def prefix(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """Equal to the loop of ``one``, but consecutive misses that a tier can serve get their slots in one call.
+
+        Such misses gather in ``run``. The invariant: nothing that the run's reservation could change has been looked
+        at since the run began. So the run is promoted before the loop looks at one of its own keys again, before a
+        block that the primary tier has (the run may evict it), before anything that a limit refuses, and when it has
+        used up the room that is certain to be there.
+        """
+        look, context = self._primary.lookup, request.context
+        is_impatient = self._waiting.is_over(request)
+        answers = [] if is_impatient else self._claimed_head(request, keys)
+        if was_evicted := answers[-1:] == [False]:
+            answers.pop()
+        run: dict[OffloadKey, GuardedTier] = {}
+        room = 0
+        for key in keys[len(answers) :]:
+            if key in run and not self._promote_run(request, run, answers):
+                return answers
+            answer = False if was_evicted else look(key, context)
+            was_evicted = False
+            tier = None
+            if answer is False and not is_impatient:
+                if not run:
+                    room = self._certain_room(request)
+                tier, answer = self._tier_with(request, key)
+                if tier is not None and len(run) < room and key not in self._claims:
+                    run[key] = tier
+                    answers.append(None)
+                    continue
+                if run and not self._promote_run(request, run, answers):
+                    return answers
+                if tier is not None:
+                    answer = self._promote(request, key, tier)
+                elif answer is None:
+                    self._waiting.begin(request)
+            else:
+                if run:
+                    if not self._promote_run(request, run, answers):
+                        return answers
+                    answer = self._peek(key)  # the run may have evicted it
+                answer = self._answer(request, key, answer)
+            answers.append(answer)
+            if answer is False:
+                return answers
+        if run:
+            self._promote_run(request, run, answers)
+        return answers
+
+    def _claimed_head(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """The primary tier's answers for the blocks that ``keys`` begins with and ``request`` claims already, up to
+        one that was evicted all the same (``False``). So a waiting request asks for a long prefix cheaply."""
+        if not request.claims:
+            return []
+        self._poll()
+        return self._primary.lookup_prefix([*takewhile(request.claims.__contains__, keys)], request.context)
+
+    def _answer(self, request: RequestState, key: OffloadKey, answer: bool | None) -> bool | None:
+        """The answer for ``key`` that ``request`` gets, when the primary tier says ``answer``."""
+        if answer is None and key in self._promotions and self._poll():
+            answer = self._peek(key)
+        if answer is True:
+            self._waiting.record_hit(request, key)
+            return True
+        if self._waiting.is_over(request):
+            self.out_of_patience += answer is None or request.waiting_since is not None
+            self._waiting.give_up(request)
+            return False
+        if answer is None:
+            self._waiting.begin(request)
+            self._claims.claim(request, key)
+            return None
+        tier, answer = self._tier_with(request, key)
+        if tier is not None:
+            return self._promote(request, key, tier)
+        if answer is None:
+            self._waiting.begin(request)
+        return answer
+
+    def _peek(self, key: OffloadKey) -> bool | None:
+        """The primary tier's answer, without counting as a lookup."""
+        block = self._primary.slots.get(key)
+        return False if block is None else True if block.is_ready else None
+
+    def _tier_with(self, request: RequestState, key: OffloadKey) -> tuple[GuardedTier | None, bool | None]:
+        """The first tier that has ``key``; without one, ``None`` while a tier is still finding out, else ``False``."""
+        if key in request.failed or key in request.promoted:
+            return None, False
+        is_unknown = False
+        for tier in self._tiers:
+            found = tier.lookup(key, request.context)
+            if found:
+                return tier, None
+            is_unknown |= found is None
+        return None, None if is_unknown else False
+
+    def _certain_room(self, request: RequestState) -> int:
+        """Blocks that are certain to find a slot, within all limits, if promoted for ``request`` now."""
+        slots, claims = self._primary.slots, self._claims
+        # Its hits become claims once it waits. Claimed blocks may be idle, but for those in flight.
+        hits = len(request.hits) if request.waiting_since is None else 0
+        idle = slots.num_free + slots.num_idle - (len(claims) - len(self._promotions))
+        limit = min(claims.max_per_request - len(request.claims), claims.max_total - len(claims))
+        return min(idle, limit) - hits
+
+    def _promote_run(
+        self, request: RequestState, run: dict[OffloadKey, GuardedTier], answers: list[bool | None]
+    ) -> bool:
+        """Begins the promotions of ``run``, whose answers are the last ones, and empties it. ``False``: the policy
+        refused room that was there, and the answers end with that miss."""
+        self._waiting.begin(request)
+        begun = self._promotions.begin_all(request, run)
+        if not begun:
+            del answers[len(answers) - len(run) + 1 :]
+            answers[-1] = False
+        run.clear()
+        return begun
+
+    def _promote(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool | None:
+        was_waiting = request.waiting_since is not None
+        self._waiting.begin(request)  # first: its hits must not be evicted to make room for this block
+        if self._promotions.begin(request, key, tier):
+            return None
+        if not was_waiting:
+            self._waiting.end(request)
+        return False
 
 
 @dataclass(slots=True, eq=False)
@@ -32,17 +183,24 @@ class _Batch:
 class Promotions:
     """Reserves a primary slot per block at once, gathers a step's loads into batches, and publishes what arrives.
 
-    A slot stays reserved until the tier has told the end of its job, whoever still wants the block: memory that a
-    late read may write to is never reused.
+    A slot stays reserved until the tier has reported the end of its job, whoever still wants the block: memory that a
+    late read may write to is never reused. ``on_reserved`` is called after each reservation.
     """
 
-    def __init__(self, primary: CPUPrimaryTierOffloadingManager, claims: Claims, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        claims: Claims,
+        jobs: TierJobs,
+        on_reserved: OnReserved | None = None,
+    ) -> None:
         self._primary = primary
         self._claims = claims
-        self._transfers = transfers
+        self._jobs = jobs
+        self._on_reserved = on_reserved
         self._queue: dict[tuple[int, int], _Batch] = {}
         self._wanted_by: dict[OffloadKey, RequestState] = {}
-        self._placed_since_touch = 0
+        self._reserved_since_refresh = 0
         self.refused = Counter({"claim_share": 0, "promotion_share": 0, "no_room": 0})
         self.outcomes = Counter({"ok": 0, "failed": 0})
 
@@ -63,7 +221,7 @@ class Promotions:
         return bool(self._queue)
 
     def begin(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool:
-        """Reserves a slot for ``key`` and queues its load; ``False``, counted by reason, if that may not be."""
+        """Reserves a slot for ``key`` and queues its load; ``False``, counted by reason, if a limit refuses it."""
         reason = self._claims.refusal(request, key)
         if reason is None:
             return self.begin_all(request, {key: tier})
@@ -71,13 +229,13 @@ class Promotions:
         return False
 
     def begin_all(self, request: RequestState, run: Mapping[OffloadKey, GuardedTier]) -> bool:
-        """``begin`` for each of ``run``, against none of which the limits have anything: all of them, or none."""
+        """``begin`` for each of ``run``, none of which a limit refuses: all of them, or none."""
         # The first key gets the slot of the first victim and is inserted first, as if they came one by one.
         slots = self._reserve(request, list(run)[::-1])
         if slots is None:
             self.refused["no_room"] += 1
             return False
-        self._claims.promotions_begun(request, run)
+        self._claims.begin_promotions(request, run)
         request.promoted.update(run)
         self._wanted_by.update(dict.fromkeys(run, request))
         batch: _Batch | None = None
@@ -91,10 +249,10 @@ class Promotions:
         """Submits what is queued, for all requests or one of them."""
         if not self._queue:
             return
-        due = [place for place, batch in self._queue.items() if request is None or batch.request is request]
-        for place in due:
-            batch = self._queue.pop(place)
-            refused = self._transfers.submit(
+        due = [name for name, batch in self._queue.items() if request is None or batch.request is request]
+        for name in due:
+            batch = self._queue.pop(name)
+            refused = self._jobs.submit(
                 batch.tier,
                 list(batch.slots),
                 list(batch.slots.values()),
@@ -102,29 +260,29 @@ class Promotions:
                 is_promotion=True,
             )
             if refused is not None:
-                self.ended(refused)
+                self.end(refused)
 
-    def ended(self, job: EndedJob) -> None:
+    def end(self, job: TierJob) -> None:
         """Publishes what arrived. The rest is a miss, for good, for each request that waited for it."""
         self.outcomes["ok"] += len(job.succeeded)
         self.outcomes["failed"] += len(job.failed)
         if job.succeeded:
-            self._primary.complete_write(job.succeeded, job.job.req_context)
+            self._primary.complete_write(job.succeeded, job.req_context)
         if job.failed:
-            self._primary.complete_write(job.failed, job.job.req_context, success=False)
+            self._primary.complete_write(job.failed, job.req_context, success=False)
         if job.is_stale:
-            return  # all but its slots was forgotten
+            return  # only its slots are left of it
         for key in job.succeeded:
             del self._wanted_by[key]
-            self._claims.promotion_ended(key, success=True)
+            self._claims.end_promotion(key, success=True)
         for key in job.failed:
             self._wanted_by.pop(key).failed.add(key)
-            for waiter in self._claims.promotion_ended(key, success=False):
+            for waiter in self._claims.end_promotion(key, success=False):
                 waiter.failed.add(key)
 
-    def forget(self) -> None:
-        """After a reset: nobody waits any more, and what is queued is not begun. The primary tier has forgotten the
-        blocks; the slots of jobs in flight are given back when those end."""
+    def reset(self) -> None:
+        """Nobody waits any more, and what is queued is not begun. The primary tier forgets the blocks; the slots of
+        jobs in flight are given back when those end."""
         for batch in self._queue.values():
             self._primary.complete_write(list(batch.slots), batch.request.context, success=False)
         self._queue.clear()
@@ -133,178 +291,32 @@ class Promotions:
     def check_invariants(self) -> None:
         """Every promotion is queued or in a job, once, and its slot is reserved and nobody else's."""
         moving = [(key, slot) for batch in self._queue.values() for key, slot in batch.slots.items()]
-        for job in self._transfers:
-            if job.is_promotion and not self._transfers.is_stale(job):
-                moving += zip(job.keys, job.block_ids.tolist(), strict=True)
+        for job in self._jobs:
+            if job.metadata.is_promotion and not job.is_stale:
+                moving += zip(job.keys, job.metadata.block_ids.tolist(), strict=True)
         assert len(moving) == len(self._wanted_by)
         assert {key for key, _ in moving} == set(self._wanted_by)
         for key, slot in moving:
-            block = self._primary.peek(key)
+            block = self._primary.slots.get(key)
             assert block is not None
             assert not block.is_ready
             assert block.block_id == slot
 
     def _reserve(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[int] | None:
-        """A slot for each of ``keys``, taken from blocks that nobody waits for."""
-        # What is held goes to the safe end of the policy's order first, or each eviction would step over it again:
-        # when it becomes held, and again when a good part of the tier was replaced since.
-        held = self._claims.take_fresh()
-        self._placed_since_touch += len(keys)
-        if self._placed_since_touch > self._primary.num_blocks // 4:
-            self._placed_since_touch, held = 0, list(self._claims)
-        if held and not self._primary.num_free_blocks:
-            self._primary.postpone(held)
-        place = self._primary.prepare_write(keys, request.context)
-        if place is None:
+        """A slot for each of ``keys``, none of them a claimed block's."""
+        # Claimed blocks are moved to the far end of the policy's order, or each eviction would step over them again:
+        # when they become claimed, and once more when a quarter of the tier was replaced since.
+        claimed = self._claims.take_new()
+        self._reserved_since_refresh += len(keys)
+        if self._reserved_since_refresh > self._primary.num_blocks // 4:
+            self._reserved_since_refresh, claimed = 0, list(self._claims)
+        if claimed and not self._primary.slots.num_free:
+            self._primary.slots.touch(claimed, counts=False)
+        reserved = self._primary.prepare_write(keys, request.context, self._claims)
+        if reserved is None:
             return None
-        assert isinstance(place.store_spec, CPULoadStoreSpec)
-        slots: list[int] = place.store_spec.block_ids.tolist()
+        if self._on_reserved is not None:
+            self._on_reserved(len(reserved.keys_to_store), reserved.evicted_keys)
+        assert isinstance(reserved.store_spec, CPULoadStoreSpec)
+        slots: list[int] = reserved.store_spec.block_ids.tolist()
         return slots
-
-
-class Lookups:
-    """Answers from the primary tier; what it lacks is asked of the ``tiers`` below in order, and the first that has it
-    brings it up. ``poll`` hears which jobs have ended, and says whether any had."""
-
-    def __init__(
-        self,
-        primary: CPUPrimaryTierOffloadingManager,
-        tiers: Sequence[GuardedTier],
-        claims: Claims,
-        promotions: Promotions,
-        waits: Waits,
-        poll: Callable[[], bool],
-    ) -> None:
-        self._primary = primary
-        self._tiers = tiers
-        self._claims = claims
-        self._promotions = promotions
-        self._waits = waits
-        self._poll = poll
-        self.out_of_patience = 0
-
-    def one(self, request: RequestState, key: OffloadKey) -> bool | None:
-        return self._answer(request, key, self._primary.lookup(key, request.context))
-
-    def prefix(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """The loop of ``one``, but for that misses in a row which a tier can serve get their slots in one go.
-
-        Such a run ends before anything that its reservations could change: a key of its own, a block that the primary
-        tier has, a limit, or the end of the room that is certain to be there.
-        """
-        look, context = self._primary.lookup, request.context
-        is_impatient = self._waits.is_over(request)
-        answers = [] if is_impatient else self._held_head(request, keys)
-        if was_taken := answers[-1:] == [False]:
-            answers.pop()
-        run: dict[OffloadKey, GuardedTier] = {}
-        room = 0
-        for key in keys[len(answers) :]:
-            if key in run and not self._promote_run(request, run, answers):
-                return answers
-            answer = False if was_taken else look(key, context)
-            was_taken = False
-            tier = None
-            if answer is False and not is_impatient:
-                if not run:
-                    room = self._certain_room(request)
-                tier, answer = self._tier_with(request, key)
-                if tier is not None and len(run) < room and key not in self._claims:
-                    run[key] = tier
-                    answers.append(None)
-                    continue
-                if run and not self._promote_run(request, run, answers):
-                    return answers
-                if tier is not None:
-                    answer = self._promote(request, key, tier)
-                elif answer is None:
-                    self._waits.begin(request)
-            else:
-                if run:
-                    if not self._promote_run(request, run, answers):
-                        return answers
-                    answer = self._peek(key)  # the run may have evicted it
-                answer = self._answer(request, key, answer)
-            answers.append(answer)
-            if answer is False:
-                return answers
-        if run:
-            self._promote_run(request, run, answers)
-        return answers
-
-    def _held_head(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """The primary tier's answers for the blocks that ``keys`` begins with and ``request`` holds already, up to
-        one that was taken from it (``False``). So a long prefix on its way up costs little to ask for in each step."""
-        if not request.claims:
-            return []
-        self._poll()
-        return self._primary.lookup_prefix([*takewhile(request.claims.__contains__, keys)], request.context)
-
-    def _answer(self, request: RequestState, key: OffloadKey, answer: bool | None) -> bool | None:
-        """What ``request`` is told of ``key``, of which the primary tier says ``answer``."""
-        if answer is None and key in self._promotions and self._poll():
-            answer = self._peek(key)
-        if answer is True:
-            self._waits.told_ready(request, key)
-            return True
-        if self._waits.is_over(request):
-            self.out_of_patience += answer is None or request.waiting_since is not None
-            self._waits.give_up(request)
-            return False
-        if answer is None:
-            self._waits.begin(request)
-            self._claims.claim(request, key)
-            return None
-        tier, answer = self._tier_with(request, key)
-        if tier is not None:
-            return self._promote(request, key, tier)
-        if answer is None:
-            self._waits.begin(request)
-        return answer
-
-    def _peek(self, key: OffloadKey) -> bool | None:
-        block = self._primary.peek(key)
-        return False if block is None else True if block.is_ready else None
-
-    def _tier_with(self, request: RequestState, key: OffloadKey) -> tuple[GuardedTier | None, bool | None]:
-        """The first tier that has ``key``; if none has, whether one is still finding out (``None``)."""
-        if key in request.failed or key in request.promoted:
-            return None, False
-        being_found_out = False
-        for tier in self._tiers:
-            found = tier.lookup(key, request.context)
-            if found:
-                return tier, None
-            being_found_out |= found is None
-        return None, None if being_found_out else False
-
-    def _certain_room(self, request: RequestState) -> int:
-        """Blocks that find a slot and are within all limits for certain, if promoted for ``request`` now."""
-        primary, claims = self._primary, self._claims
-        # What it was told becomes its claims once it waits. Held blocks may be idle, but for those in flight.
-        told = len(request.told) if request.waiting_since is None else 0
-        idle = primary.num_free_blocks + primary.num_idle_blocks - (len(claims) - len(self._promotions))
-        limit = min(claims.per_request - len(request.claims), claims.in_all - len(claims))
-        return min(idle, limit) - told
-
-    def _promote_run(
-        self, request: RequestState, run: dict[OffloadKey, GuardedTier], answers: list[bool | None]
-    ) -> bool:
-        """Begins the promotions of ``run``, whose answers are the last ones, and empties it. ``False``: the policy
-        refused room that was there, and the answers end with that miss."""
-        self._waits.begin(request)
-        begun = self._promotions.begin_all(request, run)
-        if not begun:
-            del answers[len(answers) - len(run) + 1 :]
-            answers[-1] = False
-        run.clear()
-        return begun
-
-    def _promote(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool | None:
-        was_waiting = request.waiting_since is not None
-        self._waits.begin(request)  # first: what it was told so far must not make room for this block
-        if self._promotions.begin(request, key, tier):
-            return None
-        if not was_waiting:
-            self._waits.end(request)
-        return False

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secondary tier as the manager holds it: the same calls, none of which raises.
-
-The jobs that secondary tiers have in hand.
-"""
+"""Jobs of secondary tiers, which are guarded: whatever a tier raises becomes a miss."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +16,7 @@ from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContex
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
-__all__ = ["EndedJob", "GuardedTier", "Transfers"]
+__all__ = ["GuardedTier", "TierJob", "TierJobs"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,10 +24,11 @@ T = TypeVar("T")
 
 
 class GuardedTier:
-    """Turns whatever a tier raises into its mildest answer, so that no tier can break an engine step.
+    """A secondary tier as the manager holds it: the same calls, none of which raises.
 
-    A lookup that raises is ``False``; a submit that raises was not taken; a poll that raises told nothing. The
-    first exception of each call is logged with its trace, later ones are only counted (``faults``).
+    An exception becomes the mildest answer, so that no tier can break an engine step. A lookup that raises is
+    ``False``; a submit that raises took no job; a poll that raises found nothing. The first exception of each call is
+    logged with its traceback, later ones are only counted (``faults``).
     """
 
     __slots__ = ("_reported", "faults", "index", "name", "tier")
@@ -49,12 +47,12 @@ class GuardedTier:
         # Written out, not through _call: this is the one call that is made per block.
         try:
             return self.tier.lookup(key, req_context)
-        except Exception as exc:  # noqa: BLE001 - the boundary where a tier's trouble becomes a miss
+        except Exception as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
             self._fault("lookup", exc)
             return False
 
     def submit(self, job: JobMetadata) -> bool:
-        """Whether the tier took ``job``; if not, it never will be told by ``finished_jobs``."""
+        """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
         submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
 
         def taken() -> bool:
@@ -63,7 +61,7 @@ class GuardedTier:
 
         return self._call("submit", taken, False)
 
-    def finished_jobs(self) -> list[JobResult]:
+    def get_finished_jobs(self) -> list[JobResult]:
         return self._call("get_finished_jobs", lambda: list(self.tier.get_finished_jobs()), [])
 
     def wants_whole_request(self, req_context: ReqContext) -> bool:
@@ -87,10 +85,10 @@ class GuardedTier:
     def drain_jobs(self) -> None:
         self._call("drain_jobs", self.tier.drain_jobs, None)
 
-    def events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> Iterable[OffloadingEvent]:
         return self._call("take_events", lambda: list(self.tier.take_events()), [])
 
-    def stats(self) -> Stats:
+    def get_stats(self) -> Stats:
         return self._call("get_stats", self.tier.get_stats, {})
 
     def shutdown(self) -> None:
@@ -99,7 +97,7 @@ class GuardedTier:
     def _call(self, name: str, call: Callable[[], T], otherwise: T) -> T:
         try:
             return call()
-        except Exception as exc:  # noqa: BLE001 - the boundary where a tier's trouble becomes a miss
+        except Exception as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
             self._fault(name, exc)
             return otherwise
 
@@ -110,39 +108,46 @@ class GuardedTier:
             _log.error("Tier %r failed in %s; its blocks count as misses: %s", self.name, name, exc, exc_info=exc)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EndedJob:
-    """A job that a tier told the end of, once."""
+@dataclass(slots=True, eq=False)
+class TierJob:
+    """One job of one tier, from its submit to its end. ``succeeded`` and ``failed`` are filled at its end."""
 
-    job: JobMetadata
+    metadata: JobMetadata
     tier: GuardedTier
-    succeeded: list[OffloadKey]
-    failed: list[OffloadKey]
     is_stale: bool = False
     """Begun before a reset of the primary tier."""
+    succeeded: list[OffloadKey] = field(default_factory=list)
+    failed: list[OffloadKey] = field(default_factory=list)
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        return self.metadata.keys
+
+    @property
+    def req_context(self) -> ReqContext:
+        return self.metadata.req_context
 
 
-class Transfers:
-    """Hands jobs to tiers and hears of their ends. Each job taken by a tier ends exactly once here.
+class TierJobs:
+    """Submits jobs to tiers and collects their ends. Each job that a tier took ends exactly once.
 
-    A tier that tells of a job twice, of another tier's job, or of one nobody gave it is ignored: a slot that was
-    given back on such a word could still be written to.
+    A result for a job that has ended, belongs to another tier or was never submitted is ignored: a slot freed on its
+    account could still be written to.
     """
 
     def __init__(self) -> None:
-        self._jobs: dict[int, tuple[JobMetadata, GuardedTier]] = {}
-        self._in_hand: Counter[GuardedTier] = Counter()
+        self._jobs: dict[int, TierJob] = {}
+        self._num_by_tier: Counter[GuardedTier] = Counter()
         self._last_id = 0
-        self._first_fresh_id = 1
 
     def __repr__(self) -> str:
-        return f"Transfers(in_flight={len(self._jobs)})"
+        return f"TierJobs(in_flight={len(self._jobs)})"
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[JobMetadata]:
-        return (job for job, _ in self._jobs.values())
+    def __iter__(self) -> Iterator[TierJob]:
+        return iter(self._jobs.values())
 
     def submit(
         self,
@@ -152,45 +157,40 @@ class Transfers:
         req_context: ReqContext,
         *,
         is_promotion: bool,
-    ) -> EndedJob | None:
-        """Gives ``tier`` a job. One that the tier did not take is answered at once, as a failure."""
+    ) -> TierJob | None:
+        """Submits a job to ``tier``. Returns it, failed, if the tier did not take it."""
         self._last_id += 1
         slots = np.asarray(block_ids, dtype=np.int64)
-        job = JobMetadata(self._last_id, tuple(keys), slots, is_promotion, req_context)
-        # Booked first: a tier may finish a job, and be polled, within its own submit.
-        self._jobs[job.job_id] = job, tier
-        self._in_hand[tier] += 1
-        if tier.submit(job):
+        job = TierJob(JobMetadata(self._last_id, tuple(keys), slots, is_promotion, req_context), tier)
+        # Recorded first: a tier may finish a job, and be polled, within its own submit.
+        self._jobs[self._last_id] = job
+        self._num_by_tier[tier] += 1
+        if tier.submit(job.metadata):
             return None
-        return self._end(job, tier, JobResult(job.job_id, success=False))
+        self._end(job, JobResult(job.metadata.job_id, success=False))
+        return job
 
-    def ended(self) -> list[EndedJob]:
-        """Jobs that ended since the last call. Tiers without a job in hand are not asked."""
+    def take_finished(self) -> list[TierJob]:
+        """Jobs that ended since the last call. Tiers without a job are not asked."""
         if not self._jobs:
             return []
-        ended: list[EndedJob] = []
-        for tier in [tier for tier, jobs in self._in_hand.items() if jobs]:
-            for result in tier.finished_jobs():
-                job, owner = self._jobs.get(result.job_id, (None, None))
-                if job is not None and owner is tier:
-                    ended.append(self._end(job, tier, result))
-        return ended
+        finished: list[TierJob] = []
+        for tier in [tier for tier, jobs in self._num_by_tier.items() if jobs]:
+            for result in tier.get_finished_jobs():
+                job = self._jobs.get(result.job_id)
+                if job is not None and job.tier is tier:
+                    self._end(job, result)
+                    finished.append(job)
+        return finished
 
-    def abandon(self) -> None:
-        """The jobs in flight are stale from now on."""
-        self._first_fresh_id = self._last_id + 1
+    def mark_stale(self) -> None:
+        """The primary tier was reset: the blocks of all jobs in flight are forgotten."""
+        for job in self._jobs.values():
+            job.is_stale = True
 
-    def is_stale(self, job: JobMetadata) -> bool:
-        return job.job_id < self._first_fresh_id
-
-    def _end(self, job: JobMetadata, tier: GuardedTier, result: JobResult) -> EndedJob:
-        del self._jobs[job.job_id]
-        self._in_hand[tier] -= 1
+    def _end(self, job: TierJob, result: JobResult) -> None:
+        del self._jobs[result.job_id]
+        self._num_by_tier[job.tier] -= 1
         good = set(result.successful_keys if result.successful_keys is not None else job.keys if result.success else ())
-        return EndedJob(
-            job,
-            tier,
-            [key for key in job.keys if key in good],
-            [key for key in job.keys if key not in good],
-            self.is_stale(job),
-        )
+        job.succeeded = [key for key in job.keys if key in good]
+        job.failed = [key for key in job.keys if key not in good]

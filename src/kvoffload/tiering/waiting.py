@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiering manager remembers of one request.
-
-Who holds which blocks of the primary tier back from eviction while it waits, and how much of it may be held.
-
-Which requests wait, and for how long they still may.
-"""
+"""Requests that wait for blocks of lower tiers: what each one claims meanwhile, how much, and for how long."""
 
 from __future__ import annotations
 
@@ -15,15 +10,15 @@ from math import ceil
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.tiering.tier_jobs import GuardedTier
 
-__all__ = ["Claims", "RequestState", "Waits"]
+__all__ = ["Claims", "RequestState", "WaitingRequests"]
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request, from ``on_new_request`` (or its first use) until its tiers have been told of its end.
+    """One request, from ``on_new_request`` (or its first use) until its tiers know of its end.
 
-    A request *waits* from its first answer ``None`` until it loads, runs, ends or has no patience left. Only while
-    it waits are the blocks it was told of its claims (``kvoffload.tiering.waiting``).
+    A request *waits* from its first answer ``None`` until it loads, runs, ends or has no patience left. Only while it
+    waits are its hits its claims.
     """
 
     context: ReqContext
@@ -32,11 +27,11 @@ class RequestState:
     whole_request_tiers: tuple[GuardedTier, ...] = ()
     """The tiers that asked for ``REQUEST_LEVEL``."""
     waiting_since: float | None = None
-    told: dict[OffloadKey, None] = field(default_factory=dict)
-    """Blocks answered ``True`` in step ``told_step``, in order, while it did not wait."""
-    told_step: int = -1
+    hits: dict[OffloadKey, None] = field(default_factory=dict)
+    """Blocks answered ``True`` in step ``hits_step``, in order, while it did not wait."""
+    hits_step: int = -1
     claims: dict[OffloadKey, None] = field(default_factory=dict)
-    """Blocks kept for it while it waits, in the order it came to them."""
+    """Blocks that are not evicted for other waiting requests while it waits, in the order in which it got them."""
     promoted: set[OffloadKey] = field(default_factory=set)
     """Blocks promoted for it in this wait: a second time would be a loop, so it is a miss instead."""
     failed: set[OffloadKey] = field(default_factory=set)
@@ -47,11 +42,11 @@ class RequestState:
     """Request-level cascades that wait for their block to be written."""
     finished: bool = False
 
-    def remember_told(self, key: OffloadKey, step: int) -> None:
-        if self.told_step != step:
-            self.told.clear()
-            self.told_step = step
-        self.told[key] = None
+    def record_hit(self, key: OffloadKey, step: int) -> None:
+        if self.hits_step != step:
+            self.hits.clear()
+            self.hits_step = step
+        self.hits[key] = None
 
     def has_waited_enough(self, now_s: float) -> bool:
         waited_s = 0.0 if self.waiting_since is None else now_s - self.waiting_since
@@ -63,8 +58,8 @@ class RequestState:
         return bool(self.stores_in_flight or self.parked)
 
 
-class _Held:
-    """One block that waiting requests hold: by whom, and whether its promotion is still on the way."""
+class _Claimed:
+    """One claimed block: the requests that claim it, and whether its promotion is in flight."""
 
     __slots__ = ("claimants", "promoting")
 
@@ -74,136 +69,136 @@ class _Held:
 
 
 class Claims(Collection[OffloadKey]):
-    """The set of blocks that promotions must not evict.
+    """Blocks that waiting requests protect from eviction, and the limits on them.
 
-    A block is held while a waiting request claims it (it was told ``True`` of it, or it is being promoted for it)
-    or while its promotion is in flight, wanted or not. Shared blocks are claimed by each request that waits for
-    them and count once. Two limits, in blocks: ``per_request`` for the claims of one request and ``in_all`` for
-    everything held. Nothing here is pinned: when a running request's store finds no other room, it may evict a
-    claimed block, since waiting must never starve running.
+    A block is claimed while a waiting request has hit it or has it promoted, and while its promotion is in flight,
+    wanted or not. Each request that waits for a shared block claims it; it counts once. There are two limits, in
+    blocks: ``max_per_request`` on the claims of one request, ``max_total`` on all claimed blocks. A claim is no pin:
+    when a running request's store finds no other room it may evict a claimed block, since waiting requests must never
+    starve running ones.
 
-    This is why waiting ends (law 7): what a request was told stays, so its claims only grow until it has its
-    prefix, or meets a limit, beyond which the answer is ``False``.
+    This is why waiting ends. What a request has hit stays, so its claims only grow, until it has its prefix or meets a
+    limit, beyond which the answer is ``False``.
     """
 
     def __init__(self, num_blocks: int, claim_share: float, promotion_share: float) -> None:
-        # Rounded up, or little could be promoted into a tiny tier; but a block is left for running requests, unless
-        # all may be held or there is but one.
+        # Rounded up, or little could be promoted into a tiny tier. One block is left for running requests, unless the
+        # share says that all may be claimed, or there is only one.
         left = 0 if promotion_share >= 1 else 1
-        self.in_all = max(1, min(ceil(num_blocks * promotion_share), num_blocks - left))
-        self.per_request = max(1, min(ceil(num_blocks * claim_share), self.in_all))
-        self._held: dict[OffloadKey, _Held] = {}
-        self._fresh: dict[OffloadKey, None] = {}
+        self.max_total = max(1, min(ceil(num_blocks * promotion_share), num_blocks - left))
+        self.max_per_request = max(1, min(ceil(num_blocks * claim_share), self.max_total))
+        self._claimed: dict[OffloadKey, _Claimed] = {}
+        self._new: dict[OffloadKey, None] = {}
 
     def __repr__(self) -> str:
-        return f"Claims(held={len(self._held)}, per_request={self.per_request}, in_all={self.in_all})"
+        return f"Claims({len(self)} of {self.max_total}, max_per_request={self.max_per_request})"
 
-    # A collection, in the order things were held; `in` is O(1).
+    # A collection, in the order of the claims; `in` is O(1).
 
     def __contains__(self, key: object) -> bool:
-        return key in self._held
+        return key in self._claimed
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        return iter(self._held)
+        return iter(self._claimed)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._claimed)
 
     # Changes.
 
     def refusal(self, request: RequestState, key: OffloadKey) -> str | None:
         """Why ``request`` may not have ``key`` promoted; ``None`` if it may."""
-        if len(request.claims) >= self.per_request and key not in request.claims:
+        if len(request.claims) >= self.max_per_request and key not in request.claims:
             return "claim_share"
-        if len(self._held) >= self.in_all and key not in self._held:
+        if len(self._claimed) >= self.max_total and key not in self._claimed:
             return "promotion_share"
         return None
 
     def claim(self, request: RequestState, key: OffloadKey) -> bool:
-        """Holds ``key`` for ``request``; ``False`` beyond a limit, which leaves the block unprotected."""
+        """Claims ``key`` for ``request``; ``False`` beyond a limit, which leaves the block unprotected."""
         if key in request.claims:
             return True
         if self.refusal(request, key):
             return False
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = _Held()
-            self._fresh[key] = None
-        held.claimants[id(request)] = request
+        claimed = self._claimed.get(key)
+        if claimed is None:
+            claimed = self._claimed[key] = _Claimed()
+            self._new[key] = None
+        claimed.claimants[id(request)] = request
         request.claims[key] = None
         return True
 
     def release(self, request: RequestState) -> None:
         """Ends all claims of ``request``."""
         for key in request.claims:
-            held = self._held[key]
-            del held.claimants[id(request)]
-            self._drop_if_free(key, held)
+            claimed = self._claimed[key]
+            del claimed.claimants[id(request)]
+            self._drop_if_unclaimed(key, claimed)
         request.claims.clear()
 
-    def promotions_begun(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
-        """``keys`` are being promoted for ``request``, which ``refusal`` had nothing against."""
-        held, claims, claimant = self._held, request.claims, id(request)
+    def begin_promotions(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+        """``keys`` are being promoted for ``request``; ``refusal`` had no reason against any of them."""
+        blocks, claims, claimant = self._claimed, request.claims, id(request)
         for key in keys:
-            block = held.get(key)
-            if block is None:
-                block = held[key] = _Held()
-            block.claimants[claimant] = request
-            block.promoting = True
+            claimed = blocks.get(key)
+            if claimed is None:
+                claimed = blocks[key] = _Claimed()
+            claimed.claimants[claimant] = request
+            claimed.promoting = True
             claims[key] = None
-            self._fresh.pop(key, None)
+            self._new.pop(key, None)
 
-    def promotion_ended(self, key: OffloadKey, success: bool) -> list[RequestState]:
-        """The promotion of ``key`` is over. If it failed, no claim on it is left, and the answer is who waited."""
-        held = self._held[key]
-        held.promoting = False
+    def end_promotion(self, key: OffloadKey, success: bool) -> list[RequestState]:
+        """The promotion of ``key`` has ended. If it failed, all claims on it end; returns the requests that had one."""
+        claimed = self._claimed[key]
+        claimed.promoting = False
         waiters: list[RequestState] = []
         if not success:
-            waiters = list(held.claimants.values())
+            waiters = list(claimed.claimants.values())
             for request in waiters:
                 del request.claims[key]
-            held.claimants.clear()
-        self._drop_if_free(key, held)
+            claimed.claimants.clear()
+        self._drop_if_unclaimed(key, claimed)
         return waiters
 
-    def take_fresh(self) -> list[OffloadKey]:
-        """Blocks told ready and held since the last call, in that order. Promoted ones are the most recent already."""
-        fresh = list(self._fresh)
-        self._fresh.clear()
-        return fresh
+    def take_new(self) -> list[OffloadKey]:
+        """Ready blocks claimed since the last call, in that order. Promoted ones are the most recent already."""
+        new = list(self._new)
+        self._new.clear()
+        return new
 
     def clear(self) -> None:
-        """Forgets everything, whoever holds it."""
-        for held in self._held.values():
-            for request in held.claimants.values():
+        """Ends every claim of every request."""
+        for claimed in self._claimed.values():
+            for request in claimed.claimants.values():
                 request.claims.clear()
-        self._held.clear()
-        self._fresh.clear()
+        self._claimed.clear()
+        self._new.clear()
 
     def check_invariants(self, requests: list[RequestState], promoting: set[OffloadKey]) -> None:
-        """Recomputes what is held from ``requests`` and the promotions in flight."""
+        """Recomputes the claims from ``requests`` and the promotions in flight."""
         expected = {key for request in requests for key in request.claims} | promoting
-        assert set(self._held) == expected, set(self._held) ^ expected
-        assert {key for key, held in self._held.items() if held.promoting} == promoting
-        for key, held in self._held.items():
-            assert list(held.claimants.values()) == [r for r in held.claimants.values() if key in r.claims]
-            assert len(held.claimants) == sum(key in request.claims for request in requests)
-        assert len(self._held) <= self.in_all
-        assert all(len(request.claims) <= self.per_request for request in requests)
+        assert set(self._claimed) == expected, set(self._claimed) ^ expected
+        assert {key for key, claimed in self._claimed.items() if claimed.promoting} == promoting
+        for key, claimed in self._claimed.items():
+            assert list(claimed.claimants.values()) == [r for r in claimed.claimants.values() if key in r.claims]
+            assert len(claimed.claimants) == sum(key in request.claims for request in requests)
+        assert len(self._claimed) <= self.max_total
+        assert all(len(request.claims) <= self.max_per_request for request in requests)
         assert all(request.waiting_since is not None or not request.claims for request in requests)
-        assert self._fresh.keys() <= self._held.keys()
+        assert self._new.keys() <= self._claimed.keys()
 
-    def _drop_if_free(self, key: OffloadKey, held: _Held) -> None:
-        if not held.claimants and not held.promoting:
-            del self._held[key]
-            self._fresh.pop(key, None)
+    def _drop_if_unclaimed(self, key: OffloadKey, claimed: _Claimed) -> None:
+        if not claimed.claimants and not claimed.promoting:
+            del self._claimed[key]
+            self._new.pop(key, None)
 
 
-class Waits:
-    """A request waits from its first answer ``None`` until it loads, runs, ends or has no patience left.
+class WaitingRequests:
+    """Which requests wait, since when, and for how long they still may.
 
-    What it was told in the step it began to wait, and what it is told while it waits, are its claims. Patience is
-    one budget for the whole life of a request: each wait is taken off it.
+    A request's claims are what it hit in the step in which it began to wait, and what it hits while it waits. Patience
+    is one budget for the whole life of a request: each wait is taken off it.
     """
 
     def __init__(self, claims: Claims, clock: Callable[[], float]) -> None:
@@ -214,15 +209,15 @@ class Waits:
         self._step = 0
 
     def __repr__(self) -> str:
-        return f"Waits(waiting={len(self._waiting)})"
+        return f"WaitingRequests({len(self._waiting)})"
 
     def next_step(self) -> None:
         self._step += 1
 
-    def told_ready(self, request: RequestState, key: OffloadKey) -> None:
-        """``request`` is told that ``key`` is ready: a claim if it waits, else remembered in case it will."""
+    def record_hit(self, request: RequestState, key: OffloadKey) -> None:
+        """``request`` gets the answer that ``key`` is ready: a claim if it waits, else recorded in case it will."""
         if request.waiting_since is None:
-            request.remember_told(key, self._step)
+            request.record_hit(key, self._step)
         else:
             self._claims.claim(request, key)
 
@@ -231,19 +226,19 @@ class Waits:
         return request.has_waited_enough(self._clock())
 
     def begin(self, request: RequestState) -> None:
-        """No change if it waits already."""
+        """``request`` waits from now on; no change if it waits already."""
         if request.waiting_since is not None:
             return
         request.waiting_since = self._clock()
         self._waiting[id(request)] = request
-        if request.told_step == self._step:
-            for key in request.told:
+        if request.hits_step == self._step:
+            for key in request.hits:
                 self._claims.claim(request, key)
-        request.told.clear()
+        request.hits.clear()
 
     def end(self, request: RequestState) -> None:
-        """Its claims end with it. No change to a request that does not wait, but that what it was told is forgotten."""
-        request.told.clear()
+        """Ends the wait and its claims. If the request is not waiting, only clears its recorded hits."""
+        request.hits.clear()
         if request.waiting_since is None:
             return
         request.patience_s -= self._clock() - request.waiting_since
@@ -257,12 +252,12 @@ class Waits:
             self.end(request)
 
     def give_up(self, request: RequestState) -> None:
-        """It has no patience left, for good."""
+        """Ends the wait for good: ``request`` has no patience left."""
         self.end(request)
         request.patience_s = 0.0
 
     def expire(self) -> None:
-        """Ends the waits that nobody comes back for, so that their claims end too."""
+        """Ends the waits of requests that ran out of patience and ask no more, so that their claims end too."""
         while self._waiting:
             longest = next(iter(self._waiting.values()))
             if not self.is_over(longest):

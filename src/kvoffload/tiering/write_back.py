@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that go down on their way out of the primary tier, before they have to."""
+"""Write-back (``cascade: on_evict``): writes blocks to lower tiers shortly before they would be evicted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.tier_jobs import EndedJob, GuardedTier
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJob
 
-__all__ = ["WriteBehind"]
+__all__ = ["WriteBack"]
 
 _MOST_WATCHED = 4096
 _PER_STEP = 512
@@ -20,197 +19,198 @@ _STEPS_TO_FIND_OUT = 4
 _MOST_SKIPPED = 15
 _TOLERATED = 0.05
 
-Send = Callable[[GuardedTier, Sequence[OffloadKey], ReqContext], None]
+Submit = Callable[[GuardedTier, Sequence[OffloadKey], ReqContext], None]
 
 
-class _Below:
+class _Target:
     """What is known of one tier: which blocks of the primary tier it has, and which it should get."""
 
-    __slots__ = ("dropped", "in_flight", "looks_to_skip", "queue", "settled", "skipped", "tier")
+    __slots__ = ("dropped", "in_flight", "queue", "reviews_to_skip", "skipped", "tier", "written")
 
     def __init__(self, tier: GuardedTier) -> None:
         self.tier = tier
         self.in_flight = 0
-        self.looks_to_skip = self.skipped = 0
-        self.settled: dict[OffloadKey, int] = {}
-        """Blocks of the primary tier that are below or on their way there, and the look that saw them last."""
+        self.reviews_to_skip = self.skipped = 0
+        self.written: dict[OffloadKey, int] = {}
+        """Blocks of the primary tier that the tier has or is getting, with the last review that saw them."""
         self.queue: dict[OffloadKey, int] = {}
-        """Blocks to write, the first to be evicted first, with the steps left to find out whether they are below."""
+        """Blocks to write, the next to be evicted first, with the steps left to find out whether the tier has them."""
         self.dropped = 0
 
 
-class WriteBehind:
+class WriteBack:
     """Watches the blocks that the primary tier would evict next, and has those written that a tier lacks.
 
-    *Watched* are the blocks that the next ``window`` reservations would evict. They are looked at when a quarter of the
-    window was reserved since the last look, sooner if blocks were evicted that had not been written; a step without
-    reservations costs nothing. The window is 1/32 of the primary tier, since what is written too early is below while
-    it is still above. It doubles, up to half of the tier and 4096 blocks, while more than 5 % of what is reserved
-    comes too soon for it, and shrinks again slowly.
+    *Watched* are the blocks that the next ``window`` reservations would evict. A review looks at them once a quarter of
+    the window was reserved since the last review, or sooner if blocks were evicted unwritten. A step without
+    reservations costs nothing. The window is 1/32 of the primary tier, since a block that is written too early lies in
+    both tiers. It doubles, up to half of the primary tier and 4096 blocks, while more than 5 % of the reservations
+    evict an unwritten block, and shrinks again slowly.
 
-    A block is written once as long as it stays watched; one that comes back to the window later is asked for again,
-    since the tier may have dropped it. If it is there still, that is a use of it: what leaves the primary tier now is
-    worth more below than what left long ago. A failed write is tried again at a later look, if the block is still
-    there: the next one, or after failures in a row one of the next 16.
+    A block is written once as long as it stays watched. When it comes back to the window later, the tier is asked
+    again, since it may have evicted the block. If the tier still has it, that is a use of it: a block that leaves the
+    primary tier now is worth more below than one that left long ago. A failed write is tried again at a later review,
+    if the block is still there: the next one, or after failures in a row one of the next 16.
 
-    No eviction waits for any of this. A block evicted before it was written is dropped, and counted. A block is pinned
-    while it is written, for each tier no more of them than the largest window.
+    No eviction waits for any of this. A block that is evicted unwritten is dropped, and counted. A block is pinned
+    while it is written; for each tier no more blocks are pinned than the largest window has.
 
-    Its jobs belong to no request of a client but to ``context``, which each tier hears of first and last.
+    The jobs belong to no client's request but to ``context``, of whose begin and end each tier is informed.
     """
 
-    def __init__(self, primary: CPUPrimaryTierOffloadingManager, tiers: Iterable[GuardedTier], send: Send) -> None:
+    def __init__(self, primary: CPUPrimaryTierOffloadingManager, tiers: Iterable[GuardedTier], submit: Submit) -> None:
         self._most = max(1, min(primary.num_blocks // 2, _MOST_WATCHED))
         self._least = max(1, min(primary.num_blocks // 32, _MOST_WATCHED))
         self.window = self._least
-        self.context = ReqContext("kvoffload:write-behind")
+        self.context = ReqContext("kvoffload:write-back")
         self._primary = primary
-        self._send = send
-        self._below = [_Below(tier) for tier in tiers]
-        # Since the last look: blocks reserved, and blocks dropped for that.
+        self._submit = submit
+        self._targets = [_Target(tier) for tier in tiers]
+        # Since the last review: blocks reserved, and blocks evicted unwritten for that.
         self._reserved = self._dropped = 0
         self._is_due = False
-        self._look = 0
+        self._review_number = 0
         self._is_closed = False
-        for below in self._below:
-            below.tier.wants_whole_request(self.context)
+        for target in self._targets:
+            target.tier.wants_whole_request(self.context)
 
     def __repr__(self) -> str:
-        queued = sum(len(below.queue) for below in self._below)
-        return f"WriteBehind(window={self.window}, queued={queued})"
+        queued = sum(len(target.queue) for target in self._targets)
+        return f"WriteBack(window={self.window}, queued={queued})"
 
     @property
     def has_queued(self) -> bool:
-        return any(below.queue for below in self._below)
+        return any(target.queue for target in self._targets)
 
     @property
     def dropped(self) -> int:
-        """Blocks evicted from the primary tier before they were written, summed over tiers."""
-        return sum(below.dropped for below in self._below)
+        """Blocks evicted from the primary tier unwritten, summed over tiers."""
+        return sum(target.dropped for target in self._targets)
 
-    def reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
-        """The primary tier gave ``num_blocks`` slots away, and evicted these blocks for it."""
+    def on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
+        """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
         self._reserved += num_blocks
         self._is_due |= self._reserved * 4 >= self.window
-        for below in self._below:
-            forget = below.settled.pop
+        for target in self._targets:
+            forget = target.written.pop
             lost = [key for key in evicted if forget(key, None) is None]
             if lost:
-                below.dropped += len(lost)
+                target.dropped += len(lost)
                 self._dropped += len(lost)
                 self._is_due |= self._reserved * 16 >= self.window
 
     def step(self) -> None:
-        """Has some blocks written, a bounded number per tier."""
+        """Submits writes, a bounded number of blocks per tier."""
         if self._is_due:
-            self._look_at_window()
-        for below in self._below:
-            if below.queue:
-                self._write(below)
+            self._review()
+        for target in self._targets:
+            if target.queue:
+                self._write(target)
 
-    def ended(self, job: EndedJob) -> None:
-        """A job has ended. Whoever it was for, its blocks are below now."""
-        below = next((below for below in self._below if below.tier is job.tier), None)
-        if below is None:
+    def end(self, job: TierJob) -> None:
+        """A job has ended. Whoever it was for, the tier has its blocks now."""
+        target = next((target for target in self._targets if target.tier is job.tier), None)
+        if target is None:
             return
-        is_own = job.job.req_context is self.context
+        is_own = job.req_context is self.context
         if is_own:
-            below.in_flight -= len(job.job.keys)
+            target.in_flight -= len(job.keys)
         if job.is_stale:
             return
         if not is_own:
             for key in job.succeeded:
-                # One that overlapped with a write from before a reset may have come to nothing.
-                if self._primary.peek(key) is not None:
-                    below.settled.setdefault(key, 0)
+                # A promotion that overlapped with a write from before a reset may have published nothing.
+                if self._primary.slots.get(key) is not None:
+                    target.written.setdefault(key, 0)
             return
         for key in job.failed:
-            below.settled.pop(key, None)
-        below.skipped = 0
-        below.looks_to_skip = 0 if job.succeeded else min(2 * below.looks_to_skip + 1, _MOST_SKIPPED)
+            target.written.pop(key, None)
+        target.skipped = 0
+        target.reviews_to_skip = 0 if job.succeeded else min(2 * target.reviews_to_skip + 1, _MOST_SKIPPED)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The primary tier was reset."""
-        for below in self._below:
-            below.settled.clear()
-            below.queue.clear()
+        for target in self._targets:
+            target.written.clear()
+            target.queue.clear()
         self._reserved = self._dropped = 0
         self._is_due = False
 
     def close(self, poll: Callable[[], object], clock: Callable[[], float], seconds: float) -> None:
-        """Has what is not below yet written, the most recently used first, for about so many ``seconds``; then tells
-        the tiers that nothing more comes in this name. ``poll`` hears of ended jobs. Idempotent."""
+        """Writes what the tiers lack, the most recently used blocks first, for about ``seconds``, and informs the tiers
+        of the end. ``poll`` takes in the jobs that have ended. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         end_s = clock() + seconds
-        for below in self._below:
-            below.queue.clear()
-            idle = self._primary.next_victims(self._primary.num_blocks) or []
+        for target in self._targets:
+            target.queue.clear()
+            idle = self._primary.slots.policy.next_victims(self._primary.num_blocks) or []
             rest = idle[::-1]
             for start in range(0, len(rest), _PER_JOB):
-                if below.in_flight or clock() >= end_s:
+                if target.in_flight or clock() >= end_s:
                     break  # it hangs, or is too slow
-                below.queue = dict.fromkeys(reversed(rest[start : start + _PER_JOB]), 1)
-                self._write(below)
-                below.tier.drain_jobs()
+                target.queue = dict.fromkeys(reversed(rest[start : start + _PER_JOB]), 1)
+                self._write(target)
+                target.tier.drain_jobs()
                 poll()
-            below.tier.on_request_finished(self.context)
+            target.tier.on_request_finished(self.context)
 
-    def check_invariants(self, jobs: Iterable[JobMetadata]) -> None:
-        """``jobs``: all that tiers have in hand."""
+    def check_invariants(self, jobs: Iterable[TierJob]) -> None:
+        """``jobs``: all that are in flight."""
         in_flight = sum(len(job.keys) for job in jobs if job.req_context is self.context)
-        assert sum(below.in_flight for below in self._below) == in_flight
-        for below in self._below:
-            assert below.in_flight <= self._most
-            for key in below.settled:
-                assert self._primary.peek(key) is not None, f"{key!r} is remembered although it was evicted"
-            assert len(below.queue) <= self.window
+        assert sum(target.in_flight for target in self._targets) == in_flight
+        for target in self._targets:
+            assert target.in_flight <= self._most
+            for key in target.written:
+                assert self._primary.slots.get(key) is not None, f"{key!r} is remembered although it was evicted"
+            assert len(target.queue) <= self.window
 
-    def _look_at_window(self) -> None:
-        too_many = _TOLERATED * self._reserved * len(self._below)
+    def _review(self) -> None:
+        """Queues the watched blocks that were not written while they were watched."""
+        too_many = _TOLERATED * self._reserved * len(self._targets)
         wanted = self.window * 2 if self._dropped > too_many else self.window - self.window // 32
         self.window = max(self._least, min(wanted, self._most))
         self._reserved = self._dropped = 0
         self._is_due = False
-        watched = self.window - self._primary.num_free_blocks
-        keys = self._primary.next_victims(watched) if watched > 0 else []
-        assert keys is not None, "write-behind needs a policy that says what goes next"
-        last_look = self._look
-        self._look += 1
-        for below in self._below:
-            settled = below.settled
-            below.queue.clear()
-            if below.skipped < below.looks_to_skip:
-                below.skipped += 1
+        watched = self.window - self._primary.slots.num_free
+        keys = self._primary.slots.policy.next_victims(watched) if watched > 0 else []
+        assert keys is not None, "write-back needs a policy that can name its next victims"
+        last_review = self._review_number
+        self._review_number += 1
+        for target in self._targets:
+            written = target.written
+            target.queue.clear()
+            if target.skipped < target.reviews_to_skip:
+                target.skipped += 1
                 continue
-            for key in keys[: max(watched - below.in_flight, 0)]:
-                if settled.get(key, -1) == last_look:
-                    settled[key] = self._look
+            for key in keys[: max(watched - target.in_flight, 0)]:
+                if written.get(key, -1) == last_review:
+                    written[key] = self._review_number
                 else:
-                    below.queue[key] = _STEPS_TO_FIND_OUT
+                    target.queue[key] = _STEPS_TO_FIND_OUT
 
-    def _write(self, below: _Below) -> None:
+    def _write(self, target: _Target) -> None:
         missing: list[OffloadKey] = []
-        there: list[OffloadKey] = []
-        for key, steps in list(islice(below.queue.items(), _PER_STEP)):
-            block = self._primary.peek(key)
-            # One that is pinned meanwhile goes down all the same: it may be another tier that reads it.
-            is_there = block is not None and block.is_ready
-            found = below.tier.lookup(key, self.context) if is_there else None
-            if is_there and found is None and steps > 1:
-                below.queue[key] = steps - 1
+        present: list[OffloadKey] = []
+        for key, steps in list(islice(target.queue.items(), _PER_STEP)):
+            block = self._primary.slots.get(key)
+            # A block that was pinned meanwhile is written all the same: another tier may be reading it.
+            is_ready = block is not None and block.is_ready
+            found = target.tier.lookup(key, self.context) if is_ready else None
+            if is_ready and found is None and steps > 1:
+                target.queue[key] = steps - 1
                 continue
-            del below.queue[key]
+            del target.queue[key]
             if found is not None:
-                below.settled[key] = self._look
-                (there if found else missing).append(key)
+                target.written[key] = self._review_number
+                (present if found else missing).append(key)
         # In the order of eviction: stores take the last block of a job for the most recently used, and the head of a
-        # prefix, which is evicted last, shall outlive its tail below too. The jobs are small, since the pins of one
-        # are held until all of it has ended.
+        # prefix, which is evicted last, shall outlive its tail there too. The jobs are small, since the pins of one
+        # last until all of it has ended.
         for start in range(0, len(missing), _PER_JOB):
             keys = missing[start : start + _PER_JOB]
-            below.in_flight += len(keys)
-            self._send(below.tier, keys, self.context)
-        if there:
-            below.tier.touch(there[::-1], self.context)
+            target.in_flight += len(keys)
+            self._submit(target.tier, keys, self.context)
+        if present:
+            target.tier.touch(present[::-1], self.context)

@@ -179,8 +179,8 @@ def test_a_refused_eviction_leaves_ghosts_and_target_alone() -> None:
         driver.pin(*pinned)
         ghosts = [*policy.recent_ghosts, *policy.frequent_ghosts]
         assert policy.evict(4, frozenset()) is None
-        assert policy.make_room([*ghosts[:2], *keys(90, 91)], 4, frozenset()) is None
-        assert policy.make_room(keys(90, 91, 92, 93), 4, frozenset()) is None
+        assert policy.evict(4, frozenset(), [*ghosts[:2], *keys(90, 91)]) is None
+        assert policy.evict(4, frozenset(), keys(90, 91, 92, 93)) is None
         assert (lists(policy), policy.target) == before
         driver.unpin(*pinned)
         policy.check_invariants()

@@ -66,7 +66,7 @@ class Cache:
         return block
 
     def class_(self, number: int) -> int:
-        return int(self[number].place.class_)
+        return int(self[number].policy_state.class_)
 
     def __contains__(self, number: int) -> bool:
         return self.policy.get(key(number)) is not None
@@ -127,14 +127,14 @@ def test_victims_are_those_of_the_definition(seed: int) -> None:
         start = min(int(rng.expovariate(0.15)), 30) * 20
         path = keys(*range(start, start + rng.randint(1, 20)))
         blocks = driver.blocks
-        action = rng.choice(["request"] * 6 + ["settle", "pin", "unpin", "unpin", "evict", "writing", "fail", "ask"])
+        action = rng.choice(["request"] * 6 + ["refresh", "pin", "unpin", "unpin", "evict", "writing", "fail", "ask"])
         if action in ("request", "writing"):
             absent = [one for one in path if one not in blocks]
             excess = max(len(blocks) + len(absent) - capacity, 0)
             if excess > len(driver.idle() - {*path}):
                 continue
             shield = {*path} if step % 3 else set()
-            victims = policy.make_room(absent[::-1], excess, shield)
+            victims = policy.evict(excess, shield, absent[::-1])
             assert victims is not None
             assert [one for one, _ in victims] == plain.evict(excess, driver.idle() - shield)
             for one, _ in victims:
@@ -147,8 +147,8 @@ def test_victims_are_those_of_the_definition(seed: int) -> None:
             plain.use(path, [one for one in path if one in blocks and blocks[one].is_ready], draw_of(policy))
             if step % 2 and action == "writing":
                 driver.publish(absent)
-        elif action == "settle":
-            policy.settle(path)
+        elif action == "refresh":
+            policy.touch(path, counts=False)
             plain.use(path, [], 0)
         elif action == "pin":
             driver.pin(*(one for one in path if one in blocks and blocks[one].is_ready))
@@ -184,7 +184,7 @@ def test_stale_entries_stay_few() -> None:
     for _ in range(4000):
         policy.touch(rng.choice(paths)[: rng.choice([1, 100])])
     policy.check_invariants()  # which bounds them
-    assert len({block.place.class_ for block in driver.blocks.values()}) > 4
+    assert len({block.policy_state.class_ for block in driver.blocks.values()}) > 4
 
 
 def test_a_block_that_is_idle_again_is_seen_at_once() -> None:
@@ -295,7 +295,7 @@ def test_uses_while_writing_are_the_writers_own() -> None:
     cache[1].pins = 0
     cache.policy.touch([key(1)])
     assert cache.class_(1) == 1
-    cache.policy.settle([key(1)])
+    cache.policy.touch([key(1)], counts=False)
     assert cache.class_(1) == 1
 
 
@@ -325,10 +325,10 @@ def test_a_head_never_falls_behind_its_tail() -> None:
     for _ in range(3000):
         end = rng.randint(1, 40)
         absent = [one for one in path[:end] if one not in blocks]
-        policy.make_room(absent[::-1], 0, ())
+        policy.evict(0, (), absent[::-1])
         driver.store(absent)
         policy.touch(path[:end])
-        classes = [blocks[one].place.class_ for one in path if one in blocks]
+        classes = [blocks[one].policy_state.class_ for one in path if one in blocks]
         assert classes == sorted(classes, reverse=True)
         if rng.random() < 0.3:
             driver.evict(rng.randint(1, len(blocks)))
@@ -370,7 +370,7 @@ class TestHitDensity:
     def test_follows_a_bounded_number_of_keys(self) -> None:
         model = HitDensity(100_000)
         block = BlockStatus(0)
-        block.place = Chunk(1)
+        block.policy_state = Chunk(1)
         for now in range(1, 3_000_000):
             block.key = key(now)
             model.used([block.key], [block], now)

@@ -2,6 +2,6 @@
 """Cache policies: the seam, the registry, and one algorithm a file."""
 
 from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.recency import RecencyOrder
+from kvoffload.cpu.policies.recency import RecencyList
 
-__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "RecencyOrder", "Victims"]
+__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "RecencyList", "Victims"]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.recency import RecencyOrder, Sweep
+from kvoffload.cpu.policies.recency import RecencyList, Sweep
 
 __all__ = ["ARCCachePolicy"]
 
@@ -30,15 +30,15 @@ class ARCCachePolicy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         self._capacity = cache_capacity
-        self.recent = RecencyOrder()
-        self.frequent = RecencyOrder()
+        self.recent = RecencyList()
+        self.frequent = RecencyList()
         self.recent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self.frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self.target = 0.0
         self._recalled: set[OffloadKey] = set()
-        """Ghosts that ``make_room`` has accounted for; ``insert`` comes next."""
-        self._known_new: Sequence[OffloadKey] | None = None
-        """The batch in which ``make_room`` found no ghost; ``insert_all`` comes next, usually with the same list."""
+        """Ghosts that ``evict`` has accounted for; their ``insert`` comes next."""
+        self._is_prepared = False
+        """``evict`` has looked for ghosts among the keys that ``insert_all`` adds next."""
 
     def __repr__(self) -> str:
         return (
@@ -50,11 +50,14 @@ class ARCCachePolicy(CachePolicy):
         block = self.recent.blocks.get(key)
         if block is None:
             block = self.frequent.blocks.get(key)
-            if block is None and (self.recent.parked or self.frequent.parked):
+            if block is None and (self.recent.skipped or self.frequent.skipped):
                 return self.recent.get(key) or self.frequent.get(key)
         return block
 
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
+    def touch(self, keys: Iterable[OffloadKey], counts: bool = True) -> None:
+        if not counts:
+            self._refresh(keys)
+            return
         recent, frequent = self.recent, self.frequent
         recent_blocks, frequent_blocks = recent.blocks, frequent.blocks
         for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
@@ -65,15 +68,16 @@ class ARCCachePolicy(CachePolicy):
             if block is not None:
                 # In flight: the first use is still going on.
                 (recent_blocks if block.pins < 0 else frequent_blocks)[key] = block
-            elif frequent.parked and (block := frequent.pop(key)) is not None:
+            elif frequent.skipped and (block := frequent.pop(key)) is not None:
                 frequent_blocks[key] = block
 
-    def settle(self, keys: Iterable[OffloadKey]) -> None:
+    def _refresh(self, keys: Iterable[OffloadKey]) -> None:
+        """Makes blocks the most recent of their own list, tail first."""
         for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
             for order in (self.recent, self.frequent):
                 if key in order.blocks:
                     order.blocks.move_to_end(key)
-                elif order.parked and (block := order.pop(key)) is not None:
+                elif order.skipped and (block := order.pop(key)) is not None:
                     order.blocks[key] = block
 
     def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
@@ -82,7 +86,7 @@ class ARCCachePolicy(CachePolicy):
             once or again
             for once, again in zip(map(recent.blocks.get, keys), map(frequent.blocks.get, keys), strict=True)
         ]
-        if (recent.parked or frequent.parked) and None in found:
+        if (recent.skipped or frequent.skipped) and None in found:
             recent.get_all(keys, found)
             frequent.get_all(keys, found)
         return found
@@ -100,20 +104,20 @@ class ARCCachePolicy(CachePolicy):
         self._trim_ghosts()
 
     def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
-        if keys is self._known_new or not (self._recalled or self._any_ghost(keys)):
+        if not self._recalled and (self._is_prepared or not self._any_ghost(keys)):
             self.recent.blocks.update(zip(keys, blocks))
             self._trim_ghosts()
         else:
             super().insert_all(keys, blocks)
-        self._known_new = None
+        self._is_prepared = False
 
     def _trim_ghosts(self) -> None:
         """After insertions: keeps T1 + B1 within the capacity, and all lists together within twice that."""
         recent, frequent, capacity = self.recent, self.frequent, self._capacity
-        once = len(recent.blocks) + len(recent.parked) + len(self.recent_ghosts)
+        once = len(recent.blocks) + len(recent.skipped) + len(self.recent_ghosts)
         if once > capacity:
             once -= self._drop(self.recent_ghosts, once - capacity)
-        total = once + len(frequent.blocks) + len(frequent.parked) + len(self.frequent_ghosts)
+        total = once + len(frequent.blocks) + len(frequent.skipped) + len(self.frequent_ghosts)
         if total > 2 * capacity:
             self._drop(self.frequent_ghosts, total - 2 * capacity)
 
@@ -132,22 +136,21 @@ class ARCCachePolicy(CachePolicy):
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         return self.recent.pop(key) or self.frequent.pop(key)
 
-    def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        # The paper's REPLACE, n times: from T1 while it is above its target.
-        above_target = max(math.ceil(len(self.recent) - self.target), 0)
-        return self._evict(min(n, above_target), n, protected)
-
-    def make_room(self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]) -> Victims | None:
+    def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
+        if not incoming:
+            # The paper's REPLACE, n times: from T1 while it is above its target.
+            above_target = max(math.ceil(len(self.recent) - self.target), 0)
+            return self._evict(min(n, above_target), n, protected)
         if self._any_ghost(incoming):
-            return self._make_room_for_ghosts(incoming, n, protected)
-        if not n:
-            self._known_new = incoming
-            return []
-        # As in the paper, key by key: while T1 is within its target, T2 gives a block and T1 grows by the new one; from
-        # then on T1 gives one for each that it gets.
-        within_target = max(math.floor(self.target - (len(self.recent) + len(incoming) - n)) + 1, 0)
-        victims = self._evict(max(n - within_target, 0), n, protected)
-        self._known_new = incoming if victims is not None else None
+            victims = self._evict_for_ghosts(incoming, n, protected)
+        elif n:
+            # As in the paper, key by key: while T1 is within its target, T2 gives a block and T1 grows by the new one;
+            # from then on T1 gives one for each that it gets.
+            within_target = max(math.floor(self.target - (len(self.recent) + len(incoming) - n)) + 1, 0)
+            victims = self._evict(max(n - within_target, 0), n, protected)
+        else:
+            victims = []
+        self._is_prepared = victims is not None
         return victims
 
     def _evict(self, from_recent: int, n: int, protected: Collection[OffloadKey]) -> Victims | None:
@@ -155,7 +158,7 @@ class ARCCachePolicy(CachePolicy):
         recent = self.recent.sweep(protected)
         missing = n - recent.take(from_recent)
         if not missing:
-            return self._commit(recent)
+            return self._commit(recent, self.recent_ghosts)
         frequent = self.frequent.sweep(protected)
         missing -= frequent.take(missing)
         if missing and len(recent.victims) == from_recent:
@@ -164,9 +167,9 @@ class ARCCachePolicy(CachePolicy):
             recent.undo()
             frequent.undo()
             return None
-        return self._commit(recent) + self._commit(frequent)
+        return self._commit(recent, self.recent_ghosts) + self._commit(frequent, self.frequent_ghosts)
 
-    def _make_room_for_ghosts(
+    def _evict_for_ghosts(
         self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]
     ) -> Victims | None:
         """Does on numbers what the paper does for each of ``incoming``, some of which are ghosts, then acts.
@@ -208,11 +211,11 @@ class ARCCachePolicy(CachePolicy):
         for key in recalled:
             self._forget_ghost(key)
         self._recalled = recalled
-        return self._commit(recent) + self._commit(frequent)
+        return self._commit(recent, self.recent_ghosts) + self._commit(frequent, self.frequent_ghosts)
 
-    def _commit(self, sweep: Sweep) -> Victims:
+    @staticmethod
+    def _commit(sweep: Sweep, ghosts: OrderedDict[OffloadKey, None]) -> Victims:
         sweep.commit()
-        ghosts = self.recent_ghosts if sweep.order is self.recent else self.frequent_ghosts
         for key, _ in sweep.victims:
             ghosts[key] = None
         return sweep.victims
@@ -232,19 +235,19 @@ class ARCCachePolicy(CachePolicy):
     def clear(self) -> None:
         for part in (self.recent, self.frequent, self.recent_ghosts, self.frequent_ghosts, self._recalled):
             part.clear()
-        self._known_new = None
+        self._is_prepared = False
         self.target = 0.0
 
     def __len__(self) -> int:
         return len(self.recent) + len(self.frequent)
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
-        if self.recent.parked or self.frequent.parked:
+        if self.recent.skipped or self.frequent.skipped:
             self.recent.released(keys)
             self.frequent.released(keys)
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        # As make_room would choose for n keys that are no ghosts.
+        # As evict chooses for n keys that are no ghosts.
         recent, frequent = self.recent.first_idle(n), self.frequent.first_idle(n)
         within_target = max(math.floor(self.target - len(self.recent)) + 1, 0)
         num_recent = max(n - within_target, n - len(frequent), 0)
@@ -260,4 +263,4 @@ class ARCCachePolicy(CachePolicy):
         assert len(self.recent) + len(self.recent_ghosts) <= self._capacity
         assert sum(map(len, lists)) <= 2 * self._capacity
         assert 0 <= self.target <= self._capacity
-        assert not self._recalled, "make_room was not followed by insert"
+        assert not self._recalled, "evict was not followed by insert"

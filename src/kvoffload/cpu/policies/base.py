@@ -1,33 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam for cache policies: a policy owns the order of blocks, and nothing else.
-
-Two collections taken as one, without copying either.
-"""
+"""The seam for cache policies: a policy owns the order of blocks, and nothing else."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvoffload.base import OffloadKey
 from kvoffload.registry import Registry
 
-__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "Either", "Victims"]
+__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "Union", "Victims", "with_options"]
+
+T = TypeVar("T")
 
 
 class BlockStatus:
     """One slot of the primary tier: which block it holds, and how many transfers pin it.
 
-    Made once per slot and reused for every block that the slot ever holds, so nobody but the manager and its
-    policy may keep one beyond a call. Changed by the manager alone, but for ``place``, which is the policy's own. A
-    policy reads ``pins`` (or ``is_idle``) to know whether it may evict the block, and ``key``, which is set before the
-    block is inserted. ``pins`` is -1 while the block is being written (in flight), else the number of reads in
-    progress. ``key`` is ``None`` while the slot is free.
+    Made once per slot and reused for every block that the slot ever holds. Only the ``SlotTable`` and its policy keep
+    one beyond a call. The table changes ``key`` and ``pins``; the policy reads them, and owns ``policy_state``.
+
+    ``pins`` counts the reads in progress. While the block is being written it is ``IN_FLIGHT`` (-1): one integer
+    instead of a count and a flag, because every eviction and every lookup tests it. ``key`` is set before the block is
+    inserted in the policy, and is ``None`` while the slot is free.
     """
 
-    __slots__ = ("block_id", "key", "pins", "place")
+    __slots__ = ("block_id", "key", "pins", "policy_state")
 
     IN_FLIGHT: Final = -1
 
@@ -35,7 +37,7 @@ class BlockStatus:
         self.block_id = block_id
         self.key: OffloadKey | None = None
         self.pins = self.IN_FLIGHT
-        self.place: Any = None
+        self.policy_state: Any = None
 
     def __repr__(self) -> str:
         state = "in flight" if self.pins < 0 else f"pins={self.pins}"
@@ -58,22 +60,22 @@ Victims = list[tuple[OffloadKey, BlockStatus]]
 class CachePolicy(ABC):
     """Orders resident blocks for eviction. One thread; no I/O; knows keys and idleness, not bytes or slots.
 
-    Called by ``CPUOffloadingManager``: ``get`` (or ``get_all``) to find blocks; ``make_room`` and then ``insert_all``,
-    tail to head, when slots are reserved; ``touch`` when a request uses blocks; ``released`` when pins were given
-    back; ``remove`` when a store failed; ``clear`` on reset.
+    ``SlotTable`` calls ``get`` or ``get_all`` to find blocks; ``evict`` and then ``insert_all``, tail to head, to
+    reserve slots; ``touch`` when a request uses blocks; ``released`` when pins were given back; ``remove`` when a
+    store failed; ``clear`` on reset.
 
-    Laws (``kvoffload.testing`` has the contract):
+    Laws (``kvoffload.testing.CachePolicyContract`` tests them):
 
-    * ``get`` has no side effect on the order.
-    * ``evict(n, protected)`` is atomic: exactly ``n`` idle, unprotected blocks leave, or it answers ``None`` and
+    * ``get`` does not change the order.
+    * ``evict(n, protected)`` is atomic: exactly ``n`` idle, unprotected blocks leave, or it returns ``None`` and
       nothing at all has changed, ghosts and targets included. A batch costs O(n + blocks stepped over).
-    * ``touch(keys)`` is given a prefix head to tail and applies it tail to head, so that the tail goes first: a
+    * ``touch(keys)`` takes a prefix head to tail and applies it tail to head, so that the tail is evicted first: a
       block is worthless once its predecessor is gone. Keys that are not resident are ignored.
 
-    The abstract methods are all that a policy needs. The others are true options: ``get_all`` and ``insert_all`` may be
-    faster than their loops, ``make_room`` is for policies that learn from what is coming back, ``settle`` for those
-    that count uses, ``released`` for those that do not want to step over the same pinned block twice, and
-    ``next_victims`` lets tiers below get blocks on their way out.
+    The abstract methods are all that a policy needs. It may leave out the parameters ``counts`` and ``incoming`` if it
+    has no use for them. The other methods are options: ``get_all`` and ``insert_all`` may be faster than their loops,
+    ``released`` spares a policy from stepping over the same pinned block twice, and ``next_victims`` lets lower tiers
+    write blocks before they are evicted.
     """
 
     @abstractmethod
@@ -86,21 +88,24 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """A block that is not resident becomes so, as the most recently used. It is in flight."""
+        """Adds an absent block as the most recently used. It is in flight."""
 
     @abstractmethod
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         """Takes a block out without remembering it as evicted; ``None`` if it is not resident."""
 
     @abstractmethod
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """Blocks were used by one request."""
+    def touch(self, keys: Iterable[OffloadKey], counts: bool = True) -> None:
+        """One request used these blocks. With ``counts=False`` the use was counted before: the blocks become the most
+        recent, and the policy learns nothing from it."""
 
     @abstractmethod
-    def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        """Takes out the ``n`` idle blocks that should go first, none of them in ``protected``; or ``None``.
+    def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
+        """Takes out the ``n`` idle blocks that should go first, none of them in ``protected``; or returns ``None``.
 
-        ``protected`` answers ``in`` in O(1). ``evict(0, ...)`` is ``[]``.
+        ``protected`` answers ``in`` in O(1). ``evict(0, ...)`` returns ``[]``. ``incoming``: distinct absent keys
+        that ``insert_all`` adds next, in this order, unless the answer is ``None``; the last ``n`` of them take the
+        victims' slots. A policy that remembers evicted keys learns from it.
         """
 
     @abstractmethod
@@ -120,26 +125,13 @@ class CachePolicy(ABC):
         for key, block in zip(keys, blocks, strict=True):
             self.insert(key, block)
 
-    def make_room(self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        """``evict``, for a policy that wants to know for whom.
-
-        ``incoming``: distinct absent keys, in the order in which they will all be inserted if the answer is not
-        ``None``; ``n <= len(incoming)`` of them need another block's slot.
-        """
-        return self.evict(n, protected) if n else []
-
-    def settle(self, keys: Iterable[OffloadKey]) -> None:
-        """``touch`` for blocks whose use was counted already: they become the most recent, tail first, and nothing is
-        learned from it. The default takes it for another use."""
-        self.touch(keys)
-
     def released(self, keys: Iterable[OffloadKey]) -> None:
         """Pins of these resident blocks went down, or their writing ended: some may be idle now."""
 
     def next_victims(self, n: int) -> list[OffloadKey] | None:
-        """The ``n`` idle blocks (or all there are) that would go, in about that order, if ``n`` new blocks came now.
+        """The ``n`` idle blocks (or all there are) that ``n`` new blocks would evict now, in about that order.
 
-        Changes nothing, and costs O(n + blocks stepped over). ``None``, whatever ``n``: this policy cannot tell.
+        Changes nothing, and costs O(n + blocks stepped over). ``None``, whatever ``n``: this policy cannot say.
         """
         return None
 
@@ -156,8 +148,23 @@ POLICIES.register("arc", "kvoffload.cpu.policies.arc:ARCCachePolicy")
 POLICIES.register("density", "kvoffload.cpu.policies.density:DensityCachePolicy")
 
 
-class Either(Collection[OffloadKey]):
-    """Keys that are in one of two collections. ``in`` costs what it costs there; a key of both counts twice."""
+def with_options(method: Callable[..., T], *options: str) -> Callable[..., T]:
+    """``method`` for callers that pass ``options`` by name, which its author may have left out of its signature."""
+    missing = [name for name in options if name not in inspect.signature(method).parameters]
+    if not missing:
+        return method
+
+    @functools.wraps(method)
+    def without(*arguments: Any, **named: Any) -> T:
+        for name in missing:
+            named.pop(name, None)
+        return method(*arguments, **named)
+
+    return without
+
+
+class Union(Collection[OffloadKey]):
+    """Keys that are in one of two collections, neither of which is copied. A key of both counts twice."""
 
     __slots__ = ("_first", "_second")
 

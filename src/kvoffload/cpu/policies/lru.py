@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.recency import RecencyOrder
+from kvoffload.cpu.policies.recency import RecencyList
 
 __all__ = ["LRUCachePolicy"]
 
@@ -16,23 +16,23 @@ class LRUCachePolicy(CachePolicy):
     """Evicts the idle block whose last use is longest ago."""
 
     def __init__(self, cache_capacity: int) -> None:
-        self.order = RecencyOrder()
-        self._blocks = self.order.blocks
-        self._parked = self.order.parked
+        self.recency = RecencyList()
+        self._blocks = self.recency.blocks
+        self._skipped = self.recency.skipped
 
     def __repr__(self) -> str:
         return f"LRUCachePolicy({len(self)} blocks)"
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         block = self._blocks.get(key)
-        if block is None and self._parked:
-            return self.order.get(key)
+        if block is None and self._skipped:
+            return self.recency.get(key)
         return block
 
     def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
         found = list(map(self._blocks.get, keys))
-        if self._parked and None in found:
-            self.order.get_all(keys, found)
+        if self._skipped and None in found:
+            self.recency.get_all(keys, found)
         return found
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
@@ -42,19 +42,19 @@ class LRUCachePolicy(CachePolicy):
         self._blocks.update(zip(keys, blocks))
 
     def remove(self, key: OffloadKey) -> BlockStatus | None:
-        return self.order.pop(key)
+        return self.recency.pop(key)
 
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
-        blocks, parked = self._blocks, self._parked
+    def touch(self, keys: Iterable[OffloadKey], counts: bool = True) -> None:
+        blocks, skipped = self._blocks, self._skipped
         move_to_end = blocks.move_to_end
         for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
             if key in blocks:
                 move_to_end(key)
-            elif parked and key in parked:
-                blocks[key] = parked.pop(key).block
+            elif skipped and key in skipped:
+                blocks[key] = skipped.pop(key).block
 
-    def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        sweep = self.order.sweep(protected)
+    def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
+        sweep = self.recency.sweep(protected)
         if sweep.take(n) < n:
             sweep.undo()
             return None
@@ -62,17 +62,17 @@ class LRUCachePolicy(CachePolicy):
         return sweep.victims
 
     def clear(self) -> None:
-        self.order.clear()
+        self.recency.clear()
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.recency)
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
-        if self._parked:
-            self.order.released(keys)
+        if self._skipped:
+            self.recency.released(keys)
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        return self.order.first_idle(n)
+        return self.recency.first_idle(n)
 
     def check_invariants(self) -> None:
-        self.order.check_invariants()
+        self.recency.check_invariants()

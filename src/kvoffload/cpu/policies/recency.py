@@ -11,10 +11,10 @@ from itertools import islice
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, Victims
 
-__all__ = ["RecencyOrder", "Sweep"]
+__all__ = ["RecencyList", "Sweep"]
 
 
-class _Parked:
+class _Skipped:
     """A block that a sweep stepped over. ``rank`` grows with recency; ``queued``: it has an entry in the heap."""
 
     __slots__ = ("block", "queued", "rank")
@@ -25,75 +25,75 @@ class _Parked:
         self.queued = False
 
 
-class RecencyOrder:
+class RecencyList:
     """Blocks from least to most recently used.
 
     ``blocks`` holds them in that order, but for those that a sweep stepped over because they were pinned (or
-    protected): they are ``parked``, each with its rank, and a heap holds those of them that may be idle again.
-    Every parked block is less recent than every one in ``blocks``, and ranks order the parked ones, so the order is
-    exact at all times, while a pinned block costs one step in all and O(log parked) when it comes back.
+    protected): they are ``skipped``, each with its rank, and a heap holds those of them that may be idle again.
+    Every skipped block is less recent than every one in ``blocks``, and ranks order the skipped ones, so the order is
+    exact at all times, while a pinned block costs one step in all and O(log skipped) when it comes back.
 
-    Callers on a hot path may read ``blocks`` (and ``parked`` when it is not empty) directly.
+    Callers on a hot path may read ``blocks`` (and ``skipped`` when it is not empty) directly.
     """
 
-    __slots__ = ("_heap", "_next_rank", "blocks", "parked")
+    __slots__ = ("blocks", "next_rank", "returned", "skipped")
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
-        self.parked: dict[OffloadKey, _Parked] = {}
-        self._heap: list[tuple[int, OffloadKey]] = []
-        self._next_rank = 0
+        self.skipped: dict[OffloadKey, _Skipped] = {}
+        self.returned: list[tuple[int, OffloadKey]] = []
+        self.next_rank = 0
 
     def __len__(self) -> int:
-        return len(self.blocks) + len(self.parked)
+        return len(self.blocks) + len(self.skipped)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.blocks or key in self.parked
+        return key in self.blocks or key in self.skipped
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        """Keys, least recently used first. O(n log n) in parked blocks: for tests and reports."""
-        yield from sorted(self.parked, key=lambda key: self.parked[key].rank)
+        """Keys, least recently used first. O(n log n) in skipped blocks: for tests and reports."""
+        yield from sorted(self.skipped, key=lambda key: self.skipped[key].rank)
         yield from self.blocks
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         block = self.blocks.get(key)
-        if block is None and self.parked and key in self.parked:
-            return self.parked[key].block
+        if block is None and self.skipped and key in self.skipped:
+            return self.skipped[key].block
         return block
 
     def pop(self, key: OffloadKey) -> BlockStatus | None:
         """Takes ``key`` out of the order."""
         block = self.blocks.pop(key, None)
-        if block is None and self.parked:
-            parked = self.parked.pop(key, None)
-            return parked.block if parked else None
+        if block is None and self.skipped:
+            skipped = self.skipped.pop(key, None)
+            return skipped.block if skipped else None
         return block
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
-        """Some of ``keys`` may be idle now; those that are parked take part in the next sweep again."""
-        if self.parked:
+        """Some of ``keys`` may be idle now; those that are skipped take part in the next sweep again."""
+        if self.skipped:
             for key in keys:
-                parked = self.parked.get(key)
-                if parked is not None and not parked.queued:
-                    parked.queued = True
-                    heappush(self._heap, (parked.rank, key))
+                skipped = self.skipped.get(key)
+                if skipped is not None and not skipped.queued:
+                    skipped.queued = True
+                    heappush(self.returned, (skipped.rank, key))
 
     def clear(self) -> None:
         self.blocks.clear()
-        self.parked.clear()
-        self._heap.clear()
+        self.skipped.clear()
+        self.returned.clear()
 
     def get_all(self, keys: Iterable[OffloadKey], found: list[BlockStatus | None]) -> None:
-        """Fills the gaps of ``found``, which was looked up in ``blocks`` alone, with parked blocks."""
-        parked = self.parked
+        """Fills the gaps of ``found``, which was looked up in ``blocks`` alone, with skipped blocks."""
+        skipped = self.skipped
         for position, key in enumerate(keys):
-            if found[position] is None and key in parked:
-                found[position] = parked[key].block
+            if found[position] is None and key in skipped:
+                found[position] = skipped[key].block
 
     def first_idle(self, n: int) -> list[OffloadKey]:
         """The ``n`` least recently used idle blocks, or all there are. Changes nothing."""
-        parked = self.parked
-        returned = [key for _, key in sorted(self._heap) if key in parked and parked[key].block.pins == 0]
+        skipped = self.skipped
+        returned = [key for _, key in sorted(self.returned) if key in skipped and skipped[key].block.pins == 0]
         missing = n - len(returned)
         if missing <= 0:
             return returned[:n]
@@ -103,49 +103,49 @@ class RecencyOrder:
         return Sweep(self, protected)
 
     def check_invariants(self) -> None:
-        assert not self.blocks.keys() & self.parked.keys()
-        ranks = [parked.rank for parked in self.parked.values()]
+        assert not self.blocks.keys() & self.skipped.keys()
+        ranks = [skipped.rank for skipped in self.skipped.values()]
         assert len(set(ranks)) == len(ranks)
-        assert all(rank < self._next_rank for rank in ranks)
-        queued = {(parked.rank, key) for key, parked in self.parked.items() if parked.queued}
-        assert queued <= set(self._heap)
-        assert len(set(self._heap)) == len(self._heap)
-        assert all(key not in self.parked or (rank, key) in queued for rank, key in self._heap)
-        for key, parked in self.parked.items():
-            assert parked.queued or not parked.block.is_idle, f"{key!r} is idle, but no sweep would find it"
+        assert all(rank < self.next_rank for rank in ranks)
+        queued = {(skipped.rank, key) for key, skipped in self.skipped.items() if skipped.queued}
+        assert queued <= set(self.returned)
+        assert len(set(self.returned)) == len(self.returned)
+        assert all(key not in self.skipped or (rank, key) in queued for rank, key in self.returned)
+        for key, skipped in self.skipped.items():
+            assert skipped.queued or not skipped.block.is_idle, f"{key!r} is idle, but no sweep would find it"
 
-    def _park(self, key: OffloadKey, block: BlockStatus, rank: int) -> None:
-        self.parked[key] = parked = _Parked(block, rank)
+    def skip(self, key: OffloadKey, block: BlockStatus, rank: int) -> None:
+        self.skipped[key] = skipped = _Skipped(block, rank)
         if block.pins == 0:
-            parked.queued = True
-            heappush(self._heap, (rank, key))
+            skipped.queued = True
+            heappush(self.returned, (rank, key))
 
 
 class Sweep:
     """One eviction's walk over an order, least recent first. Ends with exactly one of ``commit`` and ``undo``.
 
-    What it steps over is parked either way, which does not change the order, so that the next sweep starts behind it.
+    What it steps over is skipped either way, which does not change the order, so that the next sweep starts behind it.
     """
 
-    __slots__ = ("_base", "_deferred", "_gaps", "_protected", "_ranks", "order", "victims")
+    __slots__ = ("_base", "_deferred", "_gaps", "_list", "_protected", "_ranks", "victims")
 
-    def __init__(self, order: RecencyOrder, protected: Collection[OffloadKey]) -> None:
+    def __init__(self, recency: RecencyList, protected: Collection[OffloadKey]) -> None:
         self.victims: Victims = []
-        """Taken out so far: first those that were parked, then others."""
-        self.order = order
+        """Taken out so far: first those that were skipped, then others."""
+        self._list = recency
         self._protected = protected
-        self._base = order._next_rank
-        self._ranks: list[int] = []  # of the victims that were parked
+        self._base = recency.next_rank
+        self._ranks: list[int] = []  # of the victims that were skipped
         self._gaps: list[int] = []  # ranks of blocks stepped over among the others
         self._deferred: list[tuple[int, OffloadKey]] = []  # protected ones, out of the heap for now
 
     def take(self, n: int) -> int:
         """Takes up to ``n`` more idle, unprotected blocks out of the order; says how many there were."""
-        order, victims = self.order, self.victims
+        recency, victims = self._list, self.victims
         before = len(victims)
-        if order._heap:
+        if recency.returned:
             self._take_returned(n)
-        blocks, protected = order.blocks, self._protected
+        blocks, protected = recency.blocks, self._protected
         pop, take = blocks.popitem, victims.append
         missing = n - (len(victims) - before)
         while missing and blocks:
@@ -160,16 +160,16 @@ class Sweep:
     def commit(self) -> None:
         """The victims are gone."""
         for entry in self._deferred:
-            heappush(self.order._heap, entry)
+            heappush(self._list.returned, entry)
 
     def undo(self) -> None:
         """Puts the victims back where they were. Only after a ``take`` that found less than it was asked for."""
-        order = self.order
-        assert not order.blocks
+        recency = self._list
+        assert not recency.blocks
         self.commit()
-        parked, others = self.victims[: len(self._ranks)], self.victims[len(self._ranks) :]
-        for rank, (key, block) in zip(self._ranks, parked, strict=True):
-            order._park(key, block, rank)
+        skipped, others = self.victims[: len(self._ranks)], self.victims[len(self._ranks) :]
+        for rank, (key, block) in zip(self._ranks, skipped, strict=True):
+            recency.skip(key, block, rank)
         gaps = set(self._gaps)
         last_gap = self._gaps[-1] if self._gaps else -1
         rank = self._base
@@ -177,38 +177,38 @@ class Sweep:
             while rank in gaps:
                 rank += 1
             if rank < last_gap:
-                order._park(key, block, rank)
+                recency.skip(key, block, rank)
             else:
-                order.blocks[key] = block
+                recency.blocks[key] = block
             rank += 1
-        order._next_rank = max(order._next_rank, rank)
+        recency.next_rank = max(recency.next_rank, rank)
 
     def _take_returned(self, n: int) -> None:
-        """Takes up to ``n`` parked blocks that are idle again."""
-        order = self.order
-        heap = order._heap
+        """Takes up to ``n`` skipped blocks that are idle again."""
+        recency = self._list
+        heap = recency.returned
         while n and heap:
             rank, key = entry = heappop(heap)
-            parked = order.parked.get(key)
-            if parked is None:
-                continue  # used or removed since it was queued; parked again it cannot be, before the heap is empty
-            if parked.block.pins:
-                parked.queued = False  # pinned again: released() will queue it again
+            skipped = recency.skipped.get(key)
+            if skipped is None:
+                continue  # used or removed since it was queued; skipped again it cannot be, before the heap is empty
+            if skipped.block.pins:
+                skipped.queued = False  # pinned again: released() will queue it again
             elif key in self._protected:
                 self._deferred.append(entry)
             else:
-                del order.parked[key]
-                self.victims.append((key, parked.block))
+                del recency.skipped[key]
+                self.victims.append((key, skipped.block))
                 self._ranks.append(rank)
                 n -= 1
 
     def _step_over(self, key: OffloadKey, block: BlockStatus) -> None:
         rank = self._base + len(self.victims) - len(self._ranks) + len(self._gaps)
-        self.order._next_rank = rank + 1
+        self._list.next_rank = rank + 1
         self._gaps.append(rank)
         if block.pins:
-            self.order.parked[key] = _Parked(block, rank)
+            self._list.skipped[key] = _Skipped(block, rank)
         else:
-            parked = self.order.parked[key] = _Parked(block, rank)
-            parked.queued = True
+            skipped = self._list.skipped[key] = _Skipped(block, rank)
+            skipped.queued = True
             self._deferred.append((rank, key))

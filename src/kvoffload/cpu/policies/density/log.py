@@ -13,7 +13,7 @@ from itertools import islice
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
 
-__all__ = ["Chunk", "Parked", "UseLog"]
+__all__ = ["Chunk", "Skipped", "UseLog"]
 
 _FULL = 128
 """A chunk this long takes no further batch."""
@@ -42,14 +42,14 @@ class Chunk:
         live = [
             (block, time)
             for block, time in islice(zip(self.blocks, self.times), self.first, None)
-            if block.place is self
+            if block.policy_state is self
         ]
         self.blocks = [block for block, _ in live]
         self.times = array("q", [time for _, time in live])
         self.first = 0
 
 
-class Parked:
+class Skipped:
     """A block that an eviction stepped over, out of the chunks. Live while its block's ``place`` is this."""
 
     __slots__ = ("block", "class_", "time")
@@ -58,7 +58,7 @@ class Parked:
         self.class_ = class_
         self.time = time
         self.block = block
-        block.place = self
+        block.policy_state = self
 
 
 class UseLog:
@@ -67,25 +67,25 @@ class UseLog:
     A block belongs to the log through its ``place`` alone, so leaving it costs nothing. Entries are skipped when they
     come to the head, and ``tidy`` bounds how many stale ones there are.
 
-    What an eviction steps over because it is pinned or protected is parked; parked blocks are less recent than all
+    What an eviction steps over because it is pinned or protected is skipped; skipped blocks are less recent than all
     in the chunks. Those that were pinned are in ``waiting``, which the logs of a policy share, until ``released``
     queues them again: a pinned block costs one step in all. An eviction is a series of ``head`` and ``take``, then
-    either ``settle`` or ``put_back`` and ``settle``.
+    ``put_back`` if it found too few, then ``end_eviction``.
     """
 
-    __slots__ = ("_clean", "_deferred", "_rest", "_waiting", "class_", "parked", "weight")
+    __slots__ = ("_clean", "_deferred", "_rest", "_waiting", "class_", "skipped", "weight")
 
-    def __init__(self, class_: int, waiting: dict[OffloadKey, Parked]) -> None:
+    def __init__(self, class_: int, waiting: dict[OffloadKey, Skipped]) -> None:
         self.class_ = class_
         self.weight = 0
         """Of all chunks, in entries."""
-        # The order is parked, _clean, _rest. ``tidy`` moves chunks from _rest to _clean.
+        # The order is skipped, _clean, _rest. ``tidy`` moves chunks from _rest to _clean.
         self._clean: deque[Chunk] = deque()
         self._rest: deque[Chunk] = deque()
-        self.parked: list[tuple[int, Parked]] = []
+        self.skipped: list[tuple[int, Skipped]] = []
         """A heap of those that may be idle, by time."""
         self._waiting = waiting
-        self._deferred: list[Parked] = []
+        self._deferred: list[Skipped] = []
         """Protected ones, out of the heap until the eviction is over."""
 
     def open(self, apart_from: object = None) -> Chunk:
@@ -110,41 +110,41 @@ class UseLog:
 
     def leave(self, block: BlockStatus) -> None:
         """Takes a block out that may come back at once."""
-        if self._rest and block.place is self._rest[-1]:
+        if self._rest and block.policy_state is self._rest[-1]:
             # Its old entry must not come to life with the new one: no more of this chunk.
             self._rest.append(Chunk(self.class_))
             self.weight += _CHUNK_WEIGHT
-        block.place = None
+        block.policy_state = None
 
     def head(self, protected: Collection[OffloadKey]) -> int | None:
         """When the least recent idle and unprotected block was used."""
-        parked = self.parked
-        while parked:
-            time, one = parked[0]
+        skipped = self.skipped
+        while skipped:
+            time, one = skipped[0]
             block = one.block
-            if block.place is one and not block.pins and block.key not in protected:
+            if block.policy_state is one and not block.pins and block.key not in protected:
                 return time
-            heappop(parked)
-            if block.place is one:
+            heappop(skipped)
+            if block.policy_state is one:
                 self._step_over(one)
         while (chunk := self._first_chunk()) is not None:
             blocks = chunk.blocks
             for at in range(chunk.first, len(blocks)):
                 block = blocks[at]
-                if block.place is chunk:
+                if block.policy_state is chunk:
                     if not block.pins and block.key not in protected:
                         chunk.first = at
                         last: int = chunk.times[at]
                         return last
-                    self._step_over(Parked(self.class_, chunk.times[at], block))
+                    self._step_over(Skipped(self.class_, chunk.times[at], block))
             chunk.first = len(chunk.blocks)
         return None
 
     def take(self, n: int, until: float, protected: Collection[OffloadKey], victims: list[BlockStatus]) -> None:
         """Moves up to ``n`` blocks to ``victims`` that were last used by ``until``, least recent first: at least the
         one that ``head`` has just found, perhaps not all."""
-        if self.parked:
-            victims.append(heappop(self.parked)[1].block)
+        if self.skipped:
+            victims.append(heappop(self.skipped)[1].block)
             return
         chunk = self._first_chunk()
         assert chunk is not None
@@ -153,7 +153,7 @@ class UseLog:
         if times[stop - 1] > until:
             stop = bisect_right(times, until, start, stop)
         found = chunk.blocks[start:stop]
-        idle = [block for block in found if block.place is chunk and not block.pins]
+        idle = [block for block in found if block.policy_state is chunk and not block.pins]
         if protected:
             idle = [block for block in idle if block.key not in protected]
         victims += idle
@@ -161,20 +161,20 @@ class UseLog:
         if len(idle) != len(found):
             taken = set(map(id, idle))
             for at, block in enumerate(found, start):
-                if block.place is chunk and id(block) not in taken:
-                    self._step_over(Parked(self.class_, times[at], block))
+                if block.policy_state is chunk and id(block) not in taken:
+                    self._step_over(Skipped(self.class_, times[at], block))
 
-    def put_back(self, place: Chunk | Parked, victims: Iterable[BlockStatus]) -> None:
+    def put_back(self, place: Chunk | Skipped, victims: Iterable[BlockStatus]) -> None:
         """Undoes ``take`` of those of ``victims`` at ``place``, which are less recent than all in the chunks."""
-        if isinstance(place, Parked):
+        if isinstance(place, Skipped):
             self.queue(place)
             return
         times = {id(block): time for block, time in zip(place.blocks, place.times)}
         for block in victims:
-            if block.place is place:
-                self.queue(Parked(self.class_, times[id(block)], block))
+            if block.policy_state is place:
+                self.queue(Skipped(self.class_, times[id(block)], block))
 
-    def settle(self) -> bool:
+    def end_eviction(self) -> bool:
         """The eviction is over: what was protected is not any more. Whether anything was."""
         if not self._deferred:
             return False
@@ -182,14 +182,14 @@ class UseLog:
             self.queue(self._deferred.pop())
         return True
 
-    def queue(self, one: Parked) -> None:
-        """A parked block that may be idle takes part in evictions again."""
-        heappush(self.parked, (one.time, one))
+    def queue(self, one: Skipped) -> None:
+        """A skipped block that may be idle takes part in evictions again."""
+        heappush(self.skipped, (one.time, one))
 
     def idle(self) -> Iterator[tuple[int, BlockStatus]]:
         """Idle blocks and the times of their last uses, least recently used first. Nothing may change meanwhile."""
-        for time, one in sorted(self.parked):
-            if one.block.place is one and not one.block.pins:
+        for time, one in sorted(self.skipped):
+            if one.block.policy_state is one and not one.block.pins:
                 yield time, one.block
         for chunks in self._clean, self._rest:
             for chunk in chunks:
@@ -220,7 +220,7 @@ class UseLog:
             last.blocks += chunk.blocks
             last.times += chunk.times
             for block in chunk.blocks:
-                block.place = last
+                block.policy_state = last
             self.weight += last.weight
         elif chunk.blocks:
             self._clean.append(chunk)
@@ -228,18 +228,18 @@ class UseLog:
         return looked_at
 
     def clear(self) -> None:
-        for part in self._clean, self._rest, self.parked:
+        for part in self._clean, self._rest, self.skipped:
             part.clear()
         self.weight = 0
 
     def live(self) -> list[tuple[int, BlockStatus]]:
         """Every block but those waiting, with its time, in order. For tests: O(blocks)."""
-        parked = [(time, one.block) for time, one in sorted(self.parked) if one.block.place is one]
-        return parked + [
+        skipped = [(time, one.block) for time, one in sorted(self.skipped) if one.block.policy_state is one]
+        return skipped + [
             (time, block)
             for chunk in (*self._clean, *self._rest)
             for time, block in islice(zip(chunk.times, chunk.blocks), chunk.first, None)
-            if block.place is chunk
+            if block.policy_state is chunk
         ]
 
     def check_invariants(self) -> None:
@@ -249,7 +249,7 @@ class UseLog:
         assert times == sorted(set(times)), "not in order of recency"
         for chunk in (*self._clean, *self._rest):
             assert len(chunk.times) == len(chunk.blocks)
-            live = [block for block in chunk.blocks[chunk.first :] if block.place is chunk]
+            live = [block for block in chunk.blocks[chunk.first :] if block.policy_state is chunk]
             assert len(set(map(id, live))) == len(live), "a block has two live entries"
 
     def _first_chunk(self) -> Chunk | None:
@@ -263,7 +263,7 @@ class UseLog:
                 self.weight -= chunk.weight
         return None
 
-    def _step_over(self, one: Parked) -> None:
+    def _step_over(self, one: Skipped) -> None:
         if one.block.pins:
             assert one.block.key is not None
             self._waiting[one.block.key] = one

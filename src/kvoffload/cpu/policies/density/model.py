@@ -110,7 +110,7 @@ class HitDensity:
             if self._next_pick >= begin:
                 block = blocks[self._next_pick - begin]
                 if all_count or block.pins >= 0:
-                    self._follow(block.key, block.place.class_, now)
+                    self._follow(block.key, block.policy_state.class_, now)
             self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
             self._window += self._gap
             if self._window < begin:

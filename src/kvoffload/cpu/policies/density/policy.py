@@ -11,13 +11,14 @@ from typing import NamedTuple, cast
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.density.log import Chunk, Parked, UseLog
+from kvoffload.cpu.policies.density.log import Chunk, Skipped, UseLog
 from kvoffload.cpu.policies.density.model import CERTAIN, NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity, UseCounts
 
 __all__ = ["DensityCachePolicy"]
 
 _SLACK = 1024
 _TIDY_EVERY = 256
+_SAME_CLASS = range(NUM_CLASSES)
 
 
 class _Front(NamedTuple):
@@ -51,9 +52,7 @@ class DensityCachePolicy(CachePolicy):
         self._model = HitDensity(cache_capacity)
         self._past_uses = UseCounts(cache_capacity * 3 // 2)
         self._blocks: dict[OffloadKey, BlockStatus] = {}
-        # The dict's own method: it is called several times per block, and a call between costs as much as the rest.
-        self.get = self._blocks.get  # type: ignore[method-assign, assignment]
-        self._waiting: dict[OffloadKey, Parked] = {}
+        self._waiting: dict[OffloadKey, Skipped] = {}
         """Blocks that evictions stepped over because they were pinned."""
         self._logs = tuple(UseLog(class_, self._waiting) for class_ in range(NUM_CLASSES))
         self._fronts: dict[int, _Front] = {}
@@ -90,26 +89,26 @@ class DensityCachePolicy(CachePolicy):
             new = blocks[:num_new] if known else blocks
             chunk = self._logs[0].open()
             for block in new:
-                block.place = chunk
+                block.policy_state = chunk
             self._logs[0].append(new, begin)
         if known:
             for time, block, past in zip(range(begin + num_new, self._now + 1), blocks[num_new:], known[::-1]):
                 log = self._logs[RISEN[CERTAIN][past]]
-                block.place = log.open()
+                block.policy_state = log.open()
                 log.append((block,), time)
         self._model.used(keys, blocks, begin)
         if self._now - self._tidied_at > _TIDY_EVERY:
             self._tidy()
 
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
+    def touch(self, keys: Iterable[OffloadKey], counts: bool = True) -> None:
         path = keys if isinstance(keys, (list, tuple)) else list(keys)
+        if not counts:
+            self._refresh(path, _SAME_CLASS)
+            return
         begin = self._now + 1
         self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
         blocks, all_ready = self._refresh(path, RISEN[(self._draw >> 16) % NUM_DRAWS])
         self._model.used(path, blocks, begin, all_ready)
-
-    def settle(self, keys: Iterable[OffloadKey]) -> None:
-        self._refresh(keys if isinstance(keys, (list, tuple)) else list(keys), range(NUM_CLASSES))
 
     def _refresh(self, path: Sequence[OffloadKey], risen: Sequence[int]) -> tuple[list[BlockStatus], bool]:
         """Moves the resident blocks of ``path``, from tail to head, to the end of the log of their ``risen[class]``,
@@ -125,18 +124,18 @@ class DensityCachePolicy(CachePolicy):
         chunk = None
         # Runs of blocks that go from one chunk to another: a path has few.
         for at, block in enumerate(blocks):
-            if block.place is not source or block.pins < 0:
+            if block.policy_state is not source or block.pins < 0:
                 if at:
                     log.append(blocks[start:at], begin + start)
                     start = at
-                source = block.place
+                source = block.policy_state
                 if block.pins < 0:
                     log = logs[source.class_]
                     source, all_ready = None, False
                 else:
                     log = logs[risen[source.class_]]
-                chunk = log.open(apart_from=block.place)
-            block.place = chunk
+                chunk = log.open(apart_from=block.policy_state)
+            block.policy_state = chunk
         log.append(blocks[start:], begin + start)
         if self._now - self._tidied_at > _TIDY_EVERY:
             self._tidy()
@@ -162,19 +161,19 @@ class DensityCachePolicy(CachePolicy):
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         block = self._blocks.pop(key, None)
         if block is not None:
-            self._log_of(block.place).leave(block)
+            self._log_of(block.policy_state).leave(block)
             self._waiting.pop(key, None)
             self._model.forget(key)
         return block
 
-    def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
+    def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
         if n == 0:
             return []
         logs, fronts = self._logs, self._fronts
         if self._now >= self._fronts_expire or self._fronts_values is not self._model.values:
             self._forget_fronts()
         for log in logs:
-            if (log.weight or log.parked) and log.class_ not in fronts:
+            if (log.weight or log.skipped) and log.class_ not in fronts:
                 self._look(log.class_, protected)
         victims: list[BlockStatus] = []
         while fronts and len(victims) < n:
@@ -191,20 +190,20 @@ class DensityCachePolicy(CachePolicy):
             if head is not None:
                 fronts[class_] = self._front(head, class_)
         if len(victims) < n:
-            for place in {id(block.place): block.place for block in victims}.values():
+            for place in {id(block.policy_state): block.policy_state for block in victims}.values():
                 self._log_of(place).put_back(place, victims)
             self._forget_fronts()
         for log in logs:
-            if log.settle():
+            if log.end_eviction():
                 self._forget_fronts()
         if len(victims) < n:
             return None
         keys: list[OffloadKey] = [block.key for block in victims]  # type: ignore[misc]
         deque(map(self._blocks.__delitem__, keys), maxlen=0)
-        self._past_uses.remember(keys, [block.place.class_ for block in victims])
+        self._past_uses.remember(keys, [block.policy_state.class_ for block in victims])
         return list(zip(keys, victims))
 
-    def _log_of(self, place: Chunk | Parked) -> UseLog:
+    def _log_of(self, place: Chunk | Skipped) -> UseLog:
         return self._logs[place.class_]
 
     def _look(self, class_: int, protected: Collection[OffloadKey]) -> None:
@@ -266,7 +265,7 @@ class DensityCachePolicy(CachePolicy):
             for key in keys:
                 if key in waiting:
                     one = waiting.pop(key)
-                    if one.block.place is one:
+                    if one.block.policy_state is one:
                         self._log_of(one).queue(one)
                         self._fronts.pop(one.class_, None)
 
@@ -276,7 +275,7 @@ class DensityCachePolicy(CachePolicy):
             log.check_invariants()
             ordered += (block for _, block in log.live())
         for one in self._waiting.values():
-            if one.block.place is one:
+            if one.block.policy_state is one:
                 assert not one.block.is_idle, f"{one.block!r} is idle, but no eviction would find it"
                 ordered.append(one.block)
         assert len(ordered) == len(self._blocks) == len(set(map(id, ordered)))
