@@ -262,18 +262,23 @@ def test_a_reset_forgets_what_was_watched_and_waits_for_late_writes() -> None:
     assert rig.primary.get_stats()["primary_blocks_pinned",] == 0
 
 
-def test_a_promotion_that_came_to_nothing_is_not_remembered_as_above() -> None:
-    """Found by the state machine: a store from before a reset fails while the same block is promoted. Which of the two
-    wrote the slot is not known, so the primary tier has neither."""
+@pytest.mark.parametrize("promotion_first", [False, True])
+def test_a_promotion_that_published_nothing_is_not_remembered(promotion_first: bool) -> None:
+    """A store from before a reset fails while the same block is promoted, in either order. Which of the two wrote the
+    slot is not known, so the primary tier publishes neither."""
     rig = rig_of(num_blocks=4)
     stored, asks = rig.start("stores"), rig.start("asks")
     rig.below(keys(0))
     written = rig.write(keys(0), stored)
     rig.manager.reset_cache()
     assert rig.ask(keys(0), asks) == [None]
-    rig.manager.complete_store(written, stored, success=False)
+    if not promotion_first:
+        rig.manager.complete_store(written, stored, success=False)
     rig.step()
     rig.finish()
+    if promotion_first:
+        rig.manager.complete_store(written, stored, success=False)
+        rig.manager.check_invariants()
     assert rig.primary.slots.get(keys(0)[0]) is None
 
 
