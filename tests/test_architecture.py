@@ -15,7 +15,6 @@ SRC = Path(__file__).parents[1] / "src" / "kvoffload"
 FLOOR = {
     "errors": 0,
     "registry": 1,
-    "compiled": 1,
     "metrics": 1,
     "base": 2,
     "specs": 3,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kill -9`` at each system call of a write, and at random, for ``KVOFFLOAD_KILL_SECONDS`` (600: a long look)."""
+"""``kill -9`` at each system call of a write, and at random for ``KVOFFLOAD_KILL_SECONDS`` (600 for a long test)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_killed_writers_leave_nothing_wrong(how: list[str], block_bytes: int, tm
     command = [sys.executable, str(script), how[0], str(tmp_path / "kv"), str(block_bytes), *how[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == NOT_PERMITTED:
-        pytest.skip(f"this host lets nobody trace a process: {done.stdout.strip()}")
+        pytest.skip(f"this host does not permit tracing: {done.stdout.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.fs import FileSystemStore, batch
+from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
@@ -48,14 +46,6 @@ class TestFileSystemStoreDirect(TestFileSystemStore):
 class TestFileSystemStoreDurable(TestFileSystemStore):
     def make_store(self, place: Path) -> BlockStore:
         return FileSystemStore(place, self.block_bytes, durability="fsync")
-
-
-class TestFileSystemStoreOneByOne(TestFileSystemStoreDirect):
-    """As it is where numba is not installed."""
-
-    @pytest.fixture(autouse=True)
-    def without_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(batch, "native_files", lambda: None)
 
 
 class TestChecksummed(BlockStoreContract):
