@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that are late, refuse, lose or tear on the test's word: wrappers around any store."""
+"""Wrappers for tests, around any store: calls that wait at a gate, and calls that fail."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["FaultyStore", "GatedStore"]
 
 
 class GatedStore(StoreWrapper):
-    """Calls named in ``closed`` ("contains", "write", "read_into", "scan") wait at a gate until ``open_gate``.
+    """Holds calls at a gate: from ``close_gate("write", ...)`` until ``open_gate``.
 
-    ``wait_for_arrivals(n)`` returns once n calls in all have come to a closed gate. ``threads`` collects the ids of
-    the threads that made any call that does I/O.
+    ``wait_for_arrivals(n)`` returns once n calls in all have reached a closed gate. ``threads`` has the ids of all
+    threads that made a call which does I/O.
     """
 
     def __init__(self, inner: BlockStore) -> None:
@@ -32,7 +32,7 @@ class GatedStore(StoreWrapper):
             self._closed |= set(calls)
 
     def open_gate(self, *calls: str) -> None:
-        """Opens for ``calls``, for all without any."""
+        """Opens the gate for ``calls``, or for all if none is given."""
         with self._change:
             self._closed -= set(calls or tuple(self._closed))
             self._change.notify_all()
@@ -40,7 +40,7 @@ class GatedStore(StoreWrapper):
     def wait_for_arrivals(self, count: int, timeout_s: float = 30.0) -> None:
         with self._change:
             if not self._change.wait_for(lambda: self._arrived >= count, timeout_s):
-                raise AssertionError(f"{self._arrived} calls came to the gate, not {count}")
+                raise AssertionError(f"{self._arrived} calls reached the gate, not {count}")
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         self._pass("contains")
@@ -81,8 +81,8 @@ class GatedStore(StoreWrapper):
 
 
 class FaultyStore(StoreWrapper):
-    """``broken`` maps a call's name to what it raises. Keys in ``lost`` cannot be written, and in ``torn`` are read
-    as garbage and ``False``. ``calls`` logs (name, keys)."""
+    """Fails as planned. ``broken`` maps a call's name to what it raises. Keys in ``lost`` cannot be written. A read
+    of keys in ``torn`` fills half of the buffer with garbage and is ``False``. ``calls`` logs (name, keys)."""
 
     def __init__(self, inner: BlockStore) -> None:
         super().__init__(inner)

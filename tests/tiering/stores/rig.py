@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of FileSystemStore share."""
+"""Helpers for the tests of FileSystemStore."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(store: FileSystemStore, *keys: OffloadKey, size: int = SMALL) -> list[
 
 
 def read(store: FileSystemStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
-    buffer = mmap.mmap(-1, size)  # page-aligned, as the primary tier's rows are
+    buffer = mmap.mmap(-1, size)  # page-aligned, like the primary tier's slots
     return bytes(buffer) if store.read_into([key], [memoryview(buffer)]) == [True] else None
 
 

@@ -77,7 +77,7 @@ def test_a_smaller_quota_is_kept_from_the_next_write_on(open_store, tmp_path: Pa
     assert len(files(tmp_path)) == 3
 
 
-def test_a_batch_never_evicts_its_own(open_store) -> None:
+def test_a_batch_never_evicts_its_own_blocks(open_store) -> None:
     store = open_store(max_bytes=room_for(4))
     keys = keys_of(*range(10))
     write(store, keys[0], keys[1])

@@ -22,7 +22,7 @@ _WALK_SHARE = 10
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """A file to delete, and the bytes it is counted with. ``inode``: only if the path still leads there."""
+    """A file to delete, and the bytes it is counted with. With ``inode``, only if the path still has that inode."""
 
     path: str
     size_bytes: int
@@ -149,7 +149,7 @@ class Quota:
             with self._usage_file.hold() as account:
                 for file in deletions:
                     self.forget(file.path)
-                    if self._delete(file):
+                    if _delete(f"{self._root}/{file.path}", file.inode):
                         count += 1
                         account.subtract(file.size_bytes)
         except OSError:
@@ -260,26 +260,14 @@ class Quota:
             with self._lock:
                 self._record([(path, used_ns)])
             return
-        # Only now, with the name gone: a crash before this line leaves the count too high, never too low.
+        # The order of events: the file loses its name, its bytes are subtracted, the count is written as the usage
+        # file is released, and only then anything is written in its stead. So the count is never too low, wherever
+        # a process dies.
         account.subtract(status.st_size)
         self.num_evicted += 1
         with self._lock:
             self._recency.pop(path, None)
             self._evicted.append(path)
-
-    def _delete(self, file: Deletion) -> bool:
-        full = f"{self._root}/{file.path}"
-        try:
-            status = os.stat(full, follow_symlinks=False)
-            if file.inode is not None and status.st_ino != file.inode:
-                return False  # replaced by a good one
-            if stat.S_ISDIR(status.st_mode):
-                os.rmdir(full)
-                return False
-            os.unlink(full)
-        except OSError:
-            return False
-        return True
 
     def _walk(self, account: Account) -> Iterator[list[FileSeen]]:
         """Yields all files. Afterwards ``_recency`` is complete and, if nobody else is at work, ``account`` exact."""
@@ -319,6 +307,21 @@ class Quota:
         with self._lock:
             reserved_bytes = self._reserved_bytes
         return USAGE_FILE_BYTES + reserved_bytes + sum(file.size_bytes for files in walk(self._root) for file in files)
+
+
+def _delete(full: str, inode: int | None) -> bool:
+    """Whether that deleted a file. An empty directory in its stead goes as well, but was never counted."""
+    try:
+        status = os.stat(full, follow_symlinks=False)
+        if inode is not None and status.st_ino != inode:
+            return False  # replaced by a good one
+        if stat.S_ISDIR(status.st_mode):
+            os.rmdir(full)
+            return False
+        os.unlink(full)
+    except OSError:
+        return False
+    return True
 
 
 def _recycle(full: str, status: os.stat_result, reservation: Reservation) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging directories: where each writer keeps files that are not complete, and how to tell a dead writer's."""
+"""Staging directories: each writer's incomplete files, under a lock that shows whether the writer is alive."""
 
 from __future__ import annotations
 
