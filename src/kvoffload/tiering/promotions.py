@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup and promotion: what a request is answered about its blocks, and how a block of a lower tier comes up."""
+"""Lookup and promotion: the answers a request gets for its blocks, and the loads that these start."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class GuardedTier:
-    """A secondary tier as the manager holds it: the same calls, none of which raises.
+    """A secondary tier with the same calls, none of which raises.
 
     An exception becomes the mildest answer, so that no tier can break an engine step. A lookup that raises is
     ``False``; a submit that raises took no job; a poll that raises found nothing. The first exception of each call is
