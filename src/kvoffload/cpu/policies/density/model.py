@@ -26,9 +26,9 @@ RISEN = [
     tuple(class_ + (class_ < _TOP and draw % _STEPS[class_] == 0) for class_ in range(NUM_CLASSES))
     for draw in range(NUM_DRAWS)
 ]
-"""``RISEN[draw][class]``: the class after one more use. Beyond 4 uses only some uses raise the class, at random (R. Morris,
-"Counting large numbers of events in small registers", 1978), so blocks need no counters. Where a class rises, all below
-it rise too: with one draw for all blocks of a path, a head never falls behind its tail."""
+"""``RISEN[draw][class]``: the class after one more use. Beyond 4 uses only some uses raise the class, at random
+(R. Morris, "Counting large numbers of events in small registers", 1978), so blocks need no counters. Where a class
+rises, all below it rise too: with one draw for all blocks of a path, a head never falls behind its tail."""
 CERTAIN = 1
 """The draw in which only those classes rise that do in any."""
 
