@@ -44,8 +44,8 @@ class DensityCachePolicy(CachePolicy):
     class that hardly ever does, and goes on as LRU where uses predict nothing. ``docs/design/0009-policies.md`` has the
     measurements.
 
-    It remembers the keys and classes of evicted blocks for the next 1.5 to 3 capacities of evictions. Uses while a block
-    is being written belong to the request that writes it: they refresh the block but do not count.
+    It remembers the keys and classes of evicted blocks for the next 1.5 to 3 capacities of evictions. Uses while a
+    block is being written belong to the request that writes it: they refresh the block but do not count.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -112,8 +112,8 @@ class DensityCachePolicy(CachePolicy):
         self._model.used(path, blocks, begin, all_ready)
 
     def _refresh(self, path: Sequence[OffloadKey], risen: Sequence[int]) -> tuple[list[BlockStatus], bool]:
-        """Moves the resident blocks of ``path``, from tail to head, to the end of the log of their ``risen[class]``, and
-        those being written to the end of their own. Returns the blocks in this order, and whether all are ready."""
+        """Moves the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[class]``, and those
+        being written to the end of their own. Returns the blocks in this order, and whether all are ready."""
         found = list(map(self._blocks.get, reversed(path)))
         blocks: list[BlockStatus]
         blocks = found if None not in found else [block for block in found if block is not None]  # type: ignore[assignment]
@@ -123,11 +123,11 @@ class DensityCachePolicy(CachePolicy):
         start, all_ready, source = 0, True, None
         log = logs[0]
         chunk = None
-        # A path consists of few runs: consecutive blocks that leave one chunk together and enter one chunk together. The
-        # invariant: ``blocks[start:at]`` have ``chunk`` as their state already, and are not in ``log`` yet. A run ends
-        # where a block leaves another chunk than ``source``, or is being written. It is appended as a whole, with the
-        # ticks that its blocks would have got one by one. ``apart_from``: a block that moves within one chunk would
-        # have two live entries there.
+        # A path consists of few runs: consecutive blocks that leave one chunk together and enter one chunk together.
+        # The invariant: ``blocks[start:at]`` have ``chunk`` as their state already, and are not in ``log`` yet. A run
+        # ends where a block leaves another chunk than ``source``, or is being written. It is appended as a whole, with
+        # the ticks that its blocks would have got one by one. ``apart_from``: a block that moves within one chunk
+        # would have two live entries there.
         for at, block in enumerate(blocks):
             if block.policy_state is not source or block.pins < 0:
                 if at:
