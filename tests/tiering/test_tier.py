@@ -238,7 +238,7 @@ def test_a_block_evicted_by_the_next_of_its_own_job_is_not_learnt(make) -> None:
     rig = make(max_blocks=1, limits=TierLimits(threads=2)).start()
     keys = keys_of(1, 2)
     rig.fill(range(2), keys)
-    rig.submit(keys, range(2), load=False)  # a piece each
+    rig.submit(keys, range(2), load=False)  # a slice each
     rig.tier.drain_jobs()  # so that both ends, and the eviction between them, are heard of at once
     rig.step()
     assert rig.resident == {key for batch in rig.inner.scan() for key in batch}
@@ -328,7 +328,7 @@ def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
     rig.store.broken = {}
     rig.clock.advance(2)
     keys = keys_of(*range(30, 34))
-    assert set(rig.store_blocks(keys).successful_keys) == set(keys[:2]), "the first piece is the probe"
+    assert set(rig.store_blocks(keys).successful_keys) == set(keys[:2]), "the first slice is the probe"
     assert rig.is_healthy
     assert rig.store_blocks(keys).success
 

@@ -19,20 +19,20 @@ from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.circuit_breaker import Breaker
 from kvoffload.tiering.presence import Knowledge
-from kvoffload.tiering.runner import Ended, Job, Lane, Overdue, TierRunner
+from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
 __all__ = ["StoreTier", "TierLimits"]
 
 _log = logging.getLogger(__name__)
 
-_READS = (Lane.LOOKUP, Lane.LOAD)
-_LOOKUP_PIECE = 256
+_READ_QUEUES = (IoQueue.LOOKUP, IoQueue.LOAD)
+_LOOKUP_SLICE = 256
 _MOST_TOUCHED = 65_536
 _TOUCH_EVERY_S = 1.0
 _NEWS_PER_POLL = 2_048
-_PIECE_BYTES = 4 << 20
-_MOST_PIECE_BLOCKS = 64
+_SLICE_BYTES = 4 << 20
+_MAX_SLICE_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class StoreTier(SecondaryTierManager):
       what the index lacks is ``False`` at once.
     * A store that keeps failing, or hangs, is not asked any more: for reads (lookups are ``False``, loads fail) and
       writes (stores are dropped) separately, since a full disk still reads. A probe now and then finds out when
-      it is back: for reads one of the tier's own, for writes the first piece of a job.
+      it is back: for reads one of the tier's own, for writes the first slice of a job.
     * A job whose I/O hangs is not told as ended, because its slots may still be written.
     """
 
@@ -89,13 +89,13 @@ class StoreTier(SecondaryTierManager):
         self._rows: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
         num_blocks = self._rows.shape[0]
         self._max_backlog = limits.max_backlog_blocks or max(64, num_blocks // 4)
-        self._piece_blocks = max(1, min(_MOST_PIECE_BLOCKS, _PIECE_BYTES // self.block_bytes))
+        self._slice_blocks = max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
         self._runner = TierRunner(tier_type, limits.threads, timeout_s=limits.timeout_s, clock=clock)
         self._reads, self._writes = Breaker(clock=clock), Breaker(clock=clock)
         self._probe_key = OffloadKey(b"probe")
 
         self._knowledge = Knowledge(tier_type, limits.max_index_blocks, clock=clock)
-        self._ends: dict[Job, Callable[[Ended], None]] = {}
+        self._callbacks: dict[IoTask, Callable[[IoResult], None]] = {}
         self._results: list[JobResult] = []
         self._num_transfers = 0
         self._touched: list[Sequence[OffloadKey]] = []
@@ -110,7 +110,7 @@ class StoreTier(SecondaryTierManager):
         self._answers = {"hit": 0, "miss": 0, "pending": 0}
         self._num_stored = self._num_loaded = self._num_dropped = 0
         self._num_store_failures = self._num_load_failures = 0
-        self._submit(Job(Lane.UPKEEP, 1, self._scan), 1, self._scan_ended)
+        self._submit(IoTask(IoQueue.UPKEEP, 1, self._scan), 1, self._scan_ended)
 
     def __repr__(self) -> str:
         return f"StoreTier({self.tier_type!r}, {self._store!r}, known={len(self._knowledge)}, {self._runner!r})"
@@ -129,25 +129,26 @@ class StoreTier(SecondaryTierManager):
 
     def _submit_lookups(self) -> None:
         keys = self._knowledge.take_questions()
-        job = Job(Lane.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
 
-        def ended(end: Ended) -> None:
-            self._note_health(self._reads, end, keys[end.start])
-            if end.error is not None:
-                self._knowledge.unanswered(keys[end.start : end.stop])
+        def ended(result: IoResult) -> None:
+            asked = keys[result.start : result.stop]
+            self._note_health(self._reads, result, asked[0])
+            if result.status is not IoStatus.DONE:
+                self._knowledge.unanswered(asked)
                 return
-            for index in range(end.start, end.stop):
-                self._knowledge.answered(keys[index], job.answers[index])
+            for key, is_there in zip(asked, result.outcomes, strict=True):
+                self._knowledge.answered(key, is_there)
 
-        self._submit(job, _LOOKUP_PIECE, ended)
+        task = IoTask(IoQueue.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
+        self._submit(task, _LOOKUP_SLICE, ended)
 
     # ------------------------------------------------------------------------------------------------ transfers
 
     def submit_store(self, job: JobMetadata) -> None:
-        admitted = min(len(job.keys), self._max_backlog - self._runner.backlog(Lane.STORE))
+        admitted = min(len(job.keys), self._max_backlog - self._runner.backlog(IoQueue.STORE))
         if not self._writes.is_closed:
-            is_probe = not self._runner.num_stuck((Lane.STORE,)) and self._writes.may_probe()
-            admitted = min(admitted, self._piece_of(len(job.keys))) if is_probe else 0
+            is_probe = not self._runner.num_overdue((IoQueue.STORE,)) and self._writes.may_probe()
+            admitted = min(admitted, self._slice_of(len(job.keys))) if is_probe else 0
             if is_probe and admitted <= 0:
                 self._writes.withdraw_probe()
         admitted = max(0, admitted)
@@ -159,7 +160,7 @@ class StoreTier(SecondaryTierManager):
         self._knowledge.store_begins(keys)
         assert self._rows is not None
         work = partial(self._transfer, self._store.write, keys, job.block_ids, self._rows)
-        self._transfer_job(job, Job(Lane.STORE, admitted, work), self._store_piece_ended)
+        self._submit_transfer(job, IoTask(IoQueue.STORE, admitted, work), self._store_slice_ended)
 
     def submit_load(self, job: JobMetadata) -> None:
         if not self._reads.is_closed:
@@ -168,25 +169,27 @@ class StoreTier(SecondaryTierManager):
             return
         assert self._rows is not None
         work = partial(self._transfer, self._store.read_into, job.keys, job.block_ids, self._rows)
-        self._transfer_job(job, Job(Lane.LOAD, len(job.keys), work), self._load_piece_ended)
+        self._submit_transfer(job, IoTask(IoQueue.LOAD, len(job.keys), work), self._load_slice_ended)
 
-    def _transfer_job(self, job: JobMetadata, work: Job, piece_ended: Callable[[JobMetadata, Ended], None]) -> None:
+    def _submit_transfer(
+        self, job: JobMetadata, task: IoTask, slice_ended: Callable[[JobMetadata, IoResult], None]
+    ) -> None:
         self._num_transfers += 1
 
-        def ended(end: Ended) -> None:
-            piece_ended(job, end)
-            if end.is_last:
+        def ended(result: IoResult) -> None:
+            slice_ended(job, result)
+            if result.is_last:
                 self._num_transfers -= 1
-                good = [key for key, answer in zip(job.keys, work.answers, strict=False) if answer]
+                # The outcomes are fewer than the keys where a part of the job was dropped.
+                good = [key for key, is_good in zip(job.keys, task.outcomes, strict=False) if is_good]
                 all_good = len(good) == len(job.keys)
-                some = good if good and not all_good else None
-                self._results.append(JobResult(job.job_id, all_good, some))
+                self._results.append(JobResult(job.job_id, all_good, good if good and not all_good else None))
 
-        self._submit(work, self._piece_of(work.num_items), ended)
+        self._submit(task, self._slice_of(task.num_items), ended)
 
-    def _piece_of(self, num_blocks: int) -> int:
+    def _slice_of(self, num_blocks: int) -> int:
         """Small enough for all threads to share a job, and for the next in line not to wait long."""
-        return min(self._piece_blocks, -(-num_blocks // self._runner.num_threads))
+        return min(self._slice_blocks, -(-num_blocks // self._runner.num_threads))
 
     def _transfer(
         self,
@@ -207,29 +210,28 @@ class StoreTier(SecondaryTierManager):
         if evicted := self._store.take_evicted():
             self._evicted.append(evicted)
 
-    def _store_piece_ended(self, job: JobMetadata, end: Ended) -> None:
-        self._note_health(self._writes, end, job.keys[end.start])
+    def _store_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
+        keys, outcomes = job.keys[result.start : result.stop], result.outcomes
+        self._note_health(self._writes, result, keys[0])
         written = []
-        for index in range(end.start, end.stop):
-            is_still_there = self._knowledge.store_ends(job.keys[index])
-            if not end.job.answers[index]:
-                continue
-            self._num_stored += 1
-            if is_still_there:
-                written.append(job.keys[index])
-        failed = end.stop - end.start - sum(end.job.answers[end.start : end.stop])
-        if end.was_begun:
-            self._num_store_failures += failed
-        else:
-            self._num_dropped += failed
+        for key, is_written in zip(keys, outcomes, strict=True):
+            is_still_there = self._knowledge.store_ends(key)
+            if is_written and is_still_there:
+                written.append(key)
         self._knowledge.learn(written)
+        self._num_stored += outcomes.count(True)
+        if result.status is IoStatus.CANCELLED:
+            self._num_dropped += len(keys)
+        else:
+            self._num_store_failures += outcomes.count(False)
 
-    def _load_piece_ended(self, job: JobMetadata, end: Ended) -> None:
-        self._note_health(self._reads, end, job.keys[end.start])
-        missing = [job.keys[index] for index in range(end.start, end.stop) if not end.job.answers[index]]
-        self._num_loaded += end.stop - end.start - len(missing)
+    def _load_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
+        keys = job.keys[result.start : result.stop]
+        self._note_health(self._reads, result, keys[0])
+        missing = [key for key, is_loaded in zip(keys, result.outcomes, strict=True) if not is_loaded]
+        self._num_loaded += len(keys) - len(missing)
         self._num_load_failures += len(missing)
-        if end.error is None:
+        if result.status is IoStatus.DONE:
             # The store said no: what we thought to know is forgotten, and asked for next time.
             self._knowledge.forget(missing)
 
@@ -242,7 +244,7 @@ class StoreTier(SecondaryTierManager):
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_EVERY_S
             self._submit_touches()
-        if not self._reads.is_closed and not self._runner.num_stuck(_READS) and self._reads.may_probe():
+        if not self._reads.is_closed and not self._runner.num_overdue(_READ_QUEUES) and self._reads.may_probe():
             self._submit_probe()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -315,9 +317,9 @@ class StoreTier(SecondaryTierManager):
 
     # ------------------------------------------------------------------------------------------- what has ended
 
-    def _submit(self, job: Job, piece_items: int, ended: Callable[[Ended], None]) -> None:
-        self._ends[job] = ended
-        self._runner.submit(job, piece_items)
+    def _submit(self, task: IoTask, slice_items: int, ended: Callable[[IoResult], None]) -> None:
+        self._callbacks[task] = ended
+        self._runner.submit(task, slice_items)
 
     def _poll(self) -> None:
         """Takes in what the I/O threads have found."""
@@ -326,29 +328,32 @@ class StoreTier(SecondaryTierManager):
         # First: a block that was evicted while it was being stored is not to be learnt afterwards.
         while self._evicted:
             self._knowledge.forget(self._evicted.popleft())
-        for end in self._runner.poll():
-            self._ends[end.job](end)
-            if end.is_last:
-                self._ends.pop(end.job, None)
+        for result in self._runner.take_results():
+            self._callbacks[result.task](result)
+            if result.is_last:
+                del self._callbacks[result.task]
         num_seen = 0
         while self._seen and num_seen < _NEWS_PER_POLL:
             batch = self._seen.popleft()
             self._knowledge.learn(batch)
             num_seen += len(batch)
-        for job in self._runner.newly_overdue():
-            self._note_failure(self._reads if job.lane in _READS else self._writes, "does not come to an end", True)
+        for task in self._runner.check_deadlines():
+            breaker = self._reads if task.queue in _READ_QUEUES else self._writes
+            self._note_failure(breaker, "does not come to an end", True)
 
     # --------------------------------------------------------------------------------------------------- health
 
-    def _note_health(self, breaker: Breaker, end: Ended, key: OffloadKey) -> None:
-        if isinstance(end.error, Overdue):
-            breaker.withdraw_probe()
-        elif end.error is not None:
-            if breaker is self._reads:
-                self._probe_key = key
-            self._note_failure(breaker, str(end.error), False)
-        elif breaker.succeeded():
-            _log.warning("Tier %r is used for %s again.", self.tier_type, self._name_of(breaker))
+    def _note_health(self, breaker: Breaker, result: IoResult, key: OffloadKey) -> None:
+        match result.status:
+            case IoStatus.DONE:
+                if breaker.succeeded():
+                    _log.warning("Tier %r is used for %s again.", self.tier_type, self._name_of(breaker))
+            case IoStatus.FAILED:
+                if breaker is self._reads:
+                    self._probe_key = key
+                self._note_failure(breaker, str(result.error), False)
+            case IoStatus.CANCELLED:
+                breaker.withdraw_probe()
 
     def _note_failure(self, breaker: Breaker, reason: str, at_once: bool) -> None:
         if breaker.failed(at_once=at_once):
@@ -356,7 +361,7 @@ class StoreTier(SecondaryTierManager):
                 "Tier %r is not used for %s until it recovers: %s", self.tier_type, self._name_of(breaker), reason
             )
             # What waits would only fail one by one, and holds slots.
-            self._runner.cancel_queued(*(_READS if breaker is self._reads else (Lane.STORE,)))
+            self._runner.cancel_queued(*(_READ_QUEUES if breaker is self._reads else (IoQueue.STORE,)))
 
     def _name_of(self, breaker: Breaker) -> str:
         return "reading" if breaker is self._reads else "writing"
@@ -371,7 +376,7 @@ class StoreTier(SecondaryTierManager):
                 self._pass_on_evicted()
             return [True]
 
-        self._submit(Job(Lane.LOAD, 1, probe), 1, lambda end: self._note_health(self._reads, end, key))
+        self._submit(IoTask(IoQueue.LOAD, 1, probe), 1, lambda result: self._note_health(self._reads, result, key))
 
     # ------------------------------------------------------------------------------------- upkeep, in its thread
 
@@ -383,13 +388,13 @@ class StoreTier(SecondaryTierManager):
                 return [False]
         return [True]
 
-    def _scan_ended(self, end: Ended) -> None:
-        self._was_scanned = end.job.answers[0]
-        if end.error is not None and not isinstance(end.error, Overdue):
-            _log.warning("Tier %r could not be scanned, so each block is asked for: %s", self.tier_type, end.error)
+    def _scan_ended(self, result: IoResult) -> None:
+        self._was_scanned = result.outcomes == [True]
+        if result.status is IoStatus.FAILED:
+            _log.warning("Tier %r could not be scanned, so each block is asked for: %s", self.tier_type, result.error)
 
     def _submit_touches(self) -> None:
-        if self._runner.backlog(Lane.UPKEEP):
+        if self._runner.backlog(IoQueue.UPKEEP):
             return  # the scan, or a store that is slower at this than requests come
         touched, self._touched, self._num_touched = self._touched, [], 0
 
@@ -398,4 +403,4 @@ class StoreTier(SecondaryTierManager):
                 self._store.touch(keys)
             return [True]
 
-        self._submit(Job(Lane.UPKEEP, 1, touch), 1, lambda end: None)
+        self._submit(IoTask(IoQueue.UPKEEP, 1, touch), 1, lambda result: None)
