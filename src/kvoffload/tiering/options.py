@@ -32,8 +32,8 @@ _LARGE = 2
 """A tier this many times the primary one can afford a copy of everything in it (docs/design/0010-placement.md)."""
 
 
-class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What every store's tier may be told in one entry of ``secondary_tiers``. A store's own options subclass it."""
+class StoreOptions(TierLimits, frozen=True, kw_only=True):
+    """The keys that every entry of ``secondary_tiers`` may have. A store's own options subclass it."""
 
     is_persistent: ClassVar[bool] = False
     """Whether blocks outlive the process, so that the engine's block hashes must be the same in the next one."""
@@ -44,16 +44,6 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     cascade: CascadeMode | None = None
     """When blocks are written: ``"on_store"``, as soon as they are in host memory, or ``"on_evict"``, on their way out
     of it. Default: ``"on_evict"`` where the tier's ``max_bytes`` are less than twice the host memory."""
-    threads: int = 4
-    """Store calls at once: the queue depth the device sees."""
-    timeout_s: float = 30.0
-    """A call that takes longer is taken for hung, and the tier is not used until it is back."""
-    drain_timeout_s: float = 10.0
-    """How long a reset of the cache and the shutdown wait for the tier's I/O."""
-    max_backlog_blocks: int | None = None
-    """Blocks waiting to be written, pinned in host memory; more are dropped. Default: a quarter of host memory."""
-    max_index_blocks: int = 1_000_000
-    """Keys remembered on the scheduler's side, some 150 bytes each."""
     offload_policy: str = OffloadPolicy.BLOCK_LEVEL.value
     """``"request_level"`` sends down all blocks of a request, hits included."""
     exclusive: bool = False
@@ -61,13 +51,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, block_bytes: int | None = None) -> None:
         """Raises ``ConfigError`` for what cannot work with blocks of this size. Touches nothing."""
-        for name in ("threads", "max_backlog_blocks", "max_index_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} of the {self.type!r} tier must be at least 1, not {value}.")
-        for name in ("timeout_s", "drain_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} of the {self.type!r} tier must be positive, not {getattr(self, name)}.")
+        self.check_limits(self.type)
         if self.name == "":
             raise ConfigError(f"name of the {self.type!r} tier is empty; give it one, or leave it out.")
         policies = [policy.value for policy in OffloadPolicy]
@@ -105,14 +89,11 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         shape = primary_kv_view.shape
         assert shape is not None
         self.check(shape[1])
-        limits = TierLimits(
-            self.threads, self.timeout_s, self.drain_timeout_s, self.max_backlog_blocks, self.max_index_blocks
-        )
         return StoreTier(
             primary_kv_view,
             self.label,
             self.open_store(shape[1], namespace),
-            limits,
+            self,
             offload_policy=OffloadPolicy(self.offload_policy),
             exclusive=self.exclusive,
         )

@@ -8,13 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.circuit_breaker import Breaker
@@ -35,21 +36,31 @@ _SLICE_BYTES = 4 << 20
 _MAX_SLICE_BLOCKS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TierLimits:
-    """How much a ``StoreTier`` does at once, and for how long it waits."""
+class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a ``StoreTier`` does at once, and how long it waits. ``StoreOptions`` makes them configuration keys."""
 
     threads: int = 4
-    """Store calls at once."""
+    """Store calls at once: the queue depth that the device sees."""
     timeout_s: float = 30.0
-    """A store call that takes longer is taken for hung, and work that waits longer is called off."""
+    """A store call that takes longer counts as hung, and the tier is not used until it returns. Work that is queued for
+    longer is cancelled."""
     drain_timeout_s: float = 10.0
-    """How long ``drain_jobs`` and ``shutdown`` wait for the store, in real time."""
+    """How long a reset of the cache and the shutdown wait for the tier's I/O, in real time."""
     max_backlog_blocks: int | None = None
-    """Blocks to store that may wait or run, pinned in the primary tier; the rest are dropped. Default: a quarter of
-    the primary tier, but 64 at least."""
+    """Blocks that wait to be written or are being written, pinned in host memory; the tier drops more. Default: a
+    quarter of host memory, but at least 64 blocks."""
     max_index_blocks: int = 1_000_000
-    """Keys remembered as present, some 150 bytes each; the store is asked for those beyond."""
+    """Blocks that the tier remembers as present, at some 150 bytes each. It asks the store for others."""
+
+    def check_limits(self, tier_type: str) -> None:
+        """Raises ``ConfigError``, which names the tier by ``tier_type``, for numbers that no tier can work with."""
+        for name in ("threads", "max_backlog_blocks", "max_index_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} of the {tier_type!r} tier must be at least 1, not {value}.")
+        for name in ("timeout_s", "drain_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} of the {tier_type!r} tier must be positive, not {getattr(self, name)}.")
 
 
 class StoreTier(SecondaryTierManager):
@@ -81,6 +92,7 @@ class StoreTier(SecondaryTierManager):
     ) -> None:
         super().__init__(primary_kv_view, tier_type)
         limits = limits or TierLimits()
+        limits.check_limits(tier_type)
         self._limits = limits
         self._store = store
         self._policy = offload_policy
