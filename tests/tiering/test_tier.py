@@ -305,7 +305,7 @@ def test_failing_lookups_become_misses(make) -> None:
     for number in range(3):
         (key,) = keys_of(number)
         assert rig.ask([key]) == [None]
-        rig.until(lambda: not rig.tier._knowledge.is_asking)
+        rig.until(lambda: not rig.tier._index.is_asking)
     assert rig.ask(keys_of(1, 7)) == [False, False]
     rig.store.broken = {}
     rig.clock.advance(2)

@@ -18,8 +18,8 @@ from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContex
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from kvoffload.tiering.circuit_breaker import Breaker
-from kvoffload.tiering.presence import Knowledge
+from kvoffload.tiering.circuit_breaker import CircuitBreaker
+from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
@@ -103,10 +103,11 @@ class StoreTier(SecondaryTierManager):
         self._max_backlog = limits.max_backlog_blocks or max(64, num_blocks // 4)
         self._slice_blocks = max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
         self._runner = TierRunner(tier_type, limits.threads, timeout_s=limits.timeout_s, clock=clock)
-        self._reads, self._writes = Breaker(clock=clock), Breaker(clock=clock)
+        self._reads = CircuitBreaker("reading", clock=clock)
+        self._writes = CircuitBreaker("writing", clock=clock)
         self._probe_key = OffloadKey(b"probe")
 
-        self._knowledge = Knowledge(tier_type, limits.max_index_blocks, clock=clock)
+        self._index = PresenceIndex(tier_type, limits.max_index_blocks, clock=clock)
         self._callbacks: dict[IoTask, Callable[[IoResult], None]] = {}
         self._results: list[JobResult] = []
         self._num_transfers = 0
@@ -125,7 +126,7 @@ class StoreTier(SecondaryTierManager):
         self._submit(IoTask(IoQueue.UPKEEP, 1, self._scan), 1, self._scan_ended)
 
     def __repr__(self) -> str:
-        return f"StoreTier({self.tier_type!r}, {self._store!r}, known={len(self._knowledge)}, {self._runner!r})"
+        return f"StoreTier({self.tier_type!r}, {self._store!r}, present={len(self._index)}, {self._runner!r})"
 
     # -------------------------------------------------------------------------------------------------- lookups
 
@@ -137,19 +138,19 @@ class StoreTier(SecondaryTierManager):
     def _answer(self, key: OffloadKey) -> bool | None:
         if not self._reads.is_closed:
             return False
-        return self._knowledge.answer(key, self._exclusive and self._was_scanned and not self._seen)
+        return self._index.lookup(key, self._exclusive and self._was_scanned and not self._seen)
 
     def _submit_lookups(self) -> None:
-        keys = self._knowledge.take_questions()
+        keys = self._index.take_keys_to_ask()
 
         def ended(result: IoResult) -> None:
             asked = keys[result.start : result.stop]
             self._note_health(self._reads, result, asked[0])
             if result.status is not IoStatus.DONE:
-                self._knowledge.unanswered(asked)
+                self._index.record_no_answer(asked)
                 return
-            for key, is_there in zip(asked, result.outcomes, strict=True):
-                self._knowledge.answered(key, is_there)
+            for key, is_present in zip(asked, result.outcomes, strict=True):
+                self._index.record_answer(key, is_present)
 
         task = IoTask(IoQueue.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
         self._submit(task, _LOOKUP_SLICE, ended)
@@ -159,17 +160,17 @@ class StoreTier(SecondaryTierManager):
     def submit_store(self, job: JobMetadata) -> None:
         admitted = min(len(job.keys), self._max_backlog - self._runner.backlog(IoQueue.STORE))
         if not self._writes.is_closed:
-            is_probe = not self._runner.num_overdue((IoQueue.STORE,)) and self._writes.may_probe()
+            is_probe = not self._runner.num_overdue((IoQueue.STORE,)) and self._writes.begin_probe()
             admitted = min(admitted, self._slice_of(len(job.keys))) if is_probe else 0
             if is_probe and admitted <= 0:
-                self._writes.withdraw_probe()
+                self._writes.cancel_probe()
         admitted = max(0, admitted)
         self._num_dropped += len(job.keys) - admitted
         if not admitted:
             self._results.append(JobResult(job.job_id, success=False))
             return
         keys = job.keys[:admitted]
-        self._knowledge.store_begins(keys)
+        self._index.begin_store(keys)
         assert self._rows is not None
         work = partial(self._transfer, self._store.write, keys, job.block_ids, self._rows)
         self._submit_transfer(job, IoTask(IoQueue.STORE, admitted, work), self._store_slice_ended)
@@ -227,10 +228,10 @@ class StoreTier(SecondaryTierManager):
         self._note_health(self._writes, result, keys[0])
         written = []
         for key, is_written in zip(keys, outcomes, strict=True):
-            is_still_there = self._knowledge.store_ends(key)
-            if is_written and is_still_there:
+            is_present = self._index.end_store(key)
+            if is_written and is_present:
                 written.append(key)
-        self._knowledge.learn(written)
+        self._index.add(written)
         self._num_stored += outcomes.count(True)
         if result.status is IoStatus.CANCELLED:
             self._num_dropped += len(keys)
@@ -245,18 +246,18 @@ class StoreTier(SecondaryTierManager):
         self._num_load_failures += len(missing)
         if result.status is IoStatus.DONE:
             # The store said no: what we thought to know is forgotten, and asked for next time.
-            self._knowledge.forget(missing)
+            self._index.remove(missing)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
     def on_schedule_end(self) -> None:
         self._poll()
-        if self._knowledge.has_questions:
+        if self._index.has_keys_to_ask:
             self._submit_lookups()
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_EVERY_S
             self._submit_touches()
-        if not self._reads.is_closed and not self._runner.num_overdue(_READ_QUEUES) and self._reads.may_probe():
+        if not self._reads.is_closed and not self._runner.num_overdue(_READ_QUEUES) and self._reads.begin_probe():
             self._submit_probe()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -267,10 +268,10 @@ class StoreTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        return bool(self._num_transfers or self._results or self._knowledge.is_asking)
+        return bool(self._num_transfers or self._results or self._index.is_asking)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._knowledge.take_events()
+        return self._index.take_events()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         if keys and self._num_touched < _MOST_TOUCHED:
@@ -313,7 +314,7 @@ class StoreTier(SecondaryTierManager):
         tier, store = self.tier_type, self._store.stats()
         stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._answers.items()}
         stats |= {
-            ("tier_blocks", tier): len(self._knowledge),
+            ("tier_blocks", tier): len(self._index),
             ("tier_bytes", tier): store.used_bytes,
             ("tier_healthy", tier): int(self._reads.is_closed and self._writes.is_closed),
             ("tier_blocks_stored", tier): self._num_stored,
@@ -339,7 +340,7 @@ class StoreTier(SecondaryTierManager):
             return
         # First: a block that was evicted while it was being stored is not to be learnt afterwards.
         while self._evicted:
-            self._knowledge.forget(self._evicted.popleft())
+            self._index.remove(self._evicted.popleft())
         for result in self._runner.take_results():
             self._callbacks[result.task](result)
             if result.is_last:
@@ -347,7 +348,7 @@ class StoreTier(SecondaryTierManager):
         num_seen = 0
         while self._seen and num_seen < _NEWS_PER_POLL:
             batch = self._seen.popleft()
-            self._knowledge.learn(batch)
+            self._index.add(batch)
             num_seen += len(batch)
         for task in self._runner.check_deadlines():
             breaker = self._reads if task.queue in _READ_QUEUES else self._writes
@@ -355,28 +356,23 @@ class StoreTier(SecondaryTierManager):
 
     # --------------------------------------------------------------------------------------------------- health
 
-    def _note_health(self, breaker: Breaker, result: IoResult, key: OffloadKey) -> None:
+    def _note_health(self, breaker: CircuitBreaker, result: IoResult, key: OffloadKey) -> None:
         match result.status:
             case IoStatus.DONE:
-                if breaker.succeeded():
-                    _log.warning("Tier %r is used for %s again.", self.tier_type, self._name_of(breaker))
+                if breaker.record_success():
+                    _log.warning("Tier %r is used for %s again.", self.tier_type, breaker.name)
             case IoStatus.FAILED:
                 if breaker is self._reads:
                     self._probe_key = key
                 self._note_failure(breaker, str(result.error), False)
             case IoStatus.CANCELLED:
-                breaker.withdraw_probe()
+                breaker.cancel_probe()
 
-    def _note_failure(self, breaker: Breaker, reason: str, at_once: bool) -> None:
-        if breaker.failed(at_once=at_once):
-            _log.warning(
-                "Tier %r is not used for %s until it recovers: %s", self.tier_type, self._name_of(breaker), reason
-            )
+    def _note_failure(self, breaker: CircuitBreaker, reason: str, is_grave: bool) -> None:
+        if breaker.record_failure(is_grave=is_grave):
+            _log.warning("Tier %r is not used for %s until it recovers: %s", self.tier_type, breaker.name, reason)
             # What waits would only fail one by one, and holds slots.
             self._runner.cancel_queued(*(_READ_QUEUES if breaker is self._reads else (IoQueue.STORE,)))
-
-    def _name_of(self, breaker: Breaker) -> str:
-        return "reading" if breaker is self._reads else "writing"
 
     def _submit_probe(self) -> None:
         """Asks for, and reads if it is there, the block that failed last, into memory of the probe's own."""
