@@ -17,10 +17,25 @@ from kvoffload.testing import FaultyStore, GatedStore, ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata, JobResult
+from kvoffload.tiering.manager import TieringOffloadingManager
+from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.runner import IoQueue
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_BYTES = 64
+
+
+class Region:
+    """Memory for a primary tier."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def create_kv_memoryview(self) -> memoryview:
+        return self._view
+
+
 CONTEXT = ReqContext("r")
 
 
@@ -83,6 +98,13 @@ class Rig:
         while not condition():
             assert time.monotonic() < end, "the tier hangs"
             self.step()
+            time.sleep(0.001)
+
+    def wait_for_results(self) -> None:
+        """Waits until the result of a submitted lookup or load, if there is any, can be taken, and does not take it."""
+        runner, end = self.tier._runner, time.monotonic() + 30
+        while not runner.has_results and runner.backlog(IoQueue.LOOKUP) + runner.backlog(IoQueue.LOAD):
+            assert time.monotonic() < end, "the store hangs"
             time.sleep(0.001)
 
     def wait(self, job_id: int) -> JobResult:
@@ -167,6 +189,55 @@ def test_each_unknown_key_is_asked_once_and_in_one_batch(make) -> None:
         rig.step()
         assert rig.ask(asked) == [True, True, False, False]
     assert [keys for call, keys in rig.store.calls if call == "contains"] == [tuple(asked)]
+
+
+def test_a_lookup_is_answered_once_the_store_has_answered(make) -> None:
+    rig = make()
+    rig.gate.close_gate("scan")
+    rig.below(keys_of(1))
+    rig.start()
+    assert rig.ask(keys_of(1, 2)) == [None, None]
+    rig.step()
+    rig.wait_for_results()
+    assert rig.ask(keys_of(1, 2)) == [True, False], "without another step"
+    assert rig.resident == set()
+    rig.step()
+    assert rig.resident == set(keys_of(1))
+
+
+def test_a_lookup_that_takes_in_the_last_failure_is_a_miss(make) -> None:
+    rig = make()
+    rig.gate.close_gate("scan")
+    rig.start()
+    rig.store.broken = {"contains": StoreError("no")}
+    for number in range(3):
+        assert rig.ask(keys_of(number)) == [None]
+        rig.step()
+        rig.wait_for_results()
+    assert rig.ask(keys_of(2)) == [False]
+    assert not rig.is_healthy
+    assert rig.stat("tier_lookups", "miss") == 1
+
+
+def test_a_request_with_a_block_in_the_store_is_put_off_twice(make) -> None:
+    """In the step that asks the store, and in the step that promotes the block."""
+    rig = make()
+    rig.gate.close_gate("scan")
+    (key,) = keys_of(1)
+    rig.below([key])
+    rig.start()
+    primary = CPUPrimaryTierOffloadingManager(64, Region(rig.view))
+    manager = TieringOffloadingManager(primary, [rig.tier], clock=rig.clock)
+    manager.on_new_request(CONTEXT)
+    answers = []
+    while not answers or answers[-1] is None:
+        answers.append(manager.lookup(key, CONTEXT))
+        manager.on_schedule_end()
+        if answers[-1] is None:
+            rig.wait_for_results()
+    assert answers == [None, None, True]
+    (slot,) = manager.prepare_load([key], CONTEXT).block_ids.tolist()
+    assert rig.read(slot) == block_of(key, BLOCK_BYTES)
 
 
 def test_the_absent_are_asked_again_in_the_background(make) -> None:

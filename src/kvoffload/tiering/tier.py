@@ -132,6 +132,10 @@ class StoreTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer = self._answer(key)
+        if answer is None and self._runner.has_results:
+            # The store may have answered since the last step; otherwise the request would wait for one step more.
+            self._take_results()
+            answer = self._answer(key)
         self._answers["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
 
@@ -338,13 +342,7 @@ class StoreTier(SecondaryTierManager):
         """Takes in what the I/O threads have found."""
         if self._runner.is_idle and not self._seen:
             return
-        # First: a block that was evicted while it was being stored is not to be learnt afterwards.
-        while self._evicted:
-            self._index.remove(self._evicted.popleft())
-        for result in self._runner.take_results():
-            self._callbacks[result.task](result)
-            if result.is_last:
-                del self._callbacks[result.task]
+        self._take_results()
         num_seen = 0
         while self._seen and num_seen < _NEWS_PER_POLL:
             batch = self._seen.popleft()
@@ -353,6 +351,16 @@ class StoreTier(SecondaryTierManager):
         for task in self._runner.check_deadlines():
             breaker = self._reads if task.queue in _READ_QUEUES else self._writes
             self._note_failure(breaker, "does not come to an end", True)
+
+    def _take_results(self) -> None:
+        # Evictions before results: a block whose eviction is known must not be announced as present. An eviction that a
+        # thread queues after this loop is not lost; the next call removes the key.
+        while self._evicted:
+            self._index.remove(self._evicted.popleft())
+        for result in self._runner.take_results():
+            self._callbacks[result.task](result)
+            if result.is_last:
+                del self._callbacks[result.task]
 
     # --------------------------------------------------------------------------------------------------- health
 
