@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A tier's options: mistakes are sentences, defaults stand once, and every tier has a name of its own."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -101,7 +103,7 @@ def test_tiers_have_names_of_their_own() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [{"type": "fs", "path": "x"}, {"type": "memory"}])
-def test_small_tiers_get_blocks_on_their_way_out(kind: dict[str, Any], options: dict[str, Any], expected: str) -> None:
+def test_small_tiers_are_written_on_eviction(kind: dict[str, Any], options: dict[str, Any], expected: str) -> None:
     assert parse_tier(kind | options).cascade_above(1 << 30) == expected
 
 

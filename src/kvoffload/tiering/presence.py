@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's thread knows of a store's content without asking the store."""
+"""An index of a store's content, for answers that need no call of the store."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PresenceIndex:
         """Blocks known to be present."""
         return len(self._present)
 
-    # ------------------------------------------------------------------------------------------------- questions
+    # -------------------------------------------------------------------------------------------------- questions
 
     def lookup(self, key: OffloadKey, is_complete: bool) -> bool | None:
         """Whether the store has ``key``. ``None``: unknown, so the store is to be asked for it, once.
@@ -104,7 +104,7 @@ class PresenceIndex:
         """The store could not answer. The next lookup of such a key asks again."""
         self._asking.difference_update(keys)
 
-    # --------------------------------------------------------------------------------------------------- changes
+    # ---------------------------------------------------------------------------------------------------- changes
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` are present."""

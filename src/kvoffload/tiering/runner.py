@@ -123,7 +123,7 @@ class TierRunner:
     def __repr__(self) -> str:
         return f"TierRunner(threads={self.num_threads}, backlog={self._backlog}, running={len(self._running)})"
 
-    # ---------------------------------------------------------------------------------- for the thread that submits
+    # -------------------------------------------------------------------------------- for the thread that submits
 
     @property
     def is_closing(self) -> bool:
@@ -226,7 +226,7 @@ class TierRunner:
             thread.join(max(0.0, end_s - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
 
-    # ------------------------------------------------------------------------------------------- with _lock held
+    # -------------------------------------------------------------------------------------------- with _lock held
 
     def _has_no_transfers(self) -> bool:
         queued = self._queues[IoQueue.LOAD] or self._queues[IoQueue.STORE]

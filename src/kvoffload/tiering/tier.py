@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secondary tier out of any block store."""
+"""A secondary tier over any block store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -29,9 +28,9 @@ _log = logging.getLogger(__name__)
 
 _READ_QUEUES = (IoQueue.LOOKUP, IoQueue.LOAD)
 _LOOKUP_SLICE = 256
-_MOST_TOUCHED = 65_536
-_TOUCH_EVERY_S = 1.0
-_NEWS_PER_POLL = 2_048
+_MAX_TOUCHED = 65_536
+_TOUCH_INTERVAL_S = 1.0
+_SCANNED_PER_POLL = 2_048
 _SLICE_BYTES = 4 << 20
 _MAX_SLICE_BLOCKS = 64
 
@@ -64,19 +63,19 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreTier(SecondaryTierManager):
-    """Asynchronous lookups, stores and loads over a synchronous ``store``, which it owns from here on.
+    """A secondary tier over a synchronous ``store``, which it owns from here on.
 
-    Every method runs on the scheduler's thread, which owns all state here. The store is called from the runner's
-    threads alone; what they find comes back through queues that are emptied when the tier is polled.
+    Every method runs on the scheduler's thread, and so does every change of the state here. Only the runner's threads
+    call the store; what they find waits in queues until the scheduler's thread takes it in.
 
-    * A key is looked up in the index; one that is not there is asked of the store, once, with the others of its step,
-      and answers ``None`` meanwhile. What was found absent is ``False`` for a while, and asked again in the
-      background then. With ``exclusive`` nobody else writes to the store's namespace, and once it has been scanned
-      what the index lacks is ``False`` at once.
-    * A store that keeps failing, or hangs, is not asked any more: for reads (lookups are ``False``, loads fail) and
-      writes (stores are dropped) separately, since a full disk still reads. A probe now and then finds out when
-      it is back: for reads one of the tier's own, for writes the first slice of a job.
-    * A job whose I/O hangs is not told as ended, because its slots may still be written.
+    * Lookups are answered from the presence index. An unknown key is ``None``, and the store is asked for it once,
+      together with the other unknown keys of the step. An absent key is ``False``; after a while the store is asked for
+      it again in the background. ``exclusive`` says that no other process writes to the store's namespace: once the
+      store has been scanned, an unknown key is ``False`` at once.
+    * A circuit breaker for reads and one for writes leave a store alone that keeps failing or hangs. There are two
+      because a full disk can still be read. While reads are off, lookups are ``False`` and loads fail; while writes are
+      off, stores are dropped. The tier probes reads by a call of its own, and writes by the first slice of a job.
+    * A job whose I/O hangs has no result, because its slots may still be written.
     """
 
     def __init__(
@@ -98,10 +97,9 @@ class StoreTier(SecondaryTierManager):
         self._policy = offload_policy
         self._exclusive = exclusive
         self._clock = clock
-        self._rows: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
-        num_blocks = self._rows.shape[0]
-        self._max_backlog = limits.max_backlog_blocks or max(64, num_blocks // 4)
-        self._slice_blocks = max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
+        self._slots: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
+        self._max_backlog = limits.max_backlog_blocks or max(64, len(self._slots) // 4)
+        self._max_slice_blocks = max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
         self._runner = TierRunner(tier_type, limits.threads, timeout_s=limits.timeout_s, clock=clock)
         self._reads = CircuitBreaker("reading", clock=clock)
         self._writes = CircuitBreaker("writing", clock=clock)
@@ -114,13 +112,13 @@ class StoreTier(SecondaryTierManager):
         self._touched: list[Sequence[OffloadKey]] = []
         self._num_touched = 0
         self._next_touch_s = 0.0
-        # From I/O threads: keys seen by the scan, keys evicted by the store.
-        self._seen: deque[Sequence[OffloadKey]] = deque()
+        # Filled by I/O threads: keys that the scan found, and keys that the store evicted.
+        self._scanned: deque[Sequence[OffloadKey]] = deque()
         self._evicted: deque[Sequence[OffloadKey]] = deque()
-        self._was_scanned = False
+        self._scan_is_done = False
         self._is_shut_down = False
 
-        self._answers = {"hit": 0, "miss": 0, "pending": 0}
+        self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._num_stored = self._num_loaded = self._num_dropped = 0
         self._num_store_failures = self._num_load_failures = 0
         self._submit(IoTask(IoQueue.UPKEEP, 1, self._scan), 1, self._scan_ended)
@@ -128,7 +126,7 @@ class StoreTier(SecondaryTierManager):
     def __repr__(self) -> str:
         return f"StoreTier({self.tier_type!r}, {self._store!r}, present={len(self._index)}, {self._runner!r})"
 
-    # -------------------------------------------------------------------------------------------------- lookups
+    # ---------------------------------------------------------------------------------------------------- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer = self._answer(key)
@@ -136,20 +134,20 @@ class StoreTier(SecondaryTierManager):
             # The store may have answered since the last step; otherwise the request would wait for one step more.
             self._take_results()
             answer = self._answer(key)
-        self._answers["pending" if answer is None else "hit" if answer else "miss"] += 1
+        self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
 
     def _answer(self, key: OffloadKey) -> bool | None:
         if not self._reads.is_closed:
             return False
-        return self._index.lookup(key, self._exclusive and self._was_scanned and not self._seen)
+        return self._index.lookup(key, self._exclusive and self._scan_is_done and not self._scanned)
 
     def _submit_lookups(self) -> None:
         keys = self._index.take_keys_to_ask()
 
         def ended(result: IoResult) -> None:
             asked = keys[result.start : result.stop]
-            self._note_health(self._reads, result, asked[0])
+            self._record(self._reads, result, asked[0])
             if result.status is not IoStatus.DONE:
                 self._index.record_no_answer(asked)
                 return
@@ -159,34 +157,37 @@ class StoreTier(SecondaryTierManager):
         task = IoTask(IoQueue.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
         self._submit(task, _LOOKUP_SLICE, ended)
 
-    # ------------------------------------------------------------------------------------------------ transfers
+    # -------------------------------------------------------------------------------------------------- transfers
 
     def submit_store(self, job: JobMetadata) -> None:
-        admitted = min(len(job.keys), self._max_backlog - self._runner.backlog(IoQueue.STORE))
-        if not self._writes.is_closed:
-            is_probe = not self._runner.num_overdue((IoQueue.STORE,)) and self._writes.begin_probe()
-            admitted = min(admitted, self._slice_of(len(job.keys))) if is_probe else 0
-            if is_probe and admitted <= 0:
-                self._writes.cancel_probe()
-        admitted = max(0, admitted)
-        self._num_dropped += len(job.keys) - admitted
-        if not admitted:
+        num_admitted = self._num_admitted(len(job.keys))
+        self._num_dropped += len(job.keys) - num_admitted
+        if not num_admitted:
             self._results.append(JobResult(job.job_id, success=False))
             return
-        keys = job.keys[:admitted]
-        self._index.begin_store(keys)
-        assert self._rows is not None
-        work = partial(self._transfer, self._store.write, keys, job.block_ids, self._rows)
-        self._submit_transfer(job, IoTask(IoQueue.STORE, admitted, work), self._store_slice_ended)
+        self._index.begin_store(job.keys[:num_admitted])
+        task = IoTask(IoQueue.STORE, num_admitted, self._transfer_of(job, self._store.write))
+        self._submit_transfer(job, task, self._store_slice_ended)
+
+    def _num_admitted(self, num_blocks: int) -> int:
+        """How many of a job's blocks are to be written, from its first block on."""
+        num_admitted = min(num_blocks, self._max_backlog - self._runner.backlog(IoQueue.STORE))
+        if num_admitted <= 0:
+            return 0
+        if self._writes.is_closed:
+            return num_admitted
+        # A call that hangs is its own probe: no second thread is risked before it returns.
+        if self._runner.num_overdue((IoQueue.STORE,)) or not self._writes.begin_probe():
+            return 0
+        return min(num_admitted, self._slice_blocks_of(num_blocks))
 
     def submit_load(self, job: JobMetadata) -> None:
         if not self._reads.is_closed:
             self._num_load_failures += len(job.keys)
             self._results.append(JobResult(job.job_id, success=False))
             return
-        assert self._rows is not None
-        work = partial(self._transfer, self._store.read_into, job.keys, job.block_ids, self._rows)
-        self._submit_transfer(job, IoTask(IoQueue.LOAD, len(job.keys), work), self._load_slice_ended)
+        task = IoTask(IoQueue.LOAD, len(job.keys), self._transfer_of(job, self._store.read_into))
+        self._submit_transfer(job, task, self._load_slice_ended)
 
     def _submit_transfer(
         self, job: JobMetadata, task: IoTask, slice_ended: Callable[[JobMetadata, IoResult], None]
@@ -202,34 +203,35 @@ class StoreTier(SecondaryTierManager):
                 all_good = len(good) == len(job.keys)
                 self._results.append(JobResult(job.job_id, all_good, good if good and not all_good else None))
 
-        self._submit(task, self._slice_of(task.num_items), ended)
+        self._submit(task, self._slice_blocks_of(task.num_items), ended)
 
-    def _slice_of(self, num_blocks: int) -> int:
-        """Small enough for all threads to share a job, and for the next in line not to wait long."""
-        return min(self._slice_blocks, -(-num_blocks // self._runner.num_threads))
+    def _slice_blocks_of(self, num_blocks: int) -> int:
+        """Few enough that all threads share a job, and that no slice delays the next job for long."""
+        return min(self._max_slice_blocks, -(-num_blocks // self._runner.num_threads))
 
-    def _transfer(
-        self,
-        call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]],
-        keys: Sequence[OffloadKey],
-        block_ids: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.uint8],
-        start: int,
-        stop: int,
-    ) -> list[bool]:
-        """In an I/O thread: moves some blocks between ``rows`` and the store."""
-        try:
-            return call(keys[start:stop], [memoryview(rows[slot]) for slot in block_ids[start:stop].tolist()])
-        finally:
-            self._pass_on_evicted()
+    def _transfer_of(
+        self, job: JobMetadata, call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
+    ) -> Callable[[int, int], list[bool]]:
+        """``job`` as work for the I/O threads. It refers to the slots itself, so that a call which hangs beyond
+        ``shutdown`` keeps them mapped."""
+        slots, keys, block_ids = self._slots, job.keys, job.block_ids
+        assert slots is not None
 
-    def _pass_on_evicted(self) -> None:
+        def transfer(start: int, stop: int) -> list[bool]:
+            try:
+                return call(keys[start:stop], [memoryview(slots[slot]) for slot in block_ids[start:stop].tolist()])
+            finally:
+                self._queue_evicted()
+
+        return transfer
+
+    def _queue_evicted(self) -> None:
         if evicted := self._store.take_evicted():
             self._evicted.append(evicted)
 
     def _store_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
         keys, outcomes = job.keys[result.start : result.stop], result.outcomes
-        self._note_health(self._writes, result, keys[0])
+        self._record(self._writes, result, keys[0])
         written = []
         for key, is_written in zip(keys, outcomes, strict=True):
             is_present = self._index.end_store(key)
@@ -244,22 +246,22 @@ class StoreTier(SecondaryTierManager):
 
     def _load_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
         keys = job.keys[result.start : result.stop]
-        self._note_health(self._reads, result, keys[0])
+        self._record(self._reads, result, keys[0])
         missing = [key for key, is_loaded in zip(keys, result.outcomes, strict=True) if not is_loaded]
         self._num_loaded += len(keys) - len(missing)
         self._num_load_failures += len(missing)
         if result.status is IoStatus.DONE:
-            # The store said no: what we thought to know is forgotten, and asked for next time.
+            # The store lacks them, whatever the index says: the next lookup asks the store.
             self._index.remove(missing)
 
-    # ---------------------------------------------------------------------------------------------------- steps
+    # ------------------------------------------------------------------------------------------------------ steps
 
     def on_schedule_end(self) -> None:
         self._poll()
         if self._index.has_keys_to_ask:
             self._submit_lookups()
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
-            self._next_touch_s = now_s + _TOUCH_EVERY_S
+            self._next_touch_s = now_s + _TOUCH_INTERVAL_S
             self._submit_touches()
         if not self._reads.is_closed and not self._runner.num_overdue(_READ_QUEUES) and self._reads.begin_probe():
             self._submit_probe()
@@ -278,7 +280,7 @@ class StoreTier(SecondaryTierManager):
         return self._index.take_events()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        if keys and self._num_touched < _MOST_TOUCHED:
+        if keys and self._num_touched < _MAX_TOUCHED:
             self._touched.append(list(keys))
             self._num_touched += len(keys)
 
@@ -301,7 +303,7 @@ class StoreTier(SecondaryTierManager):
         self.drain_jobs()
         num_hung = self._runner.shutdown(self._limits.drain_timeout_s)
         self._poll()
-        self._rows = None
+        self._slots = None
         if not num_hung:
             closing = threading.Thread(target=self._store.close, name=f"kvoffload-{self.tier_type}-close", daemon=True)
             closing.start()
@@ -316,7 +318,7 @@ class StoreTier(SecondaryTierManager):
 
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()
-        stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._answers.items()}
+        stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._num_lookups.items()}
         stats |= {
             ("tier_blocks", tier): len(self._index),
             ("tier_bytes", tier): store.used_bytes,
@@ -332,25 +334,25 @@ class StoreTier(SecondaryTierManager):
         }
         return stats
 
-    # ------------------------------------------------------------------------------------------- what has ended
+    # --------------------------------------------------------------------------------------------- results of I/O
 
     def _submit(self, task: IoTask, slice_items: int, ended: Callable[[IoResult], None]) -> None:
         self._callbacks[task] = ended
         self._runner.submit(task, slice_items)
 
     def _poll(self) -> None:
-        """Takes in what the I/O threads have found."""
-        if self._runner.is_idle and not self._seen:
+        """Takes in what the I/O threads have found, and checks their deadlines. Cheap if they are idle."""
+        if self._runner.is_idle and not self._scanned:
             return
         self._take_results()
-        num_seen = 0
-        while self._seen and num_seen < _NEWS_PER_POLL:
-            batch = self._seen.popleft()
+        num_scanned = 0
+        while self._scanned and num_scanned < _SCANNED_PER_POLL:
+            batch = self._scanned.popleft()
             self._index.add(batch)
-            num_seen += len(batch)
+            num_scanned += len(batch)
         for task in self._runner.check_deadlines():
             breaker = self._reads if task.queue in _READ_QUEUES else self._writes
-            self._note_failure(breaker, "does not come to an end", True)
+            self._record_failure(breaker, "A call hangs.", is_grave=True)
 
     def _take_results(self) -> None:
         # Evictions before results: a block whose eviction is known must not be announced as present. An eviction that a
@@ -362,9 +364,9 @@ class StoreTier(SecondaryTierManager):
             if result.is_last:
                 del self._callbacks[result.task]
 
-    # --------------------------------------------------------------------------------------------------- health
+    # ------------------------------------------------------------------------------------------- circuit breakers
 
-    def _note_health(self, breaker: CircuitBreaker, result: IoResult, key: OffloadKey) -> None:
+    def _record(self, breaker: CircuitBreaker, result: IoResult, key: OffloadKey) -> None:
         match result.status:
             case IoStatus.DONE:
                 if breaker.record_success():
@@ -372,46 +374,47 @@ class StoreTier(SecondaryTierManager):
             case IoStatus.FAILED:
                 if breaker is self._reads:
                     self._probe_key = key
-                self._note_failure(breaker, str(result.error), False)
+                self._record_failure(breaker, str(result.error))
             case IoStatus.CANCELLED:
                 breaker.cancel_probe()
 
-    def _note_failure(self, breaker: CircuitBreaker, reason: str, is_grave: bool) -> None:
+    def _record_failure(self, breaker: CircuitBreaker, reason: str, *, is_grave: bool = False) -> None:
         if breaker.record_failure(is_grave=is_grave):
             _log.warning("Tier %r is not used for %s until it recovers: %s", self.tier_type, breaker.name, reason)
-            # What waits would only fail one by one, and holds slots.
+            # Queued slices would only fail one by one, and meanwhile hold slots.
             self._runner.cancel_queued(*(_READ_QUEUES if breaker is self._reads else (IoQueue.STORE,)))
 
     def _submit_probe(self) -> None:
-        """Asks for, and reads if it is there, the block that failed last, into memory of the probe's own."""
+        """Asks for the block that failed last, and if it is present reads it into memory of the probe's own."""
         key, num_bytes = self._probe_key, self.block_bytes
 
         def probe(start: int, stop: int) -> list[bool]:
             if self._store.contains([key]) == [True]:
                 self._store.read_into([key], [memoryview(bytearray(num_bytes))])
-                self._pass_on_evicted()
+                self._queue_evicted()
             return [True]
 
-        self._submit(IoTask(IoQueue.LOAD, 1, probe), 1, lambda result: self._note_health(self._reads, result, key))
+        self._submit(IoTask(IoQueue.LOAD, 1, probe), 1, lambda result: self._record(self._reads, result, key))
 
-    # ------------------------------------------------------------------------------------- upkeep, in its thread
+    # ----------------------------------------------------------------------------------------------------- upkeep
 
     def _scan(self, start: int, stop: int) -> list[bool]:
+        """In the upkeep thread. The keys come in batches small enough for one poll."""
         for batch in self._store.scan():
-            for first in range(0, len(batch), _NEWS_PER_POLL // 4):
-                self._seen.append(batch[first : first + _NEWS_PER_POLL // 4])
+            for first in range(0, len(batch), _SCANNED_PER_POLL // 4):
+                self._scanned.append(batch[first : first + _SCANNED_PER_POLL // 4])
             if self._runner.is_closing:
                 return [False]
         return [True]
 
     def _scan_ended(self, result: IoResult) -> None:
-        self._was_scanned = result.outcomes == [True]
+        self._scan_is_done = result.outcomes == [True]
         if result.status is IoStatus.FAILED:
             _log.warning("Tier %r could not be scanned, so each block is asked for: %s", self.tier_type, result.error)
 
     def _submit_touches(self) -> None:
         if self._runner.backlog(IoQueue.UPKEEP):
-            return  # the scan, or a store that is slower at this than requests come
+            return  # The scan runs, or the store is slower at touches than requests come. A later step tries again.
         touched, self._touched, self._num_touched = self._touched, [], 0
 
         def touch(start: int, stop: int) -> list[bool]:
