@@ -316,6 +316,28 @@ def test_a_block_evicted_by_the_next_of_its_own_job_is_not_present(make) -> None
     assert len(rig.resident) == 1
 
 
+def test_an_eviction_queued_while_results_are_taken_is_not_lost(make, monkeypatch) -> None:
+    rig = make(max_blocks=1).start()
+    rig.store_blocks(keys_of(1))
+    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.gate.close_gate("write")
+    rig.submit(keys_of(2), [2], load=False)
+    rig.gate.wait_for_arrivals(1)
+    take_results = rig.tier._runner.take_results
+
+    def finish_and_take():
+        rig.gate.open_gate()
+        assert rig.tier._runner.drain(30)
+        return take_results()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tier._runner, "take_results", finish_and_take)
+        assert [result.success for result in rig.tier.get_finished_jobs()] == [True]
+    assert rig.stat("tier_blocks") == 2, "the eviction came when evictions had been taken in"
+    rig.step()
+    assert rig.resident == set(keys_of(2))
+
+
 def test_loads_overtake_stores(make) -> None:
     rig = make(limits=TierLimits(threads=1)).start()
     rig.store_blocks(keys_of(1))

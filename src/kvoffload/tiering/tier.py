@@ -342,7 +342,7 @@ class StoreTier(SecondaryTierManager):
 
     def _poll(self) -> None:
         """Takes in what the I/O threads have found, and checks their deadlines. Cheap if they are idle."""
-        if self._runner.is_idle and not self._scanned:
+        if self._runner.is_idle and not self._scanned and not self._evicted:
             return
         self._take_results()
         num_scanned = 0
