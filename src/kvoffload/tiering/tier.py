@@ -129,18 +129,15 @@ class StoreTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------------------------- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        answer = self._answer(key)
-        if answer is None and self._runner.has_results:
-            # The store may have answered since the last step; otherwise the request would wait for one step more.
-            self._take_results()
-            answer = self._answer(key)
+        answer: bool | None = False
+        if self._reads.is_closed:
+            answer = self._index.lookup(key, self._exclusive and self._scan_is_done and not self._scanned)
+            if answer is None and self._runner.has_results:
+                # The store may have answered since the last step; otherwise the request would wait for one step more.
+                self._take_results()
+                return self.lookup(key, req_context)
         self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
-
-    def _answer(self, key: OffloadKey) -> bool | None:
-        if not self._reads.is_closed:
-            return False
-        return self._index.lookup(key, self._exclusive and self._scan_is_done and not self._scanned)
 
     def _submit_lookups(self) -> None:
         keys = self._index.take_keys_to_ask()
