@@ -34,10 +34,9 @@ def events(index: PresenceIndex) -> list[tuple[list[OffloadKey], bool]]:
 def test_an_unknown_key_is_asked_for_once(index: PresenceIndex) -> None:
     assert not index.is_asking
     assert ask(index, A, B, A) == [None] * 3
-    assert index.has_keys_to_ask
     assert index.take_keys_to_ask() == [A, B]
     assert ask(index, A, B) == [None] * 2
-    assert not index.has_keys_to_ask
+    assert index.take_keys_to_ask() == []
     assert index.is_asking
     index.record_answer(A, is_present=True)
     index.record_answer(B, is_present=False)
@@ -57,7 +56,7 @@ def test_an_absent_key_is_asked_for_again_in_the_background(index: PresenceIndex
     ask(index, A)
     index.record_answer(*index.take_keys_to_ask(), is_present=False)
     assert ask(index, A) == [False]
-    assert not index.has_keys_to_ask
+    assert index.take_keys_to_ask() == []
     for _ in range(2):
         clock.advance(1)
         assert ask(index, A, A) == [False, False]
@@ -103,13 +102,15 @@ def test_a_stored_block_ends_an_absence(index: PresenceIndex) -> None:
     assert ask(index, A) == [None], "unknown, not absent"
 
 
-def test_a_store_learns_whether_its_block_was_evicted_meanwhile(index: PresenceIndex) -> None:
+def test_a_stored_block_is_present_unless_it_failed_or_was_evicted_meanwhile(index: PresenceIndex) -> None:
     index.remove([A])
-    index.begin_store([A, B])
+    index.begin_store([A, B, C])
     index.remove([A])
-    assert [index.end_store(key) for key in (A, B)] == [False, True]
+    index.end_store([A, B, C], [True, True, False])
+    assert events(index) == [([B], False)]
     index.begin_store([A])
-    assert index.end_store(A)
+    index.end_store([A], [True])
+    assert events(index) == [([A], False)]
 
 
 def test_each_change_is_announced_once(index: PresenceIndex) -> None:

@@ -113,7 +113,7 @@ def test_long_upkeep_delays_nothing_and_has_no_deadline(runner: TierRunner, cloc
     assert all(result.task.queue is IoQueue.LOAD for result in collect(runner, 4))
     assert runner.drain(10)
     clock.advance(100)
-    assert runner.check_deadlines() == []
+    assert runner.take_results() == []
     assert runner.num_overdue() == 0
     gate.set()
     (result,) = collect(runner, 1)
@@ -134,9 +134,10 @@ def test_an_overdue_slice_is_returned_once_and_stays_open(runner: TierRunner, cl
     late = IoTask(IoQueue.STORE, 1, lambda start, stop: [True])
     runner.submit(late, 1)
     clock.advance(5)
-    assert runner.check_deadlines() == []
+    assert runner.take_results() == []
     clock.advance(6)
-    assert runner.check_deadlines() == [task, task]
+    overdue = runner.take_results()
+    assert [(result.task, result.status, result.is_last) for result in overdue] == [(task, IoStatus.OVERDUE, False)] * 2
     assert runner.num_overdue((IoQueue.LOAD,)) == 2
     assert runner.num_overdue((IoQueue.STORE,)) == 0
     assert runner.has_results
@@ -145,7 +146,7 @@ def test_an_overdue_slice_is_returned_once_and_stays_open(runner: TierRunner, cl
     assert (result.status, result.error) == (IoStatus.CANCELLED, None)
     assert not runner.has_results
     clock.advance(100)
-    assert runner.check_deadlines() == []
+    assert runner.take_results() == []
     assert not runner.drain(0.01)
     assert runner.take_results() == []
     gate.set()
@@ -165,6 +166,11 @@ def test_shutdown_returns_how_many_threads_hang(clock: ManualClock) -> None:
     assert runner.shutdown(10) == 0
 
 
+def ends(runner: TierRunner) -> list[tuple[int, int]]:
+    results = runner.take_results()
+    return [(id(result.task), result.start) for result in results if result.status is not IoStatus.OVERDUE]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_in_any_mixture_each_slice_ends_once(seed: int, clock: ManualClock) -> None:
     rng = random.Random(seed)
@@ -177,16 +183,15 @@ def test_in_any_mixture_each_slice_ends_once(seed: int, clock: ManualClock) -> N
                 runner.cancel_queued(rng.choice(list(IoQueue)))
             case 1:
                 clock.advance(rng.random() * 8)
-                runner.check_deadlines()
             case _:
                 queue, num_items = rng.choice(list(IoQueue)), rng.randrange(1, 9)
                 task = IoTask(queue, num_items, lambda start, stop: [True] * (stop - start))
                 tasks.append(task)
                 runner.submit(task, rng.randrange(1, 5))
-        ended.update((id(result.task), result.start) for result in runner.take_results())
+        ended.update(ends(runner))
     assert runner.drain(30)
     assert runner.shutdown(30) == 0
-    ended.update((id(result.task), result.start) for result in runner.take_results())
+    ended.update(ends(runner))
     assert set(ended.values()) == {1}
     assert runner.is_idle
     assert all(task.num_open_slices == 0 for task in tasks)

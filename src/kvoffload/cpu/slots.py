@@ -198,7 +198,7 @@ class SlotTable:
         return PrepareStoreOutput(missing, CPULoadStoreSpec([block.block_id for block in blocks]), evicted)
 
     def end_write(self, keys: Collection[OffloadKey], success: bool) -> None:
-        """The writes of ``keys`` have ended. Blocks in flight become ready; if not ``success``, their slots are freed."""
+        """Ends the writes of ``keys``. Blocks in flight become ready; if not ``success``, their slots are freed."""
         if self._orphans.writes:
             keys, failed = self._split_ambiguous(keys, success)
             self._abandon(failed)

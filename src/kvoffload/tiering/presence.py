@@ -78,17 +78,15 @@ class PresenceIndex:
         return None
 
     @property
-    def has_keys_to_ask(self) -> bool:
-        return bool(self._to_ask)
-
-    @property
     def is_asking(self) -> bool:
         """Keys are to be asked for, or were answered ``None`` and the store has not answered yet."""
         return bool(self._to_ask or self._asking)
 
     def take_keys_to_ask(self) -> list[OffloadKey]:
         """The keys to ask the store for. The caller reports each by ``record_answer`` or ``record_no_answer``."""
-        keys, self._to_ask = self._to_ask, []
+        keys = self._to_ask
+        if keys:
+            self._to_ask = []
         return keys
 
     def record_answer(self, key: OffloadKey, is_present: bool) -> None:
@@ -140,9 +138,11 @@ class PresenceIndex:
         """A job writes ``keys``; ``end_store`` follows for each."""
         self._storing.update(dict.fromkeys(keys, False))
 
-    def end_store(self, key: OffloadKey) -> bool:
-        """Whether ``key``, if it was written, is still there: no eviction of it was recorded since ``begin_store``."""
-        return not self._storing.pop(key, False)
+    def end_store(self, keys: Sequence[OffloadKey], outcomes: Sequence[bool]) -> None:
+        """The job has written those of ``keys`` whose outcome is true. They are present, unless an eviction of them was
+        recorded since ``begin_store``."""
+        was_evicted = [self._storing.pop(key, False) for key in keys]
+        self.add([key for key, is_written, gone in zip(keys, outcomes, was_evicted) if is_written and not gone])
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Changes since the last call."""

@@ -24,7 +24,7 @@ class IoQueue(IntEnum):
 
 
 class IoStatus(Enum):
-    """How a slice of a task ended."""
+    """How a slice of a task ended, or that it does not end."""
 
     DONE = "done"
     """The work returned an outcome for each item."""
@@ -32,6 +32,8 @@ class IoStatus(Enum):
     """The work raised, or returned too few outcomes."""
     CANCELLED = "cancelled"
     """The work never began."""
+    OVERDUE = "overdue"
+    """The work runs longer than it may. Not the end: another result follows if it ever returns."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +46,9 @@ class IoTask:
     queue: IoQueue
     num_items: int
     work: Callable[[int, int], list[bool]]
-    outcomes: list[bool] = field(init=False)
-    """Of each item; ``False`` until its slice is done."""
+    outcomes: list[bool] = field(init=False, default_factory=list)
+    """Of each item, once the task is submitted; ``False`` until its slice is done."""
     num_open_slices: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self.outcomes = [False] * self.num_items
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +61,12 @@ class _Slice:
     since_s: float
     """When it was queued; once it runs, when it began."""
     is_overdue: bool = False
-    """It has run for too long, and ``check_deadlines`` has returned it."""
+    """It has run for too long, and ``take_results`` has said so."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IoResult:
-    """The end of one slice: items ``start`` to ``stop`` of ``task``."""
+    """The end of one slice, items ``start`` to ``stop`` of ``task``; or, once, that it is ``OVERDUE``."""
 
     task: IoTask
     start: int
@@ -151,6 +150,7 @@ class TierRunner:
             _Slice(task, start, min(start + slice_items, task.num_items), now_s)
             for start in range(0, task.num_items, slice_items)
         ]
+        task.outcomes = [False] * task.num_items
         task.num_open_slices = len(slices)
         self._backlog[task.queue] += task.num_items
         self._num_open_slices += len(slices)
@@ -159,7 +159,10 @@ class TierRunner:
             (self._upkeep_queued if task.queue is IoQueue.UPKEEP else self._io_queued).notify(len(slices))
 
     def take_results(self) -> list[IoResult]:
-        """The slices that ended since the last call, each once, with the outcomes of their items filled in."""
+        """The slices that ended since the last call, each once, with the outcomes of their items filled in; and those
+        that became ``OVERDUE``. Cheap if nothing is open."""
+        if not self._num_open_slices:
+            return []
         results = []
         while self._ended:
             part, status, outcomes, error = self._ended.popleft()
@@ -170,13 +173,13 @@ class TierRunner:
             self._num_open_slices -= 1
             self._backlog[task.queue] -= part.stop - part.start
             results.append(IoResult(task, part.start, part.stop, status, error, not task.num_open_slices))
-        return results
+        return results + self._check_deadlines()
 
-    def check_deadlines(self) -> list[IoTask]:
-        """Cancels slices that have been queued for more than ``timeout_s``. Returns the tasks of slices that have been
-        running for more than ``timeout_s``, once for each slice. Looks 20 times in ``timeout_s`` at most."""
+    def _check_deadlines(self) -> list[IoResult]:
+        """Cancels slices that have been queued for more than ``timeout_s``. Returns a result for each slice that has
+        been running for longer, once. Looks 20 times in ``timeout_s`` at most."""
         now_s = self._clock()
-        if not self._num_open_slices or now_s < self._next_check_s:
+        if now_s < self._next_check_s:
             return []
         self._next_check_s = now_s + self._timeout_s / 20
         late_since_s = now_s - self._timeout_s
@@ -191,10 +194,10 @@ class TierRunner:
             for queue in self._queues[: IoQueue.UPKEEP]:
                 while queue and queue[0].since_s < late_since_s:
                     self._cancel(queue.popleft())
-        return [part.task for part in overdue]
+        return [IoResult(part.task, part.start, part.stop, IoStatus.OVERDUE, None, False) for part in overdue]
 
     def num_overdue(self, queues: Iterable[IoQueue] = tuple(IoQueue)) -> int:
-        """Slices that ``check_deadlines`` found running for too long, and that still run."""
+        """Slices that are overdue and still run."""
         with self._lock:
             return sum(part.is_overdue and part.task.queue in queues for part in self._running)
 

@@ -109,6 +109,8 @@ class StoreTier(SecondaryTierManager):
         self._callbacks: dict[IoTask, Callable[[IoResult], None]] = {}
         self._results: list[JobResult] = []
         self._num_transfers = 0
+        self._num_storing = 0
+        """Blocks of store jobs whose slices have not ended."""
         self._touched: list[Sequence[OffloadKey]] = []
         self._num_touched = 0
         self._next_touch_s = 0.0
@@ -139,9 +141,7 @@ class StoreTier(SecondaryTierManager):
         self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
 
-    def _submit_lookups(self) -> None:
-        keys = self._index.take_keys_to_ask()
-
+    def _submit_lookups(self, keys: list[OffloadKey]) -> None:
         def ended(result: IoResult) -> None:
             asked = keys[result.start : result.stop]
             self._record(self._reads, result, asked[0])
@@ -162,13 +162,14 @@ class StoreTier(SecondaryTierManager):
         if not num_admitted:
             self._results.append(JobResult(job.job_id, success=False))
             return
+        self._num_storing += num_admitted
         self._index.begin_store(job.keys[:num_admitted])
         task = IoTask(IoQueue.STORE, num_admitted, self._transfer_of(job, self._store.write))
         self._submit_transfer(job, task, self._store_slice_ended)
 
     def _num_admitted(self, num_blocks: int) -> int:
         """How many of a job's blocks are to be written, from its first block on."""
-        num_admitted = min(num_blocks, self._max_backlog - self._runner.backlog(IoQueue.STORE))
+        num_admitted = min(num_blocks, self._max_backlog - self._num_storing)
         if num_admitted <= 0:
             return 0
         if self._writes.is_closed:
@@ -228,13 +229,9 @@ class StoreTier(SecondaryTierManager):
 
     def _store_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
         keys, outcomes = job.keys[result.start : result.stop], result.outcomes
+        self._num_storing -= len(keys)
         self._record(self._writes, result, keys[0])
-        written = []
-        for key, is_written in zip(keys, outcomes, strict=True):
-            is_present = self._index.end_store(key)
-            if is_written and is_present:
-                written.append(key)
-        self._index.add(written)
+        self._index.end_store(keys, outcomes)
         self._num_stored += outcomes.count(True)
         if result.status is IoStatus.CANCELLED:
             self._num_dropped += len(keys)
@@ -255,8 +252,8 @@ class StoreTier(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         self._poll()
-        if self._index.has_keys_to_ask:
-            self._submit_lookups()
+        if keys := self._index.take_keys_to_ask():
+            self._submit_lookups(keys)
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_INTERVAL_S
             self._submit_touches()
@@ -338,18 +335,13 @@ class StoreTier(SecondaryTierManager):
         self._runner.submit(task, slice_items)
 
     def _poll(self) -> None:
-        """Takes in what the I/O threads have found, and checks their deadlines. Cheap if they are idle."""
-        if self._runner.is_idle and not self._scanned and not self._evicted:
-            return
+        """Takes in what the I/O threads have found. Cheap if they are idle."""
         self._take_results()
         num_scanned = 0
         while self._scanned and num_scanned < _SCANNED_PER_POLL:
             batch = self._scanned.popleft()
             self._index.add(batch)
             num_scanned += len(batch)
-        for task in self._runner.check_deadlines():
-            breaker = self._reads if task.queue in _READ_QUEUES else self._writes
-            self._record_failure(breaker, "A call hangs.", is_grave=True)
 
     def _take_results(self) -> None:
         # Evictions before results: a block whose eviction is known must not be announced as present. An eviction that a
@@ -357,6 +349,10 @@ class StoreTier(SecondaryTierManager):
         while self._evicted:
             self._index.remove(self._evicted.popleft())
         for result in self._runner.take_results():
+            if result.status is IoStatus.OVERDUE:
+                breaker = self._reads if result.task.queue in _READ_QUEUES else self._writes
+                self._record_failure(breaker, "A call hangs.", is_grave=True)
+                continue
             self._callbacks[result.task](result)
             if result.is_last:
                 del self._callbacks[result.task]

@@ -112,8 +112,8 @@ class DensityCachePolicy(CachePolicy):
         self._model.used(path, blocks, begin, all_ready)
 
     def _refresh(self, path: Sequence[OffloadKey], risen: Sequence[int]) -> tuple[list[BlockStatus], bool]:
-        """Moves the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[class]``; those being
-        written, to the end of their own. Returns the blocks in this order, and whether all are ready."""
+        """Moves the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[class]``; those
+        being written, to the end of their own. Returns the blocks in this order, and whether all are ready."""
         found = list(map(self._blocks.get, reversed(path)))
         blocks: list[BlockStatus]
         blocks = found if None not in found else [block for block in found if block is not None]  # type: ignore[assignment]
