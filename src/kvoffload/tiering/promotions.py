@@ -66,9 +66,9 @@ class Lookups:
             was_evicted = False
             tier = None
             if answer is False and not is_impatient:
-                if not run:
-                    room = self._certain_room(request)
                 tier, answer = self._tier_with(request, key)
+                if tier is not None and not run:
+                    room = self._certain_room(request)
                 if tier is not None and len(run) < room and key not in self._claims:
                     run[key] = tier
                     answers.append(None)
@@ -142,11 +142,12 @@ class Lookups:
     def _certain_room(self, request: RequestState) -> int:
         """Blocks that are certain to find a slot, within all limits, if promoted for ``request`` now."""
         slots, claims = self._primary.slots, self._claims
-        # Its hits become claims once it waits. Claimed blocks may be idle, but for those in flight.
+        # Its hits become claims once it waits. Claimed blocks may be idle, except those in flight.
         hits = len(request.hits) if request.waiting_since is None else 0
-        idle = slots.num_free + slots.num_idle - (len(claims) - len(self._promotions))
-        limit = min(claims.max_per_request - len(request.claims), claims.max_total - len(claims))
-        return min(idle, limit) - hits
+        num_claimed = len(claims)
+        unclaimed = slots.num_blocks - slots.num_busy - (num_claimed - len(self._promotions))
+        limit = min(claims.max_per_request - len(request.claims), claims.max_total - num_claimed)
+        return min(unclaimed, limit) - hits
 
     def _promote_run(
         self, request: RequestState, run: dict[OffloadKey, GuardedTier], answers: list[bool | None]
