@@ -10,18 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import Direction, OffloadKey
 from kvoffload.connector.messages import JobEnd
 from kvoffload.connector.requests import RequestOffloadState
 
-__all__ = ["Direction", "Job", "JobTable"]
-
-
-class Direction(Enum):
-    LOAD = "load"
-    STORE = "store"
+__all__ = ["Job", "JobTable"]
 
 
 @dataclass(slots=True, eq=False)

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvoffload.base import GPULoadStoreSpec, OffloadingManager, OffloadKey, OffloadPolicy, PrepareStoreOutput
+from kvoffload.base import Direction, GPULoadStoreSpec, OffloadingManager, OffloadKey, OffloadPolicy, PrepareStoreOutput
 from kvoffload.connector.groups import GroupGeometry
-from kvoffload.connector.jobs import Direction, JobTable
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
 from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvoffload.base import (
+    Direction,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingEvent,
@@ -16,7 +17,7 @@ from kvoffload.base import (
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry, geometry_of
-from kvoffload.connector.jobs import Direction, Job, JobTable
+from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.lookup import find_hit
 from kvoffload.connector.messages import ConnectorMeta, StepOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers

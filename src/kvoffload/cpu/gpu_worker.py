@@ -11,12 +11,19 @@ from collections.abc import Callable, Collection
 import numpy as np
 import torch
 
-from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.base import (
+    CanonicalKVCaches,
+    Direction,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+)
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.host import copy_to_device, copy_to_host
 from kvoffload.cpu.copy.native import native_mover
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
-from kvoffload.cpu.copy.queue import Copy, Direction, Extent, TransferQueue
+from kvoffload.cpu.copy.queue import Copy, Extent, TransferQueue
 from kvoffload.errors import LayoutError
 
 __all__ = ["copy_layout", "make_handlers"]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvoffload.cpu.copy.queue import Copy, Direction, Extent, TransferQueue
+from kvoffload.base import Direction
+from kvoffload.cpu.copy.queue import Copy, Extent, TransferQueue
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 

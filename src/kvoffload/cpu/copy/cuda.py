@@ -17,10 +17,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.base import (
+    CanonicalKVCaches,
+    Direction,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+)
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_runs
-from kvoffload.cpu.copy.queue import Direction, Extent
+from kvoffload.cpu.copy.queue import Extent
 
 __all__ = ["CudaHandler", "PinnedRegion", "make_cuda_handlers"]
 

@@ -15,18 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
-from kvoffload.base import TransferResult
+from kvoffload.base import Direction, TransferResult
 
-__all__ = ["Copy", "Direction", "Extent", "TransferQueue"]
+__all__ = ["Copy", "Extent", "TransferQueue"]
 
 logger = logging.getLogger(__name__)
-
-
-class Direction(Enum):
-    LOAD = "load"
-    STORE = "store"
 
 
 @dataclass(frozen=True, slots=True)
