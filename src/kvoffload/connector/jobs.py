@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvoffload.base import Direction, OffloadKey
-from kvoffload.connector.messages import JobEnd
+from kvoffload.base import Direction, OffloadKey, TransferResult
 from kvoffload.connector.requests import RequestOffloadState
 
 __all__ = ["Job", "JobTable"]
@@ -93,15 +92,16 @@ class JobTable:
             self._fences.setdefault(block_id, []).append(job.job_id)
         return job
 
-    def record(self, end: JobEnd) -> Job | None:
-        """Takes in one rank's end; the job, removed, if it was the last. Unknown jobs and repeated ranks: ignored."""
-        job = self._jobs.get(end.job_id)
-        if job is None or end.rank not in job.waiting_ranks:
+    def record(self, rank: int, result: TransferResult) -> Job | None:
+        """Records one rank's result. Returns the job, removed, if that rank was the last; otherwise ``None``, also for
+        unknown jobs and for ranks that reported it before."""
+        job = self._jobs.get(result.job_id)
+        if job is None or rank not in job.waiting_ranks:
             return None
-        job.waiting_ranks.discard(end.rank)
-        job.success &= end.success
-        job.num_bytes += end.num_bytes
-        job.seconds += end.seconds
+        job.waiting_ranks.discard(rank)
+        job.success &= result.success
+        job.num_bytes += result.num_bytes
+        job.seconds += result.seconds
         if job.waiting_ranks:
             return None
         self.remove(job)

@@ -19,7 +19,7 @@ from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, Engine
 from kvoffload.connector.groups import GroupGeometry, geometry_of
 from kvoffload.connector.jobs import Job, JobTable
 from kvoffload.connector.lookup import find_hit
-from kvoffload.connector.messages import ConnectorMeta, StepOutcome, TransferJob, WorkerReport
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers
 from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
@@ -270,12 +270,12 @@ class OffloadingConnectorScheduler:
 
     # ------------------------------------------------------------------------------------------ ends of jobs
 
-    def update_connector_output(self, report: WorkerReport) -> StepOutcome:
+    def update_connector_output(self, report: WorkerReport) -> LoadOutcome:
         """Takes in what ended on the workers. A job ends when every rank has reported it; one failure fails it."""
         loaded: set[str] = set()
         failed: dict[str, frozenset[int]] = {}
-        for end in report.ends:
-            job = self._jobs.record(end)
+        for rank, result in report.results:
+            job = self._jobs.record(rank, result)
             if job is None:
                 continue
             self._count_end(job)
@@ -294,7 +294,7 @@ class OffloadingConnectorScheduler:
                 state.failed_keys.update(job.keys)
                 state.start_offers_after(state.computed_tokens, self._geometry)
                 failed[state.request_id] = job.gpu_block_ids
-        return StepOutcome(frozenset(loaded), failed)
+        return LoadOutcome(frozenset(loaded), failed)
 
     def _end_load(self, job: Job) -> None:
         if job.keys:

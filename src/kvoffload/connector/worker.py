@@ -5,27 +5,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
-from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec
+from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
 from kvoffload.connector.guard import Complaints
-from kvoffload.connector.messages import ConnectorMeta, JobEnd, TransferJob, WorkerReport
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 
-__all__ = ["EndedLoads", "OffloadingConnectorWorker"]
+__all__ = ["OffloadingConnectorWorker"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class EndedLoads:
-    """Loads that ended on one rank."""
-
-    request_ids: set[str] = field(default_factory=set)
-    """Their requests, whether or not the load succeeded."""
-    failed_request_ids: set[str] = field(default_factory=set)
-    """Those of them whose load failed."""
-    invalid_block_ids: set[int] = field(default_factory=set)
-    """GPU blocks that failed loads left undefined."""
 
 
 class OffloadingConnectorWorker:
@@ -42,8 +29,9 @@ class OffloadingConnectorWorker:
         self._held_stores: list[TransferJob] = []
         # Loads in flight here, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
-        self._ends: list[JobEnd] = []
-        self._ended_loads = EndedLoads()
+        self._results: list[TransferResult] = []
+        self._loaded_request_ids: set[str] = set()
+        self._failed_loads: dict[str, frozenset[int]] = {}
 
     def __repr__(self) -> str:
         return f"OffloadingConnectorWorker(rank={self._rank}, loads={sorted(self._loads)})"
@@ -62,7 +50,7 @@ class OffloadingConnectorWorker:
             self._start(job)
         for job in meta.lost_loads:
             self._loads[job.job_id] = job
-            self._end(JobEnd(job.job_id, self._rank, success=False))
+            self._end(TransferResult(job.job_id, success=False))
         self._held_stores += meta.stores
 
     def end_step(self) -> None:
@@ -72,15 +60,16 @@ class OffloadingConnectorWorker:
     def get_report(self) -> WorkerReport:
         """The jobs that ended on this rank since the last call."""
         self._poll()
-        ends, self._ends = self._ends, []
-        return WorkerReport(tuple(ends))
+        results, self._results = self._results, []
+        return WorkerReport(tuple((self._rank, result) for result in results))
 
-    def take_ended_loads(self) -> EndedLoads:
-        """For engines whose workers tell of loads: what ended here since the last call. Takes nothing away from
-        ``get_report``."""
+    def take_load_outcome(self) -> LoadOutcome:
+        """For engines whose workers report loads: those that ended on this rank since the last call. ``get_report``
+        returns them all the same."""
         self._poll()
-        ended, self._ended_loads = self._ended_loads, EndedLoads()
-        return ended
+        outcome = LoadOutcome(frozenset(self._loaded_request_ids), self._failed_loads)
+        self._loaded_request_ids, self._failed_loads = set(), {}
+        return outcome
 
     def shutdown(self) -> None:
         """Waits for what runs. Idempotent."""
@@ -101,7 +90,7 @@ class OffloadingConnectorWorker:
         except Exception:  # noqa: BLE001 - this is the boundary
             # Between a broken handler and the engine's step: the job failed, the step goes on.
             self._complaints.log(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
-            self._end(JobEnd(job.job_id, self._rank, success=False))
+            self._end(TransferResult(job.job_id, success=False))
 
     def _wait(self, job_ids: Collection[int]) -> None:
         for handler in dict.fromkeys(self._handlers.values()):
@@ -110,14 +99,17 @@ class OffloadingConnectorWorker:
     def _poll(self) -> None:
         for handler in dict.fromkeys(self._handlers.values()):
             for result in handler.get_finished():
-                self._end(JobEnd(result.job_id, self._rank, result.success, result.num_bytes, result.seconds))
+                self._end(result)
 
-    def _end(self, end: JobEnd) -> None:
-        self._ends.append(end)
-        load = self._loads.pop(end.job_id, None)
-        if load is not None:
-            ended = self._ended_loads
-            ended.request_ids.add(load.request_id)
-            if not end.success and isinstance(load.destination, GPULoadStoreSpec):
-                ended.failed_request_ids.add(load.request_id)
-                ended.invalid_block_ids.update(load.destination.block_ids.tolist())
+    def _end(self, result: TransferResult) -> None:
+        self._results.append(result)
+        load = self._loads.pop(result.job_id, None)
+        if load is None:
+            return
+        if result.success:
+            self._loaded_request_ids.add(load.request_id)
+        else:
+            assert isinstance(load.destination, GPULoadStoreSpec)
+            # An earlier load of the request may have failed since the last call: both left blocks undefined.
+            before = self._failed_loads.get(load.request_id, frozenset())
+            self._failed_loads[load.request_id] = before.union(load.destination.block_ids.tolist())
