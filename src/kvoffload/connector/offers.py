@@ -123,7 +123,7 @@ class StoreOffers:
         if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
             # Not in every step: a full tier must not cost a call each.
             state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
-        elif state.eats_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
+        elif state.evicts_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
             state.next_offer_tokens = UNLIMITED
         else:
             state.wait_for_next_block(self._geometry)
@@ -134,7 +134,7 @@ class StoreOffers:
     ) -> bool:
         """Whether there is nothing left to offer, as opposed to no room for it."""
         accepted = False
-        while not state.eats_itself and (offer := plan_offer(self._geometry, state, computed_tokens, limit_tokens)):
+        while not state.evicts_itself and (offer := plan_offer(self._geometry, state, computed_tokens, limit_tokens)):
             output = self._manager.prepare_store(offer.keys, state.context) if offer.blocks else None
             if offer.blocks and output is None:
                 state.offer_blocks = max(1, offer.largest // 4)
@@ -146,7 +146,7 @@ class StoreOffers:
             if output is not None and output.keys_to_store:
                 self._begin_store(state, offer, output, epoch, stores)
                 # A prompt longer than the tier: its tail is worth nothing without the head that it drives out.
-                state.eats_itself = state.policy is OffloadPolicy.BLOCK_LEVEL and state.owns_any(output.evicted_keys)
+                state.evicts_itself = state.policy is OffloadPolicy.BLOCK_LEVEL and state.owns_any(output.evicted_keys)
             for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
                 group_state.cursor = cursor
         return True

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
-from kvoffload.connector.guard import Complaints
+from kvoffload.connector.guard import RateLimitedLog
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 
 __all__ = ["OffloadingConnectorWorker"]
@@ -25,8 +25,8 @@ class OffloadingConnectorWorker:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
-        self._complaints = Complaints(logger)
-        self._held_stores: list[TransferJob] = []
+        self._log = RateLimitedLog(logger)
+        self._waiting_stores: list[TransferJob] = []
         # Loads in flight here, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
         self._results: list[TransferResult] = []
@@ -42,7 +42,7 @@ class OffloadingConnectorWorker:
 
     def start_step(self, meta: ConnectorMeta) -> None:
         """Waits for the jobs to flush, then starts the loads. Stores are kept until ``end_step``."""
-        self._start_held_stores()  # of a step whose end was not told; the compute they read was submitted since
+        self._start_waiting_stores()  # of a step whose end was not told; the compute they read was submitted since
         if meta.flush_job_ids:
             self._wait(meta.flush_job_ids)
         for job in meta.loads:
@@ -51,11 +51,11 @@ class OffloadingConnectorWorker:
         for job in meta.lost_loads:
             self._loads[job.job_id] = job
             self._end(TransferResult(job.job_id, success=False))
-        self._held_stores += meta.stores
+        self._waiting_stores += meta.stores
 
     def end_step(self) -> None:
         """The step's forward pass, if any, has been submitted to the device: starts the stores of what it writes."""
-        self._start_held_stores()
+        self._start_waiting_stores()
 
     def get_report(self) -> WorkerReport:
         """The jobs that ended on this rank since the last call."""
@@ -73,13 +73,13 @@ class OffloadingConnectorWorker:
 
     def shutdown(self) -> None:
         """Waits for what runs. Idempotent."""
-        self._held_stores = []
+        self._waiting_stores = []
         handlers, self._handlers = self._handlers, {}
         for handler in dict.fromkeys(handlers.values()):
             handler.shutdown()
 
-    def _start_held_stores(self) -> None:
-        stores, self._held_stores = self._held_stores, []
+    def _start_waiting_stores(self) -> None:
+        stores, self._waiting_stores = self._waiting_stores, []
         for job in stores:
             self._start(job)
 
@@ -89,7 +89,7 @@ class OffloadingConnectorWorker:
             self._handlers[media].transfer_async(job.job_id, (job.source, job.destination))
         except Exception:  # noqa: BLE001 - this is the boundary
             # Between a broken handler and the engine's step: the job failed, the step goes on.
-            self._complaints.log(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
+            self._log.exception(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
             self._end(TransferResult(job.job_id, success=False))
 
     def _wait(self, job_ids: Collection[int]) -> None:

@@ -252,7 +252,7 @@ class _SchedulerSide:
         self._steps = StepTranslator(self._num_groups, null_block_id)
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
-        self._events.see(request)
+        self._events.track(request)
         self.core.update_state_after_alloc(request, self._steps.block_ids(block_ids), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
