@@ -27,6 +27,7 @@ __all__ = [
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
+    "Direction",
     "GPULoadStoreSpec",
     "LoadStoreSpec",
     "OffloadKey",
@@ -281,6 +282,15 @@ class OffloadingManager(ABC):
 
 
 # --------------------------------------------------------------------------------------------------- data plane
+
+
+class Direction(Enum):
+    """Which way a transfer moves blocks. The values are the first words of metric names."""
+
+    LOAD = "load"
+    """From the primary tier to the device."""
+    STORE = "store"
+    """From the device to the primary tier."""
 
 
 class TransferResult(NamedTuple):

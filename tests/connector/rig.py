@@ -7,16 +7,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
+from kvoffload.base import (
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    TransferResult,
+    make_offload_key,
+)
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import (
     BlockIds,
     ConnectorMeta,
     EngineStep,
-    JobEnd,
+    LoadOutcome,
     OffloadingConnectorScheduler,
     ScheduledRequest,
-    StepOutcome,
     TransferJob,
     WorkerReport,
 )
@@ -135,10 +141,10 @@ class Rig:
         self.check()
         return meta
 
-    def end(self, *jobs: TransferJob, success: bool = True, ranks: Iterable[int] | None = None) -> StepOutcome:
+    def end(self, *jobs: TransferJob, success: bool = True, ranks: Iterable[int] | None = None) -> LoadOutcome:
         which = range(self.num_ranks) if ranks is None else ranks
-        ends = tuple(JobEnd(job.job_id, rank, success, 10, 0.5) for job in jobs for rank in which)
-        outcome = self.scheduler.update_connector_output(WorkerReport(ends))
+        results = tuple((rank, TransferResult(job.job_id, success, 10, 0.5)) for job in jobs for rank in which)
+        outcome = self.scheduler.update_connector_output(WorkerReport(results))
         self.check()
         return outcome
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
 from kvoffload.connector.guard import GuardedManager
-from kvoffload.connector.messages import ConnectorMeta, JobEnd, StepOutcome, TransferJob, WorkerReport
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.connector.worker import EndedLoads, OffloadingConnectorWorker
+from kvoffload.connector.worker import OffloadingConnectorWorker
 
 __all__ = [
     "NO_BLOCK",
     "BlockIds",
     "ConnectorMeta",
-    "EndedLoads",
     "EngineRequest",
     "EngineStep",
     "GuardedManager",
-    "JobEnd",
+    "LoadOutcome",
     "OffloadingConnectorScheduler",
     "OffloadingConnectorWorker",
     "ScheduledRequest",
-    "StepOutcome",
     "TransferJob",
     "WorkerReport",
 ]

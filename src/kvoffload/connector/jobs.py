@@ -10,22 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
-from kvoffload.base import OffloadKey
-from kvoffload.connector.messages import JobEnd
+from kvoffload.base import Direction, OffloadKey, TransferResult
 from kvoffload.connector.requests import RequestOffloadState
 
-__all__ = ["Direction", "Job", "JobTable"]
-
-
-class Direction(Enum):
-    LOAD = "load"
-    STORE = "store"
+__all__ = ["JobRecord", "JobTable"]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class JobRecord:
     """One transfer of one request on all ranks."""
 
     job_id: int
@@ -51,7 +44,7 @@ class JobTable:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, JobRecord] = {}
         # Usually one job a block: two when the same block is stored again after a reset.
         self._fences: dict[int, list[int]] = {}
         self._next_id = 0
@@ -59,13 +52,13 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[JobRecord]:
         return iter(self._jobs.values())
 
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._jobs
 
-    def __getitem__(self, job_id: int) -> Job:
+    def __getitem__(self, job_id: int) -> JobRecord:
         return self._jobs[job_id]
 
     @property
@@ -82,8 +75,8 @@ class JobTable:
         keys: Iterable[OffloadKey],
         gpu_block_ids: Iterable[int],
         epoch: int,
-    ) -> Job:
-        job = Job(
+    ) -> JobRecord:
+        job = JobRecord(
             self._next_id,
             direction,
             request,
@@ -94,29 +87,30 @@ class JobTable:
         )
         self._next_id += 1
         self._jobs[job.job_id] = job
-        request.jobs.add(job.job_id)
+        request.job_ids.add(job.job_id)
         for block_id in job.gpu_block_ids:
             self._fences.setdefault(block_id, []).append(job.job_id)
         return job
 
-    def record(self, end: JobEnd) -> Job | None:
-        """Takes in one rank's end; the job, removed, if it was the last. Unknown jobs and repeated ranks: ignored."""
-        job = self._jobs.get(end.job_id)
-        if job is None or end.rank not in job.waiting_ranks:
+    def record(self, rank: int, result: TransferResult) -> JobRecord | None:
+        """Records one rank's result. Returns the job, removed, if that rank was the last; otherwise ``None``, also for
+        unknown jobs and for ranks that reported it before."""
+        job = self._jobs.get(result.job_id)
+        if job is None or rank not in job.waiting_ranks:
             return None
-        job.waiting_ranks.discard(end.rank)
-        job.success &= end.success
-        job.num_bytes += end.num_bytes
-        job.seconds += end.seconds
+        job.waiting_ranks.discard(rank)
+        job.success &= result.success
+        job.num_bytes += result.num_bytes
+        job.seconds += result.seconds
         if job.waiting_ranks:
             return None
         self.remove(job)
         return job
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: JobRecord) -> None:
         """Ends a job: no fences, nothing for its request to wait for."""
         del self._jobs[job.job_id]
-        job.request.jobs.discard(job.job_id)
+        job.request.job_ids.discard(job.job_id)
         self._unfence(job)
 
     def flush_for_blocks(self, gpu_block_ids: Iterable[int]) -> list[int]:
@@ -130,16 +124,16 @@ class JobTable:
 
     def flush_for_request(self, request: RequestOffloadState) -> list[int]:
         """The jobs to flush because the request lost all its GPU blocks."""
-        return [job_id for each in sorted(request.jobs) for job_id in self._flush(self._jobs[each])]
+        return [job_id for each in sorted(request.job_ids) for job_id in self._flush(self._jobs[each])]
 
-    def _flush(self, job: Job) -> list[int]:
+    def _flush(self, job: JobRecord) -> list[int]:
         if job.flushed or not job.submitted:
             return []
         job.flushed = True
         self._unfence(job)
         return [job.job_id]
 
-    def _unfence(self, job: Job) -> None:
+    def _unfence(self, job: JobRecord) -> None:
         for block_id in job.gpu_block_ids:
             jobs = self._fences.get(block_id)
             if jobs and job.job_id in jobs:
@@ -152,7 +146,7 @@ class JobTable:
         fences: dict[int, list[int]] = {}
         for job in self._jobs.values():
             assert job.waiting_ranks, f"{job} has ended on every rank and is still here"
-            assert job.job_id in job.request.jobs, f"{job} is unknown to its request"
+            assert job.job_id in job.request.job_ids, f"{job} is unknown to its request"
             if not job.flushed:
                 for block_id in job.gpu_block_ids:
                     fences.setdefault(block_id, []).append(job.job_id)

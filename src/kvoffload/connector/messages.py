@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvoffload.base import LoadStoreSpec
+from kvoffload.base import LoadStoreSpec, TransferResult
 
-__all__ = ["ConnectorMeta", "JobEnd", "StepOutcome", "TransferJob", "WorkerReport"]
+__all__ = ["ConnectorMeta", "LoadOutcome", "TransferJob", "WorkerReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +42,31 @@ class ConnectorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class JobEnd:
-    """One rank's end of one job."""
-
-    job_id: int
-    rank: int
-    success: bool
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Workers to scheduler. Reports of several ranks merge by concatenation."""
+    """Workers to scheduler: the transfers that ended. Reports of several ranks merge by concatenation."""
 
-    ends: tuple[JobEnd, ...] = ()
+    results: tuple[tuple[int, TransferResult], ...] = ()
+    """(rank, its result), in the order in which each rank's transfers ended."""
 
     @staticmethod
     def merge(reports: Iterable[WorkerReport]) -> WorkerReport:
-        return WorkerReport(tuple(end for report in reports for end in report.ends))
+        return WorkerReport(tuple(result for report in reports for result in report.results))
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """What the engine must know of the jobs that ended: which waiting requests may run, and what they lack."""
+class LoadOutcome:
+    """Loads that ended, by request: on all ranks where the scheduler side returns it, on one where a worker does."""
 
     loaded_request_ids: frozenset[str] = frozenset()
-    """Their external tokens are on the device now."""
+    """The load succeeded: the request's external tokens are on the device now."""
     failed_loads: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Requests whose load failed, with the GPU blocks whose content is undefined: compute those tokens instead."""
+    """The load failed, and left these GPU blocks undefined: the engine must compute their tokens instead."""
+
+    @property
+    def ended_request_ids(self) -> frozenset[str]:
+        return self.loaded_request_ids.union(self.failed_loads)
+
+    @property
+    def invalid_block_ids(self) -> frozenset[int]:
+        """Of all failed loads together."""
+        return frozenset[int]().union(*self.failed_loads.values())

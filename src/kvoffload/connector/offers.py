@@ -7,16 +7,25 @@ Offering a request's blocks to the manager, and turning what it takes into store
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from kvoffload.base import GPULoadStoreSpec, OffloadingManager, OffloadKey, OffloadPolicy, PrepareStoreOutput
+from kvoffload.base import (
+    Direction,
+    GPULoadStoreSpec,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+)
 from kvoffload.connector.groups import GroupGeometry
-from kvoffload.connector.jobs import Direction, JobTable
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
-from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
+from kvoffload.connector.requests import UNLIMITED, PortionState, RequestOffloadState
 
-__all__ = ["Offer", "StoreOffers", "plan_offer", "select_source"]
+__all__ = ["Offer", "Portion", "StoreOffers", "offer_in_portions", "plan_offer", "select_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +57,9 @@ def plan_offer(
     state: RequestOffloadState,
     computed_tokens: int,
     limit_tokens: int,
+    max_blocks: int,
 ) -> Offer | None:
-    """The next at most ``state.offer_blocks`` blocks of each group, or ``None`` if no group has any.
+    """The next at most ``max_blocks`` blocks of each group, or ``None`` if no group has any.
 
     A block can be offered when its tokens are computed at the end of this step (``limit_tokens``) and its key and GPU
     blocks are known: the least of the three. ``computed_tokens`` are those before this step.
@@ -59,7 +69,7 @@ def plan_offer(
     largest = 0
     for group, own in zip(geometry, state.groups, strict=True):
         ready = min(limit_tokens // group.block_tokens, len(own.keys), len(own.gpu_block_ids) // group.factor)
-        stop = max(own.cursor, min(ready, own.cursor + state.offer_blocks))
+        stop = max(own.cursor, min(ready, own.cursor + max_blocks))
         largest = max(largest, stop - own.cursor)
         cursors.append(stop)
         for block in range(own.cursor, stop):
@@ -91,12 +101,56 @@ def select_source(
 logger = logging.getLogger(__name__)
 
 
-class StoreOffers:
-    """Offers full blocks head first, in portions that find room, and knows when not to ask.
+class Portion(Protocol):
+    """Blocks offered in one ``prepare_store``."""
 
-    A refused portion is cut to a quarter and an accepted one lets the next be four times larger. So a long prompt in
-    a nearly full tier takes logarithmically many calls, and a full tier costs one call of one block per filled block.
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """Head to tail, group after group; empty if no block of the portion is on the device any more."""
+
+    @property
+    def largest(self) -> int:
+        """Blocks of the group with most of them; at least 1."""
+
+
+P = TypeVar("P", bound=Portion)
+
+
+def offer_in_portions(
+    state: PortionState,
+    manager: OffloadingManager,
+    context: ReqContext,
+    plan: Callable[[int], P | None],
+    accept: Callable[[P, PrepareStoreOutput | None], bool],
+) -> bool:
+    """Offers a request's blocks, head first, in portions that find room. The simulator offers by it, too.
+
+    ``plan(max_blocks)`` returns the next portion, or ``None`` when there is nothing left to offer.
+    ``accept(portion, output)`` moves on behind the portion, starts its store, and returns whether that store evicted
+    blocks of the same request. Returns ``False`` if the manager had no room for what is left.
+
+    A refused portion is cut to a quarter, and an accepted one lets the next be four times larger. So a long prompt in a
+    nearly full tier takes logarithmically many calls, and a full tier one call of one block per filled block.
     """
+    accepted = False
+    while not state.evicts_itself and (portion := plan(state.max_blocks)) is not None:
+        keys = portion.keys
+        output = manager.prepare_store(keys, context) if keys else None
+        if keys and output is None:
+            state.max_blocks = max(1, portion.largest // 4)
+            # What room there was is taken. The rest is offered anew when the request has filled another block.
+            if accepted or portion.largest == 1:
+                return False
+            continue
+        accepted = True
+        state.max_blocks = min(UNLIMITED, state.max_blocks * 4)
+        # A prompt longer than the tier: its tail is worth nothing without the head that it drives out.
+        state.evicts_itself = accept(portion, output)
+    return True
+
+
+class StoreOffers:
+    """Offers the full blocks of requests to the manager, and decides when a request has something to offer again."""
 
     def __init__(
         self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], jobs: JobTable, prompt_only: bool
@@ -123,7 +177,7 @@ class StoreOffers:
         if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
             # Not in every step: a full tier must not cost a call each.
             state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
-        elif state.eats_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
+        elif state.portions.evicts_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
             state.next_offer_tokens = UNLIMITED
         else:
             state.wait_for_next_block(self._geometry)
@@ -132,24 +186,18 @@ class StoreOffers:
     def _offer_portions(
         self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, epoch: int, stores: list[TransferJob]
     ) -> bool:
-        """Whether there is nothing left to offer, as opposed to no room for it."""
-        accepted = False
-        while not state.eats_itself and (offer := plan_offer(self._geometry, state, computed_tokens, limit_tokens)):
-            output = self._manager.prepare_store(offer.keys, state.context) if offer.blocks else None
-            if offer.blocks and output is None:
-                state.offer_blocks = max(1, offer.largest // 4)
-                if accepted or offer.largest == 1:
-                    return False
-                continue
-            accepted = True
-            state.offer_blocks = min(UNLIMITED, state.offer_blocks * 4)
-            if output is not None and output.keys_to_store:
-                self._begin_store(state, offer, output, epoch, stores)
-                # A prompt longer than the tier: its tail is worth nothing without the head that it drives out.
-                state.eats_itself = state.policy is OffloadPolicy.BLOCK_LEVEL and state.owns_any(output.evicted_keys)
+        def plan(max_blocks: int) -> Offer | None:
+            return plan_offer(self._geometry, state, computed_tokens, limit_tokens, max_blocks)
+
+        def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
             for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
                 group_state.cursor = cursor
-        return True
+            if output is None or not output.keys_to_store:
+                return False
+            self._begin_store(state, offer, output, epoch, stores)
+            return state.policy is OffloadPolicy.BLOCK_LEVEL and state.owns_any(output.evicted_keys)
+
+        return offer_in_portions(state.portions, self._manager, state.context, plan, accept)
 
     def _begin_store(
         self,

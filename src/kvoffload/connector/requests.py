@@ -10,7 +10,7 @@ from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.connector.engine import BlockIds, EngineRequest
 from kvoffload.connector.groups import GroupGeometry
 
-__all__ = ["UNLIMITED", "GroupState", "RequestOffloadState"]
+__all__ = ["UNLIMITED", "GroupState", "PortionState", "RequestOffloadState"]
 
 UNLIMITED = 1 << 60
 
@@ -28,6 +28,16 @@ class GroupState:
     """Keys that ``RequestOffloadState.owns_any`` knows already."""
 
 
+@dataclass(slots=True)
+class PortionState:
+    """How one request offers its blocks for store, as ``offers.offer_in_portions`` decides it."""
+
+    max_blocks: int = UNLIMITED
+    """Blocks per group to offer at once. Cut by refusals, so that a full tier costs O(1) a step."""
+    evicts_itself: bool = False
+    """A store evicted another block of the same request: the tier is smaller than the prefix, so offers end."""
+
+
 @dataclass(slots=True, eq=False)
 class RequestOffloadState:
     """One request from its arrival to its end. Jobs in flight may keep it alive a little longer."""
@@ -42,16 +52,13 @@ class RequestOffloadState:
     """What ``computed_tokens`` becomes when the load in flight succeeds."""
     next_offer_tokens: int = 0
     """No block can be offered before so many tokens are computed: the one comparison of an idle step."""
-    offer_blocks: int = UNLIMITED
-    """Blocks per group to offer at once. Cut down by refusals, so that a full tier costs O(1) a step."""
-    eats_itself: bool = False
-    """A store of it evicted another block of it: the tier is smaller than its prefix, so it offers no more."""
-    load_job: int | None = None
-    jobs: set[int] = field(default_factory=set)
+    portions: PortionState = field(default_factory=PortionState)
+    load_job_id: int | None = None
+    job_ids: set[int] = field(default_factory=set)
     """Ids of jobs in flight: one load, or any number of stores."""
     failed_keys: set[OffloadKey] = field(default_factory=set)
     """Keys whose load failed: misses for this request for good."""
-    awaited_load: int | None = None
+    awaited_job_id: int | None = None
     """The other request's load it once waited for instead of loading the same blocks again."""
     asked: bool = False
     """The engine asked for hits, and has not told yet which GPU blocks it allocated upon the answer."""
@@ -85,7 +92,7 @@ class RequestOffloadState:
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             for group, state in zip(geometry, self.groups, strict=True):
                 state.cursor = hit_tokens // group.block_tokens
-        self.eats_itself = False
+        self.portions.evicts_itself = False
         self.wait_for_next_block(geometry)
 
     def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
@@ -106,7 +113,7 @@ class RequestOffloadState:
         """Preempted: it waits to be admitted anew, and a load in flight brings it nothing any more."""
         self.computed_tokens = self.hit_tokens = 0
         self.asked = False
-        self.load_job = None
-        self.awaited_load = None
+        self.load_job_id = None
+        self.awaited_job_id = None
         for state in self.groups:
             state.gpu_block_ids = []

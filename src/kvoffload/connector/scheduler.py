@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvoffload.base import (
+    Direction,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingEvent,
@@ -16,9 +17,9 @@ from kvoffload.base import (
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry, geometry_of
-from kvoffload.connector.jobs import Direction, Job, JobTable
+from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.lookup import find_hit
-from kvoffload.connector.messages import ConnectorMeta, StepOutcome, TransferJob, WorkerReport
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers
 from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
@@ -86,15 +87,15 @@ class OffloadingConnectorScheduler:
         state.finished = True
         if self._recording is not None:
             self._recording.finished(state)
-        self._call_back_load(state)
+        self._cancel_load(state)
         if any(group.gpu_block_ids for group in state.groups):
             # Its stores came portion by portion, each more recent than the one before: the head must outlive the tail.
             self._manager.touch([key for group in state.groups for key in group.keys], state.context)
         self._manager.on_request_finished(state.context)
 
-    def _call_back_load(self, state: RequestOffloadState) -> None:
+    def _cancel_load(self, state: RequestOffloadState) -> None:
         """Ends a load that no worker has heard of yet; one that runs is left to its fence."""
-        for job in [job for job in self._jobs if job.request is state and not job.submitted] if state.jobs else ():
+        for job in [job for job in self._jobs if job.request is state and not job.submitted] if state.job_ids else ():
             self._loads = [load for load in self._loads if load.job_id != job.job_id]
             self._lost_loads = [load for load in self._lost_loads if load.job_id != job.job_id]
             self._jobs.remove(job)
@@ -112,7 +113,7 @@ class OffloadingConnectorScheduler:
         state = self._state_of(request)
         hit: int | None = None
         # A request that lost its blocks waits for its old transfers: one load or several stores, never both.
-        if not state.jobs:
+        if not state.job_ids:
             hit = self._find_hit(state, num_computed_tokens)
         if hit is None:
             self._count(("lookups_deferred",))
@@ -149,16 +150,16 @@ class OffloadingConnectorScheduler:
         Once it has ended the engine's own prefix cache holds them. A request waits for one such load at most, and for
         none that brings less than half of its hit, so that requests on a shared prefix never form a queue.
         """
-        if state.awaited_load is not None:
-            return state.awaited_load in self._jobs
+        if state.awaited_job_id is not None:
+            return state.awaited_job_id in self._jobs
         if not self._loading:
             return False
         for group, group_state in zip(self._geometry, state.groups, strict=True):
             blocks = group.blocks_for_hit(computed_tokens, hit_tokens)
             if blocks:
-                state.awaited_load = self._loading.get(group_state.keys[blocks[len(blocks) // 2]])
+                state.awaited_job_id = self._loading.get(group_state.keys[blocks[len(blocks) // 2]])
                 break
-        return state.awaited_load is not None
+        return state.awaited_job_id is not None
 
     def update_state_after_alloc(self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         """The engine gave the request GPU blocks: all it has, in order. Called at every admission, also with zero
@@ -194,14 +195,14 @@ class OffloadingConnectorScheduler:
         starts: list[int] = []
         complete = True
         for group, group_state in zip(self._geometry, state.groups, strict=True):
-            places = group.gpu_blocks_for_hit(state.computed_tokens, hit_tokens)
+            positions = group.gpu_blocks_for_hit(state.computed_tokens, hit_tokens)
             blocks = group.blocks_for_hit(state.computed_tokens, hit_tokens)
-            ids = group_state.gpu_block_ids[places.start : places.stop]
-            complete &= len(ids) == len(places) and NO_BLOCK not in ids
+            ids = group_state.gpu_block_ids[positions.start : positions.stop]
+            complete &= len(ids) == len(positions) and NO_BLOCK not in ids
             keys += group_state.keys[blocks.start : blocks.stop]
             gpu_ids += ids
             sizes.append(len(ids))
-            starts.append(places.start)
+            starts.append(positions.start)
         destination = GPULoadStoreSpec(gpu_ids, sizes, starts)
         source: LoadStoreSpec | None = None
         if complete:
@@ -211,7 +212,7 @@ class OffloadingConnectorScheduler:
                 source = None
         fenced = [block_id for block_id in gpu_ids if block_id != NO_BLOCK]
         job = self._jobs.begin(Direction.LOAD, state, keys if source is not None else (), fenced, self._epoch)
-        state.load_job = job.job_id
+        state.load_job_id = job.job_id
         if source is None:
             state.failed_keys.update(keys)
             self._lost_loads.append(TransferJob(job.job_id, state.request_id, destination, destination))
@@ -227,7 +228,7 @@ class OffloadingConnectorScheduler:
         for request_id in step.preempted_request_ids:
             if (preempted := self._requests.get(request_id)) is not None:
                 self._flush(self._jobs.flush_for_request(preempted))
-                self._call_back_load(preempted)
+                self._cancel_load(preempted)
                 preempted.lose_gpu_blocks()
         stores: list[TransferJob] = []
         for scheduled in step.scheduled:
@@ -235,7 +236,7 @@ class OffloadingConnectorScheduler:
             if scheduled.block_table_is_new or any(scheduled.new_block_ids):
                 self._take_new_blocks(state, scheduled)
             done_tokens = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-            if state is not None and done_tokens >= state.next_offer_tokens and state.load_job is None:
+            if state is not None and done_tokens >= state.next_offer_tokens and state.load_job_id is None:
                 stores += self._offers.offer(state, scheduled.num_computed_tokens, done_tokens, self._epoch)
         self._manager.on_schedule_end()
         meta = ConnectorMeta(tuple(self._loads), tuple(stores), frozenset(self._flushes), tuple(self._lost_loads))
@@ -269,12 +270,12 @@ class OffloadingConnectorScheduler:
 
     # ------------------------------------------------------------------------------------------ ends of jobs
 
-    def update_connector_output(self, report: WorkerReport) -> StepOutcome:
+    def update_connector_output(self, report: WorkerReport) -> LoadOutcome:
         """Takes in what ended on the workers. A job ends when every rank has reported it; one failure fails it."""
         loaded: set[str] = set()
         failed: dict[str, frozenset[int]] = {}
-        for end in report.ends:
-            job = self._jobs.record(end)
+        for rank, result in report.results:
+            job = self._jobs.record(rank, result)
             if job is None:
                 continue
             self._count_end(job)
@@ -283,9 +284,9 @@ class OffloadingConnectorScheduler:
                 continue
             self._end_load(job)
             state = job.request
-            if state.finished or state.load_job != job.job_id:
+            if state.finished or state.load_job_id != job.job_id:
                 continue  # aborted or preempted meanwhile: nobody waits for it
-            state.load_job = None
+            state.load_job_id = None
             if job.success:
                 state.computed_tokens = state.hit_tokens
                 loaded.add(state.request_id)
@@ -293,16 +294,16 @@ class OffloadingConnectorScheduler:
                 state.failed_keys.update(job.keys)
                 state.start_offers_after(state.computed_tokens, self._geometry)
                 failed[state.request_id] = job.gpu_block_ids
-        return StepOutcome(frozenset(loaded), failed)
+        return LoadOutcome(frozenset(loaded), failed)
 
-    def _end_load(self, job: Job) -> None:
+    def _end_load(self, job: JobRecord) -> None:
         if job.keys:
             for key in job.keys:
                 if self._loading.get(key) == job.job_id:
                     del self._loading[key]
             self._manager.complete_load(job.keys, job.request.context)
 
-    def _count_end(self, job: Job) -> None:
+    def _count_end(self, job: JobRecord) -> None:
         direction = job.direction.value
         self._count((f"{direction}_jobs", "ok" if job.success else "failed"))
         self._count((f"{direction}_bytes",), job.num_bytes)
@@ -345,12 +346,12 @@ class OffloadingConnectorScheduler:
         live = {id(state) for state in self._requests.values()}
         for job in self._jobs:
             assert job.request.finished != (id(job.request) in live), f"{job} belongs to a request that is half dropped"
-            siblings = [self._jobs[each].direction for each in job.request.jobs]
+            siblings = [self._jobs[each].direction for each in job.request.job_ids]
             assert Direction.LOAD not in siblings or len(siblings) == 1, f"a load beside other jobs: {siblings}"
         assert all(key in self._jobs[job_id].keys for key, job_id in self._loading.items())
         for state in self._requests.values():
             assert not state.finished
-            assert state.load_job is None or state.load_job in state.jobs
-            assert all(job_id in self._jobs for job_id in state.jobs)
+            assert state.load_job_id is None or state.load_job_id in state.job_ids
+            assert all(job_id in self._jobs for job_id in state.job_ids)
             for group_state in state.groups:
                 assert group_state.cursor >= 0

@@ -60,11 +60,11 @@ def test_exactly_the_runs_are_written(move: MoveRuns, runs: list[tuple[int, int,
 def test_directions(page_bytes: int) -> None:
     device = np.random.default_rng(0).integers(0, 256, (6, page_bytes), dtype=np.uint8)
     host = np.zeros((6, page_bytes), dtype=np.uint8)
-    ids, rows = np.array([4, 1, 3]), np.array([0, 5, 2])
+    ids, slots = np.array([4, 1, 3]), np.array([0, 5, 2])
     lengths = np.full(3, page_bytes)
-    runs = Runs(device.ctypes.data + ids * page_bytes, host.ctypes.data + rows * page_bytes, lengths)
+    runs = Runs(device.ctypes.data + ids * page_bytes, host.ctypes.data + slots * page_bytes, lengths)
     copy_to_host(runs)
-    np.testing.assert_array_equal(host[rows], device[ids])
+    np.testing.assert_array_equal(host[slots], device[ids])
     assert not host[[1, 3, 4]].any()
     stored = device.copy()
     device[:] = 0

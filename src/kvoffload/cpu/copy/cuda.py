@@ -17,10 +17,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.base import (
+    CanonicalKVCaches,
+    Direction,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+)
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_runs
-from kvoffload.cpu.copy.queue import Direction, Extent
+from kvoffload.cpu.copy.queue import Extent
 
 __all__ = ["CudaHandler", "PinnedRegion", "make_cuda_handlers"]
 
@@ -77,7 +84,7 @@ def _clear_pending_error() -> None:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _SubmittedTransfer:
     job_id: int
     direction: Direction
     extent: Extent
@@ -94,16 +101,16 @@ class _Device:
         self.region = PinnedRegion(kv_view)
         self.kv_caches = kv_caches
         self.device = kv_caches.tensors[0].tensor.device
-        self.open: dict[Direction, deque[_Job]] = {direction: deque() for direction in Direction}
+        self.open: dict[Direction, deque[_SubmittedTransfer]] = {direction: deque() for direction in Direction}
         self._storages = _flat_storages(kv_caches)
 
-    def conflicting(self, job_direction: Direction, extent: Extent) -> list[_Job]:
+    def conflicting(self, job_direction: Direction, extent: Extent) -> list[_SubmittedTransfer]:
         """Open jobs that must end before one of ``extent`` starts; jobs of its own direction follow in stream order."""
         other = Direction.LOAD if job_direction is Direction.STORE else Direction.STORE
         return [
             job
             for job in self.open[other]
-            if not extent.rows.isdisjoint(job.extent.rows) or not extent.gpu_blocks.isdisjoint(job.extent.gpu_blocks)
+            if not extent.slots.isdisjoint(job.extent.slots) or not extent.gpu_blocks.isdisjoint(job.extent.gpu_blocks)
         ]
 
     def views(self, runs: Runs) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -148,7 +155,7 @@ class CudaHandler(OffloadingHandler):
         return f"CudaHandler({self._direction.value}, open={[job.job_id for job in self._open]})"
 
     @property
-    def _open(self) -> deque[_Job]:
+    def _open(self) -> deque[_SubmittedTransfer]:
         return self._device.open[self._direction]
 
     def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
@@ -206,7 +213,7 @@ class CudaHandler(OffloadingHandler):
         for job in self._device.conflicting(self._direction, extent):
             self._stream.wait_event(job.end)
         # Tracked before the first copy: if one of them fails, those before it still run and must be waited for.
-        job = _Job(job_id, self._direction, extent, runs.num_bytes, start, end)
+        job = _SubmittedTransfer(job_id, self._direction, extent, runs.num_bytes, start, end)
         with torch.cuda.stream(self._stream):
             start.record(self._stream)
             try:

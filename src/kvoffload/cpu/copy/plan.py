@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block ids to byte runs: what a transfer copies, as plain arrays, computed in one vectorised pass.
 
-One offloaded block fills a rank's slice of one row of the primary region. Within the slice its pages lie one after
+One offloaded block fills a rank's slice of one slot of the primary region. Within the slice its pages lie one after
 the other in the group's ref order, and each page holds the block's ``factor`` sub-blocks side by side::
 
     slice:  | page 0: sub 0, sub 1, .. | page 1: sub 0, sub 1, .. | ...
@@ -48,10 +48,10 @@ class CopyLayout:
     factor: int
     """GPU blocks per offloaded block."""
     region_address: int
-    """Of this rank's slice in row 0."""
-    row_bytes: int
-    """From one row to the next."""
-    num_rows: int
+    """Of this rank's slice in slot 0."""
+    slot_bytes: int
+    """From one slot to the next."""
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +113,16 @@ _LEAST_PART_BYTES = 64 << 10
 
 
 def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Runs:
-    """The runs between ``gpu``'s blocks and ``cpu``'s rows, runs that touch on both sides merged.
+    """The runs between ``gpu``'s blocks and ``cpu``'s slots, runs that touch on both sides merged.
 
-    ``cpu.block_ids`` lists, group after group, the rows that the group's GPU blocks fall into. Raises
+    ``cpu.block_ids`` lists, group after group, the slots that the group's GPU blocks fall into. Raises
     ``TransferError`` for ids that lie outside of the layout, so that a mistake is a failed transfer and never a write
     to foreign memory.
     """
     if len(gpu.group_sizes) > len(layout.groups):
         raise TransferError(f"A transfer names {len(gpu.group_sizes)} groups, and there are {len(layout.groups)}.")
-    if len(cpu.block_ids) and not 0 <= int(cpu.block_ids.min()) <= int(cpu.block_ids.max()) < layout.num_rows:
-        raise TransferError(f"A transfer names row {cpu.block_ids.max()}, and there are {layout.num_rows}.")
+    if len(cpu.block_ids) and not 0 <= int(cpu.block_ids.min()) <= int(cpu.block_ids.max()) < layout.num_slots:
+        raise TransferError(f"A transfer names slot {cpu.block_ids.max()}, and there are {layout.num_slots}.")
     device: list[Int64s] = []
     host: list[Int64s] = []
     lengths: list[Int64s] = []
@@ -131,18 +131,18 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) 
         if not size:
             continue
         positions = index % layout.factor + np.arange(size, dtype=np.int64)
-        num_rows = int(positions[-1]) // layout.factor + 1
-        rows = cpu.block_ids[cpu_start : cpu_start + num_rows]
-        if len(rows) != num_rows:
-            raise TransferError(f"A transfer of {size} GPU blocks needs {num_rows} rows, and names {len(rows)}.")
+        num_slots = int(positions[-1]) // layout.factor + 1
+        slots = cpu.block_ids[cpu_start : cpu_start + num_slots]
+        if len(slots) != num_slots:
+            raise TransferError(f"A transfer of {size} GPU blocks needs {num_slots} slots, and names {len(slots)}.")
         gpu_ids = gpu.block_ids[gpu_start : gpu_start + size]
-        row_starts = layout.region_address + rows[positions // layout.factor] * layout.row_bytes
+        slot_starts = layout.region_address + slots[positions // layout.factor] * layout.slot_bytes
         sub_blocks = positions % layout.factor
-        _append_pages(pages, layout.factor, gpu_ids, row_starts, sub_blocks, (device, host, lengths))
+        _append_pages(pages, layout.factor, gpu_ids, slot_starts, sub_blocks, (device, host, lengths))
         gpu_start += size
-        cpu_start += num_rows
+        cpu_start += num_slots
     if cpu_start != len(cpu.block_ids):
-        raise TransferError(f"A transfer names {len(cpu.block_ids)} rows, and needs {cpu_start}.")
+        raise TransferError(f"A transfer names {len(cpu.block_ids)} slots, and needs {cpu_start}.")
     return _merge(_concatenate(device), _concatenate(host), _concatenate(lengths))
 
 
@@ -150,7 +150,7 @@ def _append_pages(
     pages: Sequence[PageRef],
     factor: int,
     gpu_ids: Int64s,
-    row_starts: Int64s,
+    slot_starts: Int64s,
     sub_blocks: Int64s,
     out: tuple[list[Int64s], list[Int64s], list[Int64s]],
 ) -> None:
@@ -160,7 +160,7 @@ def _append_pages(
         if low < 0 or high >= page.num_blocks:
             raise TransferError(f"A transfer names GPU block {high if low >= 0 else low} of {page.num_blocks}.")
         out[0].append(page.address + gpu_ids * page.stride_bytes)
-        out[1].append(row_starts + (page_offset + sub_blocks * page.page_bytes))
+        out[1].append(slot_starts + (page_offset + sub_blocks * page.page_bytes))
         out[2].append(np.full(len(gpu_ids), page.page_bytes, dtype=np.int64))
         page_offset += factor * page.page_bytes
 

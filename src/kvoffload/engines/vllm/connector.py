@@ -219,7 +219,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> StepReport | None:
         report = self.worker.core.get_report()
-        return StepReport(report) if report.ends else None
+        return StepReport(report) if report.results else None
 
     # -------------------------------------------------------------------------------------------------- metrics
 
@@ -252,7 +252,7 @@ class _SchedulerSide:
         self._steps = StepTranslator(self._num_groups, null_block_id)
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
-        self._events.see(request)
+        self._events.track(request)
         self.core.update_state_after_alloc(request, self._steps.block_ids(block_ids), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
@@ -313,16 +313,15 @@ class _WorkerSide:
         """Requests whose load ended on this rank. Where block ids of several groups come from one pool, vLLM cannot
         tell from a block id which request lost it, so failures are told by request there, and by block otherwise:
         then it keeps what the request had before the load."""
-        ended = self.core.take_ended_loads()
-        if may_nap and not ended.request_ids:
+        outcome = self.core.take_load_outcome()
+        if may_nap and not outcome.ended_request_ids:
             time.sleep(_NAP_S)
-            ended = self.core.take_ended_loads()
+            outcome = self.core.take_load_outcome()
+        ended = set(outcome.ended_request_ids)
         if len(self._layout.groups) > 1:
-            return KVConnectorTransferResults(
-                finished_recving=set(ended.request_ids), failed_recving=set(ended.failed_request_ids)
-            )
-        self._invalid_block_ids |= ended.invalid_block_ids
-        return KVConnectorTransferResults(finished_recving=set(ended.request_ids))
+            return KVConnectorTransferResults(finished_recving=ended, failed_recving=set(outcome.failed_loads))
+        self._invalid_block_ids |= outcome.invalid_block_ids
+        return KVConnectorTransferResults(finished_recving=ended)
 
     def take_invalid_block_ids(self) -> set[int]:
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()

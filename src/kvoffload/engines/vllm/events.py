@@ -18,12 +18,12 @@ from kvoffload.config import EngineLayout, GroupKind
 
 __all__ = ["EventTranslator"]
 
-_FINISHED_REQUESTS_IN_VIEW = 512
+_FINISHED_REQUESTS_TRACKED = 512
 """Requests whose stores may still be on their way after their end; a later store of theirs is told plainly."""
 
 
 @dataclass(slots=True)
-class _InView:
+class _HashOrigin:
     """Where the block that ends in a hash lies in a request."""
 
     request: Any
@@ -42,35 +42,35 @@ class EventTranslator:
             for group in layout.groups
         ]
         self._kinds = [(group.kind.value, group.sliding_window_tokens) for group in layout.groups]
-        self._in_view: dict[bytes, _InView] = {}
-        self._known_hashes: dict[str, int] = {}
+        self._origins: dict[bytes, _HashOrigin] = {}
+        self._num_tracked_hashes: dict[str, int] = {}
         self._finished: deque[Any] = deque()
 
     # ------------------------------------------------------------------------------------------ requests in view
 
-    def see(self, request: Any) -> None:
+    def track(self, request: Any) -> None:
         """A request that may be stored from; to be called again as its hashes grow."""
         if not self._describe:
             return
         hashes = request.block_hashes
-        for index in range(self._known_hashes.get(request.request_id, 0), len(hashes)):
-            self._in_view[bytes(hashes[index])] = _InView(request, index)
-        self._known_hashes[request.request_id] = len(hashes)
+        for index in range(self._num_tracked_hashes.get(request.request_id, 0), len(hashes)):
+            self._origins[bytes(hashes[index])] = _HashOrigin(request, index)
+        self._num_tracked_hashes[request.request_id] = len(hashes)
 
     def finish(self, request: Any) -> None:
         if not self._describe:
             return
-        self.see(request)
-        self._known_hashes.pop(request.request_id, None)
+        self.track(request)
+        self._num_tracked_hashes.pop(request.request_id, None)
         self._finished.append(request)
-        if len(self._finished) > _FINISHED_REQUESTS_IN_VIEW:
+        if len(self._finished) > _FINISHED_REQUESTS_TRACKED:
             self._forget(self._finished.popleft())
 
     def _forget(self, request: Any) -> None:
         for each in request.block_hashes:
-            found = self._in_view.get(bytes(each))
+            found = self._origins.get(bytes(each))
             if found is not None and found.request is request:
-                del self._in_view[bytes(each)]
+                del self._origins[bytes(each)]
 
     # ---------------------------------------------------------------------------------------------- translation
 
@@ -92,7 +92,7 @@ class EventTranslator:
         for group, keys in _by_group(event.keys):
             plain: list[OffloadKey] = []
             for key in keys:
-                found = self._in_view.get(get_offload_block_hash(key)) if self._hashes_per_block[group] else None
+                found = self._origins.get(get_offload_block_hash(key)) if self._hashes_per_block[group] else None
                 if found is None:
                     plain.append(key)
                 else:
@@ -100,18 +100,18 @@ class EventTranslator:
             if plain:
                 yield self._event(plain, group, event.medium)
 
-    def _described(self, key: OffloadKey, group: int, medium: str, place: _InView) -> Any:
+    def _described(self, key: OffloadKey, group: int, medium: str, origin: _HashOrigin) -> Any:
         # Named is the block that can be fetched, by the hash at its end, not the engine blocks inside it.
         per_block = self._hashes_per_block[group]
-        first = place.hash_index + 1 - per_block
-        hashes, lora = place.request.block_hashes, place.request.lora_request
+        first = origin.hash_index + 1 - per_block
+        hashes, lora = origin.request.block_hashes, origin.request.lora_request
         return self._event(
             [key],
             group,
             medium,
             parent=_convert(bytes(hashes[first - 1])) if first > 0 else None,
             token_ids=list(
-                place.request.all_token_ids[first * self._hash_tokens : (first + per_block) * self._hash_tokens]
+                origin.request.all_token_ids[first * self._hash_tokens : (first + per_block) * self._hash_tokens]
             ),
             block_size=per_block * self._hash_tokens,
             lora_id=lora.adapter_id if lora is not None else None,

@@ -43,12 +43,12 @@ class _Run:
     num_bytes: int
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def location(self) -> tuple[int, int, int]:
         return self.storage.data_ptr() + self.offset, self.stride, self.num_bytes
 
     def joined(self, after: _Run) -> _Run | None:
         """This run and the one right behind it as one, if they are neighbours in every GPU block."""
-        mine, theirs = self.place, after.place
+        mine, theirs = self.location, after.location
         num_bytes = self.num_bytes + after.num_bytes
         if theirs[0] != mine[0] + self.num_bytes or self.stride != after.stride or num_bytes > self.stride:
             return None
@@ -64,22 +64,22 @@ def canonicalize(groups: Sequence[Sequence[LayerCache]], num_blocks: int) -> Can
     ``LayoutError`` for tensors that are not understood.
     """
     tensors: list[CanonicalKVCacheTensor] = []
-    index_by_place: dict[tuple[int, int, int], int] = {}
+    index_by_location: dict[tuple[int, int, int], int] = {}
     group_data_refs: list[list[CanonicalKVCacheRef]] = []
     for layers in groups:
         refs: list[CanonicalKVCacheRef] = []
         for run in _joined([run for layer in layers for run in _runs_of_layer(layer, num_blocks)]):
-            if run.place not in index_by_place:
-                index_by_place[run.place] = len(tensors)
+            if run.location not in index_by_location:
+                index_by_location[run.location] = len(tensors)
                 tensors.append(CanonicalKVCacheTensor(_view(run, num_blocks), run.num_bytes))
-            refs.append(CanonicalKVCacheRef(index_by_place[run.place], run.num_bytes))
+            refs.append(CanonicalKVCacheRef(index_by_location[run.location], run.num_bytes))
         group_data_refs.append(refs)
     return CanonicalKVCaches(tensors, group_data_refs)
 
 
 def _joined(runs: Sequence[_Run]) -> list[_Run]:
     result: list[_Run] = []
-    for run in {run.place: run for run in runs}.values():
+    for run in {run.location: run for run in runs}.values():
         both = result[-1].joined(run) if result else None
         if both is None:
             result.append(run)
