@@ -15,6 +15,7 @@ SRC = Path(__file__).parents[1] / "src" / "kvoffload"
 FLOOR = {
     "errors": 0,
     "registry": 1,
+    "units": 1,
     "compiled": 1,
     "metrics": 1,
     "base": 2,

@@ -7,7 +7,6 @@ suggestion; every default lives here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,37 +16,16 @@ from typing import Any
 import msgspec
 
 from kvoffload.errors import ConfigError, LayoutError, suggest
+from kvoffload.units import parse_bytes
 
 __all__ = [
     "EngineLayout",
     "GroupKind",
     "KVGroupLayout",
     "OffloadingConfig",
-    "parse_bytes",
     "parse_config",
     "parse_struct",
 ]
-
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
-_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-def parse_bytes(value: int | str, name: str = "size") -> int:
-    """A number of bytes from an int or text such as ``"200GiB"``, ``"64 MB"``, ``"4096"``; positive."""
-    number = value
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        unit = match and _UNITS.get(match[2].lower())
-        if not match or not unit:
-            raise ConfigError(f"{name}: {value!r} is no size; write bytes or a unit, for example 8589934592 or '8GiB'.")
-        number = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise ConfigError(f"{name}: {value!r} is no size; write bytes or a unit, for example '8GiB'.")
-    if number <= 0:
-        raise ConfigError(f"{name} must be positive, not {value!r}.")
-    return number
 
 
 class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ import pytest
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.kv_size import kv_bytes_per_token_of
-from kvoffload.sim.report import as_json, as_page, best_policy, curve, knee_of, size_text, table
+from kvoffload.sim.report import as_json, as_page, best_policy, curve, knee_of, table
 from kvoffload.sim.sweep import knee, sweep
 from kvoffload.sim.trace import Trace
 
@@ -46,13 +46,6 @@ def test_reports_of_a_sweep(trace_of: Callable[..., Trace]) -> None:
     assert [len(row) for row in rows] == [len(headings)] * 6
     assert json.loads(json.dumps(as_json([report])))[0]["accesses"] == 60
     assert as_page([report], "<?xml?><svg></svg>").count("<tr>") == 7
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (3 * 2**40, "3 TiB"), (2**60, "1024 PiB")]
-)
-def test_sizes_in_words(number: int, text: str) -> None:
-    assert size_text(number) == text
 
 
 @pytest.mark.parametrize(

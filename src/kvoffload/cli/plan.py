@@ -12,14 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvoffload.cli.simulate import load_one, token_bytes
-from kvoffload.config import parse_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.kv_size import kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
-from kvoffload.sim.report import size_text
+from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
 
@@ -73,7 +72,7 @@ def plan(
     block_bytes = per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
     if max_cpu_blocks == 0:
-        raise ConfigError(f"--max-cpu: {max_cpu} is less than one block of {size_text(block_bytes)}.")
+        raise ConfigError(f"--max-cpu: {max_cpu} is less than one block of {format_bytes(block_bytes)}.")
     max_disk_blocks = 0 if max_disk == "0" else parse_bytes(max_disk, "--max-disk") // block_bytes
     base = SimConfig(1, block_bytes, gpu_blocks, policy=policy, prefill_tokens_per_s=prefill_speed)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -97,8 +96,8 @@ def _print(made: Plan, goal: Goal, prices: Prices) -> None:
         column.justify = "right"
     for result in sorted(made.report.results, key=lambda each: prices.of(each, block_bytes)):
         table.add_row(
-            size_text(result.cpu_blocks * block_bytes),
-            size_text(result.disk_blocks * block_bytes) if result.disk_blocks else "-",
+            format_bytes(result.cpu_blocks * block_bytes),
+            format_bytes(result.disk_blocks * block_bytes) if result.disk_blocks else "-",
             f"{100 * result.hit_rate:.2f}",
             f"{result.ttft_s[goal.quantile]:.3g} s",
             f"{result.saved_prefill_s:,.0f} s",
@@ -107,8 +106,10 @@ def _print(made: Plan, goal: Goal, prices: Prices) -> None:
         )
     console.print(table)
     chosen = made.chosen
-    disk = f" and {size_text(chosen.disk_blocks * block_bytes)} of disk" if chosen.disk_blocks else ""
+    bought = f"{format_bytes(chosen.cpu_blocks * block_bytes)} of host memory"
+    if chosen.disk_blocks:
+        bought += f" and {format_bytes(chosen.disk_blocks * block_bytes)} of disk"
     console.print(
-        f"Buy {size_text(chosen.cpu_blocks * block_bytes)} of host memory{disk}: {100 * chosen.hit_rate:.1f} % hits, "
+        f"Buy {bought}: {100 * chosen.hit_rate:.1f} % hits, "
         f"{goal.quantile} {chosen.ttft_s[goal.quantile]:.3g} s, price {made.price:,.2f}."
     )

@@ -14,18 +14,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvoffload.config import parse_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.kv_size import kv_bytes_per_token_of
 from kvoffload.sim.plot import check_target, write_plot
-from kvoffload.sim.report import as_json, best_policy, knee_of, size_text, table
+from kvoffload.sim.report import as_json, best_policy, knee_of, table
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering.base import CascadeMode
+from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = [
     "DEFAULT_SIZES",
@@ -164,7 +164,7 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
             blocks = parse_bytes(part, option) // block_bytes
         if blocks < 1:
             raise ConfigError(
-                f"{option}: {part} is less than one block of {size_text(block_bytes)} "
+                f"{option}: {part} is less than one block of {format_bytes(block_bytes)} "
                 f"({trace.block_tokens} tokens) of {trace.name}."
             )
         sizes.append(blocks)
@@ -222,7 +222,7 @@ def _print(reports: Sequence[Report]) -> None:
         best = best_policy(report)
         bend = knee_of(report, best)
         if len({result.cpu_blocks for result in report.results}) > 2:
-            bend_text = f"{size_text(bend.cpu_blocks * report.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
+            bend_text = f"{format_bytes(bend.cpu_blocks * report.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
             console.print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.\n")
 
 
@@ -230,6 +230,6 @@ def _title(report: Report) -> str:
     trace = report.trace
     return (
         f"{trace.name}: {len(trace):,} requests, {trace.num_accesses:,} blocks of {trace.block_tokens} tokens "
-        f"({size_text(report.block_bytes)}), {trace.num_unique:,} different, "
+        f"({format_bytes(report.block_bytes)}), {trace.num_unique:,} different, "
         f"{100 * report.reachable_rate:.2f} % within reach"
     )

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvoffload.config import parse_bytes
 from kvoffload.tiering.stores.fs.admin import StoreRoot
+from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
 
@@ -43,7 +43,7 @@ def ls(root: _Root) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for one in found:
         uses = (_ago(one.oldest_use_ns), _ago(one.last_use_ns))
-        table.add_row(escape(one.name), f"{one.num_blocks:,}", _size(one.size_bytes), *uses)
+        table.add_row(escape(one.name), f"{one.num_blocks:,}", format_bytes(one.size_bytes), *uses)
     _console.print(table)
 
 
@@ -54,9 +54,9 @@ def du(root: _Root) -> None:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for one in sorted(found, key=lambda one: -one.size_bytes):
-        table.add_row(_size(one.size_bytes), escape(one.name))
-    table.add_row(_size(sum(one.size_bytes for one in found)), "[bold]in all[/bold]")
-    table.add_row(_size(shutil.disk_usage(root).free), "free on the disk")
+        table.add_row(format_bytes(one.size_bytes), escape(one.name))
+    table.add_row(format_bytes(sum(one.size_bytes for one in found)), "[bold]in all[/bold]")
+    table.add_row(format_bytes(shutil.disk_usage(root).free), "free on the disk")
     _console.print(table)
 
 
@@ -86,7 +86,7 @@ def verify(
                 unreadable += 1
                 progress.console.print(f"unreadable: {escape(file.path)}: {exc.strerror}")
     total = sum(file.size_bytes for file in files)
-    _console.print(f"{len(files):,} blocks ({_size(total)}) read, {len(bad):,} bad, {unreadable:,} unreadable.")
+    _console.print(f"{len(files):,} blocks ({format_bytes(total)}) read, {len(bad):,} bad, {unreadable:,} unreadable.")
     if bad and repair:
         _console.print(f"{store.remove(bad):,} deleted.")
     elif bad:
@@ -106,7 +106,9 @@ def gc(
     store = StoreRoot(root)
     dead = store.sweep()
     evicted, used_bytes = store.shrink(limit)
-    _console.print(f"{evicted:,} blocks deleted, {dead:,} dead writers swept up after, {_size(used_bytes)} in use.")
+    _console.print(
+        f"{evicted:,} blocks deleted, {dead:,} dead writers swept up after, {format_bytes(used_bytes)} in use."
+    )
     if limit is not None and used_bytes > limit:
         _console.print("The quota is not met: other files count, or a server is writing.")
         raise typer.Exit(1)
@@ -119,15 +121,6 @@ def clear(
     """Remove a namespace with all its blocks."""
     store = StoreRoot(root)
     _console.print(f"{store.clear(store.directory(namespace)):,} blocks deleted.")
-
-
-def _size(num_bytes: int) -> str:
-    amount = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
 
 
 def _ago(when_ns: int) -> str:

@@ -8,23 +8,14 @@ import os
 from pathlib import Path
 
 from kvoffload.errors import CapacityError
+from kvoffload.units import format_bytes
 
-__all__ = ["available_bytes", "check_host_memory", "check_shared_memory", "format_bytes"]
+__all__ = ["available_bytes", "check_host_memory", "check_shared_memory"]
 
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-
-
-def format_bytes(number: int) -> str:
-    """``8589934592`` as ``8.0 GiB``."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:

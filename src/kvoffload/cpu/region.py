@@ -19,8 +19,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvoffload.cpu.memory_limits import check_host_memory, check_shared_memory, format_bytes
+from kvoffload.cpu.memory_limits import check_host_memory, check_shared_memory
 from kvoffload.errors import CapacityError, ConfigError
+from kvoffload.units import format_bytes
 
 __all__ = ["SharedOffloadRegion"]
 

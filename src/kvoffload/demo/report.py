@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.sim.report import size_text
+from kvoffload.units import format_bytes
 
 if TYPE_CHECKING:
     from kvoffload.demo.comparison import Comparison, Latency, Verdict, WayResult
@@ -33,10 +33,10 @@ def print_setting(
     said = workload.conversations * workload.longest_tokens
     pool = options.num_blocks * options.block_tokens
     chat = f"{workload.conversations} conversations x {workload.turns} turns, {workload.users} at a time"
-    below = f"{size_text(config.cpu_bytes)} of host memory, policy {config.eviction_policy}"
+    below = f"{format_bytes(config.cpu_bytes)} of host memory, policy {config.eviction_policy}"
     if config.secondary_tiers:
         tier = config.secondary_tiers[0]
-        below += f"; {size_text(tier['max_bytes'])} of disk, {tier['path']}"
+        below += f"; {format_bytes(tier['max_bytes'])} of disk, {tier['path']}"
     for line in (
         f"[bold]{model_name}[/bold] on {device}",
         f"  chat        {chat}; {said:,} tokens in the end",
@@ -122,7 +122,9 @@ def copies_table(comparison: Comparison) -> Table:
     for result in comparison.results:
         if result.stats:
             (stored, store_rate), (loaded, load_rate) = result.copied("store"), result.copied("load")
-            table.add_row(result.name, size_text(stored), f"{store_rate:.2f}", size_text(loaded), f"{load_rate:.2f}")
+            table.add_row(
+                result.name, format_bytes(stored), f"{store_rate:.2f}", format_bytes(loaded), f"{load_rate:.2f}"
+            )
     return table
 
 

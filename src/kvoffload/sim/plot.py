@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.errors import ConfigError, MissingExtraError
-from kvoffload.sim.report import as_page, best_policy, curve, knee_of, size_text
+from kvoffload.sim.report import as_page, best_policy, curve, knee_of
 from kvoffload.sim.sweep import Report
+from kvoffload.units import format_bytes
 
 __all__ = ["check_target", "write_plot"]
 
@@ -92,7 +93,7 @@ def _size_axis(axis: Any, report: Report, policy: str) -> None:
     sizes = _sizes_gib(report, policy)
     axis.set_xscale("log")
     shown = [size for at, size in enumerate(sizes) if at == 0 or size > 1.4 * sizes[at - 1]]
-    axis.set_xticks(shown, [size_text(size * 2**30) for size in shown], rotation=30, ha="right")
+    axis.set_xticks(shown, [format_bytes(size * 2**30) for size in shown], rotation=30, ha="right")
     axis.xaxis.set_minor_locator(ticker.NullLocator())
     axis.set_xlabel("host memory for KV blocks")
 
@@ -119,7 +120,7 @@ def _draw_hits(axis: Any, report: Report) -> None:
     place = bend.cpu_blocks * report.block_bytes / 2**30, 100 * bend.hit_rate
     axis.plot(*place, "o", markersize=13, markerfacecolor="none", markeredgecolor=_GREY)
     axis.annotate(
-        f"knee: {size_text(bend.cpu_blocks * report.block_bytes)}, {place[1]:.1f} %",
+        f"knee: {format_bytes(bend.cpu_blocks * report.block_bytes)}, {place[1]:.1f} %",
         place,
         xytext=(14, -22),
         textcoords="offset points",

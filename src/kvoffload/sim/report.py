@@ -10,8 +10,9 @@ from typing import Any
 
 from kvoffload.sim.driver import SimResult
 from kvoffload.sim.sweep import Report, knee
+from kvoffload.units import format_bytes
 
-__all__ = ["as_json", "as_page", "best_policy", "curve", "knee_of", "size_text", "table"]
+__all__ = ["as_json", "as_page", "best_policy", "curve", "knee_of", "table"]
 
 _HEADINGS = (
     "policy",
@@ -30,15 +31,6 @@ _HEADINGS = (
     "p99",
     "busy %",
 )
-
-
-def size_text(num_bytes: float) -> str:
-    """``"64 GiB"``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while abs(num_bytes) >= 1024 and len(units) > 1:
-        num_bytes /= 1024
-        del units[0]
-    return f"{num_bytes:.3g} {units[0]}" if num_bytes < 1000 else f"{num_bytes:.0f} {units[0]}"
 
 
 def table(report: Report) -> tuple[list[str], list[list[str]]]:
@@ -61,16 +53,16 @@ def _row(report: Report, result: SimResult, bound: float) -> tuple[str, ...]:
 
     return (
         result.policy if result.cascade == "on_store" else f"{result.policy}, {result.cascade}",
-        size_text(result.cpu_blocks * report.block_bytes),
-        size_text(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
+        format_bytes(result.cpu_blocks * report.block_bytes),
+        format_bytes(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
         f"{100 * result.hit_rate:.2f}",
         percent(result.gpu_hit_blocks),
         percent(result.cpu_hit_blocks),
         percent(result.disk_hit_blocks),
         f"{100 * bound:.2f}",
-        size_text(result.loaded_bytes),
-        size_text(result.stored_bytes),
-        size_text(result.disk_written_bytes) if result.disk_blocks else "-",
+        format_bytes(result.loaded_bytes),
+        format_bytes(result.stored_bytes),
+        format_bytes(result.disk_written_bytes) if result.disk_blocks else "-",
         _seconds(result.saved_prefill_s),
         _seconds(result.ttft_s["p50"]),
         _seconds(result.ttft_s["p99"]),
