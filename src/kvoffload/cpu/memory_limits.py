@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process may still take: asked before a large allocation, so that it fails with a sentence
-instead of an out-of-memory kill or a bus error."""
+"""How much memory this process may still take.
+
+A large allocation checks first. It then fails with a sentence instead of an out-of-memory kill or a bus error.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ _CGROUP_FILES = (
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The kernel's estimate of memory that can be had without swapping, within this container's limit; ``None`` where
-    the system does not tell."""
+    """Bytes that can be allocated without swapping: the smaller of the kernel's estimate and this container's limit.
+
+    ``None`` where the system reports neither.
+    """
     found = [number for number in (_meminfo_available(proc), _cgroup_available(cgroup)) if number is not None]
     return min(found, default=None)
 
 
 def check_host_memory(wanted: int) -> None:
-    """Raises ``CapacityError`` if ``wanted`` bytes cannot be had now."""
+    """Raises ``CapacityError`` if fewer than ``wanted`` bytes are available now."""
     available = available_bytes()
     if available is not None and wanted > available:
         raise CapacityError(
