@@ -28,7 +28,7 @@ FLOOR = {
 ROOF = {"sim": 6, "engines": 6, "demo": 7, "testing": 7, "cli": 8, "__main__": 9, "__init__": 9}
 LEVEL = FLOOR | ROOF
 
-TORCH_ROOMS = ("cpu/gpu_worker.py", "cpu/copy/", "engines/", "testing/")
+TORCH_ROOMS = ("cpu/gpu_worker.py", "cpu/copy/", "engines/", "demo/", "testing/")
 """Where torch may be imported. ``testing`` only inside functions, checked by importing it."""
 
 SAME_LEVEL_FORBIDDEN = {("sim", "engines"), ("engines", "sim")}
