@@ -17,7 +17,7 @@ from rich.table import Table
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.kv_size import kv_bytes_per_token_of
+from kvoffload.sim.kv_size import model_kv_bytes_per_token
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, table
 from kvoffload.sim.sweep import Report, sweep
@@ -128,7 +128,7 @@ def token_bytes(model: Path | None, kv_bytes: str | None) -> int:
     if model is not None and kv_bytes is not None:
         raise ConfigError("--model and --kv-bytes-per-token say the same thing; give one of them.")
     if model is not None:
-        return kv_bytes_per_token_of(model)
+        return model_kv_bytes_per_token(model)
     return parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES
 
 

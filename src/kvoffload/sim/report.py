@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs found, as rows, JSON and an HTML page."""
+"""The results of a sweep as rows, JSON and an HTML page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HEADINGS = (
 
 
 def table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headings, and one row per run; columns of tiers that no run has are left out."""
+    """The headings and one row per run, without the columns of tiers that no run has."""
     full = [_row(report, result, bound) for result, bound in zip(report.results, report.optimum_rates, strict=True)]
     unused = set()
     if not any(result.gpu_blocks for result in report.results):
@@ -75,7 +75,7 @@ def _seconds(value: float) -> str:
 
 
 def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """Everything, in plain values."""
+    """All figures in plain values."""
     return [
         {
             "trace": report.trace.name,
@@ -100,7 +100,7 @@ def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def curve(report: Report, policy: str) -> list[tuple[SimResult, float]]:
-    """(run, optimum) of one policy by rising size of host memory, at the largest disk of each."""
+    """(run, optimum) of one policy by rising host memory; of several disks the largest."""
     found: dict[int, tuple[SimResult, float]] = {}
     for result, bound in zip(report.results, report.optimum_rates, strict=True):
         if result.policy == policy:
@@ -111,13 +111,13 @@ def curve(report: Report, policy: str) -> list[tuple[SimResult, float]]:
 
 
 def best_policy(report: Report) -> str:
-    """The one with the most hits, summed over all runs."""
+    """The policy with the most hits, summed over all runs."""
     names = dict.fromkeys(result.policy for result in report.results)
     return max(names, key=lambda name: sum(result.hit_rate for result in report.results if result.policy == name))
 
 
 def knee_of(report: Report, policy: str) -> SimResult:
-    """The run after which more host memory brings less and less."""
+    """The run at the curve's knee: beyond it more host memory brings less and less."""
     runs = [result for result, _ in curve(report, policy)]
     return runs[knee([run.cpu_blocks for run in runs], [run.hit_rate for run in runs])]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvoffload.base import OffloadingManager, OffloadKey, ReqContext
-from kvoffload.sim.device_cache import DevicePool
+from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link
 from kvoffload.sim.trace import Trace
 
@@ -57,7 +57,7 @@ class Server:
         chunk_tokens: int,
         block_bytes: int,
         load_link: Link,
-        device: DevicePool | None,
+        device: DeviceCache | None,
         wait: Callable[[], None],
     ) -> None:
         self._trace, self._keys, self._manager, self._clock = trace, keys, manager, clock
