@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading specs by name, and the one place that turns a configuration into one."""
+"""Offloading specs by name, and the function that makes one from a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ SPECS.register("TieringOffloadingSpec", "kvoffload.tiering.spec:TieringOffloadin
 
 
 def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
-    """The spec that ``config`` names, from ``spec_module_path`` if that is set. Allocates nothing yet."""
+    """The spec that ``config`` names, from ``spec_module_path`` if that is set. Allocates nothing yet.
+
+    Raises ``ConfigError`` if the name is unknown, fails to import or is no spec, and for whatever the spec itself
+    refuses.
+    """
     if config.spec_module_path is None:
         return SPECS.get(config.spec_name)(config, layout)  # type: ignore[call-arg]
     try:

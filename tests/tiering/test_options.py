@@ -41,7 +41,7 @@ def test_both_kinds_are_built_from_mappings(tmp_path: Path) -> None:
         ({"type": "fs"}, "path"),
         ({"type": "fs", "path": ""}, "path"),
         ({"type": "fs", "path": "x", "max_byte": 1}, "Did you mean 'max_bytes'"),
-        ({"type": "fs", "path": "x", "max_bytes": "many"}, "is no size"),
+        ({"type": "fs", "path": "x", "max_bytes": "many"}, "is not a size"),
         ({"type": "fs", "path": "x", "max_bytes": 300}, "too little"),
         ({"type": "fs", "path": "x", "durability": "maybe"}, "durability"),
         ({"type": "fs", "path": "x", "threads": 0}, "threads"),

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.connector.offers import offer_in_portions
 from kvoffload.connector.requests import PortionState
-from kvoffload.sim.device_cache import DevicePool
+from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link
 from kvoffload.sim.trace import Trace
 
@@ -59,7 +59,7 @@ class Server:
         chunk_tokens: int,
         block_bytes: int,
         load_link: Link,
-        device: DevicePool | None,
+        device: DeviceCache | None,
         wait: Callable[[], None],
     ) -> None:
         self._trace, self._keys, self._manager, self._clock = trace, keys, manager, clock

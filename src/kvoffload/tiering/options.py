@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from kvoffload.base import OffloadPolicy
-from kvoffload.config import parse_bytes, parse_struct
+from kvoffload.config import parse_struct
 from kvoffload.errors import ConfigError
 from kvoffload.registry import Registry
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
@@ -25,6 +25,7 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
+from kvoffload.units import parse_bytes
 
 __all__ = ["STORES", "FileSystemOptions", "MemoryOptions", "StoreOptions", "build_tier", "parse_tier", "parse_tiers"]
 
