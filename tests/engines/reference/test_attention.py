@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvoffload.engines.reference.attention import paged_attention, plan_step
-from kvoffload.engines.reference.layout import LayerPlace
+from kvoffload.engines.reference.layout import LayerPosition
 from kvoffload.engines.reference.request import Request, SamplingParams, Scheduled
 
 BLOCK, HEADS, KV_HEADS, HEAD_DIM = 4, 4, 2, 8
@@ -44,7 +44,7 @@ def test_equals_attention_over_the_whole_context(window: int | None, chunks: lis
             Scheduled(Request(name, range(13), SamplingParams(), BLOCK), start, count, (table,))
             for name, table in TABLES.items()
         ]
-        step = plan_step(scheduled, [pool], [window], [LayerPlace(0, 0)])
+        step = plan_step(scheduled, [pool], [window], [LayerPosition(0, 0)])
         packed = [
             torch.cat([rows[name][part][:, :, start : start + count] for name in TABLES], dim=2) for part in range(3)
         ]
@@ -60,7 +60,7 @@ def test_only_blocks_inside_the_window_are_gathered() -> None:
     request = Request("a", range(14), SamplingParams(), BLOCK)
     pool = torch.zeros(8, 2, 1, BLOCK, KV_HEADS, HEAD_DIM)
     scheduled = [Scheduled(request, 13, 1, ((5, 2, 7, 0), (5, 2, 7, 0)))]
-    step = plan_step(scheduled, [pool, pool], [None, 3], [LayerPlace(0, 0)])
+    step = plan_step(scheduled, [pool, pool], [None, 3], [LayerPosition(0, 0)])
     whole, windowed = (group.contexts[0] for group in step.groups)
     assert whole.blocks.tolist() == [5, 2, 7, 0]
     assert windowed.blocks.tolist() == [7, 0]
