@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.core import Row, interleaved_medians
-from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.base import OffloadKey, TransferResult, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import (
     ConnectorMeta,
     EngineStep,
-    JobEnd,
     OffloadingConnectorScheduler,
     ScheduledRequest,
     WorkerReport,
@@ -64,7 +63,7 @@ class Decoding:
     def step(self, scheduled: tuple[ScheduledRequest, ...]) -> ConnectorMeta:
         meta = self.scheduler.build_connector_meta(EngineStep(scheduled))
         self.scheduler.update_connector_output(
-            WorkerReport(tuple(JobEnd(job.job_id, 0, True) for job in (*meta.loads, *meta.stores)))
+            WorkerReport(tuple((0, TransferResult(job.job_id, True)) for job in (*meta.loads, *meta.stores)))
         )
         return meta
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from bench.core import Row, interleaved_medians
 from kvoffload.base import OffloadKey
 from kvoffload.sim.driver import SimConfig, simulate
-from kvoffload.sim.policy_replay import replay_flat
+from kvoffload.sim.policy_replay import replay_policy
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 
@@ -22,9 +22,9 @@ def run(short: bool) -> list[Row]:
     tiers = SimConfig(cpu_blocks=capacity, block_bytes=2**20, gpu_blocks=capacity // 2, disk_blocks=3 * capacity)
     bare, *others = interleaved_medians(
         lambda: _bare_lru(trace, keys, capacity),
-        lambda: replay_flat(trace, "lru", capacity, keys=keys),
-        lambda: replay_flat(trace, "arc", capacity, keys=keys),
-        lambda: replay_flat(trace, "density", capacity, keys=keys),
+        lambda: replay_policy(trace, "lru", capacity, keys=keys),
+        lambda: replay_policy(trace, "arc", capacity, keys=keys),
+        lambda: replay_policy(trace, "density", capacity, keys=keys),
         lambda: simulate(trace, config, keys=keys),
         lambda: simulate(trace, tiers, keys=keys),
         repeats=1 if short else 3,

@@ -5,29 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_bytes, parse_config
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
 from kvoffload.errors import ConfigError, LayoutError
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (4096, 4096),
-        ("4096", 4096),
-        ("8GiB", 8 << 30),
-        ("1.5 KiB", 1536),
-        ("2 kb", 2000),
-        (" 3TB ", 3 * 10**12),
-    ],
-)
-def test_sizes(text: int | str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "8 parsecs", "-1", 0, -5, True, 1.5, None])
-def test_bad_sizes_say_what_to_write(text: Any) -> None:
-    with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
-        parse_bytes(text, "cpu_bytes_to_use")
 
 
 def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:
@@ -43,7 +22,7 @@ def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:
     [
         ({}, "cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": 1, "evction_policy": "lru"}, "Did you mean 'eviction_policy'"),
-        ({"cpu_bytes_to_use": "lots"}, "no size"),
+        ({"cpu_bytes_to_use": "lots"}, "not a size"),
         ({"cpu_bytes_to_use": 1, "store_threshold": "two"}, "store_threshold"),
         ({"cpu_bytes_to_use": 1, "store_threshold": -1}, "store_threshold"),
         ({"cpu_bytes_to_use": 1, "max_tracker_size": 0}, "max_tracker_size"),
@@ -73,7 +52,7 @@ def test_the_factor_and_the_bytes_of_a_slot() -> None:
 
 
 def test_layouts_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(LayoutError, match="no multiple"):
+    with pytest.raises(LayoutError, match="not a multiple"):
         layout(24)
     with pytest.raises(LayoutError, match="no KV cache groups"):
         layout()

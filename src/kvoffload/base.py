@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vocabulary: keys, request contexts, load/store specs, events, and the two seams every backend fills.
 
-Names here are fixed (``design.md`` section 4). The control plane (``OffloadingManager``, scheduler process)
-decides and keeps books; the data plane (``OffloadingHandler``, worker process) moves bytes. They share only the
-small records of this module, so importing it loads neither torch nor an engine.
+The control plane (``OffloadingManager``, scheduler process) decides what is stored, kept and evicted. The data plane
+(``OffloadingHandler``, worker process) moves bytes. They share only the small records of this module, so importing it
+loads neither torch nor an engine. The names here are stable: engines, tiers and policies build on them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
+    "Direction",
     "GPULoadStoreSpec",
     "LoadStoreSpec",
     "OffloadKey",
@@ -168,7 +169,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 @dataclass(slots=True)
 class PrepareStoreOutput:
     """``prepare_store``'s answer: which of the offered keys to write (in the order of ``store_spec``'s blocks),
-    where, and which keys lost their place for it."""
+    where, and which keys were evicted for it."""
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
@@ -206,7 +207,7 @@ class OffloadingManager(ABC):
     and once per step ``on_schedule_end`` and ``take_events``. ``complete_*`` may arrive after
     ``on_request_finished``: a transfer outlives its request, which is why those two need no request context.
 
-    No method blocks, does I/O or raises because a tier is broken: trouble is a miss. Obligations are abstract in
+    No method blocks, does I/O or raises because a tier is broken: a failure is a miss. Obligations are abstract in
     pairs, so that a subclass cannot forget the half that gives a pin back; only true options have defaults.
     """
 
@@ -240,7 +241,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Reserves places for those of ``keys`` that should be stored and are not here yet.
+        """Reserves slots for those of ``keys`` that should be stored and are not here yet.
 
         ``None``: there is no room now, and nothing was changed. An empty ``keys_to_store`` means nothing to do.
         """
@@ -270,7 +271,7 @@ class OffloadingManager(ABC):
         return False
 
     def reset_cache(self) -> None:
-        """Forgets every block. Transfers in flight keep their places until they complete; they publish nothing."""
+        """Forgets every block. Transfers in flight keep their slots until they complete; they publish nothing."""
 
     def get_stats(self) -> Stats:
         """Current metric values (``kvoffload.metrics``): counters since start, gauges now."""
@@ -283,8 +284,17 @@ class OffloadingManager(ABC):
 # --------------------------------------------------------------------------------------------------- data plane
 
 
+class Direction(Enum):
+    """Which way a transfer moves blocks. The values are the first words of metric names."""
+
+    LOAD = "load"
+    """From the primary tier to the device."""
+    STORE = "store"
+    """From the device to the primary tier."""
+
+
 class TransferResult(NamedTuple):
-    """The end of one transfer, told once by ``OffloadingHandler.get_finished``."""
+    """The end of one transfer on one rank. ``OffloadingHandler.get_finished`` returns each once."""
 
     job_id: int
     success: bool
@@ -311,7 +321,7 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def wait(self, job_ids: Collection[int]) -> None:
-        """Returns once these transfers have ended; they are still told by ``get_finished``. Unknown ids are ignored."""
+        """Returns once these transfers have ended. ``get_finished`` still returns them. Unknown ids are ignored."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One validated configuration object, and the record in which an engine describes its KV cache.
+"""The user's configuration, validated, and the record in which an engine describes its KV cache.
 
-This is the only module that reads untyped mappings. A mapping is never changed; unknown keys fail with a
-suggestion; every default lives here.
+Untyped mappings become typed records here (``parse_config``, ``parse_struct``) and are never changed. Unknown keys fail
+with a suggestion.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,43 +16,22 @@ from typing import Any
 import msgspec
 
 from kvoffload.errors import ConfigError, LayoutError, suggest
+from kvoffload.units import parse_bytes
 
 __all__ = [
     "EngineLayout",
     "GroupKind",
     "KVGroupLayout",
     "OffloadingConfig",
-    "parse_bytes",
     "parse_config",
     "parse_struct",
 ]
 
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
-_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-def parse_bytes(value: int | str, name: str = "size") -> int:
-    """A number of bytes from an int or text such as ``"200GiB"``, ``"64 MB"``, ``"4096"``; positive."""
-    number = value
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        unit = match and _UNITS.get(match[2].lower())
-        if not match or not unit:
-            raise ConfigError(f"{name}: {value!r} is no size; write bytes or a unit, for example 8589934592 or '8GiB'.")
-        number = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise ConfigError(f"{name}: {value!r} is no size; write bytes or a unit, for example '8GiB'.")
-    if number <= 0:
-        raise ConfigError(f"{name} must be positive, not {value!r}.")
-    return number
-
 
 class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user may set; the keys of vLLM's ``kv_connector_extra_config``.
+    """What a user may set: the keys of vLLM's ``kv_connector_extra_config``, and their defaults.
 
-    Make it with ``parse_config``, which turns every mistake into one sentence.
+    Make it with ``parse_config``. The constructor itself checks no values.
     """
 
     cpu_bytes_to_use: int | str
@@ -63,36 +41,40 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     eviction_policy: str = "density"
     """Name of a registered cache policy."""
     store_threshold: int = 1
-    """Store a block once this many requests asked for it; 0 and 1 store at once."""
+    """Store a block at the n-th request that asks for it; 0 and 1 store it at the first."""
     max_tracker_size: int = 64_000
-    """Keys the reuse filter remembers."""
+    """Keys that the reuse filter counts requests for; used with a ``store_threshold`` of 2 or more."""
     spec_name: str = "CPUOffloadingSpec"
     """Name of a registered offloading spec, or of a class in ``spec_module_path``."""
     spec_module_path: str | None = None
     """Module that holds ``spec_name``, for specs that are not installed as plug-ins."""
     offload_prompt_only: bool = False
-    """Leave out blocks that hold generated tokens."""
+    """Do not offload blocks that hold generated tokens."""
     self_describing_kv_events: bool = False
-    """Give the engine's stored-events token ids and block sizes, for routers that need them."""
+    """Include token ids and block sizes in the engine's events of stored blocks, for routers that need them."""
     record_trace: str | None = None
-    """File to write a trace of what is served to, for ``kvoffload simulate``: hashes of block keys and lengths, no
-    tokens. ``{pid}`` in it becomes the process id, for engines with several schedulers."""
+    """File that receives a trace of the served requests, for ``kvoffload simulate``: hashes of block keys and lengths,
+    no tokens. ``{pid}`` in it becomes the process id, for engines with several schedulers."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options."""
     max_wait_s: float = 10.0
-    """How long a request may wait for promotions and remote lookups before they count as misses."""
+    """Seconds a request may wait, in all, for promotions and remote lookups before they count as misses."""
     claim_share: float = 0.75
-    """Share of the primary tier that one waiting request may claim for blocks being promoted for it."""
+    """Share of the primary tier that one waiting request may claim, above 0 and at most 1."""
     promotion_share: float = 0.75
-    """Share of the primary tier that promotions and claims of all waiting requests may hold together."""
+    """Share of the primary tier that all promotions and claims together may take, above 0 and at most 1."""
 
     @property
     def cpu_bytes(self) -> int:
+        """``cpu_bytes_to_use`` as a number of bytes."""
         return parse_bytes(self.cpu_bytes_to_use, "cpu_bytes_to_use")
 
 
 def parse_struct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:
-    """``values`` as an instance of the msgspec struct ``kind``; every mistake is one ``ConfigError`` sentence."""
+    """``values`` as an instance of the msgspec struct ``kind``.
+
+    Raises ``ConfigError`` for an unknown key or a wrong type, in one sentence that calls the mapping ``what``.
+    """
     known = kind.__struct_fields__
     for name in values:
         if name not in known:
@@ -104,7 +86,11 @@ def parse_struct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:
 
 
 def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
-    """Validates a user's mapping. Raises ``ConfigError`` before anything is allocated."""
+    """Validates a user's mapping, the keys of which are the fields of ``OffloadingConfig``.
+
+    Raises ``ConfigError`` with one sentence that says what to change. Allocates nothing. Names of policies, specs and
+    tier types are checked where they are used.
+    """
     config: OffloadingConfig = parse_struct(OffloadingConfig, values, "the kvoffload configuration")
     parse_bytes(config.cpu_bytes_to_use, "cpu_bytes_to_use")
     _at_least("block_size", config.block_size if config.block_size is not None else 1, 1)
@@ -116,7 +102,7 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
         if not 0 < getattr(config, name) <= 1:
             raise ConfigError(f"{name} must be above 0 and at most 1, not {getattr(config, name)}.")
     if config.record_trace is not None and not Path(config.record_trace).parent.is_dir():
-        raise ConfigError(f"record_trace names a file in {Path(config.record_trace).parent}, which is no directory.")
+        raise ConfigError(f"record_trace names a file in {Path(config.record_trace).parent}, which is not a directory.")
     for tier in config.secondary_tiers:
         if not isinstance(tier.get("type"), str):
             raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; got {tier!r}.")
@@ -132,19 +118,19 @@ def _at_least(name: str, value: int, least: int) -> None:
 
 
 class GroupKind(Enum):
-    """What of a prefix a KV group needs to continue from it."""
+    """Which blocks of a prefix a KV group needs to continue from it."""
 
     FULL_ATTENTION = "full_attention"
     """Every block of the prefix."""
     SLIDING_WINDOW = "sliding_window"
     """The blocks that cover the last ``sliding_window_tokens - 1`` tokens."""
     SINGLE_STATE = "single_state"
-    """The last block alone, which holds a state (Mamba and its kin)."""
+    """The last block alone, which holds a state (Mamba and similar layers)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroupLayout:
-    """One KV cache group: layers that share a block table."""
+    """One KV cache group: layers that share a block table. Raises ``LayoutError`` for values that make no sense."""
 
     kind: GroupKind
     block_tokens: int
@@ -152,6 +138,7 @@ class KVGroupLayout:
     page_bytes: int
     """Bytes of one GPU block on one rank, all layers of the group together."""
     sliding_window_tokens: int | None = None
+    """The window, for ``SLIDING_WINDOW`` groups; ``None`` for all others."""
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or self.page_bytes < 1:
@@ -166,28 +153,30 @@ class KVGroupLayout:
 class EngineLayout:
     """How an engine lays out its KV cache: everything that both planes must agree on.
 
-    The same record is made in the scheduler process and in every worker (``rank`` differs).
+    The scheduler process and every worker make the same record, in which only ``rank`` differs. Raises ``LayoutError``
+    for values that make no sense.
     """
 
     groups: tuple[KVGroupLayout, ...]
     hash_block_tokens: int
-    """Tokens that one of the engine's block hashes covers."""
+    """Tokens that one of the engine's block hashes covers; divides every group's ``block_tokens``."""
     instance_id: str
     """Names this engine instance among the processes of the host; the same in all of its processes."""
     num_ranks: int = 1
     """Workers of this node that hold slices of the same blocks (tensor parallelism)."""
     rank: int = 0
+    """Of this worker, from 0; 0 in the scheduler process."""
     num_processes: int = 1
-    """Processes of this node that map the primary tier: 1 where scheduler and worker are one process, else one for the
-    scheduler and one for each rank."""
+    """Processes of this node that map the primary tier: 1 where scheduler and worker are one process; otherwise one
+    for the scheduler and one for each rank."""
     events_enabled: bool = False
-    """Whether somebody drains ``take_events``."""
+    """Whether the engine takes events. Without this the manager records none."""
     identity: Mapping[str, str] = field(default_factory=dict)
-    """All that changes the bytes of a block besides its key: model, revision, dtype, layout, parallel sizes."""
+    """Everything besides a block's key that changes its bytes: model, revision, dtype, layout, parallel sizes."""
     hashes_are_stable: bool = True
-    """Whether the same tokens give the same block hashes in another process; persistent tiers need it."""
+    """Whether the same tokens give the same block hashes in another process. Persistent tiers need that."""
     unstable_hash_hint: str = ""
-    """Which option of the engine makes hashes stable, for the error message."""
+    """The engine's option that makes hashes stable, for the error message."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -197,14 +186,15 @@ class EngineLayout:
         for group in self.groups:
             if group.block_tokens % self.hash_block_tokens:
                 raise LayoutError(
-                    f"A GPU block of {group.block_tokens} tokens is no multiple of the {self.hash_block_tokens} tokens "
-                    "that one block hash covers."
+                    f"A GPU block of {group.block_tokens} tokens is not a multiple of the {self.hash_block_tokens} "
+                    "tokens that one block hash covers."
                 )
 
     def block_size_factor(self, config: OffloadingConfig) -> int:
         """GPU blocks per offloaded block, the same for all groups.
 
-        With groups of different block sizes, ``config.block_size`` counts tokens of the smallest.
+        Where block sizes differ, ``config.block_size`` counts tokens of the group with the smallest. Raises
+        ``ConfigError`` if it is not a multiple of that group's block.
         """
         base = min(group.block_tokens for group in self.groups)
         if config.block_size is None:
@@ -216,9 +206,9 @@ class EngineLayout:
         return config.block_size // base
 
     def slice_bytes(self, factor: int) -> int:
-        """Bytes of one offloaded block that one rank owns: the largest group's, so that any block fits any slot."""
+        """Bytes of one rank's part of a slot: the largest group's, so that any block fits any slot."""
         return factor * max(group.page_bytes for group in self.groups)
 
     def block_bytes(self, factor: int) -> int:
-        """Bytes of one slot: a slice for every rank."""
+        """Bytes of one slot: one slice per rank."""
         return self.slice_bytes(factor) * self.num_ranks

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one exception tree of kvoffload.
 
-A miss, a full cache, a throttled tier are *values* (``False``, ``None``), never exceptions. What is raised is
-either a caller's mistake (``ConfigError`` and its kin: one sentence that says what to change, raised before
-anything is touched) or a failure of the machine that the nearest tier or handler boundary turns into a miss.
+A miss, a full cache, a throttled tier are *values* (``False``, ``None``), never exceptions. An exception is one of two
+things. A caller's mistake is a ``ConfigError``: one sentence that says what to change, raised before anything is
+touched. A failure of the machine is a ``TransferError`` or ``StoreError``: the nearest tier or handler turns it into a
+miss.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ConfigError(KVOffloadError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """A name (policy, store, spec, key) that nobody registered; the message lists the choices."""
+    """An unknown policy, store, spec or key; the message lists the choices."""
 
 
 class LayoutError(ConfigError):
@@ -41,7 +42,7 @@ class LayoutError(ConfigError):
 
 
 class CapacityError(ConfigError):
-    """More memory, shared memory or disk was asked for than the host has."""
+    """The configuration asks for more memory, shared memory or disk than the host has."""
 
 
 class MissingExtraError(KVOffloadError, ImportError):
@@ -49,15 +50,15 @@ class MissingExtraError(KVOffloadError, ImportError):
 
 
 class TransferError(KVOffloadError):
-    """A copy between device and host failed. Handlers report it as a failed job; it never leaves a step."""
+    """A copy between device and host failed. Handlers report it as a failed transfer; it never leaves a step."""
 
 
 class StoreError(KVOffloadError):
-    """A block store failed as a whole (as opposed to one bad block, which is a value)."""
+    """A block store failed as a whole. One bad block is a value instead."""
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """A tail for an error message: ``" Did you mean 'lru'? Choices: arc, lru."``."""
+    """The end of an error message: ``" Did you mean 'lru'? Choices: arc, lru."``."""
     known = sorted(choices)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""

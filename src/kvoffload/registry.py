@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One registry for everything that can be chosen by name, open to outsiders through entry points."""
+"""The registry of everything that users choose by name. Other packages add to it through entry points."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Names to values of one kind (cache policies, block stores, offloading specs).
 
-    A value is registered in code (``register``), as a dotted ``"module:attribute"`` that is imported on first
-    use (so that a registry can name what needs torch without importing it), or by an installed distribution
-    through the entry-point group ``group``. Code wins over entry points; a broken entry point raises only when
-    its own name is asked for.
+    A value comes from one of three sources: the value itself (``register``); a dotted ``"module:attribute"``, imported
+    on first use, so that a registry can name what needs torch without importing it; or an installed distribution,
+    through an entry point. Code wins over entry points. A broken entry point raises only when its own name is asked
+    for.
 
     Not thread-safe: fill it at import time.
     """
 
     def __init__(self, kind: str, group: str) -> None:
+        """``kind`` is what error messages call a value; ``group`` is the entry-point group."""
         self._kind = kind
         self._group = group
         self._values: dict[str, T | str] = {}
@@ -34,13 +35,13 @@ class Registry(Generic[T]):
         return f"Registry({self._kind!r}, names={self.names()})"
 
     def register(self, name: str, value: T | str) -> None:
-        """Adds ``value`` (or its ``"module:attribute"``) under ``name``; a second value for a name is an error."""
+        """Adds ``value``, or its ``"module:attribute"``. Raises ``ConfigError`` if ``name`` has another value."""
         if name in self._values and self._values[name] != value:
             raise ConfigError(f"{self._kind} {name!r} is registered already; choose another name.")
         self._values[name] = value
 
     def unregister(self, name: str) -> None:
-        """Forgets a name registered in code; unknown names are ignored."""
+        """Removes a name registered in code. Ignores unknown names."""
         self._values.pop(name, None)
 
     def names(self) -> list[str]:
@@ -48,7 +49,11 @@ class Registry(Generic[T]):
         return sorted({*self._values, *(point.name for point in entry_points(group=self._group))})
 
     def get(self, name: str) -> T:
-        """The value called ``name``. Raises ``UnknownNameError`` (a ``ValueError``) that lists the choices."""
+        """The value called ``name``.
+
+        Raises ``UnknownNameError`` (a ``ValueError``), which lists the choices, for an unknown name, and
+        ``ConfigError`` where the value's module or entry point fails to import.
+        """
         if name not in self._values:
             return self._from_entry_point(name)
         value = self._values[name]

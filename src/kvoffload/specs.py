@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading specs by name, and the one place that turns a configuration into one."""
+"""Offloading specs by name, and the function that makes one from a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ SPECS.register("TieringOffloadingSpec", "kvoffload.tiering.spec:TieringOffloadin
 
 
 def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
-    """The spec that ``config`` names, from ``spec_module_path`` if that is set. Allocates nothing yet."""
+    """The spec that ``config`` names, from ``spec_module_path`` if that is set. Allocates nothing yet.
+
+    Raises ``ConfigError`` if the name is unknown, fails to import or is not a spec, and for whatever the spec itself
+    refuses.
+    """
     if config.spec_module_path is None:
         return SPECS.get(config.spec_name)(config, layout)  # type: ignore[call-arg]
     try:
@@ -30,5 +34,5 @@ def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
             f"spec_name {config.spec_name!r} of {config.spec_module_path!r} fails to import: {exc}"
         ) from exc
     if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
-        raise ConfigError(f"{config.spec_module_path}:{config.spec_name} is no OffloadingSpec.")
+        raise ConfigError(f"{config.spec_module_path}:{config.spec_name} is not an OffloadingSpec.")
     return spec(config, layout)  # type: ignore[call-arg]

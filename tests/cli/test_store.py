@@ -50,7 +50,7 @@ def test_ls_and_du_tell_namespaces_apart(server, tmp_path: Path, capsys) -> None
     assert lines == {"(default)": "3", MODEL: "10"}
     code, out, _ = run(capsys, "du", tmp_path)
     assert code == 0
-    assert "11.0 KiB" in out, "ten files of 1128 bytes"
+    assert "11 KiB" in out, "ten files of 1128 bytes"
     assert "in all" in out
 
 
@@ -109,7 +109,7 @@ def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
         (("verify", tmp_path / CONTROL_DIR), "is no kvoffload store"),
         (("clear", tmp_path, "org/modle@[bf16]"), f"Did you mean '{MODEL}'"),
         (("verify", tmp_path, "nope"), "has no namespace 'nope'"),
-        (("gc", tmp_path, "--max-bytes", "much"), "is no size"),
+        (("gc", tmp_path, "--max-bytes", "much"), "is not a size"),
     ]:
         code, out, err = run(capsys, *args)
         assert (code, out) == (2, "")

@@ -7,19 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
-from kvoffload.connector import (
-    BlockIds,
-    ConnectorMeta,
-    EngineStep,
-    JobEnd,
-    OffloadingConnectorScheduler,
-    ScheduledRequest,
-    StepOutcome,
-    TransferJob,
-    WorkerReport,
+from kvoffload.base import (
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    TransferResult,
+    make_offload_key,
 )
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.connector.engine import BlockIds, EngineStep, ScheduledRequest
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.cpu.manager import CPUOffloadingManager
 
 BT = 4
@@ -135,10 +134,10 @@ class Rig:
         self.check()
         return meta
 
-    def end(self, *jobs: TransferJob, success: bool = True, ranks: Iterable[int] | None = None) -> StepOutcome:
+    def end(self, *jobs: TransferJob, success: bool = True, ranks: Iterable[int] | None = None) -> LoadOutcome:
         which = range(self.num_ranks) if ranks is None else ranks
-        ends = tuple(JobEnd(job.job_id, rank, success, 10, 0.5) for job in jobs for rank in which)
-        outcome = self.scheduler.update_connector_output(WorkerReport(ends))
+        results = tuple((rank, TransferResult(job.job_id, success, 10, 0.5)) for job in jobs for rank in which)
+        outcome = self.scheduler.update_connector_output(WorkerReport(results))
         self.check()
         return outcome
 

@@ -9,7 +9,7 @@ from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
 
 from kvoffload.base import ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
-from kvoffload.connector import NO_BLOCK, StepOutcome, TransferJob
+from kvoffload.connector import NO_BLOCK, LoadOutcome, TransferJob
 from kvoffload.errors import TransferError
 
 
@@ -35,7 +35,7 @@ def test_a_stored_prefix_comes_back_by_an_asynchronous_load() -> None:
     assert load.destination.group_sizes == (3,)
     assert load.destination.block_indices == (0,)
     assert rig.step().loads == ()
-    assert rig.end(load) == StepOutcome(frozenset({"r"}), {})
+    assert rig.end(load) == LoadOutcome(frozenset({"r"}), {})
     rig.finish(request)
     rig.assert_drained()
 
@@ -136,7 +136,7 @@ def test_a_failed_load_names_its_gpu_blocks_and_is_not_tried_again() -> None:  #
     rig.store_prefix(12)
     request = Request("r", 14)
     load = start_load(rig, request, [7, 8, 9], 12)
-    assert rig.end(load, success=False) == StepOutcome(frozenset(), {"r": frozenset({7, 8, 9})})
+    assert rig.end(load, success=False) == LoadOutcome(frozenset(), {"r": frozenset({7, 8, 9})})
     assert rig.ask(request) == (0, False)
     # It is this request's verdict alone.
     assert rig.ask(rig.arrive(Request("other", 14))) == (12, True)
@@ -162,12 +162,12 @@ def test_every_rank_must_report_and_one_failure_fails() -> None:
     rig = Rig(num_ranks=3)
     rig.store_prefix(8)
     load = start_load(rig, Request("r", 9), [0, 1, 2], 8)
-    assert rig.end(load, ranks=[0]) == StepOutcome()
-    assert rig.end(load, ranks=[0, 0]) == StepOutcome(), "a rank told twice"
-    assert rig.end(load, ranks=[1], success=False) == StepOutcome()
+    assert rig.end(load, ranks=[0]) == LoadOutcome()
+    assert rig.end(load, ranks=[0, 0]) == LoadOutcome(), "a rank reported twice"
+    assert rig.end(load, ranks=[1], success=False) == LoadOutcome()
     assert rig.scheduler.has_pending_work()
     assert rig.end(load, ranks=[2]).failed_loads == {"r": {0, 1}}
-    assert rig.end(load) == StepOutcome(), "an end after the end"
+    assert rig.end(load) == LoadOutcome(), "an end after the end"
     assert rig.scheduler.get_stats()["load_bytes",] == 30, "each rank is counted once"
 
 
@@ -203,7 +203,7 @@ def test_an_abort_while_loading_keeps_the_blocks_fenced() -> None:
     rig.ask(other)
     rig.alloc(other, [1, 5, 6])
     assert rig.step(rig.run(other, [1, 5, 6])).flush_job_ids == {load.job_id}
-    assert rig.end(load) == StepOutcome(), "nobody waits for it any more"
+    assert rig.end(load) == LoadOutcome(), "nobody waits for it any more"
     assert rig.scheduler.get_stats()["primary_blocks_pinned",] == 2, "only the other request's own store"
 
 

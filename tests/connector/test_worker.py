@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import numpy as np
 import pytest
 
-from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec
-from kvoffload.connector import ConnectorMeta, JobEnd, OffloadingConnectorWorker, TransferJob
-from kvoffload.connector.worker import EndedLoads
+from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
+from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
@@ -40,8 +41,8 @@ def test_stores_start_at_the_end_of_their_step() -> None:  # 1
     rank.worker.end_step()
     assert rank.handler.pending == [0]
     rank.handler.run(0)
-    assert rank.worker.get_report().ends == (JobEnd(0, 3, True, 4, 0.0),)
-    assert rank.worker.get_report().ends == ()
+    assert rank.worker.get_report().results == ((3, TransferResult(0, True, 4, 0.0)),)
+    assert rank.worker.get_report().results == ()
     assert rank.slots[1].tolist() == [5] * 4
 
 
@@ -63,26 +64,26 @@ def test_a_store_whose_step_was_never_ended_can_still_be_flushed() -> None:
     rank.worker.start_step(ConnectorMeta(stores=(store(0, 5, 1),)))
     rank.worker.start_step(ConnectorMeta(flush_job_ids=frozenset({0})))
     assert rank.slots[1].tolist() == [5] * 4
-    assert [end.job_id for end in rank.worker.get_report().ends] == [0]
+    assert [result.job_id for _, result in rank.worker.get_report().results] == [0]
 
 
-def test_finished_loads_for_engines_whose_workers_tell() -> None:
+def test_load_outcomes_for_engines_whose_workers_report_loads() -> None:
     rank = Rank()
     rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1, "a"), load(1, 6, 2, "b"), load(2, 7, 3, "c"))))
     rank.worker.end_step()
     rank.handler.run(0)
     rank.handler.run(1, success=False)
-    assert rank.worker.take_ended_loads() == EndedLoads({"a", "b"}, {"b"}, {6})
-    assert rank.worker.take_ended_loads() == EndedLoads()
-    assert [(end.job_id, end.success) for end in rank.worker.get_report().ends] == [(0, True), (1, False)]
+    assert rank.worker.take_load_outcome() == LoadOutcome(frozenset({"a"}), {"b": frozenset({6})})
+    assert rank.worker.take_load_outcome() == LoadOutcome()
+    assert [result[:2] for _, result in rank.worker.get_report().results] == [(0, True), (1, False)]
 
 
-def test_a_lost_load_is_told_as_a_failure_at_once() -> None:
+def test_a_lost_load_is_reported_as_a_failure_at_once() -> None:
     rank = Rank()
     job = load(0, 5, 1, "a")
     rank.worker.start_step(ConnectorMeta(lost_loads=(TransferJob(0, "a", job.destination, job.destination),)))
-    assert rank.worker.take_ended_loads() == EndedLoads({"a"}, {"a"}, {5})
-    assert rank.worker.get_report().ends == (JobEnd(0, 3, False),)
+    assert rank.worker.take_load_outcome() == LoadOutcome(failed_loads={"a": frozenset({5})})
+    assert rank.worker.get_report().results == ((3, TransferResult(0, False)),)
     assert rank.handler.pending == []
 
 
@@ -92,14 +93,14 @@ def test_a_handler_that_raises_fails_the_job_and_not_the_step(caplog: pytest.Log
         rank.handler.refuse_next = True
         rank.worker.start_step(ConnectorMeta(loads=(load(job_id, 5, 1, "a"),)))
         rank.worker.end_step()
-        assert rank.worker.get_report().ends == (JobEnd(job_id, 3, False),)
+        assert rank.worker.get_report().results == ((3, TransferResult(job_id, False)),)
     assert len([each for each in caplog.records if each.levelno == logging.ERROR]) == 1, "not a line for each failure"
 
 
 def test_media_without_a_handler_fail_the_job(caplog: pytest.LogCaptureFixture) -> None:
     worker = OffloadingConnectorWorker()
     worker.start_step(ConnectorMeta(loads=(load(0, 5, 1),)))
-    assert worker.get_report().ends == (JobEnd(0, 0, False),)
+    assert worker.get_report().results == ((0, TransferResult(0, False)),)
     assert "from CPU to GPU could not be started" in caplog.text
 
 
@@ -108,4 +109,27 @@ def test_shutdown_twice() -> None:
     rank.worker.start_step(ConnectorMeta(stores=(store(0, 5, 1),)))
     rank.worker.shutdown()
     rank.worker.shutdown()
-    assert rank.worker.get_report().ends == ()
+    assert rank.worker.get_report().results == ()
+
+
+def test_what_a_load_outcome_says_of_all_its_requests() -> None:
+    outcome = LoadOutcome(frozenset({"a"}), {"b": frozenset({1, 2}), "c": frozenset({2, 3})})
+    assert outcome.ended_request_ids == {"a", "b", "c"}
+    assert outcome.invalid_block_ids == {1, 2, 3}
+    assert not LoadOutcome().ended_request_ids | LoadOutcome().invalid_block_ids
+
+
+def test_reports_merge_in_order_and_can_be_sent_between_processes() -> None:
+    one = WorkerReport(((0, TransferResult(4, True, 8, 0.5)), (0, TransferResult(3, False))))
+    two = WorkerReport(((1, TransferResult(3, True)),))
+    merged = WorkerReport.merge((one, WorkerReport(), two))
+    assert [(rank, result.job_id) for rank, result in merged.results] == [(0, 4), (0, 3), (1, 3)]
+    assert pickle.loads(pickle.dumps(merged)) == merged
+
+
+def test_two_failed_loads_of_a_request_both_leave_invalid_blocks() -> None:
+    rank = Rank()
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1, "a"), load(1, 6, 2, "a"))))
+    rank.handler.run(0, success=False)
+    rank.handler.run(1, success=False)
+    assert rank.worker.take_load_outcome() == LoadOutcome(failed_loads={"a": frozenset({5, 6})})

@@ -89,7 +89,7 @@ def test_ranks_keep_to_their_slices() -> None:
     rig = make_rig(1, rank=1, small=True)
     rig.fill(1)
     view = np.asarray(rig.region.create_kv_memoryview())
-    rig.store.transfer_async(1, (TestHostHandlers()._spec(rig, 0, [0, 1]), _rows(0, 7)))
+    rig.store.transfer_async(1, (TestHostHandlers()._spec(rig, 0, [0, 1]), _slots(0, 7)))
     rig.store.wait([1])
     half = view.shape[1] // 2
     assert not view[:, :half].any()
@@ -99,9 +99,9 @@ def test_ranks_keep_to_their_slices() -> None:
     rig.close()
 
 
-def _rows(*rows: int) -> CPULoadStoreSpec:
+def _slots(*slots: int) -> CPULoadStoreSpec:
 
-    return CPULoadStoreSpec(rows)
+    return CPULoadStoreSpec(slots)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +127,5 @@ def test_a_slice_that_would_overwrite_the_next_ranks_bytes_is_refused() -> None:
     view = memoryview(bytearray(256)).cast("B", (2, 128))
     with pytest.raises(LayoutError, match="take 65 bytes on this rank, and the engine's layout has 64"):
         copy_layout(caches, view, 1, 0, 64)
-    with pytest.raises(LayoutError, match="leaves rows of 128 bytes"):
+    with pytest.raises(LayoutError, match="does not fit slots of 128 bytes"):
         copy_layout(caches, view, 1, 64, 65)

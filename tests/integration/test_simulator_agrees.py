@@ -153,7 +153,7 @@ def simulated(
         disk_latency_s=0,
         **more,
     )
-    result = simulate(trace, config, served=lambda _, gpu, cpu, disk: found.append((gpu, cpu + disk)))
+    result = simulate(trace, config, on_request=lambda _, gpu, cpu, disk: found.append((gpu, cpu + disk)))
     return found, result
 
 

@@ -87,7 +87,7 @@ def test_hits_are_those_of_a_plain_lru_request_by_request(shared_trace: Callable
     trace = shared_trace("mooncake_conversation", max_requests=1200)
     config = SimConfig(cpu_blocks=trace.num_unique * share // 100, block_bytes=1)
     found: list[int] = []
-    simulate(trace, config, served=lambda _, gpu, cpu, disk: found.append(gpu + cpu + disk))
+    simulate(trace, config, on_request=lambda _, gpu, cpu, disk: found.append(gpu + cpu + disk))
     assert found == plain_lru(trace, config.cpu_blocks, config.chunk_tokens // trace.block_tokens)
 
 

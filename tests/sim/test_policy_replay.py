@@ -11,7 +11,7 @@ import pytest
 
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.sim.optimum import optimum
-from kvoffload.sim.policy_replay import replay_flat
+from kvoffload.sim.policy_replay import replay_policy
 from kvoffload.sim.trace import Trace
 
 PERCENT = (1, 5, 10, 20, 50)
@@ -40,7 +40,7 @@ def test_reproduces_the_published_rows(shared_trace: Callable[..., Trace], name:
     keys = trace.keys()
     is_long = (name, policy) == (CODING, "arc") and "KVOFFLOAD_ALL_ROWS" not in os.environ
     shares = PERCENT[-1:] if is_long else PERCENT
-    runs = [replay_flat(trace, policy, trace.num_unique * share // 100, keys=keys) for share in shares]
+    runs = [replay_policy(trace, policy, trace.num_unique * share // 100, keys=keys) for share in shares]
     assert [round(100 * run.hit_rate, 2) for run in runs] == YARDSTICK[name, policy][-len(shares) :]
 
 
@@ -67,7 +67,7 @@ def test_runs_of_blocks_are_used_as_single_ones_would_be(shared_trace: Callable[
     """With requests longer than the cache, too: those of the coding trace have thousands of blocks."""
     trace = shared_trace("weka_cc_64_s60", max_requests=100)
     capacity = max(1, int(trace.num_unique * share))
-    run = replay_flat(trace, "lru", capacity)
+    run = replay_policy(trace, "lru", capacity)
     assert (run.hit_blocks, run.evicted_blocks) == plain_lru(trace, capacity)
 
 
@@ -76,7 +76,7 @@ def test_no_policy_beats_the_optimum(shared_trace: Callable[..., Trace], policy:
     trace = shared_trace("mooncake_conversation", max_requests=1500)
     capacities = [trace.num_unique * share // 100 for share in (1, 10)]
     for bound, capacity in zip(optimum(trace, capacities), capacities, strict=True):
-        run = replay_flat(trace, policy, capacity)
+        run = replay_policy(trace, policy, capacity)
         assert 0 < run.hit_blocks <= bound.hit_blocks
         assert run.hit_tokens <= bound.hit_tokens
 
@@ -85,7 +85,7 @@ def test_a_cache_of_the_footprint_reaches_the_optimum(shared_trace: Callable[...
     trace = shared_trace("lmcache_agent_b256")
     (bound,) = optimum(trace, [trace.num_unique])
     for policy in POLICIES.names():
-        run = replay_flat(trace, policy, trace.num_unique)
+        run = replay_policy(trace, policy, trace.num_unique)
         assert run.hit_blocks == bound.hit_blocks
         assert run.stored_blocks == trace.num_unique
         assert run.evicted_blocks == 0
@@ -93,14 +93,14 @@ def test_a_cache_of_the_footprint_reaches_the_optimum(shared_trace: Callable[...
 
 def test_a_threshold_writes_less(shared_trace: Callable[..., Trace]) -> None:
     trace = shared_trace("mooncake_conversation", max_requests=1500)
-    everything, twice = (replay_flat(trace, "lru", 2000, store_threshold=threshold) for threshold in (1, 2))
+    everything, twice = (replay_policy(trace, "lru", 2000, store_threshold=threshold) for threshold in (1, 2))
     assert twice.stored_blocks < everything.stored_blocks / 2
 
 
 def test_progress_reaches_far(shared_trace: Callable[..., Trace]) -> None:
     trace = shared_trace("mooncake_conversation")
     told: list[int] = []
-    replay_flat(trace, "lru", 100, progress=told.append)
+    replay_policy(trace, "lru", 100, progress=told.append)
     assert told == sorted(told)
     assert told[-1] > trace.num_accesses * 0.6
 
@@ -123,7 +123,7 @@ def test_equals_libcachesim_to_the_last_hit(
         for block in reversed(trace.blocks(request).tolist()):
             record.obj_id = block
             hits += bool(cache.get(record))
-    run = replay_flat(trace, policy, capacity)
+    run = replay_policy(trace, policy, capacity)
     assert hits == run.accesses - run.stored_blocks
 
 
@@ -146,5 +146,5 @@ def test_storing_runs_at_once_is_the_same_as_one_by_one(capacity: int, trace_of:
             if len(cache) > capacity:
                 cache.popitem(last=False)
                 evicted += 1
-    result = replay_flat(trace_of(paths), "lru", capacity)
+    result = replay_policy(trace_of(paths), "lru", capacity)
     assert (result.hit_blocks, result.evicted_blocks) == (hits, evicted)

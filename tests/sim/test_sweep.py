@@ -9,8 +9,8 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.kv_size import kv_bytes_per_token_of
-from kvoffload.sim.report import as_json, as_page, best_policy, curve, knee_of, size_text, table
+from kvoffload.sim.kv_size import model_kv_bytes_per_token
+from kvoffload.sim.report import as_json, as_page, best_policy, curve, knee_of, table
 from kvoffload.sim.sweep import knee, sweep
 from kvoffload.sim.trace import Trace
 
@@ -49,13 +49,6 @@ def test_reports_of_a_sweep(trace_of: Callable[..., Trace]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (3 * 2**40, "3 TiB"), (2**60, "1024 PiB")]
-)
-def test_sizes_in_words(number: int, text: str) -> None:
-    assert size_text(number) == text
-
-
-@pytest.mark.parametrize(
     ("config", "expected"),
     [
         ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, 2 * 2 * 4 * 16 * 2),
@@ -79,12 +72,12 @@ def test_sizes_in_words(number: int, text: str) -> None:
 )
 def test_kv_bytes_of_a_model(tmp_path: Path, config: dict[str, object], expected: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert kv_bytes_per_token_of(tmp_path) == expected
-    assert kv_bytes_per_token_of(tmp_path / "config.json", dtype="fp8") in (expected // 2, expected // 4)
+    assert model_kv_bytes_per_token(tmp_path) == expected
+    assert model_kv_bytes_per_token(tmp_path / "config.json", dtype="fp8") in (expected // 2, expected // 4)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"num_hidden_layers": 3}'])
 def test_a_config_that_says_too_little(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        kv_bytes_per_token_of(tmp_path)
+        model_kv_bytes_per_token(tmp_path)

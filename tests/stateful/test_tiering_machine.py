@@ -187,7 +187,10 @@ class TieringMachine(RuleBasedStateMachine):
 
     def _is_late(self, key: OffloadKey) -> bool:
         """Whether a promotion from before the last reset still writes ``key`` somewhere, as far as has been heard."""
-        return any(key in job.keys and job.metadata.job_id in self.late_jobs for job in self.manager._jobs)
+        return any(
+            key in job.metadata.keys and number in self.late_jobs
+            for number, job in self.manager._jobs.in_flight.items()
+        )
 
     def _coming(self) -> set[OffloadKey]:
         jobs = [job for tier in self.rig.tiers for job in tier.jobs.values()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code in ``docs/tiering.md`` runs, and its configuration is one."""
+"""The code in ``docs/tiering.md`` runs, and its configuration is valid."""
 
 from __future__ import annotations
 

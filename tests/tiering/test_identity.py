@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A namespace is shared exactly where blocks may be shared."""
+"""Two engines share a namespace exactly if they can share blocks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def change(**what: object) -> EngineLayout:
         change(groups=(KVGroupLayout(GroupKind.SLIDING_WINDOW, 16, 4096, 64),)),
     ],
 )
-def test_whatever_changes_bytes_changes_the_namespace(other: EngineLayout) -> None:
+def test_what_changes_bytes_changes_the_namespace(other: EngineLayout) -> None:
     assert persistent_namespace(other, 1) != persistent_namespace(LAYOUT, 1)
 
 
@@ -59,14 +59,14 @@ def test_windows_of_different_length_are_different() -> None:
     assert persistent_namespace(one, 1) != persistent_namespace(other, 1)
 
 
-def test_what_does_not_change_bytes_does_not_change_it() -> None:
+def test_what_does_not_change_bytes_does_not_change_the_namespace() -> None:
     same = change(
         instance_id="instance-2", rank=1, identity=dict(reversed(LAYOUT.identity.items())), unstable_hash_hint="x"
     )
     assert persistent_namespace(same, 1) == persistent_namespace(LAYOUT, 1)
 
 
-def test_it_starts_readable_and_can_name_a_directory() -> None:
+def test_a_namespace_begins_with_readable_words_and_can_name_a_directory() -> None:
     assert re.fullmatch(r"Qwen3-8B-bfloat16-[0-9a-f]{32}", persistent_namespace(LAYOUT, 1))
     odd = persistent_namespace(change(identity={"model": "../../örk spaces/" + "x" * 300}), 1)
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,80}", odd)
@@ -74,7 +74,7 @@ def test_it_starts_readable_and_can_name_a_directory() -> None:
     assert re.fullmatch(r"[0-9a-f]{32}", persistent_namespace(change(identity={}), 1))
 
 
-def test_unstable_hashes_are_refused_with_the_engines_own_hint() -> None:
+def test_the_refusal_of_unstable_hashes_has_the_engines_own_hint() -> None:
     check_hashes_are_stable(LAYOUT, "fs")
     unstable = change(hashes_are_stable=False, unstable_hash_hint="Set PYTHONHASHSEED=0 for every process.")
     with pytest.raises(ConfigError, match=r"'fs'.*Set PYTHONHASHSEED=0 for every process\.$"):

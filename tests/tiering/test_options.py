@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A tier's options: mistakes are sentences, defaults stand once, and every tier has a name of its own."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,7 +10,8 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import STORES, FileSystemOptions, build_tier, parse_tier, parse_tiers
-from kvoffload.tiering.tier import StoreTier
+from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.tier import StoreTier, TierLimits
 
 
 def view(num_blocks: int = 4, block_bytes: int = 128) -> memoryview:
@@ -38,11 +41,13 @@ def test_both_kinds_are_built_from_mappings(tmp_path: Path) -> None:
         ({"type": "fs"}, "path"),
         ({"type": "fs", "path": ""}, "path"),
         ({"type": "fs", "path": "x", "max_byte": 1}, "Did you mean 'max_bytes'"),
-        ({"type": "fs", "path": "x", "max_bytes": "many"}, "is no size"),
+        ({"type": "fs", "path": "x", "max_bytes": "many"}, "is not a size"),
         ({"type": "fs", "path": "x", "max_bytes": 300}, "too little"),
         ({"type": "fs", "path": "x", "durability": "maybe"}, "durability"),
         ({"type": "fs", "path": "x", "threads": 0}, "threads"),
-        ({"type": "fs", "path": "x", "timeout_s": 0}, "timeout_s"),
+        ({"type": "fs", "path": "x", "timeout_s": 0}, "timeout_s of the 'fs' tier"),
+        ({"type": "fs", "path": "x", "drain_timeout_s": -1}, "drain_timeout_s of the 'fs' tier"),
+        ({"type": "fs", "path": "x", "max_backlog_blocks": 0}, "max_backlog_blocks of the 'fs' tier"),
         ({"type": "fs", "path": "x", "offload_policy": "all"}, "block_level, request_level"),
         ({"type": "fs", "path": "x", "cascade": "later"}, "cascade"),
         ({"type": "fs", "path": "x", "name": ""}, "name"),
@@ -56,6 +61,18 @@ def test_a_mistake_is_one_sentence_and_touches_nothing(
     with pytest.raises(ConfigError, match=text):
         parse_tier(options, block_bytes=128)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_limits_of_a_tier_are_its_configuration_keys() -> None:
+    options = parse_tier({"type": "memory", "threads": 2})
+    assert isinstance(options, TierLimits)
+    defaults = TierLimits(threads=2)
+    assert all(getattr(options, name) == getattr(defaults, name) for name in TierLimits.__struct_fields__)
+
+
+def test_limits_in_code_are_checked_like_those_of_a_configuration() -> None:
+    with pytest.raises(ConfigError, match="threads of the 'mine' tier must be at least 1"):
+        StoreTier(view(), "mine", MemoryStore(128), TierLimits(threads=0))
 
 
 def test_tiers_have_names_of_their_own() -> None:
@@ -86,7 +103,7 @@ def test_tiers_have_names_of_their_own() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [{"type": "fs", "path": "x"}, {"type": "memory"}])
-def test_small_tiers_get_blocks_on_their_way_out(kind: dict[str, Any], options: dict[str, Any], expected: str) -> None:
+def test_small_tiers_are_written_on_eviction(kind: dict[str, Any], options: dict[str, Any], expected: str) -> None:
     assert parse_tier(kind | options).cascade_above(1 << 30) == expected
 
 

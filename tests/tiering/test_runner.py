@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner alone: every piece ends once, in lane order, in time or not at all."""
+"""The runner alone: each slice ends once, queues are served in order, and deadlines are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffload.testing import ManualClock
-from kvoffload.tiering.runner import Ended, Job, Lane, Overdue, TierRunner
+from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 
 
 @pytest.fixture
@@ -27,158 +27,173 @@ def runner(clock: ManualClock) -> Iterator[TierRunner]:
     assert made.shutdown(10) == 0
 
 
-def collect(runner: TierRunner, count: int) -> list[Ended]:
-    told, end = [], time.monotonic() + 30
-    while len(told) < count:
-        assert time.monotonic() < end, f"{len(told)} of {count} pieces ended"
-        told += runner.poll()
+def collect(runner: TierRunner, count: int) -> list[IoResult]:
+    results, end = [], time.monotonic() + 30
+    while len(results) < count:
+        assert time.monotonic() < end, f"{len(results)} of {count} slices ended"
+        results += runner.take_results()
         time.sleep(0.0005)
-    return told
+    return results
 
 
-def test_every_item_is_answered_once(runner: TierRunner) -> None:
+def test_every_item_gets_its_outcome_once(runner: TierRunner) -> None:
     done: Counter[int] = Counter()
 
     def work(start: int, stop: int) -> list[bool]:
         done.update(range(start, stop))
         return [index % 3 == 0 for index in range(start, stop)]
 
-    job = Job(Lane.LOAD, 100, work)
-    runner.submit(job, 7)
-    assert runner.backlog(Lane.LOAD) == 100
-    told = collect(runner, 15)
-    assert [end.is_last for end in told] == [False] * 14 + [True]
+    task = IoTask(IoQueue.LOAD, 100, work)
+    runner.submit(task, 7)
+    assert runner.backlog(IoQueue.LOAD) == 100
+    results = collect(runner, 15)
+    assert [result.is_last for result in results] == [False] * 14 + [True]
     assert done == Counter(range(100))
-    assert job.answers == [index % 3 == 0 for index in range(100)]
+    assert task.outcomes == [index % 3 == 0 for index in range(100)]
     assert runner.is_idle
-    assert runner.backlog(Lane.LOAD) == 0
+    assert runner.backlog(IoQueue.LOAD) == 0
 
 
-def test_an_error_is_the_answer_of_its_piece_alone(runner: TierRunner) -> None:
+def test_an_error_fails_its_slice_alone(runner: TierRunner) -> None:
     def work(start: int, stop: int) -> list[bool]:
         if start == 4:
             raise OSError("no")
         return [True] * (stop - start)
 
-    job = Job(Lane.STORE, 8, work)
-    runner.submit(job, 4)
-    errors = {end.start: end.error for end in collect(runner, 2)}
-    assert errors[0] is None
-    assert isinstance(errors[4], OSError)
-    assert job.answers == [True] * 4 + [False] * 4
+    task = IoTask(IoQueue.STORE, 8, work)
+    runner.submit(task, 4)
+    results = {result.start: result for result in collect(runner, 2)}
+    assert (results[0].status, results[0].error) == (IoStatus.DONE, None)
+    assert results[0].outcomes == [True] * 4
+    assert results[4].status is IoStatus.FAILED
+    assert isinstance(results[4].error, OSError)
+    assert results[4].outcomes == [False] * 4
+    assert task.outcomes == [True] * 4 + [False] * 4
 
 
-def test_too_few_answers_are_an_error(runner: TierRunner) -> None:
-    runner.submit(Job(Lane.STORE, 3, lambda start, stop: [True]), 3)
-    (end,) = collect(runner, 1)
-    assert isinstance(end.error, ValueError)
+def test_too_few_outcomes_are_an_error(runner: TierRunner) -> None:
+    runner.submit(IoTask(IoQueue.STORE, 3, lambda start, stop: [True]), 3)
+    (result,) = collect(runner, 1)
+    assert result.status is IoStatus.FAILED
+    assert isinstance(result.error, ValueError)
 
 
-def test_lanes_go_in_order(clock: ManualClock) -> None:
+def test_queues_are_served_in_order(clock: ManualClock) -> None:
     runner, gate, order = TierRunner("one", 1, clock=clock), threading.Event(), []
 
-    def job(lane: Lane, name: str) -> Job:
+    def task(queue: IoQueue, name: str) -> IoTask:
         def work(start: int, stop: int) -> list[bool]:
             gate.wait()
             order.append(name)
             return [True]
 
-        return Job(lane, 1, work)
+        return IoTask(queue, 1, work)
 
     begun = threading.Event()
-    runner.submit(Job(Lane.STORE, 1, lambda start, stop: [begun.set() or gate.wait()]), 1)
+    runner.submit(IoTask(IoQueue.STORE, 1, lambda start, stop: [begun.set() or gate.wait()]), 1)
     begun.wait()
-    for lane, name in [
-        (Lane.STORE, "s1"),
-        (Lane.LOAD, "l1"),
-        (Lane.LOOKUP, "k"),
-        (Lane.STORE, "s2"),
-        (Lane.LOAD, "l2"),
+    for queue, name in [
+        (IoQueue.STORE, "s1"),
+        (IoQueue.LOAD, "l1"),
+        (IoQueue.LOOKUP, "k"),
+        (IoQueue.STORE, "s2"),
+        (IoQueue.LOAD, "l2"),
     ]:
-        runner.submit(job(lane, name), 1)
+        runner.submit(task(queue, name), 1)
     gate.set()
     collect(runner, 6)
     assert order == ["k", "l1", "l2", "s1", "s2"]
     assert runner.shutdown(10) == 0
 
 
-def test_long_upkeep_holds_up_nothing(runner: TierRunner) -> None:
+def test_long_upkeep_delays_nothing_and_has_no_deadline(runner: TierRunner, clock: ManualClock) -> None:
     gate = threading.Event()
-    runner.submit(Job(Lane.UPKEEP, 1, lambda start, stop: [gate.wait()]), 1)
-    runner.submit(Job(Lane.LOAD, 4, lambda start, stop: [True]), 1)
-    assert all(end.job.lane is Lane.LOAD for end in collect(runner, 4))
+    runner.submit(IoTask(IoQueue.UPKEEP, 1, lambda start, stop: [gate.wait()]), 1)
+    runner.submit(IoTask(IoQueue.LOAD, 4, lambda start, stop: [True]), 1)
+    assert all(result.task.queue is IoQueue.LOAD for result in collect(runner, 4))
     assert runner.drain(10)
+    clock.advance(100)
+    assert runner.take_results() == []
+    assert runner.num_overdue() == 0
     gate.set()
-    collect(runner, 1)
+    (result,) = collect(runner, 1)
+    assert result.status is IoStatus.DONE
 
 
-def test_a_stuck_piece_is_reported_once_and_stays_open(runner: TierRunner, clock: ManualClock) -> None:
+def test_an_overdue_slice_is_returned_once_and_stays_open(runner: TierRunner, clock: ManualClock) -> None:
     gate, begun = threading.Event(), threading.Semaphore(0)
 
     def hang(start: int, stop: int) -> list[bool]:
         begun.release()
         return [gate.wait()]
 
-    job = Job(Lane.LOAD, 2, hang)
-    runner.submit(job, 1)
+    task = IoTask(IoQueue.LOAD, 2, hang)
+    runner.submit(task, 1)
     begun.acquire()
     begun.acquire()
-    late = Job(Lane.STORE, 1, lambda start, stop: [True])
+    late = IoTask(IoQueue.STORE, 1, lambda start, stop: [True])
     runner.submit(late, 1)
     clock.advance(5)
-    assert runner.newly_overdue() == []
+    assert runner.take_results() == []
     clock.advance(6)
-    assert runner.newly_overdue() == [job, job]
-    assert runner.num_stuck((Lane.LOAD,)) == 2
-    assert runner.num_stuck((Lane.STORE,)) == 0
-    (end,) = runner.poll()
-    assert end.job is late
-    assert isinstance(end.error, Overdue)
-    assert not end.was_begun
+    overdue = runner.take_results()
+    assert [(result.task, result.status, result.is_last) for result in overdue] == [(task, IoStatus.OVERDUE, False)] * 2
+    assert runner.num_overdue((IoQueue.LOAD,)) == 2
+    assert runner.num_overdue((IoQueue.STORE,)) == 0
+    assert runner.has_results
+    (result,) = runner.take_results()
+    assert result.task is late
+    assert (result.status, result.error) == (IoStatus.CANCELLED, None)
+    assert not runner.has_results
     clock.advance(100)
-    assert runner.newly_overdue() == []
+    assert runner.take_results() == []
     assert not runner.drain(0.01)
-    assert runner.poll() == []
+    assert runner.take_results() == []
     gate.set()
     collect(runner, 2)
-    assert job.answers == [True, True]
-    assert runner.num_stuck() == 0
+    assert task.outcomes == [True, True]
+    assert runner.num_overdue() == 0
     assert runner.drain(10)
 
 
-def test_shutdown_says_how_many_hang(clock: ManualClock) -> None:
-    runner, gate = TierRunner("stuck", 2, clock=clock), threading.Event()
+def test_shutdown_returns_how_many_threads_hang(clock: ManualClock) -> None:
+    runner, gate = TierRunner("hung", 2, clock=clock), threading.Event()
     begun = threading.Event()
-    runner.submit(Job(Lane.LOAD, 1, lambda start, stop: [begun.set() or gate.wait()]), 1)
+    runner.submit(IoTask(IoQueue.LOAD, 1, lambda start, stop: [begun.set() or gate.wait()]), 1)
     begun.wait()
     assert runner.shutdown(0.05) == 1
     gate.set()
     assert runner.shutdown(10) == 0
 
 
+def ends(runner: TierRunner) -> list[tuple[int, int]]:
+    results = runner.take_results()
+    return [(id(result.task), result.start) for result in results if result.status is not IoStatus.OVERDUE]
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_any_mixture_ends_each_piece_once(seed: int, clock: ManualClock) -> None:
+def test_in_any_mixture_each_slice_ends_once(seed: int, clock: ManualClock) -> None:
     rng = random.Random(seed)
     runner = TierRunner("mix", 3, timeout_s=10, clock=clock)
-    told: Counter[tuple[int, int]] = Counter()
-    jobs = []
+    ended: Counter[tuple[int, int]] = Counter()
+    tasks = []
     for _ in range(200):
         match rng.randrange(8):
             case 0:
-                runner.cancel_queued(rng.choice(list(Lane)))
+                runner.cancel_queued(rng.choice(list(IoQueue)))
             case 1:
                 clock.advance(rng.random() * 8)
-                runner.newly_overdue()
             case _:
-                job = Job(rng.choice(list(Lane)), rng.randrange(1, 9), lambda start, stop: [True] * (stop - start))
-                jobs.append(job)
-                runner.submit(job, rng.randrange(1, 5))
-        told.update((id(end.job), end.start) for end in runner.poll())
+                queue, num_items = rng.choice(list(IoQueue)), rng.randrange(1, 9)
+                task = IoTask(queue, num_items, lambda start, stop: [True] * (stop - start))
+                tasks.append(task)
+                runner.submit(task, rng.randrange(1, 5))
+        ended.update(ends(runner))
     assert runner.drain(30)
     assert runner.shutdown(30) == 0
-    told.update((id(end.job), end.start) for end in runner.poll())
-    assert set(told.values()) == {1}
+    ended.update(ends(runner))
+    assert set(ended.values()) == {1}
     assert runner.is_idle
-    assert all(job.open_pieces == 0 for job in jobs)
-    assert {job_id for job_id, _ in told} == {id(job) for job in jobs}
-    assert [runner.backlog(lane) for lane in Lane] == [0] * 4
+    assert all(task.num_open_slices == 0 for task in tasks)
+    assert {task_id for task_id, _ in ended} == {id(task) for task in tasks}
+    assert [runner.backlog(queue) for queue in IoQueue] == [0] * 4

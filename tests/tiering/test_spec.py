@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both planes with tiers from a user's mapping: mistakes are sentences, and blocks survive a restart."""
+"""Both planes with tiers from a user's mapping: mistakes are sentences, and blocks outlive a restart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def spec(*tiers: dict[str, Any], of: EngineLayout | None = None, **values: Any) 
 
 
 class Engine:
-    """One process: a device of 16 blocks and the spec's two planes."""
+    """One process: a device of 16 blocks, and the two planes of a spec."""
 
     def __init__(self, made: TieringOffloadingSpec) -> None:
         self.spec = made
@@ -112,7 +112,7 @@ def test_blocks_come_back_from_disk_after_a_restart(tmp_path: Path) -> None:
     second.stop()
 
 
-def test_an_engine_that_lays_blocks_out_otherwise_does_not_find_them(tmp_path: Path) -> None:
+def test_an_engine_with_another_layout_does_not_find_them(tmp_path: Path) -> None:
     names = keys(1, 2)
     tier = {"type": "fs", "path": str(tmp_path)}
     first = Engine(spec(tier))
@@ -123,7 +123,7 @@ def test_an_engine_that_lays_blocks_out_otherwise_does_not_find_them(tmp_path: P
     other.stop()
 
 
-def test_tiers_come_in_order_with_their_options() -> None:
+def test_tiers_are_built_with_their_options() -> None:
     made = spec(
         {"type": "memory", "max_bytes": 64 * PAGE_BYTES, "offload_policy": "request_level"},
         {"type": "memory"},
@@ -138,7 +138,7 @@ def test_tiers_come_in_order_with_their_options() -> None:
     made.shutdown()
 
 
-def test_without_tiers_it_is_the_primary_tier_alone() -> None:
+def test_without_tiers_there_is_the_primary_tier_alone() -> None:
     engine = Engine(spec())
     engine.store(keys(1), torch.ones((1, PAGE_BYTES), dtype=torch.uint8))
     assert engine.find(keys(1, 2)) == 1
@@ -151,12 +151,12 @@ def test_without_tiers_it_is_the_primary_tier_alone() -> None:
         ({"type": "memry"}, r"'memry'.*Did you mean 'memory'"),
         ({"type": "fs", "path": "x", "max_byte": 1}, r"'max_byte'.*Did you mean 'max_bytes'"),
         ({"type": "fs"}, "path"),
-        ({"type": "fs", "path": "x", "max_bytes": "many"}, "no size"),
+        ({"type": "fs", "path": "x", "max_bytes": "many"}, "not a size"),
         ({"type": "fs", "path": "x", "max_bytes": 10}, "too little"),
         ({"type": "memory", "offload_policy": "all"}, "block_level, request_level"),
     ],
 )
-def test_mistakes_are_one_sentence_before_anything_is_touched(
+def test_a_mistake_is_one_sentence_before_anything_is_touched(
     tier: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

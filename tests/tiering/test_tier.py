@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StoreTier over real stores that are late, broken, hung, lossy: nothing on the scheduler's thread, nothing lost."""
+"""StoreTier over real stores that are late, broken, hung or lossy. No call reaches them on the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -17,15 +17,30 @@ from kvoffload.testing import FaultyStore, GatedStore, ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata, JobResult
+from kvoffload.tiering.manager import TieringOffloadingManager
+from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.runner import IoQueue
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_BYTES = 64
+
+
+class Region:
+    """Memory for a primary tier."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def create_kv_memoryview(self) -> memoryview:
+        return self._view
+
+
 CONTEXT = ReqContext("r")
 
 
 class Rig:
-    """A tier over faults over a gate over a ``MemoryStore``, and memory whose slots the test fills and reads."""
+    """A tier over a faulty, gated ``MemoryStore``, and memory whose slots the tests fill and read."""
 
     def __init__(self, num_blocks: int = 64, limits: TierLimits | None = None, max_blocks: int = 1000, **options):
         self.memory = bytearray(num_blocks * BLOCK_BYTES)
@@ -74,15 +89,22 @@ class Rig:
             self.results[result.job_id] = result
         for event in self.tier.take_events():
             for key in event.keys:
-                assert (key in self.resident) == event.removed, "an event told what was so already"
+                assert (key in self.resident) == event.removed, "an event without a change"
             self.resident = self.resident - set(event.keys) if event.removed else self.resident | set(event.keys)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Steps until ``condition``; real threads work meanwhile, so only a hang takes long."""
+        """Steps until ``condition``. The threads are real, so that only a hang takes long."""
         end = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < end, "the tier hangs"
             self.step()
+            time.sleep(0.001)
+
+    def wait_for_results(self) -> None:
+        """Waits until the result of a submitted lookup or load, if there is any, can be taken, and does not take it."""
+        runner, end = self.tier._runner, time.monotonic() + 30
+        while not runner.has_results and runner.backlog(IoQueue.LOOKUP) + runner.backlog(IoQueue.LOAD):
+            assert time.monotonic() < end, "the store hangs"
             time.sleep(0.001)
 
     def wait(self, job_id: int) -> JobResult:
@@ -92,7 +114,7 @@ class Rig:
     def ask(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         return [self.tier.lookup(key, CONTEXT) for key in keys]
 
-    def settle(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+    def ask_until_answered(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         self.until(lambda: None not in self.ask(keys))
         return self.ask(keys)
 
@@ -100,7 +122,7 @@ class Rig:
         return self.tier.get_stats()[(name, "mem", *labels)]
 
     @property
-    def is_healthy(self) -> bool:
+    def is_in_use(self) -> bool:
         return self.stat("tier_healthy") == 1
 
 
@@ -118,14 +140,14 @@ def make() -> Iterator[Callable[..., Rig]]:
         rig.gate.open_gate()
         rig.tier.shutdown()
         gc.collect()
-        rig.view.release()  # raises if a thread or a job kept a part of it
+        rig.view.release()  # raises if a thread or a job still refers to it
     deadline = time.monotonic() + 10
     while left := [t for t in threading.enumerate() if t not in before]:
         assert time.monotonic() < deadline, f"threads left behind: {left}"
         time.sleep(0.01)
 
 
-def test_blocks_go_down_and_come_up(make) -> None:
+def test_blocks_are_stored_and_loaded(make) -> None:
     rig = make().start()
     keys = keys_of(*range(20))
     assert rig.store_blocks(keys) == JobResult(1, True, None)
@@ -141,7 +163,7 @@ def test_the_store_is_only_called_from_the_tiers_threads(make) -> None:
     rig = make().start()
     keys = keys_of(*range(8))
     rig.store_blocks(keys)
-    rig.settle(keys_of(100))
+    rig.ask_until_answered(keys_of(100))
     rig.load_blocks(keys)
     rig.tier.touch(keys)
     rig.clock.advance(5)
@@ -152,7 +174,7 @@ def test_the_store_is_only_called_from_the_tiers_threads(make) -> None:
     assert threading.get_ident() not in rig.gate.threads
 
 
-def test_each_unknown_key_is_asked_once_and_in_one_batch(make) -> None:
+def test_each_unknown_key_is_asked_for_once_and_in_one_batch(make) -> None:
     rig = make()
     rig.gate.close_gate("scan", "contains")
     rig.below(keys_of(1, 2))
@@ -162,17 +184,66 @@ def test_each_unknown_key_is_asked_once_and_in_one_batch(make) -> None:
         assert rig.ask(asked) == [None] * 4
         rig.step()
     rig.gate.open_gate("contains")
-    assert rig.settle(asked) == [True, True, False, False]
+    assert rig.ask_until_answered(asked) == [True, True, False, False]
     for _ in range(5):
         rig.step()
         assert rig.ask(asked) == [True, True, False, False]
     assert [keys for call, keys in rig.store.calls if call == "contains"] == [tuple(asked)]
 
 
-def test_the_absent_are_asked_again_in_the_background(make) -> None:
+def test_a_lookup_is_answered_once_the_store_has_answered(make) -> None:
+    rig = make()
+    rig.gate.close_gate("scan")
+    rig.below(keys_of(1))
+    rig.start()
+    assert rig.ask(keys_of(1, 2)) == [None, None]
+    rig.step()
+    rig.wait_for_results()
+    assert rig.ask(keys_of(1, 2)) == [True, False], "without another step"
+    assert rig.resident == set()
+    rig.step()
+    assert rig.resident == set(keys_of(1))
+
+
+def test_a_lookup_that_takes_in_the_last_failure_is_a_miss(make) -> None:
+    rig = make()
+    rig.gate.close_gate("scan")
+    rig.start()
+    rig.store.broken = {"contains": StoreError("no")}
+    for number in range(3):
+        assert rig.ask(keys_of(number)) == [None]
+        rig.step()
+        rig.wait_for_results()
+    assert rig.ask(keys_of(2)) == [False]
+    assert not rig.is_in_use
+    assert rig.stat("tier_lookups", "miss") == 1
+
+
+def test_a_request_with_a_block_in_the_store_is_put_off_twice(make) -> None:
+    """In the step that asks the store, and in the step that promotes the block."""
+    rig = make()
+    rig.gate.close_gate("scan")
+    (key,) = keys_of(1)
+    rig.below([key])
+    rig.start()
+    primary = CPUPrimaryTierOffloadingManager(64, Region(rig.view))
+    manager = TieringOffloadingManager(primary, [rig.tier], clock=rig.clock)
+    manager.on_new_request(CONTEXT)
+    answers = []
+    while not answers or answers[-1] is None:
+        answers.append(manager.lookup(key, CONTEXT))
+        manager.on_schedule_end()
+        if answers[-1] is None:
+            rig.wait_for_results()
+    assert answers == [None, None, True]
+    (slot,) = manager.prepare_load([key], CONTEXT).block_ids.tolist()
+    assert rig.read(slot) == block_of(key, BLOCK_BYTES)
+
+
+def test_absent_keys_are_asked_for_again_in_the_background(make) -> None:
     rig = make().start()
     (key,) = keys_of(5)
-    assert rig.settle([key]) == [False]
+    assert rig.ask_until_answered([key]) == [False]
     rig.below([key])  # by another process
     rig.clock.advance(2)
     assert rig.ask([key]) == [False]
@@ -186,22 +257,22 @@ def test_a_restart_serves_hits_before_and_after_its_scan(make, exclusive: bool) 
     keys = keys_of(*range(30))
     rig.below(keys)
     rig.start()
-    assert rig.settle(keys[:3]) == [True] * 3
+    assert rig.ask_until_answered(keys[:3]) == [True] * 3
     rig.gate.open_gate("scan")
     rig.until(lambda: rig.stat("tier_blocks") == 30)
     assert rig.ask(keys) == [True] * 30
     assert rig.resident == set(keys)
 
 
-def test_an_exclusive_tier_knows_what_is_not_there(make) -> None:
+def test_an_exclusive_tier_answers_absent_keys_at_once(make) -> None:
     rig = make(exclusive=True)
     rig.below(keys_of(1))
     rig.start()
-    rig.until(lambda: rig.stat("tier_blocks") == 1 and rig.tier._was_scanned)
+    rig.until(lambda: rig.stat("tier_blocks") == 1 and rig.tier._scan_is_done)
     assert rig.ask(keys_of(1, 2)) == [True, False]
 
 
-def test_a_load_keeps_what_did_load(make) -> None:
+def test_a_load_fails_for_the_blocks_alone_that_cannot_be_read(make) -> None:
     rig = make().start()
     keys = keys_of(1, 2, 3, 4)
     rig.store_blocks(keys)
@@ -212,11 +283,11 @@ def test_a_load_keeps_what_did_load(make) -> None:
     assert set(result.successful_keys) == {keys[0], keys[3]}
     assert rig.read(3) == block_of(keys[3], BLOCK_BYTES)
     assert rig.ask(keys)[0::3] == [True, True]
-    assert rig.settle(keys)[1] is False
-    assert rig.is_healthy
+    assert rig.ask_until_answered(keys)[1] is False
+    assert rig.is_in_use
 
 
-def test_a_store_tells_which_blocks_it_took(make) -> None:
+def test_a_store_job_fails_for_the_blocks_alone_that_were_not_written(make) -> None:
     rig = make().start()
     keys = keys_of(1, 2, 3)
     rig.store.lost = {keys[1]}
@@ -225,7 +296,7 @@ def test_a_store_tells_which_blocks_it_took(make) -> None:
     assert rig.resident == {keys[0], keys[2]}
 
 
-def test_what_the_store_evicts_is_forgotten(make) -> None:
+def test_blocks_that_the_store_evicts_are_removed(make) -> None:
     rig = make(max_blocks=10).start()
     for start in range(0, 40, 5):
         rig.store_blocks(keys_of(*range(start, start + 5)))
@@ -234,15 +305,37 @@ def test_what_the_store_evicts_is_forgotten(make) -> None:
     assert rig.stat("tier_evicted_blocks") == 30
 
 
-def test_a_block_evicted_by_the_next_of_its_own_job_is_not_learnt(make) -> None:
+def test_a_block_evicted_by_the_next_of_its_own_job_is_not_present(make) -> None:
     rig = make(max_blocks=1, limits=TierLimits(threads=2)).start()
     keys = keys_of(1, 2)
     rig.fill(range(2), keys)
-    rig.submit(keys, range(2), load=False)  # a piece each
-    rig.tier.drain_jobs()  # so that both ends, and the eviction between them, are heard of at once
+    rig.submit(keys, range(2), load=False)  # a slice each
+    rig.tier.drain_jobs()  # so that one step takes in both results and the eviction between them
     rig.step()
     assert rig.resident == {key for batch in rig.inner.scan() for key in batch}
     assert len(rig.resident) == 1
+
+
+def test_an_eviction_queued_while_results_are_taken_is_not_lost(make, monkeypatch) -> None:
+    rig = make(max_blocks=1).start()
+    rig.store_blocks(keys_of(1))
+    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.gate.close_gate("write")
+    rig.submit(keys_of(2), [2], load=False)
+    rig.gate.wait_for_arrivals(1)
+    take_results = rig.tier._runner.take_results
+
+    def finish_and_take():
+        rig.gate.open_gate()
+        assert rig.tier._runner.drain(30)
+        return take_results()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tier._runner, "take_results", finish_and_take)
+        assert [result.success for result in rig.tier.get_finished_jobs()] == [True]
+    assert rig.stat("tier_blocks") == 2, "the eviction came when evictions had been taken in"
+    rig.step()
+    assert rig.resident == set(keys_of(2))
 
 
 def test_loads_overtake_stores(make) -> None:
@@ -273,28 +366,28 @@ def test_the_backlog_is_bounded_and_drops_are_counted(make) -> None:
     assert rig.store_blocks(keys_of(8)).success
 
 
-def test_failing_reads_close_the_tier_for_reads_alone_and_it_comes_back(make) -> None:
+def test_failing_reads_turn_reads_alone_off_until_a_probe_succeeds(make) -> None:
     rig = make().start()
     keys = keys_of(1, 2, 3)
     rig.store_blocks(keys)
     rig.store.broken = {"read_into": StoreError("no"), "contains": StoreError("no")}
     for _ in range(3):
         assert not rig.load_blocks(keys[:1]).success
-    assert not rig.is_healthy
+    assert not rig.is_in_use
     assert rig.ask(keys) == [False] * 3
     assert not rig.load_blocks(keys).success
     num_calls = len(rig.store.calls)
     assert rig.store_blocks(keys_of(4)).success, "writes still work"
-    assert len(rig.store.calls) == num_calls + 1, "an unhealthy tier is left in peace"
+    assert len(rig.store.calls) == num_calls + 1, "the tier makes no call of a store that it does not use"
     rig.clock.advance(1.5)  # a probe goes through, and fails
     rig.until(lambda: rig.store.calls[-1][0] == "contains")
     rig.until(lambda: rig.tier._runner.is_idle)
     rig.store.broken = {}
     rig.clock.advance(1.5)
     rig.step()
-    assert not rig.is_healthy, "the next probe comes after twice the time"
+    assert not rig.is_in_use, "the next probe comes after twice the time"
     rig.clock.advance(1.0)
-    rig.until(lambda: rig.is_healthy)
+    rig.until(lambda: rig.is_in_use)
     assert rig.ask(keys) == [True] * 3
     assert rig.load_blocks(keys).success
 
@@ -305,12 +398,12 @@ def test_failing_lookups_become_misses(make) -> None:
     for number in range(3):
         (key,) = keys_of(number)
         assert rig.ask([key]) == [None]
-        rig.until(lambda: not rig.tier._knowledge.is_asking)
+        rig.until(lambda: not rig.tier._index.is_asking)
     assert rig.ask(keys_of(1, 7)) == [False, False]
     rig.store.broken = {}
     rig.clock.advance(2)
-    rig.until(lambda: rig.is_healthy)
-    assert rig.settle(keys_of(7)) == [False]
+    rig.until(lambda: rig.is_in_use)
+    assert rig.ask_until_answered(keys_of(7)) == [False]
 
 
 def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
@@ -328,12 +421,12 @@ def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
     rig.store.broken = {}
     rig.clock.advance(2)
     keys = keys_of(*range(30, 34))
-    assert set(rig.store_blocks(keys).successful_keys) == set(keys[:2]), "the first piece is the probe"
-    assert rig.is_healthy
+    assert set(rig.store_blocks(keys).successful_keys) == set(keys[:2]), "the first slice is the probe"
+    assert rig.is_in_use
     assert rig.store_blocks(keys).success
 
 
-def test_a_hung_load_is_not_told_and_closes_the_tier_until_it_ends(make) -> None:
+def test_a_hung_load_has_no_result_and_turns_reads_off_until_it_ends(make) -> None:
     rig = make(limits=TierLimits(threads=1, timeout_s=10)).start()
     rig.store_blocks(keys_of(1, 2))
     rig.gate.close_gate("read_into")
@@ -341,7 +434,7 @@ def test_a_hung_load_is_not_told_and_closes_the_tier_until_it_ends(make) -> None
     rig.gate.wait_for_arrivals(1)
     queued = rig.submit(keys_of(2), [6], load=True)
     rig.clock.advance(11)
-    assert not rig.wait(queued).success, "what has not begun is called off"
+    assert not rig.wait(queued).success, "what is queued is cancelled"
     assert rig.ask(keys_of(1, 2)) == [False, False]
     assert not rig.load_blocks(keys_of(2)).success
     for _ in range(20):
@@ -352,7 +445,7 @@ def test_a_hung_load_is_not_told_and_closes_the_tier_until_it_ends(make) -> None
     rig.gate.open_gate()
     assert rig.wait(hung).success
     assert rig.read(5) == block_of(keys_of(1)[0], BLOCK_BYTES)
-    assert rig.is_healthy
+    assert rig.is_in_use
     assert rig.ask(keys_of(1, 2)) == [True, True]
 
 
@@ -363,7 +456,7 @@ def test_a_hung_write_leaves_reads_alone(make) -> None:
     hung = rig.submit(keys_of(2), [2], load=False)
     rig.gate.wait_for_arrivals(1)
     rig.clock.advance(11)
-    rig.until(lambda: not rig.is_healthy)
+    rig.until(lambda: not rig.is_in_use)
     assert rig.load_blocks(keys_of(1)).success
     rig.clock.advance(1000)
     assert not rig.store_blocks(keys_of(3)).success, "the hung call is its own probe"
@@ -373,7 +466,7 @@ def test_a_hung_write_leaves_reads_alone(make) -> None:
     assert rig.store_blocks(keys_of(3)).success
 
 
-def test_work_that_waits_too_long_is_called_off(make) -> None:
+def test_work_that_is_queued_for_too_long_is_cancelled(make) -> None:
     rig = make(limits=TierLimits(threads=1, timeout_s=10)).start()
     rig.gate.close_gate("contains")
     assert rig.ask(keys_of(1)) == [None]
@@ -385,7 +478,7 @@ def test_work_that_waits_too_long_is_called_off(make) -> None:
     assert rig.stat("tier_dropped_blocks") == 1
 
 
-def test_drain_waits_and_tells(make) -> None:
+def test_a_drain_waits_for_results(make) -> None:
     rig = make().start()
     keys = keys_of(*range(40))
     rig.fill(range(40), keys)
@@ -403,14 +496,14 @@ def test_drain_and_shutdown_with_a_hung_store_are_bounded(make, caplog) -> None:
     queued = rig.submit(keys_of(2), [1], load=False)
     rig.tier.drain_jobs()
     rig.step()
-    assert set(rig.results) == {queued}, "called off; the other still runs"
+    assert set(rig.results) == {queued}, "cancelled; the other still runs"
     rig.tier.shutdown()
     assert "hang in the store" in caplog.text
     rig.gate.open_gate()
     rig.until(lambda: not any(t.is_alive() for t in rig.tier._runner._threads))
 
 
-def test_a_tier_asks_for_whole_requests_if_told(make) -> None:
+def test_a_tier_asks_for_whole_requests_if_its_policy_says_so(make) -> None:
     rig = make(offload_policy=OffloadPolicy.REQUEST_LEVEL).start()
     assert rig.tier.on_new_request(CONTEXT).policy is OffloadPolicy.REQUEST_LEVEL
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped contract over the fake tier and over store tiers, in memory and on disk."""
+"""The shipped contract, run by the fake tier and by store tiers in memory and on disk."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class TestFileSystemTier(SecondaryTierContract):
     def forget(self, tier: SecondaryTierManager, names: Sequence[OffloadKey]) -> bool:
         found = [path for path in self.root.rglob("*") if path.is_file() and path.stat().st_size >= 512]
         wanted = {key.hex() for key in names}
-        doomed = [path for path in found if any(name in str(path).replace("/", "") for name in wanted)]
-        assert len(doomed) == len(wanted), found
-        for path in doomed:
+        matching = [path for path in found if any(name in str(path).replace("/", "") for name in wanted)]
+        assert len(matching) == len(wanted), found
+        for path in matching:
             path.unlink()
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page on writing a store: its code runs, its store passes the contract and makes a tier."""
+"""The code in ``docs/writing-a-store.md`` runs; its store passes the contract and makes a tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TestThePagesStore(BlockStoreContract):
         return store
 
 
-def test_the_pages_options_make_a_tier(tmp_path: Path) -> None:
+def test_the_options_of_the_page_make_a_tier(tmp_path: Path) -> None:
     STORES.register("flat", NAMES["FlatOptions"])
     try:
         view = memoryview(bytearray(4 * 64)).cast("B", (4, 64))

@@ -9,11 +9,11 @@ import sys
 __all__ = ["main"]
 
 _COMMANDS: tuple[str, ...] = ("demo", "simulate", "plan", "store")
-"""Modules of this package that register a subcommand, in the order ``--help`` shows them."""
+"""Modules of this package that register a subcommand, in the order of ``--help``."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point. Exit code 2 and one sentence for a caller's mistake, also where an extra is missing."""
+    """Entry point. A caller's mistake or a missing extra gives one sentence on stderr and the exit code 2."""
     try:
         import typer
     except ImportError:

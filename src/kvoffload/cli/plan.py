@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload plan``: how much memory and disk is worth buying?"""
+"""``kvoffload plan``: how much memory and disk are worth buying?"""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from kvoffload.cli.simulate import load_one, token_bytes
-from kvoffload.config import parse_bytes
+from kvoffload.cli.simulate import TRACE_HELP, load_one, token_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.kv_size import kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
-from kvoffload.sim.report import size_text
+from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
 
@@ -29,29 +28,31 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines; plain, gzip or zstd. Or synthetic:KIND.")],
-    hit_rate: Annotated[float | None, typer.Option(help="Goal: per cent of blocks hit, device included.")] = None,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help=TRACE_HELP)],
+    hit_rate: Annotated[float | None, typer.Option(help="Goal: percent of blocks hit, on the device or below.")] = None,
     ttft: Annotated[float | None, typer.Option(help="Goal: seconds to the first token, at --quantile.")] = None,
-    quantile: Annotated[str, typer.Option(help="p50, p90 or p99.")] = "p90",
-    model: Annotated[Path | None, typer.Option(help="A model's config.json, for the size of a block.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Or its layers, ...")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="... KV heads, ...")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="... head size ...")] = None,
-    dtype: Annotated[str, typer.Option(help="... and KV dtype.")] = "bfloat16",
-    kv_bytes: Annotated[str | None, typer.Option("--kv-bytes-per-token", help="Or all that as one size.")] = None,
-    max_cpu: Annotated[str | None, typer.Option(help="At most so much host memory.")] = None,
-    max_disk: Annotated[str, typer.Option(help="At most so much disk; 0 for none.")] = "0",
-    cpu_price: Annotated[float, typer.Option(help="Of a GiB of host memory.")] = 4.0,
-    disk_price: Annotated[float, typer.Option(help="Of a GiB of disk.")] = 0.1,
-    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks (of the trace) that the device keeps.")] = 0,
-    policy: Annotated[str, typer.Option(help="Cache policy.")] = "density",
-    prefill_speed: Annotated[float, typer.Option(help="Tokens per second that the device prefills.")] = 20_000.0,
-    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, where unclear.")] = None,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Only so many requests.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Default: one per core.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve: FILE.png or FILE.html.")] = None,
+    quantile: Annotated[str, typer.Option(help="Quantile of the time to first token: p50, p90 or p99.")] = "p90",
+    model: Annotated[Path | None, typer.Option(help="Model's config.json, which gives the size of a block.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the model, in place of --model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model; with --layers.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head size of the model; with --layers.")] = None,
+    dtype: Annotated[str, typer.Option(help="Data type of the KV cache; with --layers.")] = "bfloat16",
+    kv_bytes: Annotated[
+        str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")
+    ] = None,
+    max_cpu: Annotated[str | None, typer.Option(help="Largest host memory to consider.")] = None,
+    max_disk: Annotated[str, typer.Option(help="Largest disk to consider; 0 for no disk.")] = "0",
+    cpu_price: Annotated[float, typer.Option(help="Price of a GiB of host memory.")] = 4.0,
+    disk_price: Annotated[float, typer.Option(help="Price of a GiB of disk.")] = 0.1,
+    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the trace that the device's own cache holds.")] = 0,
+    policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = "density",
+    prefill_speed: Annotated[float, typer.Option(help="Tokens that the device prefills per second.")] = 20_000.0,
+    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, if that is ambiguous.")] = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Requests to read, from the first on.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File to draw the curve to: .png or .html.")] = None,
 ) -> None:
-    """The cheapest tiers that reach a hit rate or a time to first token, and the curve that says so."""
+    """Find the cheapest tiers that reach a hit rate or a time to first token, and show every size tried."""
     if quantile not in ("p50", "p90", "p99"):
         raise ConfigError(f"--quantile is p50, p90 or p99, not {quantile!r}.")
     goal = Goal(None if hit_rate is None else hit_rate / 100, ttft, quantile)
@@ -73,7 +74,7 @@ def plan(
     block_bytes = per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
     if max_cpu_blocks == 0:
-        raise ConfigError(f"--max-cpu: {max_cpu} is less than one block of {size_text(block_bytes)}.")
+        raise ConfigError(f"--max-cpu: {max_cpu} is less than one block of {format_bytes(block_bytes)}.")
     max_disk_blocks = 0 if max_disk == "0" else parse_bytes(max_disk, "--max-disk") // block_bytes
     base = SimConfig(1, block_bytes, gpu_blocks, policy=policy, prefill_tokens_per_s=prefill_speed)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -97,8 +98,8 @@ def _print(made: Plan, goal: Goal, prices: Prices) -> None:
         column.justify = "right"
     for result in sorted(made.report.results, key=lambda each: prices.of(each, block_bytes)):
         table.add_row(
-            size_text(result.cpu_blocks * block_bytes),
-            size_text(result.disk_blocks * block_bytes) if result.disk_blocks else "-",
+            format_bytes(result.cpu_blocks * block_bytes),
+            format_bytes(result.disk_blocks * block_bytes) if result.disk_blocks else "-",
             f"{100 * result.hit_rate:.2f}",
             f"{result.ttft_s[goal.quantile]:.3g} s",
             f"{result.saved_prefill_s:,.0f} s",
@@ -107,8 +108,10 @@ def _print(made: Plan, goal: Goal, prices: Prices) -> None:
         )
     console.print(table)
     chosen = made.chosen
-    disk = f" and {size_text(chosen.disk_blocks * block_bytes)} of disk" if chosen.disk_blocks else ""
+    bought = f"{format_bytes(chosen.cpu_blocks * block_bytes)} of host memory"
+    if chosen.disk_blocks:
+        bought += f" and {format_bytes(chosen.disk_blocks * block_bytes)} of disk"
     console.print(
-        f"Buy {size_text(chosen.cpu_blocks * block_bytes)} of host memory{disk}: {100 * chosen.hit_rate:.1f} % hits, "
+        f"Buy {bought}: {100 * chosen.hit_rate:.1f} % hits, "
         f"{goal.quantile} {chosen.ttft_s[goal.quantile]:.3g} s, price {made.price:,.2f}."
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload simulate``: what would which tiers and which policy have done for this traffic?"""
+"""``kvoffload simulate``: what would which tiers and policies have done for this traffic?"""
 
 from __future__ import annotations
 
@@ -14,30 +14,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvoffload.config import parse_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.kv_size import kv_bytes_per_token_of
+from kvoffload.sim.kv_size import model_kv_bytes_per_token
 from kvoffload.sim.plot import check_target, write_plot
-from kvoffload.sim.report import as_json, best_policy, knee_of, size_text, table
+from kvoffload.sim.report import as_json, best_policy, knee_of, table
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering.base import CascadeMode
+from kvoffload.units import format_bytes, parse_bytes
 
-__all__ = [
-    "DEFAULT_SIZES",
-    "capacities",
-    "load_one",
-    "load_traces",
-    "register",
-    "run_sweeps",
-    "token_bytes",
-]
+__all__ = ["TRACE_HELP", "capacities", "load_one", "register", "token_bytes"]
 
-DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
+TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
 _DEFAULT_KV_BYTES = 131_072
 """Per token: a dense model of some 8 billion parameters with grouped-query attention in 16 bits."""
 
@@ -47,27 +39,35 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
-    traces: Annotated[
-        list[Path], typer.Argument(metavar="TRACE...", help="JSON lines; plain, gzip or zstd. Or synthetic:KIND.")
-    ],
-    cpu: Annotated[str, typer.Option(help="Host memory: sizes, or % of the trace's footprint.")] = DEFAULT_SIZES,
-    disk: Annotated[str, typer.Option(help="Disk tiers, likewise; 0 for none.")] = "0",
-    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks (of the trace) that the device keeps.")] = 0,
-    policy: Annotated[str, typer.Option(help="Policies to compare.")] = "lru,arc,density",
-    model: Annotated[Path | None, typer.Option(help="A model's config.json, for the size of a block.")] = None,
-    kv_bytes: Annotated[str | None, typer.Option("--kv-bytes-per-token", help="The same as a size.")] = None,
-    store_threshold: Annotated[int, typer.Option(min=0, help="Store a block at its n-th request.")] = 1,
-    prefill_speed: Annotated[float, typer.Option(help="Tokens per second that the device prefills.")] = 20_000.0,
-    load_speed: Annotated[str, typer.Option(help="Bytes per second, host to device.")] = "25GB",
-    disk_read_speed: Annotated[str, typer.Option(help="Bytes per second.")] = "5GB",
-    disk_write_speed: Annotated[str, typer.Option(help="Bytes per second.")] = "3GB",
-    cascade: Annotated[str, typer.Option(help="Write to disk: on_store, on_evict or both.")] = "on_store",
-    stretch: Annotated[float, typer.Option(help="Let requests arrive this many times as slowly.")] = 1.0,
-    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, where unclear.")] = None,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Only so many requests of each trace.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Default: one per core.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.png or FILE.html.")] = None,
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help=TRACE_HELP)],
+    cpu: Annotated[str, typer.Option(help="Sizes of host memory: bytes, or % of the trace's footprint.")] = (
+        "1%,2%,5%,10%,20%,50%"
+    ),
+    disk: Annotated[str, typer.Option(help="Sizes of the disk tier, written likewise; 0 for no disk.")] = "0",
+    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the trace that the device's own cache holds.")] = 0,
+    policy: Annotated[str, typer.Option(help="Cache policies to compare.")] = "lru,arc,density",
+    model: Annotated[Path | None, typer.Option(help="Model's config.json, which gives the size of a block.")] = None,
+    kv_bytes: Annotated[
+        str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")
+    ] = None,
+    store_threshold: Annotated[
+        int, typer.Option(min=0, help="Store a block at the n-th request that asks for it.")
+    ] = 1,
+    prefill_speed: Annotated[float, typer.Option(help="Tokens that the device prefills per second.")] = 20_000.0,
+    load_speed: Annotated[str, typer.Option(help="Bytes loaded from host memory to the device per second.")] = "25GB",
+    disk_read_speed: Annotated[str, typer.Option(help="Bytes read from disk per second.")] = "5GB",
+    disk_write_speed: Annotated[str, typer.Option(help="Bytes written to disk per second.")] = "3GB",
+    cascade: Annotated[
+        str, typer.Option(help="When to write blocks to disk: on_store, on_evict, or on_store,on_evict.")
+    ] = "on_store",
+    stretch: Annotated[float, typer.Option(help="Factor by which requests arrive more slowly.")] = 1.0,
+    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, if that is ambiguous.")] = None,
+    max_requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests to read of each trace, from the first on.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File to draw the curves to: .png or .html.")] = None,
 ) -> None:
     """Replay request traces through the production managers and policies, with a virtual clock instead of bytes."""
     policies = _policies(policy)
@@ -78,7 +78,7 @@ def simulate(
         raise ConfigError(f"--stretch must be positive, not {stretch:g}.")
     speeds = [parse_bytes(text, name) for text, name in ((load_speed, "--load-speed"),)]
     speeds += [parse_bytes(disk_read_speed, "--disk-read-speed"), parse_bytes(disk_write_speed, "--disk-write-speed")]
-    loaded = load_traces(traces, block_tokens, max_requests)
+    loaded = [load_one(trace, block_tokens, max_requests) for trace in traces]
     jobs: list[tuple[Trace, list[SimConfig]]] = []
     for trace in loaded:
         block_bytes = per_token * trace.block_tokens
@@ -106,7 +106,7 @@ def simulate(
                 ],
             )
         )
-    reports = run_sweeps(jobs, processes)
+    reports = _run_sweeps(jobs, processes)
     _print(reports)
     if json_file is not None:
         temporary = json_file.with_name(f".{json_file.name}.{os.getpid()}.tmp")
@@ -124,20 +124,16 @@ def _modes(text: str) -> list[CascadeMode]:
 
 
 def token_bytes(model: Path | None, kv_bytes: str | None) -> int:
-    """KV bytes per token from the two options that say it."""
+    """KV bytes per token: of the model in ``model``, or ``kv_bytes``, or a default."""
     if model is not None and kv_bytes is not None:
-        raise ConfigError("--model and --kv-bytes-per-token say the same thing; give one of them.")
+        raise ConfigError("--model and --kv-bytes-per-token both give the KV size; choose one of them.")
     if model is not None:
-        return kv_bytes_per_token_of(model)
+        return model_kv_bytes_per_token(model)
     return parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES
 
 
-def load_traces(paths: Sequence[Path], block_tokens: int | None, max_requests: int | None) -> list[Trace]:
-    """Traces from files, or made up where the name is ``synthetic:KIND`` or ``synthetic:KIND:SEED``."""
-    return [load_one(path, block_tokens, max_requests) for path in paths]
-
-
 def load_one(path: Path, block_tokens: int | None, max_requests: int | None) -> Trace:
+    """The trace in a file, or a synthetic one for the name ``synthetic:KIND`` or ``synthetic:KIND:SEED``."""
     word, _, rest = str(path).partition(":")
     if word != "synthetic":
         return load_trace(path, block_tokens, max_requests)
@@ -148,7 +144,11 @@ def load_one(path: Path, block_tokens: int | None, max_requests: int | None) -> 
 
 
 def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:
-    """Blocks for each size in a list like ``"64GiB,10%"``; percent are of the trace's distinct whole blocks."""
+    """The number of blocks for each size in a list like ``"64GiB,10%"``, without repetitions.
+
+    A percentage is of the trace's different whole blocks. Only ``--disk`` may be 0. Raises ``ConfigError``, which names
+    ``option``, for a size of less than one block.
+    """
     footprint = trace.whole_blocks().num_unique
     sizes = []
     for part in filter(None, map(str.strip, text.split(","))):
@@ -159,22 +159,22 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
             try:
                 blocks = int(footprint * float(part[:-1]) / 100)
             except ValueError as exc:
-                raise ConfigError(f"{option}: {part!r} is no share; write for example '10%'.") from exc
+                raise ConfigError(f"{option}: {part!r} is not a share; write for example '10%'.") from exc
         else:
             blocks = parse_bytes(part, option) // block_bytes
         if blocks < 1:
             raise ConfigError(
-                f"{option}: {part} is less than one block of {size_text(block_bytes)} "
+                f"{option}: {part} is less than one block of {format_bytes(block_bytes)} "
                 f"({trace.block_tokens} tokens) of {trace.name}."
             )
         sizes.append(blocks)
     if not sizes:
-        raise ConfigError(f"{option} names no size.")
+        raise ConfigError(f"{option} needs at least one size.")
     return list(dict.fromkeys(sizes))
 
 
-def run_sweeps(jobs: Sequence[tuple[Trace, list[SimConfig]]], processes: int | None) -> list[Report]:
-    """All sweeps, one after the other, under one progress bar on stderr."""
+def _run_sweeps(jobs: Sequence[tuple[Trace, list[SimConfig]]], processes: int | None) -> list[Report]:
+    """Runs one sweep after the other, with a progress bar on stderr."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -195,7 +195,7 @@ def _policies(text: str) -> list[str]:
         if name not in POLICIES.names():
             raise UnknownNameError(f"Unknown cache policy: {name!r}.{suggest(name, POLICIES.names())}")
     if not names:
-        raise ConfigError("--policy names no policy.")
+        raise ConfigError("--policy needs at least one policy.")
     return list(dict.fromkeys(names))
 
 
@@ -222,7 +222,7 @@ def _print(reports: Sequence[Report]) -> None:
         best = best_policy(report)
         bend = knee_of(report, best)
         if len({result.cpu_blocks for result in report.results}) > 2:
-            bend_text = f"{size_text(bend.cpu_blocks * report.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
+            bend_text = f"{format_bytes(bend.cpu_blocks * report.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
             console.print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.\n")
 
 
@@ -230,6 +230,6 @@ def _title(report: Report) -> str:
     trace = report.trace
     return (
         f"{trace.name}: {len(trace):,} requests, {trace.num_accesses:,} blocks of {trace.block_tokens} tokens "
-        f"({size_text(report.block_bytes)}), {trace.num_unique:,} different, "
+        f"({format_bytes(report.block_bytes)}), {trace.num_unique:,} different, "
         f"{100 * report.reachable_rate:.2f} % within reach"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload store``: look after the disk tier, also while servers use it."""
+"""``kvoffload store``: maintenance of a disk tier, also while servers use it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvoffload.config import parse_bytes
 from kvoffload.tiering.stores.fs.admin import StoreRoot
+from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
 
-_Root = Annotated[Path, typer.Argument(help="The 'path' of the fs tier.", show_default=False)]
+_Root = Annotated[Path, typer.Argument(help="Folder of the tier: its 'path' in the configuration.", show_default=False)]
 
 _console = Console(soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:
-    store = typer.Typer(no_args_is_help=True, help="Look after the disk tier, also while servers use it.")
+    store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, also while servers use it.")
     for command in (ls, du, verify, gc, clear):
         store.command()(command)
     app.add_typer(store, name="store")
 
 
 def ls(root: _Root) -> None:
-    """List what is there, by namespace: blocks, bytes, and when they were used."""
+    """List the namespaces with their blocks, bytes, and oldest and last use."""
     found = StoreRoot(root).usage()
     if not found:
         _console.print("No blocks yet.")
@@ -43,29 +43,29 @@ def ls(root: _Root) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for one in found:
         uses = (_ago(one.oldest_use_ns), _ago(one.last_use_ns))
-        table.add_row(escape(one.name), f"{one.num_blocks:,}", _size(one.size_bytes), *uses)
+        table.add_row(escape(one.name), f"{one.num_blocks:,}", format_bytes(one.size_bytes), *uses)
     _console.print(table)
 
 
 def du(root: _Root) -> None:
-    """Tell how much room the blocks take, in all and by namespace, and how much the disk has left."""
+    """Show the bytes in use, by namespace and in all, and the free space of the disk."""
     found = StoreRoot(root).usage()
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for one in sorted(found, key=lambda one: -one.size_bytes):
-        table.add_row(_size(one.size_bytes), escape(one.name))
-    table.add_row(_size(sum(one.size_bytes for one in found)), "[bold]in all[/bold]")
-    table.add_row(_size(shutil.disk_usage(root).free), "free on the disk")
+        table.add_row(format_bytes(one.size_bytes), escape(one.name))
+    table.add_row(format_bytes(sum(one.size_bytes for one in found)), "[bold]in all[/bold]")
+    table.add_row(format_bytes(shutil.disk_usage(root).free), "free on the disk")
     _console.print(table)
 
 
 def verify(
     root: _Root,
-    namespace: Annotated[str | None, typer.Argument(help="Only this one.", show_default=False)] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Delete blocks that are bad.")] = False,
+    namespace: Annotated[str | None, typer.Argument(help="Verify this namespace only.", show_default=False)] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete the bad blocks.")] = False,
 ) -> None:
-    """Read every block and check its checksum. Exit code 1 if bad blocks remain."""
+    """Read every block and verify its checksum. The exit code is 1 if bad blocks remain."""
     store = StoreRoot(root)
     files = list(store.files(None if namespace is None else store.directory(namespace)))
     bad, unreadable = [], 0
@@ -86,11 +86,11 @@ def verify(
                 unreadable += 1
                 progress.console.print(f"unreadable: {escape(file.path)}: {exc.strerror}")
     total = sum(file.size_bytes for file in files)
-    _console.print(f"{len(files):,} blocks ({_size(total)}) read, {len(bad):,} bad, {unreadable:,} unreadable.")
+    _console.print(f"{len(files):,} blocks ({format_bytes(total)}) read, {len(bad):,} bad, {unreadable:,} unreadable.")
     if bad and repair:
         _console.print(f"{store.remove(bad):,} deleted.")
     elif bad:
-        _console.print("A server that meets them counts them as misses; --repair deletes them now.")
+        _console.print("A server counts each of them as a miss when it reads it; --repair deletes them now.")
     if unreadable or (bad and not repair):
         raise typer.Exit(1)
 
@@ -98,36 +98,30 @@ def verify(
 def gc(
     root: _Root,
     max_bytes: Annotated[
-        str | None, typer.Option(help="Delete the least recently used until this is kept, e.g. 200GiB.")
+        str | None,
+        typer.Option(help="Quota to enforce, for example 200GiB. Evicts the least recently used blocks."),
     ] = None,
 ) -> None:
-    """Enforce a quota now, remove what killed writers left, and count the bytes in use anew."""
+    """Enforce a quota now, delete what killed writers left behind, and recount the bytes in use."""
     limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
     store = StoreRoot(root)
     dead = store.sweep()
     evicted, used_bytes = store.shrink(limit)
-    _console.print(f"{evicted:,} blocks deleted, {dead:,} dead writers swept up after, {_size(used_bytes)} in use.")
+    _console.print(
+        f"{evicted:,} blocks deleted, {dead:,} dead writers cleaned up after, {format_bytes(used_bytes)} in use."
+    )
     if limit is not None and used_bytes > limit:
-        _console.print("The quota is not met: other files count, or a server is writing.")
+        _console.print("The quota is still exceeded: by other files in the folder, or because a server is writing.")
         raise typer.Exit(1)
 
 
 def clear(
     root: _Root,
-    namespace: Annotated[str, typer.Argument(help="As 'ls' shows it.", show_default=False)],
+    namespace: Annotated[str, typer.Argument(help="Namespace to delete, as 'ls' shows it.", show_default=False)],
 ) -> None:
-    """Remove a namespace with all its blocks."""
+    """Delete a namespace with all its blocks."""
     store = StoreRoot(root)
     _console.print(f"{store.clear(store.directory(namespace)):,} blocks deleted.")
-
-
-def _size(num_bytes: int) -> str:
-    amount = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
 
 
 def _ago(when_ns: int) -> str:

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol between an engine and the two planes. ``engine.py`` says what an engine must provide."""
+"""What an engine drives offloading with: one class in its scheduler, one in each worker, and the messages between.
+
+``engine.py`` says what an engine must provide, and in which order it calls.
+"""
 
 from __future__ import annotations
 
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
 from kvoffload.connector.guard import GuardedManager
-from kvoffload.connector.messages import ConnectorMeta, JobEnd, StepOutcome, TransferJob, WorkerReport
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
-from kvoffload.connector.worker import EndedLoads, OffloadingConnectorWorker
+from kvoffload.connector.worker import OffloadingConnectorWorker
 
 __all__ = [
     "NO_BLOCK",
     "BlockIds",
     "ConnectorMeta",
-    "EndedLoads",
     "EngineRequest",
     "EngineStep",
     "GuardedManager",
-    "JobEnd",
+    "LoadOutcome",
     "OffloadingConnectorScheduler",
     "OffloadingConnectorWorker",
     "ScheduledRequest",
-    "StepOutcome",
     "TransferJob",
     "WorkerReport",
 ]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging of what may go wrong a thousand times a second.
-
-The one boundary where a manager's exceptions become cache misses.
-"""
+"""The boundary where a manager's exceptions become cache misses, and a log that does not repeat itself."""
 
 from __future__ import annotations
 
@@ -23,10 +20,13 @@ from kvoffload.base import (
 from kvoffload.errors import TransferError
 from kvoffload.metrics import Stats
 
-__all__ = ["Complaints", "GuardedManager"]
+__all__ = ["GuardedManager", "RateLimitedLog"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-class Complaints:
+class RateLimitedLog:
     """Logs the exception being handled, with its traceback, at most once every ``every_s`` seconds; counts the rest."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Complaints:
         self._silent_until_s = float("-inf")
         self._unlogged = 0
 
-    def log(self, what: str) -> None:
+    def exception(self, what: str) -> None:
         now_s = self._clock()
         if now_s < self._silent_until_s:
             self._unlogged += 1
@@ -47,23 +47,19 @@ class Complaints:
         self._silent_until_s, self._unlogged = now_s + self._every_s, 0
 
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
 class GuardedManager(OffloadingManager):
-    """Any manager, with every exception turned into the answer that costs a recomputation and nothing else.
+    """Wraps any manager, and turns every exception into the answer that costs a recomputation and nothing else.
 
-    For engine adapters: an engine step must survive a manager or plug-in that is broken. Tests use the bare manager, so
-    that faults show. ``prepare_load`` has no harmless answer and raises ``TransferError``, which the scheduler side
-    takes as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
+    For engine adapters: an engine step must survive a broken manager or plug-in. Tests use the bare manager, so that
+    faults show. ``prepare_load`` has no harmless answer; it raises ``TransferError``, which the scheduler side treats
+    as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
     """
 
     def __init__(
         self, manager: OffloadingManager, log_every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.manager = manager
-        self._complaints = Complaints(logger, log_every_s, clock)
+        self._log = RateLimitedLog(logger, log_every_s, clock)
 
     def __repr__(self) -> str:
         return f"GuardedManager({self.manager!r})"
@@ -72,7 +68,7 @@ class GuardedManager(OffloadingManager):
         try:
             return call(*args)
         except Exception:  # noqa: BLE001 - this is the boundary
-            self._complaints.log(f"{getattr(call, '__qualname__', call)} failed; taken as a cache miss")
+            self._log.exception(f"{getattr(call, '__qualname__', call)} failed; taken as a cache miss")
             return otherwise
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -86,7 +82,7 @@ class GuardedManager(OffloadingManager):
         try:
             return self.manager.prepare_load(keys, req_context)
         except Exception as exc:
-            self._complaints.log("prepare_load failed; taken as a failed load")
+            self._log.exception("prepare_load failed; taken as a failed load")
             raise TransferError(f"{len(keys)} blocks could not be prepared for a load.") from exc
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:

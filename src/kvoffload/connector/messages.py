@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only things that travel between the scheduler side and the workers. Plain, picklable, small."""
+"""All messages between the scheduler side and the workers. Plain, small, picklable."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvoffload.base import LoadStoreSpec
+from kvoffload.base import LoadStoreSpec, TransferResult
 
-__all__ = ["ConnectorMeta", "JobEnd", "StepOutcome", "TransferJob", "WorkerReport"]
+__all__ = ["ConnectorMeta", "LoadOutcome", "TransferJob", "WorkerReport"]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """One transfer, done by every rank on its own slice."""
+    """One transfer, which every rank performs on its own slice."""
 
     job_id: int
     request_id: str
@@ -23,51 +23,49 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorMeta:
-    """Scheduler to workers, every step."""
+    """Scheduler to workers, once per step."""
 
     loads: tuple[TransferJob, ...] = ()
     """Start before the forward pass."""
     stores: tuple[TransferJob, ...] = ()
-    """Start once the forward pass that writes their blocks has been submitted."""
+    """Start after the forward pass that writes their blocks has been submitted."""
     flush_job_ids: frozenset[int] = frozenset()
-    """Jobs that must have ended before this step's forward pass or loads touch the device: their GPU blocks were
-    handed out again. May name jobs submitted in earlier steps only."""
-
+    """Jobs of earlier steps that must end before this step's loads or forward pass touch the device, because their GPU
+    blocks were allocated again."""
     lost_loads: tuple[TransferJob, ...] = ()
-    """Loads whose blocks vanished before they could be pinned: there is nothing to copy (``source`` means nothing), and
-    every rank reports a failure at once, so that the engine hears of them as of any failed load."""
+    """Loads whose blocks vanished before they could be pinned. There is nothing to copy, and ``source`` means nothing.
+    Every rank reports a failure at once, so that the engine learns of them as of any failed load."""
 
     def is_empty(self) -> bool:
         return not (self.loads or self.stores or self.flush_job_ids or self.lost_loads)
 
 
 @dataclass(frozen=True, slots=True)
-class JobEnd:
-    """One rank's end of one job."""
-
-    job_id: int
-    rank: int
-    success: bool
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Workers to scheduler. Reports of several ranks merge by concatenation."""
+    """Workers to scheduler: transfers that ended. Reports of several ranks merge by concatenation."""
 
-    ends: tuple[JobEnd, ...] = ()
+    results: tuple[tuple[int, TransferResult], ...] = ()
+    """(rank, its result). The results of one rank are in the order in which its transfers ended."""
 
     @staticmethod
     def merge(reports: Iterable[WorkerReport]) -> WorkerReport:
-        return WorkerReport(tuple(end for report in reports for end in report.ends))
+        return WorkerReport(tuple(result for report in reports for result in report.results))
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """What the engine must know of the jobs that ended: which waiting requests may run, and what they lack."""
+class LoadOutcome:
+    """Loads that ended, by request. From the scheduler side: ended on all ranks. From a worker: ended on its rank."""
 
     loaded_request_ids: frozenset[str] = frozenset()
-    """Their external tokens are on the device now."""
+    """Requests whose load succeeded: their external tokens are on the device now."""
     failed_loads: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Requests whose load failed, with the GPU blocks whose content is undefined: compute those tokens instead."""
+    """Requests whose load failed, with the GPU blocks it left undefined: the engine must compute those tokens."""
+
+    @property
+    def ended_request_ids(self) -> frozenset[str]:
+        return self.loaded_request_ids.union(self.failed_loads)
+
+    @property
+    def invalid_block_ids(self) -> frozenset[int]:
+        """Undefined GPU blocks of all failed loads together."""
+        return frozenset[int]().union(*self.failed_loads.values())

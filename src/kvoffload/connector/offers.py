@@ -1,29 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a request to offer for store next, and from which GPU blocks. Pure: nothing here changes a state.
+"""Which blocks of a request to offer for store, when, and in which portions. Scheduler thread only.
 
-Offering a request's blocks to the manager, and turning what it takes into store jobs. Scheduler thread only.
+``plan_offer`` and ``select_source`` are pure. ``offer_in_portions`` is the rule by which blocks are offered to a
+manager, for the connector and the simulator alike. ``StoreOffers`` applies it to requests, and makes store jobs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from kvoffload.base import GPULoadStoreSpec, OffloadingManager, OffloadKey, OffloadPolicy, PrepareStoreOutput
+from kvoffload.base import (
+    Direction,
+    GPULoadStoreSpec,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+)
 from kvoffload.connector.groups import GroupGeometry
-from kvoffload.connector.jobs import Direction, JobTable
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
-from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
+from kvoffload.connector.requests import UNLIMITED, PortionState, RequestOffloadState
 
-__all__ = ["Offer", "StoreOffers", "plan_offer", "select_source"]
+__all__ = ["Offer", "Portion", "StoreOffers", "offer_in_portions", "plan_offer", "select_source"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedBlock:
+    """A block of a request, and the GPU blocks to copy it from."""
+
     key: OffloadKey
     group: int
     block: int
+    """Index in the request."""
     gpu_block_ids: tuple[int, ...]
 
 
@@ -34,7 +49,7 @@ class Offer:
     blocks: tuple[OfferedBlock, ...]
     """Those whose bytes are on the device."""
     cursors: tuple[int, ...]
-    """The groups' cursors once this was offered; blocks that left the device are passed over for good."""
+    """The groups' cursors once this was accepted. Blocks that left the device are passed over for good."""
     largest: int
     """Blocks of the group with most of them, those passed over included; at least 1."""
 
@@ -48,18 +63,19 @@ def plan_offer(
     state: RequestOffloadState,
     computed_tokens: int,
     limit_tokens: int,
+    max_blocks: int,
 ) -> Offer | None:
-    """The next at most ``state.offer_blocks`` blocks of each group, or ``None`` if no group has any.
+    """The next blocks to offer, at most ``max_blocks`` of each group, or ``None`` if no group has any.
 
-    A block can be offered when its tokens are computed at the end of this step (``limit_tokens``) and its key and GPU
-    blocks are known: the least of the three. ``computed_tokens`` are those before this step.
+    A block can be offered when its tokens are computed by the end of this step (``limit_tokens``), and its key and its
+    GPU blocks are known. ``computed_tokens`` are those before this step.
     """
     blocks: list[OfferedBlock] = []
     cursors: list[int] = []
     largest = 0
     for group, own in zip(geometry, state.groups, strict=True):
         ready = min(limit_tokens // group.block_tokens, len(own.keys), len(own.gpu_block_ids) // group.factor)
-        stop = max(own.cursor, min(ready, own.cursor + state.offer_blocks))
+        stop = max(own.cursor, min(ready, own.cursor + max_blocks))
         largest = max(largest, stop - own.cursor)
         cursors.append(stop)
         for block in range(own.cursor, stop):
@@ -88,15 +104,58 @@ def select_source(
     return GPULoadStoreSpec(gpu_ids, sizes, starts)
 
 
-logger = logging.getLogger(__name__)
+class Portion(Protocol):
+    """Blocks offered in one ``prepare_store``."""
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """Head to tail, group after group; empty if no block of the portion is on the device any more."""
+
+    @property
+    def largest(self) -> int:
+        """Blocks of the group with most of them; at least 1."""
+
+
+P = TypeVar("P", bound=Portion)
+
+
+def offer_in_portions(
+    state: PortionState,
+    manager: OffloadingManager,
+    context: ReqContext,
+    plan: Callable[[int], P | None],
+    accept: Callable[[P, PrepareStoreOutput | None], bool],
+) -> bool:
+    """Offers a request's blocks to the manager, head first, in portions that find room.
+
+    ``plan(max_blocks)`` returns the next portion, or ``None`` when nothing is left to offer.
+    ``accept(portion, output)`` moves the request on behind the portion, starts its store, and returns whether that
+    store evicted a block of the same request; ``output`` is ``None`` for a portion without keys. Returns ``False`` if
+    the manager had no room for the rest.
+
+    ``prepare_store`` takes a whole portion or nothing, and the head is worth more than the tail. So a refused portion
+    is cut to a quarter and offered again, and an accepted one lets the next be four times larger. A long prompt in a
+    nearly full tier then takes logarithmically many calls, and a full tier one call of one block per block filled.
+    """
+    accepted = False
+    while not state.evicts_itself and (portion := plan(state.max_blocks)) is not None:
+        keys = portion.keys
+        output = manager.prepare_store(keys, context) if keys else None
+        if keys and output is None:
+            state.max_blocks = max(1, portion.largest // 4)
+            # What room there was is taken. The rest is offered anew when the request has filled another block.
+            if accepted or portion.largest == 1:
+                return False
+            continue
+        accepted = True
+        state.max_blocks = min(UNLIMITED, state.max_blocks * 4)
+        # The prompt is longer than the tier. Its tail is worth nothing without the head that it would evict.
+        state.evicts_itself = accept(portion, output)
+    return True
 
 
 class StoreOffers:
-    """Offers full blocks head first, in portions that find room, and knows when not to ask.
-
-    A refused portion is cut to a quarter and an accepted one lets the next be four times larger. So a long prompt in
-    a nearly full tier takes logarithmically many calls, and a full tier costs one call of one block per filled block.
-    """
+    """Offers the full blocks of requests to the manager, and decides when a request has something to offer again."""
 
     def __init__(
         self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], jobs: JobTable, prompt_only: bool
@@ -110,9 +169,10 @@ class StoreOffers:
     def offer(
         self, state: RequestOffloadState, computed_tokens: int, done_tokens: int, epoch: int
     ) -> list[TransferJob]:
-        """Offers the blocks that are full once this step has computed up to ``done_tokens``; the stores for its end.
+        """Offers the blocks that are full once this step has computed up to ``done_tokens``.
 
-        Also decides when the request has something to offer again. Blocks the manager has no room for are offered anew
+        Returns the stores, which start at the end of the step.
+        Also decides when the request has something to offer again. Blocks for which there is no room are offered anew
         when the request has filled another one.
         """
         limit = min(done_tokens, state.request.num_tokens)
@@ -121,9 +181,9 @@ class StoreOffers:
         state.extend_keys(self._geometry)
         stores: list[TransferJob] = []
         if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
-            # Not in every step: a full tier must not cost a call each.
+            # Not in every step: a full tier must cost a call per block, not per step.
             state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
-        elif state.eats_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
+        elif state.portions.evicts_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
             state.next_offer_tokens = UNLIMITED
         else:
             state.wait_for_next_block(self._geometry)
@@ -132,24 +192,20 @@ class StoreOffers:
     def _offer_portions(
         self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, epoch: int, stores: list[TransferJob]
     ) -> bool:
-        """Whether there is nothing left to offer, as opposed to no room for it."""
-        accepted = False
-        while not state.eats_itself and (offer := plan_offer(self._geometry, state, computed_tokens, limit_tokens)):
-            output = self._manager.prepare_store(offer.keys, state.context) if offer.blocks else None
-            if offer.blocks and output is None:
-                state.offer_blocks = max(1, offer.largest // 4)
-                if accepted or offer.largest == 1:
-                    return False
-                continue
-            accepted = True
-            state.offer_blocks = min(UNLIMITED, state.offer_blocks * 4)
-            if output is not None and output.keys_to_store:
-                self._begin_store(state, offer, output, epoch, stores)
-                # A prompt longer than the tier: its tail is worth nothing without the head that it drives out.
-                state.eats_itself = state.policy is OffloadPolicy.BLOCK_LEVEL and state.owns_any(output.evicted_keys)
+        """``False`` if there was no room for the rest."""
+
+        def plan(max_blocks: int) -> Offer | None:
+            return plan_offer(self._geometry, state, computed_tokens, limit_tokens, max_blocks)
+
+        def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
             for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
                 group_state.cursor = cursor
-        return True
+            if output is None or not output.keys_to_store:
+                return False
+            self._begin_store(state, offer, output, epoch, stores)
+            return state.policy is OffloadPolicy.BLOCK_LEVEL and state.owns_any(output.evicted_keys)
+
+        return offer_in_portions(state.portions, self._manager, state.context, plan, accept)
 
     def _begin_store(
         self,

@@ -1,49 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's worker side: starts, awaits and reports transfers. One per rank, on the worker's own thread."""
+"""The connector's worker side: starts transfers, waits for them, reports their ends. One per rank, on its own
+thread."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
-from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec
-from kvoffload.connector.guard import Complaints
-from kvoffload.connector.messages import ConnectorMeta, JobEnd, TransferJob, WorkerReport
+from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
+from kvoffload.connector.guard import RateLimitedLog
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 
-__all__ = ["EndedLoads", "OffloadingConnectorWorker"]
+__all__ = ["OffloadingConnectorWorker"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class EndedLoads:
-    """Loads that ended on one rank."""
-
-    request_ids: set[str] = field(default_factory=set)
-    """Their requests, whether or not the load succeeded."""
-    failed_request_ids: set[str] = field(default_factory=set)
-    """Those of them whose load failed."""
-    invalid_block_ids: set[int] = field(default_factory=set)
-    """GPU blocks that failed loads left undefined."""
-
-
 class OffloadingConnectorWorker:
-    """Does what ``ConnectorMeta`` says on one rank, and tells each end once.
+    """Performs the transfers of ``ConnectorMeta`` on one rank, and reports the end of each exactly once.
 
-    Per step ``start_step`` before the forward pass and ``end_step`` after it was submitted, both also when there is no
-    forward pass. Nothing here raises into the engine: what a handler cannot do is reported as a failed job.
+    In every step, call ``start_step`` before the forward pass and ``end_step`` after it was submitted, also when there
+    is no forward pass. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
-        self._complaints = Complaints(logger)
-        self._held_stores: list[TransferJob] = []
-        # Loads in flight here, for engines whose workers report them.
+        self._log = RateLimitedLog(logger)
+        self._waiting_stores: list[TransferJob] = []
+        # Loads in flight on this rank, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
-        self._ends: list[JobEnd] = []
-        self._ended_loads = EndedLoads()
+        self._results: list[TransferResult] = []
+        self._loaded_request_ids: set[str] = set()
+        self._failed_loads: dict[str, frozenset[int]] = {}
 
     def __repr__(self) -> str:
         return f"OffloadingConnectorWorker(rank={self._rank}, loads={sorted(self._loads)})"
@@ -53,8 +42,10 @@ class OffloadingConnectorWorker:
         self._handlers = spec.get_handlers(kv_caches)
 
     def start_step(self, meta: ConnectorMeta) -> None:
-        """Waits for the jobs to flush, then starts the loads. Stores are kept until ``end_step``."""
-        self._start_held_stores()  # of a step whose end was not told; the compute they read was submitted since
+        """Waits for the jobs to flush, then starts the loads. Stores wait until ``end_step``."""
+        # Stores of a step that had no ``end_step``: the compute they read has been submitted since, and a flush below
+        # may name them.
+        self._start_waiting_stores()
         if meta.flush_job_ids:
             self._wait(meta.flush_job_ids)
         for job in meta.loads:
@@ -62,35 +53,38 @@ class OffloadingConnectorWorker:
             self._start(job)
         for job in meta.lost_loads:
             self._loads[job.job_id] = job
-            self._end(JobEnd(job.job_id, self._rank, success=False))
-        self._held_stores += meta.stores
+            self._end(TransferResult(job.job_id, success=False))
+        self._waiting_stores += meta.stores
 
     def end_step(self) -> None:
-        """The step's forward pass, if any, has been submitted to the device: starts the stores of what it writes."""
-        self._start_held_stores()
+        """Starts this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
+        self._start_waiting_stores()
 
     def get_report(self) -> WorkerReport:
-        """The jobs that ended on this rank since the last call."""
+        """The transfers that ended on this rank since the last call."""
         self._poll()
-        ends, self._ends = self._ends, []
-        return WorkerReport(tuple(ends))
+        results, self._results = self._results, []
+        return WorkerReport(tuple((self._rank, result) for result in results))
 
-    def take_ended_loads(self) -> EndedLoads:
-        """For engines whose workers tell of loads: what ended here since the last call. Takes nothing away from
-        ``get_report``."""
+    def take_load_outcome(self) -> LoadOutcome:
+        """The loads that ended on this rank since the last call, for engines whose workers report loads.
+
+        Independent of ``get_report``, which returns them too.
+        """
         self._poll()
-        ended, self._ended_loads = self._ended_loads, EndedLoads()
-        return ended
+        outcome = LoadOutcome(frozenset(self._loaded_request_ids), self._failed_loads)
+        self._loaded_request_ids, self._failed_loads = set(), {}
+        return outcome
 
     def shutdown(self) -> None:
-        """Waits for what runs. Idempotent."""
-        self._held_stores = []
+        """Waits for transfers that run. Idempotent."""
+        self._waiting_stores = []
         handlers, self._handlers = self._handlers, {}
         for handler in dict.fromkeys(handlers.values()):
             handler.shutdown()
 
-    def _start_held_stores(self) -> None:
-        stores, self._held_stores = self._held_stores, []
+    def _start_waiting_stores(self) -> None:
+        stores, self._waiting_stores = self._waiting_stores, []
         for job in stores:
             self._start(job)
 
@@ -99,9 +93,9 @@ class OffloadingConnectorWorker:
         try:
             self._handlers[media].transfer_async(job.job_id, (job.source, job.destination))
         except Exception:  # noqa: BLE001 - this is the boundary
-            # Between a broken handler and the engine's step: the job failed, the step goes on.
-            self._complaints.log(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
-            self._end(JobEnd(job.job_id, self._rank, success=False))
+            # The boundary between a broken handler and the engine's step: the transfer failed, the step goes on.
+            self._log.exception(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
+            self._end(TransferResult(job.job_id, success=False))
 
     def _wait(self, job_ids: Collection[int]) -> None:
         for handler in dict.fromkeys(self._handlers.values()):
@@ -110,14 +104,17 @@ class OffloadingConnectorWorker:
     def _poll(self) -> None:
         for handler in dict.fromkeys(self._handlers.values()):
             for result in handler.get_finished():
-                self._end(JobEnd(result.job_id, self._rank, result.success, result.num_bytes, result.seconds))
+                self._end(result)
 
-    def _end(self, end: JobEnd) -> None:
-        self._ends.append(end)
-        load = self._loads.pop(end.job_id, None)
-        if load is not None:
-            ended = self._ended_loads
-            ended.request_ids.add(load.request_id)
-            if not end.success and isinstance(load.destination, GPULoadStoreSpec):
-                ended.failed_request_ids.add(load.request_id)
-                ended.invalid_block_ids.update(load.destination.block_ids.tolist())
+    def _end(self, result: TransferResult) -> None:
+        self._results.append(result)
+        load = self._loads.pop(result.job_id, None)
+        if load is None:
+            return
+        if result.success:
+            self._loaded_request_ids.add(load.request_id)
+        else:
+            assert isinstance(load.destination, GPULoadStoreSpec)
+            # An earlier load of the request may have failed since the last call: both left blocks undefined.
+            before = self._failed_loads.get(load.request_id, frozenset())
+            self._failed_loads[load.request_id] = before.union(load.destination.block_ids.tolist())

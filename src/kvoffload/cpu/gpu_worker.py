@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane of the primary tier: one ``OffloadingHandler`` per direction between a worker's KV cache and the
+"""The data plane of the primary tier: one ``OffloadingHandler`` per direction, between a worker's KV cache and the
 region that holds the offloaded blocks."""
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from collections.abc import Callable, Collection
 import numpy as np
 import torch
 
-from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.base import (
+    CanonicalKVCaches,
+    Direction,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+)
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.host import copy_to_device, copy_to_host
 from kvoffload.cpu.copy.native import native_mover
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
-from kvoffload.cpu.copy.queue import Copy, Direction, Extent, TransferQueue
+from kvoffload.cpu.copy.queue import CopyPlan, Extent, TransferQueue
 from kvoffload.errors import LayoutError
 
 __all__ = ["copy_layout", "make_handlers"]
@@ -32,12 +39,12 @@ def make_handlers(
     slice_bytes: int | None = None,
     num_threads: int | None = None,
 ) -> dict[tuple[str, str], OffloadingHandler]:
-    """Handlers for both directions between ``kv_caches`` and the rows of ``kv_view``.
+    """Handlers for both directions between ``kv_caches`` and the slots of ``kv_view``.
 
-    ``kv_view`` is ``SharedOffloadRegion.create_kv_memoryview()``, (num_blocks, block_bytes); this rank's slice of
-    each row is the ``slice_bytes`` from byte ``slice_start`` on (by default all that follows). ``factor`` is GPU blocks
-    per offloaded block. The handlers keep ``kv_caches``' tensors and the view alive until ``shutdown``. KV caches in
-    host memory are copied by the ``host`` backend, those on a CUDA device by the ``cuda`` one.
+    ``kv_view`` is ``SharedOffloadRegion.create_kv_memoryview()``, (num_blocks, block_bytes). This rank's slice of each
+    slot is the ``slice_bytes`` from byte ``slice_start`` on; by default all that follows. ``factor`` is GPU blocks per
+    offloaded block. The handlers keep the tensors of ``kv_caches`` and the view alive until ``shutdown``. The ``host``
+    backend copies KV caches in host memory, the ``cuda`` backend those on a CUDA device.
     """
     layout = copy_layout(kv_caches, kv_view, factor, slice_start, slice_bytes)
     devices = {tensor.tensor.device.type for tensor in kv_caches.tensors}
@@ -49,7 +56,7 @@ def make_handlers(
         raise LayoutError(
             f"KV caches on {sorted(devices)} cannot be offloaded; they must all lie on 'cuda' or on 'cpu'."
         )
-    native_mover()  # compiled while the engine starts, and not within the first request's load
+    native_mover()  # compiled while the engine starts, not during the first load
     keep_alive = (kv_caches, kv_view)
     queue = TransferQueue(num_threads or max(1, min(4, os.cpu_count() or 1)))
     store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)
@@ -60,15 +67,17 @@ def make_handlers(
 def copy_layout(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, slice_start: int, slice_bytes: int | None = None
 ) -> CopyLayout:
-    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit this rank's slice: what
-    sticks out would overwrite the next rank's bytes."""
+    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit this rank's slice, since
+    they would overwrite the next rank's bytes."""
     shape = kv_view.shape
     assert shape is not None
-    num_rows, row_bytes = shape
+    num_slots, slot_bytes = shape
     if slice_bytes is None:
-        slice_bytes = row_bytes - slice_start
-    if slice_start < 0 or slice_start + slice_bytes > row_bytes:
-        raise LayoutError(f"A slice of {slice_bytes} bytes from {slice_start} on leaves rows of {row_bytes} bytes.")
+        slice_bytes = slot_bytes - slice_start
+    if slice_start < 0 or slice_start + slice_bytes > slot_bytes:
+        raise LayoutError(
+            f"A slice of {slice_bytes} bytes from byte {slice_start} on does not fit slots of {slot_bytes} bytes."
+        )
     groups = []
     for refs in kv_caches.group_data_refs:
         pages = []
@@ -82,8 +91,8 @@ def copy_layout(
                 f"The KV cache's blocks take {needed} bytes on this rank, and the engine's layout has {slice_bytes}."
             )
         groups.append(tuple(pages))
-    address = np.frombuffer(kv_view.cast("B"), dtype=np.uint8).ctypes.data if num_rows * row_bytes else 0
-    return CopyLayout(tuple(groups), factor, address + slice_start, row_bytes, num_rows)
+    address = np.frombuffer(kv_view.cast("B"), dtype=np.uint8).ctypes.data if num_slots * slot_bytes else 0
+    return CopyLayout(tuple(groups), factor, address + slice_start, slot_bytes, num_slots)
 
 
 def _check_tensor(tensor: torch.Tensor, page_bytes: int) -> None:
@@ -97,9 +106,9 @@ def _check_tensor(tensor: torch.Tensor, page_bytes: int) -> None:
 
 
 class HostHandler(OffloadingHandler):
-    """One direction between two places in host memory, over a queue that both directions share.
+    """One direction of copies within host memory, over a queue that both directions share.
 
-    A CPU engine computes on the worker's own thread, so the compute submitted before ``transfer_async`` has ended.
+    A CPU engine computes on the worker's own thread, so compute submitted before ``transfer_async`` has ended.
     """
 
     def __init__(
@@ -131,8 +140,8 @@ class HostHandler(OffloadingHandler):
         self._queue.shutdown()
         self._keep_alive = None
 
-    def _plan(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Copy:
+    def _plan(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> CopyPlan:
         runs = plan_runs(self._layout, gpu, cpu)
         runs = runs.in_order_of(runs.device if self._direction is Direction.STORE else runs.host)
         parts = runs.split(self._queue.num_threads)
-        return Copy([functools.partial(self._copy_runs, part) for part in parts], runs.num_bytes)
+        return CopyPlan([functools.partial(self._copy_runs, part) for part in parts], runs.num_bytes)

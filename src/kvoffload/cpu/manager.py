@@ -176,7 +176,7 @@ class CPUOffloadingManager(OffloadingManager):
         }
 
     def check_invariants(self) -> None:
-        """Recomputes the books from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
+        """Recomputes everything from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
         self.slots.check_invariants()
         if self._filter is not None:
             self._filter.check_invariants()

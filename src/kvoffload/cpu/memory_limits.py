@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process may still take: asked before a large allocation, so that it fails with a sentence
-instead of an out-of-memory kill or a bus error."""
+"""How much memory this process may still take.
+
+A large allocation checks first. It then fails with a sentence instead of an out-of-memory kill or a bus error.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ import os
 from pathlib import Path
 
 from kvoffload.errors import CapacityError
+from kvoffload.units import format_bytes
 
-__all__ = ["available_bytes", "check_host_memory", "check_shared_memory", "format_bytes"]
+__all__ = ["available_bytes", "check_host_memory", "check_shared_memory"]
 
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),
@@ -17,25 +20,17 @@ _CGROUP_FILES = (
 )
 
 
-def format_bytes(number: int) -> str:
-    """``8589934592`` as ``8.0 GiB``."""
-    value = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
-
-
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The kernel's estimate of memory that can be had without swapping, within this container's limit; ``None`` where
-    the system does not tell."""
+    """Bytes that can be allocated without swapping: the smaller of the kernel's estimate and this container's limit.
+
+    ``None`` where the system reports neither.
+    """
     found = [number for number in (_meminfo_available(proc), _cgroup_available(cgroup)) if number is not None]
     return min(found, default=None)
 
 
 def check_host_memory(wanted: int) -> None:
-    """Raises ``CapacityError`` if ``wanted`` bytes cannot be had now."""
+    """Raises ``CapacityError`` if fewer than ``wanted`` bytes are available now."""
     available = available_bytes()
     if available is not None and wanted > available:
         raise CapacityError(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primary tier's memory: rows of bytes, private to a process or shared by the processes of one engine.
+"""The primary tier's memory: slots of bytes, private to a process or shared by the processes of one engine.
 
-A shared region is a file on the shared-memory mount only for as long as processes still have to find it: whoever
-maps it last unlinks it, so a crash afterwards leaves nothing behind. A process that has the file open holds a shared
-lock on it, which the kernel drops when the process dies; a file on which nobody holds a lock belongs to a start that
-never finished, and the next start reclaims it.
+A shared region has a name on the shared-memory mount only while processes still have to find it. The last process to
+map it unlinks the name, so a crash afterwards leaves nothing behind.
+
+Every process that has mapped the file holds a shared lock on it, and the kernel drops the lock when the process dies.
+So a file that nobody locks belongs to a start that never finished, and the next start reclaims it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvoffload.cpu.memory_limits import check_host_memory, check_shared_memory, format_bytes
+from kvoffload.cpu.memory_limits import check_host_memory, check_shared_memory
 from kvoffload.errors import CapacityError, ConfigError
+from kvoffload.units import format_bytes
 
 __all__ = ["SharedOffloadRegion"]
 
@@ -31,15 +33,15 @@ _PREFIX = "kvoffload-"
 
 
 class SharedOffloadRegion:
-    """(num_blocks, block_bytes) bytes of host memory, exactly, page-aligned at the start and so in every row whose
-    size is a multiple of the page.
+    """Exactly ``num_blocks`` slots of ``block_bytes`` bytes of host memory. Make one with ``anonymous`` or ``shared``.
 
-    Thread-safe to use; open and close from one thread. The bytes live until ``close`` and until the last view made from
-    them is gone. Fresh bytes are zero.
+    The first slot is page-aligned, and so is every slot where ``block_bytes`` is a multiple of the page. Fresh bytes
+    are zero. Views may be used from any thread; open and close the region from one thread. The bytes live until
+    ``close`` was called and the last view of them is gone.
     """
 
     def __init__(self, memory: mmap.mmap, num_blocks: int, block_bytes: int) -> None:
-        """Takes over ``memory``. Use ``anonymous`` or ``shared``."""
+        """Takes over ``memory``, which has ``num_blocks * block_bytes`` bytes."""
         self._memory: mmap.mmap | None = memory
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
@@ -50,7 +52,10 @@ class SharedOffloadRegion:
 
     @classmethod
     def anonymous(cls, num_blocks: int, block_bytes: int) -> SharedOffloadRegion:
-        """Memory of this process (and of children it forks) alone."""
+        """Memory of this process, and of children it forks, alone.
+
+        Raises ``ConfigError`` for an empty region, and ``CapacityError`` if the host has less memory available.
+        """
         size = _size(num_blocks, block_bytes)
         check_host_memory(size)
         memory = mmap.mmap(-1, size)
@@ -68,11 +73,16 @@ class SharedOffloadRegion:
         timeout_s: float = 300.0,
         mount: Path = _MOUNT,
     ) -> SharedOffloadRegion:
-        """Memory that ``num_processes`` processes of this host see, each of which makes this call once.
+        """Memory that ``num_processes`` processes of this host share. Each of them makes this call once.
 
-        The first to come creates it, the last unlinks its name. ``instance_id`` must be the same in all of them and
-        in no other engine instance that is starting. Returns as soon as this process has mapped it, without waiting
-        for the others; ``timeout_s`` bounds the wait for the start-up lock of the mount.
+        The first call creates the memory, the last one unlinks its name. Each returns as soon as its own process has
+        mapped the memory, without waiting for the others.
+
+        ``instance_id`` is the same in all of these processes, and differs from that of every other engine instance that
+        is starting. ``timeout_s`` bounds the wait for the start-up lock of ``mount``, the shared-memory file system.
+
+        Raises ``ConfigError`` for an empty region or if the processes disagree about its size or their number, and
+        ``CapacityError`` if host or mount have too little memory, or if the lock is not free in time.
         """
         size = _size(num_blocks, block_bytes)
         if num_processes < 1:
@@ -84,16 +94,19 @@ class SharedOffloadRegion:
         return cls(memory, num_blocks, block_bytes)
 
     def create_kv_memoryview(self) -> memoryview:
-        """The bytes as a writable view of shape (num_blocks, block_bytes), format ``B``. It keeps them alive."""
+        """The bytes as a writable view of shape (num_blocks, block_bytes), format ``B``. The view keeps them alive.
+
+        Raises ``ValueError`` once the region is closed.
+        """
         if self._memory is None:
             raise ValueError("The region is closed.")
         return memoryview(self._memory).cast("B", (self.num_blocks, self.block_bytes))
 
     def close(self) -> None:
-        """Unmaps the bytes, or leaves that to the last view while views exist. Idempotent."""
+        """Unmaps the bytes. While views exist, the last of them does. Idempotent."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            with contextlib.suppress(BufferError):  # views are out: the mapping goes with the last of them
+            with contextlib.suppress(BufferError):  # views exist: the mapping ends with the last of them
                 memory.close()
 
 
@@ -105,8 +118,8 @@ def _size(num_blocks: int, block_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _exclusive(mount: Path, timeout_s: float) -> Iterator[None]:
-    """One process at a time creates, joins or reclaims segments. The lock is on the mount itself, so that nothing of it
-    stays behind."""
+    """Only one process at a time creates, joins or reclaims segments. The lock is on the mount's directory, so that no
+    lock file stays behind."""
     deadline = time.monotonic() + timeout_s
     descriptor = os.open(mount, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -126,7 +139,7 @@ def _exclusive(mount: Path, timeout_s: float) -> Iterator[None]:
 
 
 def _attach(segment: Path, size: int, num_processes: int) -> mmap.mmap:
-    """Creates or joins ``segment``; the last of ``num_processes`` to join unlinks it. Under the lock."""
+    """Creates or joins ``segment``. The last of ``num_processes`` to join unlinks it. The caller holds the lock."""
     joined_file = segment.with_suffix(".joined")
     terms = f"{size} {num_processes}"
     try:
@@ -176,7 +189,7 @@ def _create(segment: Path, size: int) -> int:
 
 
 def _reclaim(mount: Path) -> None:
-    """Removes segments whose processes are all dead. Under the lock."""
+    """Removes segments whose processes are all dead. The caller holds the lock."""
     for path in mount.glob(f"{_PREFIX}*"):
         if path.suffix in (".joined", ".draft"):
             if not path.with_suffix("").exists():

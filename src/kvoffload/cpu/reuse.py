@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reuse filter: blocks are worth storing once enough requests have asked for them."""
+"""The reuse filter: a block is stored once enough requests have asked for it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ _MIN_REMEMBERED = 64_000
 
 
 class ReuseFilter:
-    """Counts how many requests asked for each key. O(1) per key; one thread.
+    """Counts how many requests asked for each key. O(1) per key; not thread-safe.
 
-    A manager that owns one calls, in front of everything else it does::
+    The manager that owns a filter calls it before it does anything else::
 
         on_new_request(ctx)          announces the request
         looked_up(key, ctx)          for every lookup, whatever its answer
-        offered(keys, ctx)           in prepare_store; only the keys it returns go on
-        on_request_finished(ctx)     forgets the request, not what it counted
+        offered(keys, ctx)           in prepare_store; only the keys it returns are stored
+        on_request_finished(ctx)     forgets the request, but not what it counted
 
-    *An announced request* raises a key's count by one, the first time it looks it up or offers it for store; further
-    lookups and offers are no news. So retries do not inflate the count, and a cold prefix of any length that fits the
-    tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
+    *An announced request* raises a key's count by one when it first looks the key up or offers it for store. Its later
+    lookups and offers of that key do not count, so retries do not inflate the count. A new prefix of any length that
+    fits the tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
 
-    *A context that was never announced* has no memory: each of its lookups counts, and its offers do not.
+    *A request that was never announced* counts with each of its lookups, and with none of its offers.
 
-    The tracker forgets the least recently counted of more than ``max_tracker_size`` keys. What an announced request
-    has counted is remembered until it finishes; should that grow beyond twice the tracker's size (at least 128,000
-    keys), keys that the tracker has forgotten are dropped from the request's memory too.
+    The tracker keeps the ``max_tracker_size`` most recently counted keys. For each announced request the filter
+    remembers which keys it has counted, until the request finishes. When that memory outgrows twice the tracker's size
+    (and 128,000 keys), it drops the keys that the tracker no longer has.
     """
 
     def __init__(self, threshold: int, max_tracker_size: int = 64_000) -> None:
+        """``threshold`` is the number of requests, at least 2; ``max_tracker_size`` the number of keys, at least 1.
+
+        Raises ``ConfigError`` for smaller ones.
+        """
         if threshold < 2:
             raise ConfigError(f"A reuse filter needs a threshold of at least 2, not {threshold}: below, all is stored.")
         if max_tracker_size < 1:
@@ -48,7 +52,10 @@ class ReuseFilter:
 
     @classmethod
     def or_none(cls, store_threshold: int, max_tracker_size: int) -> ReuseFilter | None:
-        """The filter that these settings ask for: ``None`` with a threshold of 0 or 1, which store everything."""
+        """The filter for these settings; ``None`` for a threshold of 0 or 1, which stores everything.
+
+        Raises ``ConfigError`` for a negative threshold or a tracker of less than one key.
+        """
         if store_threshold < 0:
             raise ConfigError(f"store_threshold must be at least 0, not {store_threshold}.")
         if max_tracker_size < 1:
@@ -63,7 +70,7 @@ class ReuseFilter:
         return len(self._counts)
 
     def count(self, key: OffloadKey) -> int:
-        """Requests known to have asked for ``key``. No side effect."""
+        """Requests known to have asked for ``key``; 0 for a key that the tracker does not have."""
         return self._counts.get(key, 0)
 
     def on_new_request(self, req_context: ReqContext) -> None:
@@ -75,25 +82,25 @@ class ReuseFilter:
     def looked_up(self, key: OffloadKey, req_context: ReqContext) -> None:
         counted = self._counted_by.get(req_context.req_id)
         if counted is None:
-            self._rise(key)
+            self._raise_count(key)
         elif key not in counted:
             self._remember(key, counted)
-            self._rise(key)
+            self._raise_count(key)
 
     def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
-        """Counts an offer, and returns those of ``keys``, in their order, that enough requests have asked for."""
+        """Counts the offer. Returns, in order, those of ``keys`` that enough requests have asked for."""
         counted = self._counted_by.get(req_context.req_id)
         counts, threshold = self._counts, self.threshold
         admitted = []
         for key in keys:
             if counted is not None and key not in counted:
                 self._remember(key, counted)
-                self._rise(key)
+                self._raise_count(key)
             if counts.get(key, 0) >= threshold:
                 admitted.append(key)
         return admitted
 
-    def _rise(self, key: OffloadKey) -> None:
+    def _raise_count(self, key: OffloadKey) -> None:
         counts = self._counts
         count = counts.get(key)
         if count is not None:

@@ -33,7 +33,7 @@ class SlotTable:
 
     ``reset`` forgets all blocks at once. Slots of transfers in flight are handed out again only after those transfers
     have ended, and these publish nothing. A forgotten key may be reserved again at once. While old and new transfers
-    of one key and kind overlap, their ends cannot be told apart, so the last of them ends them all
+    of one key and kind overlap, nobody can say whose end it is, so the last of them ends them all
     (``kvoffload.cpu.orphans``).
 
     With ``enable_events`` the table records what appears and what leaves, in the order in which it becomes true.
@@ -198,7 +198,7 @@ class SlotTable:
         return PrepareStoreOutput(missing, CPULoadStoreSpec([block.block_id for block in blocks]), evicted)
 
     def end_write(self, keys: Collection[OffloadKey], success: bool) -> None:
-        """The writes of ``keys`` have ended: those in flight become ready, or vanish if not ``success``."""
+        """Ends the writes of ``keys``. Blocks in flight become ready; if not ``success``, their slots are freed."""
         if self._orphans.writes:
             keys, failed = self._split_ambiguous(keys, success)
             self._abandon(failed)

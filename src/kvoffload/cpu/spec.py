@@ -6,10 +6,10 @@ from __future__ import annotations
 from kvoffload.base import CanonicalKVCaches, OffloadingHandler, OffloadingManager, OffloadingSpec
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.cpu.manager import CPUOffloadingManager
-from kvoffload.cpu.memory_limits import format_bytes
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import ConfigError
+from kvoffload.units import format_bytes
 
 __all__ = ["CPUOffloadingSpec"]
 

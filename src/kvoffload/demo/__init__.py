@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: one chat served three ways, compared token by token."""
+"""The demo: serves one chat three ways and compares them, token by token."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One chat workload served in several ways, what each took, and whether all gave the same tokens."""
+"""Serves one chat workload in several ways: how long each takes, and whether all generate the same tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """What one way took. ``stats`` are kvoffload's metrics at the end, empty without offloading."""
+    """What serving in one way took. ``stats`` are kvoffload's metrics at the end, empty without offloading."""
 
     name: str
     turns: tuple[Turn, ...]
@@ -75,11 +75,11 @@ class WayResult:
         return sum(turn.external_hit_tokens for turn in self.turns)
 
     def latency(self, turn: int | None = None) -> Latency:
-        """Of one turn (from 0) of all conversations, or of all turns."""
+        """Time to first token of one turn (from 0) of all conversations, or of all turns."""
         return Latency.of([each for each in self.turns if turn is None or each.turn == turn])
 
     def copied(self, direction: str) -> tuple[int, float]:
-        """Bytes and GB/s of ``"store"`` or ``"load"``; the rate is that of the copies themselves."""
+        """(bytes, GB/s) of ``"store"`` or ``"load"``. The rate covers the time of the copies themselves."""
         num_bytes = int(self.stats.get((f"{direction}_bytes",), 0))
         seconds = self.stats.get((f"{direction}_seconds",), 0.0)
         return num_bytes, num_bytes / seconds / 1e9 if seconds else 0.0
@@ -87,23 +87,23 @@ class WayResult:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token in which a way differs from the first way."""
+    """The first token of a conversation in which a way differs from the first way."""
 
     way: str
     conversation: int
     turn: int
     token: int
     margin: float
-    """Of the first way's choice, there."""
+    """Of the first way's choice of that token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether all ways generated the same tokens, and how sharp that comparison is.
 
-    Ways cut and batch the same sums differently, so their logits differ by rounding (``largest_rounding``, over the
-    ways whose tokens all agree; ``None`` if there is none). A choice that was won by more (``smallest_margin``, of
-    the first way's choices) cannot be flipped by it: only by a wrong block.
+    The ways split and batch the same sums differently, so their logits differ by rounding: by ``largest_rounding`` at
+    most, over the ways whose tokens all agree (``None`` if no way does). The first way's closest choice was won by
+    ``smallest_margin``. If that is well above the rounding, only a wrong block can change a token.
     """
 
     tokens_compared: int
@@ -123,13 +123,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
+    """The results of all ways over one workload."""
+
     workload: ChatWorkload
     options: EngineOptions
     results: tuple[WayResult, ...]
     verdict: Verdict
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, for machines."""
+        """All figures in plain values."""
         return {
             "workload": asdict(self.workload),
             "engine": asdict(self.options),
@@ -167,7 +169,7 @@ def run_way(
     workload: ChatWorkload,
     on_turn: Callable[[Turn], None] = lambda _: None,
 ) -> WayResult:
-    """Serves the workload once, on an engine of its own."""
+    """Serves the workload once, on a new engine."""
     with Engine(model, replace(options, prefix_caching=way.prefix_caching), way.offloading) as engine:
         return measure(engine, way.name, workload, on_turn)
 
@@ -175,7 +177,7 @@ def run_way(
 def measure(
     engine: Engine, name: str, workload: ChatWorkload, on_turn: Callable[[Turn], None] = lambda _: None
 ) -> WayResult:
-    """Serves the workload once on this engine, and reads its counters at the end."""
+    """Serves the workload once on this engine, which must be new: its counters are read at the end."""
     start = time.perf_counter()
     turns = run_chat(engine, workload, on_turn)
     wall_s = time.perf_counter() - start
@@ -190,7 +192,7 @@ def compare(
     workload: ChatWorkload,
     on_turn: Callable[[str, Turn], None] = lambda *_: None,
 ) -> Comparison:
-    """Runs every way, after a short warm-up that none of them is charged with."""
+    """Runs every way, after a short warm-up that is not measured."""
     run_way(model, options, ways[0], replace(workload, conversations=1, turns=1))
     results = tuple(
         run_way(model, options, way, workload, lambda turn, name=way.name: on_turn(name, turn))  # type: ignore[misc]
@@ -200,9 +202,9 @@ def compare(
 
 
 def judge(results: Sequence[WayResult]) -> Verdict:
-    """Compares every way's tokens with the first's, token by token, up to the first difference of each turn.
+    """Compares every way's tokens with the first way's, up to the first difference in each conversation.
 
-    What follows a difference in a conversation answers another history, so only the earliest is told.
+    Whatever follows a difference answers another history, so it is not compared.
     """
     first, *others = results
     differences: list[Difference] = []
@@ -213,13 +215,13 @@ def judge(results: Sequence[WayResult]) -> Verdict:
         found, count = _compare_tokens(first, result)
         differences += found
         compared += count
-        if not found:  # else a wrong block may have moved logits before it flipped a token
+        if not found:  # where tokens differ, a wrong block may have moved the logits of earlier tokens too
             roundings.append(_largest_distance(first, result))
     return Verdict(compared, tuple(differences), min(margins), max(roundings, default=None))
 
 
 def _compare_tokens(first: WayResult, other: WayResult) -> tuple[list[Difference], int]:
-    """The first difference of each conversation, and how many tokens were compared until then."""
+    """The first difference in each conversation, and how many tokens were compared."""
     differences: dict[int, Difference] = {}
     compared = 0
     for expected, turn in zip(first.turns, other.turns, strict=True):
@@ -236,7 +238,7 @@ def _compare_tokens(first: WayResult, other: WayResult) -> tuple[list[Difference
 
 
 def _largest_distance(first: WayResult, other: WayResult) -> float:
-    """Between the best logits of the same tokens."""
+    """The largest distance between the two ways' best logits of the same token."""
     return max(
         abs(wanted - got)
         for expected, turn in zip(first.turns, other.turns, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's figures as a person reads them, at most 100 columns wide."""
+"""The demo's figures as tables, at most 100 columns wide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.sim.report import size_text
+from kvoffload.units import format_bytes
 
 if TYPE_CHECKING:
     from kvoffload.demo.comparison import Comparison, Latency, Verdict, WayResult
@@ -29,18 +29,18 @@ def print_setting(
     options: EngineOptions,
     config: OffloadingConfig,
 ) -> None:
-    """What is about to run."""
-    said = workload.conversations * workload.longest_tokens
+    """Prints what is about to run."""
+    total = workload.conversations * workload.longest_tokens
     pool = options.num_blocks * options.block_tokens
     chat = f"{workload.conversations} conversations x {workload.turns} turns, {workload.users} at a time"
-    below = f"{size_text(config.cpu_bytes)} of host memory, policy {config.eviction_policy}"
+    below = f"{format_bytes(config.cpu_bytes)} of host memory, policy {config.eviction_policy}"
     if config.secondary_tiers:
         tier = config.secondary_tiers[0]
-        below += f"; {size_text(tier['max_bytes'])} of disk, {tier['path']}"
+        below += f"; {format_bytes(tier['max_bytes'])} of disk, {tier['path']}"
     for line in (
         f"[bold]{model_name}[/bold] on {device}",
-        f"  chat        {chat}; {said:,} tokens in the end",
-        f"  device      room for {pool:,} tokens, {100 * pool // said} % of them",
+        f"  chat        {chat}; {total:,} tokens in the end",
+        f"  device      room for {pool:,} tokens, {100 * pool // total} % of them",
         f"  offloading  {below}",
     ):
         console.print(line, highlight=False, soft_wrap=True)
@@ -48,7 +48,7 @@ def print_setting(
 
 
 def print_comparison(console: Console, comparison: Comparison, offloaded_block_tokens: int) -> None:
-    """Tables, then the verdict."""
+    """Prints the tables, then the verdict."""
     console.print(latency_table(comparison))
     console.print()
     console.print(tokens_table(comparison, offloaded_block_tokens))
@@ -61,7 +61,7 @@ def print_comparison(console: Console, comparison: Comparison, offloaded_block_t
 
 
 def latency_table(comparison: Comparison) -> Table:
-    """A row per turn, a column per way; the speed-up is that of offloading over the device's own cache."""
+    """A row per turn, a column per way. The last column is the speed-up of offloading over the device's own cache."""
     results = comparison.results
     table = Table(title="Time to first token, ms: median (95th percentile)", title_justify="left")
     table.add_column("turn")
@@ -84,7 +84,7 @@ def _latency(latency: Latency) -> str:
 
 
 def tokens_table(comparison: Comparison, offloaded_block_tokens: int) -> Table:
-    """Where each way's prompt tokens came from, and how long all of it took."""
+    """Where each way's prompt tokens came from, and how long the way took."""
     table = Table(title="Prompt tokens: hit rate by tier", title_justify="left")
     table.add_column("way", no_wrap=True)
     has_disk = any(disk_tokens(result, offloaded_block_tokens) for result in comparison.results)
@@ -106,13 +106,13 @@ def tokens_table(comparison: Comparison, offloaded_block_tokens: int) -> Table:
 
 
 def disk_tokens(result: WayResult, offloaded_block_tokens: int) -> int:
-    """Hits whose blocks were read from a tier below host memory first."""
+    """Tokens of hits whose blocks were promoted from a tier below host memory."""
     blocks = sum(int(value) for sample, value in result.stats.items() if sample[0] == "tier_blocks_loaded")
     return min(result.external_hit_tokens, blocks * offloaded_block_tokens)
 
 
 def copies_table(comparison: Comparison) -> Table:
-    """What offloading moved; the rate is that of the copies themselves, which run beside the computation."""
+    """The bytes that offloading copied, and at what rate. Copies run beside the computation."""
     table = Table(title="Copies between device and host memory", title_justify="left")
     table.add_column("way", no_wrap=True)
     table.add_column("stored", justify="right")
@@ -122,12 +122,14 @@ def copies_table(comparison: Comparison) -> Table:
     for result in comparison.results:
         if result.stats:
             (stored, store_rate), (loaded, load_rate) = result.copied("store"), result.copied("load")
-            table.add_row(result.name, size_text(stored), f"{store_rate:.2f}", size_text(loaded), f"{load_rate:.2f}")
+            table.add_row(
+                result.name, format_bytes(stored), f"{store_rate:.2f}", format_bytes(loaded), f"{load_rate:.2f}"
+            )
     return table
 
 
 def verdict_lines(verdict: Verdict, ways: int) -> list[str]:
-    """Whether the tokens are the same, and what that is worth."""
+    """Whether the tokens are the same, and whether rounding alone could explain it."""
     facts = f"  The closest choice was won by {verdict.smallest_margin:.1g}"
     if verdict.largest_rounding is not None:
         facts += f"; between ways that agree, logits differ by at most {verdict.largest_rounding:.1g}"
@@ -137,11 +139,11 @@ def verdict_lines(verdict: Verdict, ways: int) -> list[str]:
             "only a wrong block could have changed a token." if verdict.is_sharp else "rounding could have flipped it."
         )
         return [f"[green]Identical:[/green] all {ways} ways generated the same tokens.", facts, f"  {worth}"]
-    told = [
+    first = [
         f"  {each.way}: conversation {each.conversation + 1}, turn {each.turn + 1}, token {each.token + 1}, "
         f"won by {each.margin:.1g}"
         for each in verdict.differences[:_MOST_DIFFERENCES]
     ]
     worth = "no rounding does this, a block was wrong." if verdict.is_sharp else "rounding may have done this."
     count = len(verdict.differences)
-    return [f"[red]Different tokens[/red] in {count} conversations, first at:", *told, facts, f"  {worth}"]
+    return [f"[red]Different tokens[/red] in {count} conversations, first at:", *first, facts, f"  {worth}"]

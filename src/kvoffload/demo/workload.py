@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat workload: conversations that take turns, each turn's prompt being all that was said before plus a message."""
+"""A chat workload: conversations that take turns. The prompt of a turn is the conversation so far plus a message."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["ChatWorkload", "Turn", "run_chat"]
 
 @dataclass(frozen=True, slots=True)
 class ChatWorkload:
-    """What is said, and in which order; the same for the same numbers. Sizes are in tokens.
+    """The messages and their order, a function of these numbers alone. Sizes are in tokens.
 
-    All conversations begin with one system prompt. In each round every conversation has one turn, in random order, so
-    that a conversation returns after a varying number of others.
+    All conversations begin with the same system prompt. In each round every conversation has one turn, in random order,
+    so that a conversation returns after a varying number of others. Raises ``ConfigError`` for sizes below 1.
     """
 
     conversations: int = 12
@@ -28,7 +28,7 @@ class ChatWorkload:
     message_tokens: int = 160
     reply_tokens: int = 16
     users: int = 2
-    """Turns that are being served at a time."""
+    """Turns served at the same time."""
     vocab: int = 4096
     seed: int = 0
 
@@ -41,7 +41,7 @@ class ChatWorkload:
 
     @property
     def longest_tokens(self) -> int:
-        """A whole conversation."""
+        """Of a conversation at its end."""
         return self.system_tokens + self.turns * (self.message_tokens + self.reply_tokens)
 
     @property
@@ -49,7 +49,7 @@ class ChatWorkload:
         return self.conversations * self.turns
 
     def order(self) -> list[int]:
-        """The conversation of each turn served, round by round."""
+        """The conversation of each turn, round by round."""
         rng = random.Random(f"order {self.seed}")
         return [
             number for _ in range(self.turns) for number in rng.sample(range(self.conversations), self.conversations)
@@ -59,7 +59,7 @@ class ChatWorkload:
         return self._words("system", self.system_tokens)
 
     def message(self, conversation: int, turn: int) -> list[int]:
-        """What the user says in this turn (from 0)."""
+        """The user's message in this turn (from 0)."""
         return self._words(f"message {conversation} {turn}", self.message_tokens)
 
     def _words(self, what: str, count: int) -> list[int]:
@@ -76,8 +76,9 @@ class Turn:
     tokens: tuple[int, ...]
     """The reply."""
     margins: tuple[float, ...]
-    """By token of the reply: how far its logit was above the second best."""
+    """For each token of the reply: how far its logit was above the second best."""
     top_logits: tuple[float, ...]
+    """For each token of the reply: its logit."""
     prompt_tokens: int
     device_hit_tokens: int
     external_hit_tokens: int
@@ -85,9 +86,10 @@ class Turn:
 
 
 def run_chat(engine: Engine, workload: ChatWorkload, on_turn: Callable[[Turn], None] = lambda _: None) -> list[Turn]:
-    """Serves the workload greedily, ``users`` turns at a time; the turns by conversation and turn.
+    """Serves the workload with greedy sampling. Returns its turns, sorted by conversation and turn.
 
-    A closed loop: a user's next turn arrives when one has ended. ``on_turn`` is called as each ends.
+    A closed loop of ``users`` turns: the next turn arrives when one has ended. ``on_turn`` is called with each turn as
+    it ends.
     """
     sampling = SamplingParams(max_tokens=workload.reply_tokens)
     histories = [workload.system_prompt() for _ in range(workload.conversations)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own KV pool and prefix cache, as vLLM and the reference engine keep it; one request at a time."""
+"""The engine's own KV pool and prefix cache, as vLLM and the reference engine manage it, for one request at a time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Sequence
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["DevicePool"]
+__all__ = ["DeviceCache"]
 
 
-class DevicePool:
-    """A finished request's blocks go to the end of a queue, tail first, and can be found until they are taken from its
-    front. A block of which there is a copy already (the last one of a prompt that was found whole, say) takes room all
-    the same, without being findable. A request larger than the pool keeps its head.
+class DeviceCache:
+    """GPU blocks by key. A block without a request waits in a queue, and can be found until it is reused.
 
-    Call ``find_prefix``, ``admit``, then ``fill`` and ``grow`` as it computes, ``release`` at its end.
+    A finished request appends its blocks to the queue, tail first; new blocks are taken from the front. Two blocks may
+    have the same content, for example the last block of a prompt that was found whole: the second copy takes a block,
+    but cannot be found. A request larger than the pool keeps its head.
+
+    Call ``find_prefix`` and ``admit``, then ``fill`` and ``grow`` while the request computes, then ``release``.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,14 +29,14 @@ class DevicePool:
         self._num_named = 0
 
     def __repr__(self) -> str:
-        return f"DevicePool({len(self._queue)} free, {len(self._block_of)} to be found)"
+        return f"DeviceCache({len(self._queue)} free, {len(self._block_of)} cached)"
 
     def find_prefix(self, path: Sequence[OffloadKey]) -> int:
-        """How many blocks of ``path`` are here, from its head on."""
+        """The number of blocks cached here, from the head of ``path`` on."""
         return next((at for at, key in enumerate(path) if key not in self._block_of), len(path))
 
     def admit(self, path: Sequence[OffloadKey], num_found: int, num_loaded: int) -> None:
-        """A request uses the first ``num_found`` blocks of its path, and loads those up to ``num_loaded``."""
+        """Starts a request, which reuses the first ``num_found`` blocks of ``path`` and loads up to ``num_loaded``."""
         self._table = [self._block_of[key] for key in path[:num_found]]
         for block in self._table:
             del self._queue[block]
@@ -42,7 +44,7 @@ class DevicePool:
         self.fill(path, num_loaded)
 
     def fill(self, path: Sequence[OffloadKey], num_blocks: int) -> None:
-        """So many blocks of ``path`` are computed or loaded."""
+        """The first ``num_blocks`` blocks of ``path`` are computed or loaded."""
         self.grow(num_blocks)
         for index in range(self._num_named, min(num_blocks, len(self._table))):
             if path[index] not in self._block_of:
@@ -51,7 +53,7 @@ class DevicePool:
         self._num_named = num_blocks
 
     def grow(self, num_blocks: int) -> None:
-        """The request has so many blocks in all, the last of which may be its own forever."""
+        """Gives the request ``num_blocks`` blocks in all, or as many as there are, without making them findable."""
         while len(self._table) < num_blocks and self._queue:
             block, _ = self._queue.popitem(last=False)
             key = self._key_of.pop(block, None)
@@ -60,6 +62,6 @@ class DevicePool:
             self._table.append(block)
 
     def release(self) -> None:
-        """The request has ended."""
+        """Ends the request."""
         self._queue.update(dict.fromkeys(reversed(self._table)))
         self._table = []

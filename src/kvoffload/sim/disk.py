@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secondary tier of virtual time: it keeps books and moves no bytes."""
+"""A disk in virtual time: a secondary tier that tracks its blocks and moves no bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
-__all__ = ["Link", "SimTier", "VirtualClock", "VirtualMemory"]
+__all__ = ["Link", "SimDisk", "VirtualClock", "VirtualMemory"]
 
 
 class VirtualClock:
-    """Seconds of the simulated world; moved by the driver only."""
+    """The simulation's time in seconds. Only the driver and its server advance it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -29,7 +29,7 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class Link:
-    """One direction of one device: transfers queue up, each takes ``latency_s`` and then its share of bytes."""
+    """One direction of one device. Transfers queue; each takes ``latency_s``, then its bytes at ``bytes_per_s``."""
 
     bytes_per_s: float
     latency_s: float
@@ -39,30 +39,33 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
     def book(self, now_s: float, num_bytes: int) -> float:
-        """Queues a transfer and says when it ends."""
+        """Queues a transfer and returns the time of its end."""
         self.free_at_s = max(now_s, self.free_at_s) + self.seconds(num_bytes)
         return self.free_at_s
 
 
 class VirtualMemory:
-    """A primary region of rows without a byte in them, so that a simulated terabyte costs nothing."""
+    """A primary region without bytes, so that a simulated terabyte costs nothing."""
 
     def create_kv_memoryview(self) -> memoryview:
         return memoryview(bytearray(1)).cast("B", (1, 1))
 
 
-class SimTier(SecondaryTierManager):
-    """Reads and writes on two ``Link``s; least recently used blocks make room, by the production manager's own books.
-    As in real stores, reading and writing are uses, in a job's order: its last block is the most recent.
+class SimDisk(SecondaryTierManager):
+    """Reads and writes on two ``Link``s and evicts its least recently used blocks.
 
-    Jobs end when the virtual clock has passed their end. ``read_blocks`` and ``written_blocks`` count successes.
+    A ``CPUOffloadingManager`` serves as the index of its blocks. As in real stores, reads and writes are uses in a
+    job's order, so a job's last block is the most recent.
+
+    A job ends when the virtual clock has passed its end. ``read_blocks`` and ``written_blocks`` count successes,
+    ``ever_written`` collects the keys of written blocks.
     """
 
     def __init__(
         self, num_blocks: int, block_bytes: int, read_link: Link, write_link: Link, clock: VirtualClock
     ) -> None:
         super().__init__(VirtualMemory().create_kv_memoryview(), "disk")
-        self._books = CPUOffloadingManager(num_blocks, "lru")
+        self._index = CPUOffloadingManager(num_blocks, "lru")
         self._block_size_bytes = block_bytes
         self._read_link, self._write_link, self._clock = read_link, write_link, clock
         self._reads: deque[tuple[float, JobMetadata, list[OffloadKey]]] = deque()
@@ -72,24 +75,24 @@ class SimTier(SecondaryTierManager):
         self.ever_written: set[OffloadKey] = set()
 
     def next_end_s(self) -> float | None:
-        """When the next job in flight ends."""
+        """The time at which the next job in flight ends."""
         ends = [queue[0][0] for queue in (self._reads, self._writes) if queue]
         return min(ends) if ends else None
 
     @property
     def evicted_blocks(self) -> int:
-        return int(self._books.get_stats()["primary_blocks_evicted",])
+        return int(self._index.get_stats()["primary_blocks_evicted",])
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self._books.lookup(key, req_context) is True
+        return self._index.lookup(key, req_context) is True
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        self._books.touch(keys)
+        self._index.touch(keys)
 
     def submit_store(self, job: JobMetadata) -> None:
         keys = job.keys[::-1]
-        self._books.touch(keys)
-        reserved = self._books.prepare_store(keys, job.req_context)
+        self._index.touch(keys)
+        reserved = self._index.prepare_store(keys, job.req_context)
         if reserved is None:
             self._refused.append(JobResult(job.job_id, success=False))
             return
@@ -98,9 +101,9 @@ class SimTier(SecondaryTierManager):
         self._writes.append((end_s, job, wanted))
 
     def submit_load(self, job: JobMetadata) -> None:
-        found = [key for key in job.keys if self._books.lookup(key, job.req_context) is True]
-        self._books.prepare_load(found, job.req_context)
-        self._books.touch(found[::-1])
+        found = [key for key in job.keys if self._index.lookup(key, job.req_context) is True]
+        self._index.prepare_load(found, job.req_context)
+        self._index.touch(found[::-1])
         end_s = self._read_link.book(self._clock(), len(found) * self._block_size_bytes)
         self._reads.append((end_s, job, found))
 
@@ -108,12 +111,12 @@ class SimTier(SecondaryTierManager):
         finished, self._refused = self._refused, []
         while self._reads and self._reads[0][0] <= self._clock():
             _, job, keys = self._reads.popleft()
-            self._books.complete_load(keys)
+            self._index.complete_load(keys)
             self.read_blocks += len(keys)
             finished.append(JobResult(job.job_id, success=len(keys) == len(job.keys), successful_keys=keys))
         while self._writes and self._writes[0][0] <= self._clock():
             _, job, keys = self._writes.popleft()
-            self._books.complete_store(keys)
+            self._index.complete_store(keys)
             self.written_blocks += len(keys)
             self.ever_written.update(keys)
             finished.append(JobResult(job.job_id, success=True))

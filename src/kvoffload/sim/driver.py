@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a trace on the production managers with a virtual clock instead of bytes.
 
-What is simulated: a device pool (``device.py``), and below it the very ``CPUOffloadingManager`` or
-``TieringOffloadingManager`` that would serve, called as the connector calls it (``server.py``).
+It simulates the device's cache (``device_cache.py``). Below it runs a real ``CPUOffloadingManager`` or
+``TieringOffloadingManager``, called as the connector calls it (``server.py``).
 
 The time model is one prefill server, first come, first served::
 
     request waits  ->  promotions from disk  ->  load to the device  ->  prefill of the rest  ->  first token
 
-Its limits: prefill speed does not depend on position or batch; decoding costs nothing; nobody overtakes a
-request that waits for the disk; stores to host memory end with the prefill that made the blocks. So hits, bytes and
-evictions are those of the real managers serving one request at a time, while times compare configurations and are
-not a forecast: look at ``utilisation`` first, and beyond 0.9 believe no time at all.
+Its limits: prefill speed does not depend on position or batch. Decoding costs nothing. No request overtakes one that
+waits for the disk. Stores to host memory end with the prefill that computed the blocks.
+
+So hits, bytes and evictions are those of the real managers serving one request at a time. Times only compare
+configurations; they are no forecast. Above a ``utilisation`` of 0.9 they mean nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import numpy as np
 from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.sim.device_cache import DevicePool
-from kvoffload.sim.disk import Link, SimTier, VirtualClock, VirtualMemory
+from kvoffload.sim.device_cache import DeviceCache
+from kvoffload.sim.disk import Link, SimDisk, VirtualClock, VirtualMemory
 from kvoffload.sim.server import Server
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
@@ -37,7 +38,10 @@ __all__ = ["SimConfig", "SimResult", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """A machine to replay a trace on. Blocks are the trace's blocks."""
+    """The machine that a trace is replayed on. Blocks are the trace's blocks; 0 of them means no such tier.
+
+    Raises ``ConfigError`` for a machine that cannot exist.
+    """
 
     cpu_blocks: int
     block_bytes: int
@@ -52,10 +56,11 @@ class SimConfig:
     disk_write_bytes_per_s: float = 3e9
     disk_latency_s: float = 200e-6
     chunk_tokens: int = 8192
-    """Tokens prefilled between two offers of finished blocks."""
+    """Tokens prefilled between two offers of computed blocks."""
     max_wait_s: float = 10.0
+    """Seconds a request waits for promotions at most."""
     cascade: CascadeMode = "on_store"
-    """When blocks go down to the disk."""
+    """When blocks are written to the disk."""
 
     def __post_init__(self) -> None:
         if self.cpu_blocks < 1:
@@ -69,7 +74,7 @@ class SimConfig:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """What one replay found. Hits are blocks and tokens that a tier served, each counted for the highest tier."""
+    """The figures of one replay. A block that several tiers have counts as a hit of the highest one."""
 
     policy: str
     gpu_blocks: int
@@ -78,7 +83,7 @@ class SimResult:
     cascade: CascadeMode
     requests: int
     accesses: int
-    """Whole blocks asked for."""
+    """Whole blocks that requests asked for."""
     input_tokens: int
     gpu_hit_blocks: int
     cpu_hit_blocks: int
@@ -96,11 +101,11 @@ class SimResult:
     disk_write_amplification: float
     """Disk writes per distinct block ever written; 0 with no writes."""
     saved_prefill_s: float
-    """Prefill that host memory and disk made unnecessary."""
+    """Prefill time that host memory and disk saved."""
     prefill_s: float
-    """Prefill that remained."""
+    """Prefill time that remained."""
     utilisation: float
-    """Share of the trace's duration that the prefill server was busy or waiting for a load; at 1 it can't keep up."""
+    """Share of the trace's duration in which the server was busy or waiting for a load. At 1 it cannot keep up."""
     ttft_s: dict[str, float]
     """Time to first token: mean, p50, p90, p99, max."""
 
@@ -114,7 +119,7 @@ class SimResult:
 
     @property
     def offload_hit_rate(self) -> float:
-        """Blocks that host memory and disk added to what the device held."""
+        """Blocks that host memory and disk added to those that the device had."""
         return (self.cpu_hit_blocks + self.disk_hit_blocks) / max(self.accesses, 1)
 
 
@@ -124,14 +129,15 @@ def simulate(
     *,
     keys: Sequence[OffloadKey] | None = None,
     progress: Callable[[int], object] | None = None,
-    served: Callable[[int, int, int, int], object] | None = None,
+    on_request: Callable[[int, int, int, int], object] | None = None,
 ) -> SimResult:
-    """Replays ``trace`` on ``config``; the same input gives the same result, to the last bit.
+    """Replays ``trace`` on ``config``. The same input gives the same result, to the last bit.
 
-    ``progress`` is told the accesses done, now and then. ``served`` is told (request, blocks from the device, from
-    host memory, from disk) for every request.
+    ``keys``: ``trace.keys()``, to share it between replays. ``progress`` is called now and then with the accesses done
+    so far. ``on_request`` is called after each request with its index and the blocks that the device, host memory and
+    the disk supplied.
     """
-    return _Driver(trace, config, trace.keys() if keys is None else keys, progress, served).run()
+    return _Driver(trace, config, trace.keys() if keys is None else keys, progress, on_request).run()
 
 
 class _Driver:
@@ -143,15 +149,15 @@ class _Driver:
         config: SimConfig,
         keys: Sequence[OffloadKey],
         progress: Callable[[int], object] | None,
-        served: Callable[[int, int, int, int], object] | None,
+        on_request: Callable[[int, int, int, int], object] | None,
     ) -> None:
         self._trace, self._config, self._keys = trace, config, keys
-        self._progress, self._served = progress, served
+        self._progress, self._on_request = progress, on_request
         self._clock = VirtualClock()
-        self._tier: SimTier | None = None
+        self._disk: SimDisk | None = None
         self._manager: OffloadingManager
         if config.disk_blocks:
-            self._tier = SimTier(
+            self._disk = SimDisk(
                 config.disk_blocks,
                 config.block_bytes,
                 Link(config.disk_read_bytes_per_s, config.disk_latency_s),
@@ -162,7 +168,7 @@ class _Driver:
                 config.cpu_blocks, VirtualMemory(), config.policy, store_threshold=config.store_threshold
             )
             self._manager = TieringOffloadingManager(
-                primary, [self._tier], max_wait_s=config.max_wait_s, cascade=[config.cascade], clock=self._clock
+                primary, [self._disk], max_wait_s=config.max_wait_s, cascade=[config.cascade], clock=self._clock
             )
         else:
             self._manager = CPUOffloadingManager(
@@ -181,17 +187,17 @@ class _Driver:
             chunk_tokens=config.chunk_tokens,
             block_bytes=config.block_bytes,
             load_link=Link(config.load_bytes_per_s, config.load_latency_s),
-            device=DevicePool(config.gpu_blocks) if config.gpu_blocks else None,
+            device=DeviceCache(config.gpu_blocks) if config.gpu_blocks else None,
             wait=self._wait,
         )
 
     def run(self) -> SimResult:
-        told = 0
+        reported = 0
         for request, end in enumerate(self._trace.offsets[1:].tolist()):
             self._serve(request)
-            if self._progress is not None and end - told > 20_000:
+            if self._progress is not None and end - reported > 20_000:
                 self._progress(end)
-                told = end
+                reported = end
         self._manager.shutdown()
         return self._result()
 
@@ -203,25 +209,25 @@ class _Driver:
         self._ttfts[request] = self._clock.now_s - arrival_s
         self._busy_s += self._clock.now_s - begin_s
         parts = (hit.device, hit.host, hit.disk)
-        for place, blocks in enumerate(parts):
-            self._hit_blocks[place] += blocks
-            self._hit_tokens[place] += blocks * self._trace.block_tokens
-        if self._served is not None:
-            self._served(request, *parts)
+        for tier, blocks in enumerate(parts):
+            self._hit_blocks[tier] += blocks
+            self._hit_tokens[tier] += blocks * self._trace.block_tokens
+        if self._on_request is not None:
+            self._on_request(request, *parts)
 
     def _wait(self) -> None:
-        """Until some I/O of the disk ends."""
-        end_s = self._tier.next_end_s() if self._tier is not None else None
+        """Advances the clock to the end of the disk's next job."""
+        end_s = self._disk.next_end_s() if self._disk is not None else None
         self._clock.advance_to(end_s if end_s is not None else self._clock.now_s + self._config.max_wait_s)
 
     def _result(self) -> SimResult:
-        config, trace, tier = self._config, self._trace, self._tier
+        config, trace, disk = self._config, self._trace, self._disk
         stats = self._manager.get_stats()
-        gpu, cpu, disk = self._hit_blocks
-        written = tier.written_blocks if tier else 0
+        gpu_hits, cpu_hits, disk_hits = self._hit_blocks
+        written = disk.written_blocks if disk else 0
         duration_s = max(self._clock.now_s - float(trace.times_s[0]), 1e-9)
         quantiles = {f"p{share}": float(np.percentile(self._ttfts, share)) for share in (50, 90, 99)}
-        promoted = tier.read_blocks if tier else 0
+        promoted = disk.read_blocks if disk else 0
         return SimResult(
             policy=config.policy,
             gpu_blocks=config.gpu_blocks,
@@ -231,20 +237,20 @@ class _Driver:
             requests=len(trace),
             accesses=self._server.accesses,
             input_tokens=trace.total_input_tokens,
-            gpu_hit_blocks=gpu,
-            cpu_hit_blocks=cpu,
-            disk_hit_blocks=disk,
+            gpu_hit_blocks=gpu_hits,
+            cpu_hit_blocks=cpu_hits,
+            disk_hit_blocks=disk_hits,
             gpu_hit_tokens=self._hit_tokens[0],
             cpu_hit_tokens=self._hit_tokens[1],
             disk_hit_tokens=self._hit_tokens[2],
-            loaded_bytes=(cpu + disk) * config.block_bytes,
+            loaded_bytes=(cpu_hits + disk_hits) * config.block_bytes,
             stored_bytes=(int(stats["primary_blocks_stored",]) - promoted) * config.block_bytes,
             disk_read_bytes=promoted * config.block_bytes,
             disk_written_bytes=written * config.block_bytes,
             cpu_evicted_blocks=int(stats["primary_blocks_evicted",]),
-            disk_evicted_blocks=tier.evicted_blocks if tier else 0,
+            disk_evicted_blocks=disk.evicted_blocks if disk else 0,
             refused_stores=int(stats["primary_stores_refused",]),
-            disk_write_amplification=written / len(tier.ever_written) if tier and tier.ever_written else 0.0,
+            disk_write_amplification=written / len(disk.ever_written) if disk and disk.ever_written else 0.0,
             saved_prefill_s=(self._hit_tokens[1] + self._hit_tokens[2]) / config.prefill_tokens_per_s,
             prefill_s=self._server.prefill_s,
             utilisation=min(self._busy_s / duration_s, 1.0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of KV cache one token takes, from a model's ``config.json``."""
+"""The KV cache bytes of one token, from a model's sizes or its ``config.json``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["DTYPE_BYTES", "kv_bytes_per_token", "kv_bytes_per_token_of"]
+__all__ = ["DTYPE_BYTES", "kv_bytes_per_token", "model_kv_bytes_per_token"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> int:
-    """Keys and values of all layers for one token, all ranks together."""
+    """Bytes of the keys and values of all layers for one token, all ranks together."""
     if min(layers, kv_heads, head_dim) < 1:
         raise ConfigError("Layers, KV heads and head size must be positive.")
     return 2 * layers * kv_heads * head_dim * _dtype_bytes(dtype)
 
 
-def kv_bytes_per_token_of(path: str | Path, dtype: str | None = None) -> int:
-    """The same for the model described by a Hugging Face ``config.json`` (or the folder that has one).
+def model_kv_bytes_per_token(path: str | Path, dtype: str | None = None) -> int:
+    """The same for the model of a Hugging Face ``config.json``, given as the file or its folder.
 
-    ``dtype`` overrides the config's own, for a quantised KV cache. Latent attention (``kv_lora_rank``) is understood;
-    every layer is taken to keep all tokens, so models with sliding windows need less than this says.
+    ``dtype`` overrides the config's own, for a quantised KV cache. Knows latent attention (``kv_lora_rank``). Assumes
+    that every layer keeps all tokens, so it overstates models with sliding windows. Raises ``ConfigError`` for a config
+    that cannot be read or says too little.
     """
     path = Path(path)
     if path.is_dir():
@@ -34,9 +35,9 @@ def kv_bytes_per_token_of(path: str | Path, dtype: str | None = None) -> int:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path} is no readable model config: {exc}.") from exc
+        raise ConfigError(f"{path} is not a readable model config: {exc}.") from exc
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} is no model config: it holds no JSON object.")
+        raise ConfigError(f"{path} is not a model config: it has no JSON object.")
     config = config | config.get("text_config", {})  # multimodal models keep the language model's part there
     dtype = dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     layers = _number(path, config, "num_hidden_layers", "n_layer")

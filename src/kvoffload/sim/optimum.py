@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline optimum: how many hits any policy could have had, had it known the future.
+"""The offline optimum: the most hits that any policy could have, if it knew the future.
 
-Belady's rule with bypass on prefix blocks (L. A. Belady, "A study of replacement algorithms for a virtual-storage
-computer", IBM Systems Journal 5(2), 1966): of all blocks that could stay, drop the one needed again furthest in the
-future, and don't keep one that is never needed again.
+The rule is Belady's with bypass, on prefix blocks: of all blocks that could stay, drop the one whose next use is
+furthest in the future, and keep none that is never used again. (L. A. Belady, "A study of replacement algorithms for a
+virtual-storage computer", IBM Systems Journal 5(2), 1966.)
 
-Why it is a bound *and* reachable here: any request that uses a block uses its predecessors too, so a predecessor's
-next use is never later than its successor's. Dropping the furthest, the deepest first among equals, therefore never
-leaves a block without its predecessor, and every resident block of a request counts as a hit. Without the prefix
-rule this is the classic problem of choosing most intervals (from a use to the next) with at most ``capacity`` at a
-time, which the rule solves exactly.
+It is a bound *and* reachable here. A request that uses a block also uses the block's predecessors, so a predecessor's
+next use is never later than its successor's. Dropping the furthest next use, the deepest block first among equals,
+therefore never leaves a block without its predecessor, and every resident block of a request counts as a hit. Without
+the prefix rule this is the classic problem of choosing the most intervals, each from one use to the next, with at most
+``capacity`` of them at a time. The rule solves that exactly.
 
-The same argument makes it fast. Among resident blocks those whose next use is request ``t`` are a run on ``t``'s path,
-and the deepest goes first, so their *number* is all that has to be kept.
+The same argument makes it fast. The resident blocks whose next use is request ``t`` are a run on ``t``'s path, and the
+deepest is dropped first. So their *number* is enough.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cheapest tiers that reach a goal, read off the simulator."""
+"""Finds the cheapest tiers that reach a goal, by simulating a grid of sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _REFINEMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is to be reached: a share of blocks hit, or a time to first token at a quantile. One of them is set."""
+    """The goal: a share of blocks hit, or a time to first token at a quantile. Exactly one of them is set.
+
+    Raises ``ConfigError`` otherwise, and for values that no run can have.
+    """
 
     hit_rate: float | None = None
     ttft_s: float | None = None
@@ -41,13 +44,13 @@ class Goal:
         return result.ttft_s[self.quantile] <= self.ttft_s
 
     def reached(self, result: SimResult) -> float:
-        """How near a run comes; more is better."""
+        """How close a run comes to the goal; more is better."""
         return result.hit_rate if self.hit_rate is not None else -result.ttft_s[self.quantile]
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Per GiB, in any currency; only their ratio decides."""
+    """Prices per GiB, in any currency: only their ratio decides. Raises ``ConfigError`` for negative prices."""
 
     cpu_per_gib: float
     disk_per_gib: float
@@ -63,12 +66,12 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The choice, and the curve it was read from."""
+    """The chosen run, its price, and every run it was chosen from."""
 
     chosen: SimResult
     price: float
     report: Report
-    """Every run made, the refinements included."""
+    """All runs, those of the bisection included."""
 
 
 def make_plan(
@@ -81,10 +84,12 @@ def make_plan(
     processes: int | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Plan:
-    """The cheapest of a grid of sizes (shares of the trace's footprint, within the limits) that meets ``goal``, its
-    host memory then narrowed down by bisection. ``base`` says everything else of the machine.
+    """The cheapest machine that meets ``goal``.
 
-    ``max_disk_blocks`` of 0 leaves disks out. Raises ``ConfigError`` that says how far one gets if nothing meets it.
+    Tries a grid of sizes, shares of the trace's footprint within the limits, then lowers the host memory of the
+    cheapest that meets the goal by bisection. ``base`` has everything of the machine but its sizes. A
+    ``max_disk_blocks`` of 0 leaves disks out. Raises ``ConfigError``, which reports the best run, if no run meets the
+    goal.
     """
     footprint = max(trace.whole_blocks().num_unique, 1)
     cpu_sizes = _sizes(footprint, _GRID, max_cpu_blocks)
@@ -113,8 +118,8 @@ def make_plan(
             chosen = tried.results[0]
         else:
             low = middle
-    everything = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
-    return Plan(chosen, prices.of(chosen, base.block_bytes), everything)
+    all_runs = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
+    return Plan(chosen, prices.of(chosen, base.block_bytes), all_runs)
 
 
 def _sizes(footprint: int, shares: tuple[float, ...], most: int | None) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a sweep: hit rate, bytes moved and saved prefill over host memory."""
+"""Plots a sweep: hit rate, bytes moved and saved prefill over host memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.errors import ConfigError, MissingExtraError
-from kvoffload.sim.report import as_page, best_policy, curve, knee_of, size_text
+from kvoffload.sim.report import as_page, best_policy, curve, knee_of
 from kvoffload.sim.sweep import Report
+from kvoffload.units import format_bytes
 
 __all__ = ["check_target", "write_plot"]
 
@@ -21,16 +22,16 @@ _GREY = "#495057"
 
 
 def check_target(path: Path) -> None:
-    """Raises before the work begins if ``write_plot`` could not write there."""
+    """Raises ``ConfigError`` or ``MissingExtraError`` if ``write_plot`` could not write to ``path``. Call it first."""
     if path.suffix.lower() not in {".png", ".html"}:
-        raise ConfigError(f"A plot is written as .png or .html, so {path.name!r} does not say what it should be.")
+        raise ConfigError(f"A plot is a .png or .html file, not {path.name!r}.")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"There is no folder {str(path.resolve().parent)!r} to write {path.name!r} to.")
     _pyplot()
 
 
 def write_plot(reports: Sequence[Report], path: Path) -> None:
-    """Writes all of the file or nothing of it."""
+    """Draws the reports to ``path``, a PNG or an HTML page. Writes the whole file or nothing."""
     check_target(path)
     figure = _draw(reports)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -48,7 +49,7 @@ def write_plot(reports: Sequence[Report], path: Path) -> None:
 
 
 def _save_small_png(figure: Any, path: Path) -> None:
-    """With a palette: a third of the bytes."""
+    """Saves with a palette, which takes a third of the bytes."""
     image = importlib.import_module("PIL.Image")  # matplotlib needs it too
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=130)
@@ -92,7 +93,7 @@ def _size_axis(axis: Any, report: Report, policy: str) -> None:
     sizes = _sizes_gib(report, policy)
     axis.set_xscale("log")
     shown = [size for at, size in enumerate(sizes) if at == 0 or size > 1.4 * sizes[at - 1]]
-    axis.set_xticks(shown, [size_text(size * 2**30) for size in shown], rotation=30, ha="right")
+    axis.set_xticks(shown, [format_bytes(size * 2**30) for size in shown], rotation=30, ha="right")
     axis.xaxis.set_minor_locator(ticker.NullLocator())
     axis.set_xlabel("host memory for KV blocks")
 
@@ -116,11 +117,11 @@ def _draw_hits(axis: Any, report: Report) -> None:
         fontsize=9,
     )
     bend = knee_of(report, best)
-    place = bend.cpu_blocks * report.block_bytes / 2**30, 100 * bend.hit_rate
-    axis.plot(*place, "o", markersize=13, markerfacecolor="none", markeredgecolor=_GREY)
+    point = bend.cpu_blocks * report.block_bytes / 2**30, 100 * bend.hit_rate
+    axis.plot(*point, "o", markersize=13, markerfacecolor="none", markeredgecolor=_GREY)
     axis.annotate(
-        f"knee: {size_text(bend.cpu_blocks * report.block_bytes)}, {place[1]:.1f} %",
-        place,
+        f"knee: {format_bytes(bend.cpu_blocks * report.block_bytes)}, {point[1]:.1f} %",
+        point,
         xytext=(14, -22),
         textcoords="offset points",
         color=_GREY,

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cache, no clock, no bytes: what a policy's order alone is worth.
+"""Replays a trace on one cache without clock or bytes: what is a policy's order alone worth?
 
-The rule: a request's hit is its longest resident prefix when it arrives; then all of its blocks are used, one by one
-from tail to head, and those that are absent are stored at once. This is how the optimum beside it counts, and how
-cache simulators replay a flat stream of accesses, so figures can be compared across programs. The manager and the
-policy are the production ones.
+The rule: a request's hit is its longest resident prefix when it arrives. Then all of its blocks are used, one by one
+from tail to head, and absent ones are stored at once. The optimum counts the same way, and so do cache simulators that
+replay a flat stream of accesses, so figures can be compared. Manager and policy are the production ones.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.sim.trace import Trace
 
-__all__ = ["FlatResult", "replay_flat"]
+__all__ = ["ReplayResult", "replay_policy"]
 
 
 @dataclass(frozen=True, slots=True)
-class FlatResult:
-    """What one replay found, in blocks unless it says tokens."""
+class ReplayResult:
+    """The figures of one replay, in blocks unless the name says tokens."""
 
     policy: str
     capacity_blocks: int
@@ -35,7 +34,7 @@ class FlatResult:
 
     @property
     def hit_rate(self) -> float:
-        """Of blocks, 0 to 1."""
+        """Share of blocks, 0 to 1."""
         return self.hit_blocks / self.accesses
 
     @property
@@ -43,7 +42,7 @@ class FlatResult:
         return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
-def replay_flat(
+def replay_policy(
     trace: Trace,
     policy: str,
     capacity_blocks: int,
@@ -51,17 +50,18 @@ def replay_flat(
     store_threshold: int = 1,
     keys: Sequence[OffloadKey] | None = None,
     progress: Callable[[int], object] | None = None,
-) -> FlatResult:
+) -> ReplayResult:
     """Replays ``trace`` through a ``CPUOffloadingManager`` of ``capacity_blocks``.
 
-    ``keys``: ``trace.keys()``, to share it between replays. ``progress`` is told the accesses done, now and then.
+    ``keys``: ``trace.keys()``, to share it between replays. ``progress`` is called now and then with the accesses done
+    so far.
     """
     manager = CPUOffloadingManager(capacity_blocks, policy, store_threshold=store_threshold)
-    # LRU gives up the same blocks whether asked for them at once or one by one. Policies that learn do so between two.
+    # LRU evicts the same blocks at once as one by one. Policies that learn do so between two evictions.
     most_at_once = capacity_blocks if policy == "lru" else 1
     table = trace.keys() if keys is None else keys
     offsets = trace.offsets.tolist()
-    hits = hit_tokens = told = 0
+    hits = hit_tokens = reported = 0
     for request, (start, end) in enumerate(itertools.pairwise(offsets)):
         context = ReqContext(str(request))
         manager.on_new_request(context)
@@ -72,11 +72,11 @@ def replay_flat(
         hit_tokens += trace.tokens_in(request, found)
         _use(manager, path, found, context, most_at_once)
         manager.on_request_finished(context)
-        if progress is not None and end - told > 100_000:
+        if progress is not None and end - reported > 100_000:
             progress(end)
-            told = end
+            reported = end
     stats = manager.get_stats()
-    return FlatResult(
+    return ReplayResult(
         policy=policy,
         capacity_blocks=capacity_blocks,
         accesses=trace.num_accesses,
@@ -91,9 +91,11 @@ def replay_flat(
 def _use(
     manager: CPUOffloadingManager, path: list[OffloadKey], found: int, context: ReqContext, most_at_once: int
 ) -> None:
-    """Uses every block of ``path`` from tail to head. Runs of resident blocks go down in one call, which is the same:
-    using resident blocks evicts nothing, and ``touch`` itself goes from tail to head. So do runs of up to
-    ``most_at_once`` absent ones."""
+    """Uses every block of ``path``, the first ``found`` of which are resident, from tail to head.
+
+    A run of resident blocks is touched in one call. That equals single uses: they evict nothing, and ``touch`` itself
+    goes from tail to head. Runs of up to ``most_at_once`` absent blocks are stored in one call.
+    """
     end = _store_absent(manager, path, found, len(path), len(path), context, most_at_once)
     if end < len(path):
         # A small cache may have lost part of the hit to its own tail.
@@ -112,8 +114,10 @@ def _store_absent(
     context: ReqContext,
     most_at_once: int,
 ) -> int:
-    """Stores what is absent of ``path[first:stop]``, from tail to head. Blocks from ``end`` on were used already; the
-    return value is the new such end, and resident blocks before it are still to be used."""
+    """Stores the absent blocks of ``path[first:stop]``, from tail to head.
+
+    Blocks from ``end`` on are used already. Returns the new ``end``: resident blocks before it are still to be used.
+    """
     at = stop
     while at > first:
         if manager.lookup(path[at - 1], context) is True:
@@ -125,7 +129,7 @@ def _store_absent(
         if at < end:
             manager.touch(path[at:end])
         reserved = manager.prepare_store(path[start:at], context)
-        assert reserved is not None, "a cache with nothing in flight always has room for so many blocks"
+        assert reserved is not None, "a cache with nothing in flight always has room for this many blocks"
         manager.complete_store(reserved.keys_to_store, context)
         at = end = start
     return end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs found, as rows, JSON and an HTML page."""
+"""The results of a sweep as rows, JSON and an HTML page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from kvoffload.sim.driver import SimResult
 from kvoffload.sim.sweep import Report, knee
+from kvoffload.units import format_bytes
 
-__all__ = ["as_json", "as_page", "best_policy", "curve", "knee_of", "size_text", "table"]
+__all__ = ["as_json", "as_page", "best_policy", "curve", "knee_of", "table"]
 
 _HEADINGS = (
     "policy",
@@ -32,17 +33,8 @@ _HEADINGS = (
 )
 
 
-def size_text(num_bytes: float) -> str:
-    """``"64 GiB"``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while abs(num_bytes) >= 1024 and len(units) > 1:
-        num_bytes /= 1024
-        del units[0]
-    return f"{num_bytes:.3g} {units[0]}" if num_bytes < 1000 else f"{num_bytes:.0f} {units[0]}"
-
-
 def table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headings, and one row per run; columns of tiers that no run has are left out."""
+    """The headings and one row per run, without the columns of tiers that no run has."""
     full = [_row(report, result, bound) for result, bound in zip(report.results, report.optimum_rates, strict=True)]
     unused = set()
     if not any(result.gpu_blocks for result in report.results):
@@ -61,16 +53,16 @@ def _row(report: Report, result: SimResult, bound: float) -> tuple[str, ...]:
 
     return (
         result.policy if result.cascade == "on_store" else f"{result.policy}, {result.cascade}",
-        size_text(result.cpu_blocks * report.block_bytes),
-        size_text(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
+        format_bytes(result.cpu_blocks * report.block_bytes),
+        format_bytes(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
         f"{100 * result.hit_rate:.2f}",
         percent(result.gpu_hit_blocks),
         percent(result.cpu_hit_blocks),
         percent(result.disk_hit_blocks),
         f"{100 * bound:.2f}",
-        size_text(result.loaded_bytes),
-        size_text(result.stored_bytes),
-        size_text(result.disk_written_bytes) if result.disk_blocks else "-",
+        format_bytes(result.loaded_bytes),
+        format_bytes(result.stored_bytes),
+        format_bytes(result.disk_written_bytes) if result.disk_blocks else "-",
         _seconds(result.saved_prefill_s),
         _seconds(result.ttft_s["p50"]),
         _seconds(result.ttft_s["p99"]),
@@ -83,7 +75,7 @@ def _seconds(value: float) -> str:
 
 
 def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """Everything, in plain values."""
+    """All figures in plain values."""
     return [
         {
             "trace": report.trace.name,
@@ -108,7 +100,7 @@ def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def curve(report: Report, policy: str) -> list[tuple[SimResult, float]]:
-    """(run, optimum) of one policy by rising size of host memory, at the largest disk of each."""
+    """(run, optimum) of one policy by rising host memory; of several disks the largest."""
     found: dict[int, tuple[SimResult, float]] = {}
     for result, bound in zip(report.results, report.optimum_rates, strict=True):
         if result.policy == policy:
@@ -119,13 +111,13 @@ def curve(report: Report, policy: str) -> list[tuple[SimResult, float]]:
 
 
 def best_policy(report: Report) -> str:
-    """The one with the most hits, summed over all runs."""
+    """The policy with the most hits, summed over all runs."""
     names = dict.fromkeys(result.policy for result in report.results)
     return max(names, key=lambda name: sum(result.hit_rate for result in report.results if result.policy == name))
 
 
 def knee_of(report: Report, policy: str) -> SimResult:
-    """The run after which more host memory brings less and less."""
+    """The run at the curve's knee: beyond it more host memory brings less and less."""
     runs = [result for result, _ in curve(report, policy)]
     return runs[knee([run.cpu_blocks for run in runs], [run.hit_rate for run in runs])]
 

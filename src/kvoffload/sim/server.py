@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from kvoffload.base import OffloadingManager, OffloadKey, ReqContext
-from kvoffload.sim.device_cache import DevicePool
+from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.connector.offers import offer_in_portions
+from kvoffload.connector.requests import PortionState
+from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link
 from kvoffload.sim.trace import Trace
 
@@ -57,7 +59,7 @@ class Server:
         chunk_tokens: int,
         block_bytes: int,
         load_link: Link,
-        device: DevicePool | None,
+        device: DeviceCache | None,
         wait: Callable[[], None],
     ) -> None:
         self._trace, self._keys, self._manager, self._clock = trace, keys, manager, clock
@@ -149,42 +151,39 @@ class Server:
         return offers
 
 
-class _Offers:
-    """One request's offers for store, by the connector's rule (``StoreOffers`` there, which an import from here would
-    turn upside down): a refused portion is cut to a quarter, an accepted one lets the next be four times larger, one
-    refused after an accepted one waits for the next offer, and a request that evicts its own blocks stops.
+class _Portion(NamedTuple):
+    keys: list[OffloadKey]
+    largest: int
 
-    A store ends when the step's plan is made (``complete``), as one does that takes less than a step.
-    """
+
+class _Offers:
+    """One request's offers for store. A store ends when the step's plan is made (``complete``), as one does that takes
+    less than a step."""
 
     def __init__(self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext) -> None:
         self._manager, self._path, self._context = manager, path, context
         self._cursor = first
-        self._portion = len(path)
-        self._eats_itself = False
+        self._portions = PortionState()
         self._in_flight: list[OffloadKey] = []
 
     @property
     def is_done(self) -> bool:
-        return self._eats_itself or self._cursor >= len(self._path)
+        return self._portions.evicts_itself or self._cursor >= len(self._path)
 
     def offer(self, stop: int) -> None:
-        """Offers the blocks before ``stop`` that were not taken yet."""
-        stored: list[OffloadKey] = []
-        stop = min(stop, len(self._path))
-        while not self._eats_itself and self._cursor < stop:
-            keys = self._path[self._cursor : min(self._cursor + self._portion, stop)]
-            output = self._manager.prepare_store(keys, self._context)
-            if output is None:
-                self._portion = max(len(keys) // 4, 1)
-                if stored or len(keys) == 1:
-                    break
-                continue
-            self._portion *= 4
-            self._cursor += len(keys)
-            stored += output.keys_to_store
-            self._eats_itself = not set(self._path).isdisjoint(output.evicted_keys)
-        self._in_flight += stored
+        """Offers the blocks before ``stop`` that were not accepted yet."""
+
+        def plan(max_blocks: int) -> _Portion | None:
+            keys = self._path[self._cursor : min(self._cursor + max_blocks, stop)]
+            return _Portion(keys, len(keys)) if keys else None
+
+        offer_in_portions(self._portions, self._manager, self._context, plan, self._accept)
+
+    def _accept(self, portion: _Portion, output: PrepareStoreOutput | None) -> bool:
+        assert output is not None, "every portion of a trace has keys"
+        self._cursor += len(portion.keys)
+        self._in_flight += output.keys_to_store
+        return bool(output.evicted_keys) and not set(self._path).isdisjoint(output.evicted_keys)
 
     def complete(self) -> None:
         """What was offered has been copied."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many machines on one trace, on all cores, with the optimum beside them."""
+"""Replays one trace on many machines, on all cores, and computes the optimum beside them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Report", "knee", "sweep"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The runs on one trace."""
+    """The runs of a sweep over one trace."""
 
     trace: Trace
     block_bytes: int
     results: tuple[SimResult, ...]
     """In the order of the configurations."""
     optimum_rates: tuple[float, ...]
-    """For each result the best block hit rate that a single cache of all its tiers' blocks could have."""
+    """For each result: the best block hit rate of a single cache as large as all its tiers together."""
     reachable_rate: float
-    """The hit rate of a cache that holds everything."""
+    """The hit rate of a cache that keeps everything."""
 
 
 def sweep(
@@ -37,10 +37,10 @@ def sweep(
     processes: int | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Report:
-    """Runs every configuration on ``trace``. ``progress`` is told each run's number of accesses when it is done.
+    """Runs every configuration on ``trace``, on its whole blocks only.
 
-    ``processes``: how many at a time, one per core unless given; with 1 everything runs in this process. The order
-    of the results, and the results, do not depend on it.
+    ``progress`` is called after each run with its number of accesses. ``processes`` is the number of runs at a time, by
+    default one per core; with 1 everything runs in this process. It changes neither the results nor their order.
     """
     trace = trace.whole_blocks()
     results: list[SimResult | None] = [None] * len(configs)
@@ -57,9 +57,9 @@ def sweep(
 
 
 def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:
-    """Where a curve of hit rates bends most: the index furthest above the straight line between its ends.
+    """The index at which a curve of hit rates bends most: furthest above the straight line between its ends.
 
-    (V. Satopää et al., "Finding a 'Kneedle' in a Haystack", ICDCSW 2011.) ``capacities`` rise.
+    ``capacities`` rise. (V. Satopää et al., "Finding a 'Kneedle' in a Haystack", ICDCSW 2011.)
     """
     if len(capacities) < 3 or rates[-1] <= rates[0]:
         return len(capacities) - 1
@@ -76,10 +76,10 @@ def _run(trace: Trace, configs: Sequence[SimConfig], processes: int) -> Iterator
         for at, config in enumerate(configs):
             yield at, simulate(trace, config, keys=keys)
         return
-    # Not forked: a progress bar's thread would be forked along.
+    # Spawned, since a fork would copy the lock that a progress bar's thread may hold.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_take, initargs=(trace,)) as pool:
-        futures = {pool.submit(_one, config): at for at, config in enumerate(configs)}
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(trace,)) as pool:
+        futures = {pool.submit(_replay, config): at for at, config in enumerate(configs)}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -88,15 +88,15 @@ def _run(trace: Trace, configs: Sequence[SimConfig], processes: int) -> Iterator
             raise
 
 
-_TAKEN: tuple[Trace, list[OffloadKey]] | None = None
-"""What a worker process replays, set once at its start."""
+_REPLAYED: tuple[Trace, list[OffloadKey]] | None = None
+"""The trace of a worker process and its keys, set once at its start."""
 
 
-def _take(trace: Trace) -> None:
-    global _TAKEN
-    _TAKEN = trace, trace.keys()
+def _start_worker(trace: Trace) -> None:
+    global _REPLAYED
+    _REPLAYED = trace, trace.keys()
 
 
-def _one(config: SimConfig) -> SimResult:
-    assert _TAKEN is not None
-    return simulate(_TAKEN[0], config, keys=_TAKEN[1])
+def _replay(config: SimConfig) -> SimResult:
+    assert _REPLAYED is not None
+    return simulate(_REPLAYED[0], config, keys=_REPLAYED[1])

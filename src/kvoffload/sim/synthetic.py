@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up traffic for people without a trace: seeded, so that the same words give the same trace."""
+"""Synthetic traffic for people without a trace. The same kind and seed give the same trace."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _BLOCK_TOKENS = 64
 
 @dataclass(slots=True)
 class _Session:
-    """One conversation: the path it has grown so far, and how it goes on."""
+    """One conversation: its path so far, and how it goes on."""
 
     number: int
     path: list[int]
     turns_left: int
     grow_blocks: float
-    """Mean blocks that a turn adds: the answer before it, and what is said next."""
+    """Mean blocks that a turn adds: the previous answer and the next message."""
     pause_s: float
     """Median pause before the next turn."""
 
 
 @dataclass(slots=True)
 class _World:
-    """What all sessions of a trace share."""
+    """The state that all sessions of a trace share."""
 
     random: np.random.Generator
     prompts: list[list[int]] = field(default_factory=list)
@@ -45,14 +45,14 @@ class _World:
         self.next_block += number
         return list(range(self.next_block - number, self.next_block))
 
-    def some(self, mean: float) -> float:
-        """A length: log-normal, a few times shorter or longer than ``mean``."""
+    def random_length(self, mean: float) -> float:
+        """Log-normal: up to a few times shorter or longer than ``mean``."""
         return float(self.random.lognormal(np.log(mean) - 0.245, 0.7))
 
     def shared_prompt(self, choices: int, mean_blocks: float) -> list[int]:
-        """One of ``choices`` system prompts, the first ones far more often than the last."""
+        """One of ``choices`` system prompts; the first are far more frequent than the last."""
         while len(self.prompts) < choices:
-            self.prompts.append(self.blocks(self.some(mean_blocks)))
+            self.prompts.append(self.blocks(self.random_length(mean_blocks)))
         return self.prompts[min(int(self.random.zipf(1.6)), choices) - 1]
 
     def session(self, start: list[int], turns: float, grow_blocks: float, pause_s: float) -> _Session:
@@ -62,20 +62,20 @@ class _World:
 
 
 def _chat(world: _World) -> _Session:
-    start = world.shared_prompt(20, 10) + world.blocks(world.some(8))
+    start = world.shared_prompt(20, 10) + world.blocks(world.random_length(8))
     return world.session(start, turns=3.5, grow_blocks=7, pause_s=60)
 
 
 def _agents(world: _World) -> _Session:
-    start = world.shared_prompt(4, 150) + world.blocks(world.some(60))
+    start = world.shared_prompt(4, 150) + world.blocks(world.random_length(60))
     return world.session(start, turns=40, grow_blocks=8, pause_s=6)
 
 
 def _documents(world: _World) -> _Session:
     wanted = int(world.random.zipf(1.35)) % 2000
     if wanted not in world.documents:
-        world.documents[wanted] = world.shared_prompt(1, 5) + world.blocks(world.some(200))
-    start = world.documents[wanted] + world.blocks(world.some(2))
+        world.documents[wanted] = world.shared_prompt(1, 5) + world.blocks(world.random_length(200))
+    start = world.documents[wanted] + world.blocks(world.random_length(2))
     return world.session(start, turns=2, grow_blocks=3, pause_s=40)
 
 
@@ -89,12 +89,15 @@ KINDS: dict[str, Callable[[_World], _Session]] = {
     "documents": _documents,
     "mixed": _mixed,
 }
-"""Multi-turn chat under shared system prompts; agents whose context grows by tool calls; questions about documents
-of which some are asked for far more often; and all of these."""
+"""Chat of several turns under shared system prompts; agents whose context grows by tool calls; questions about
+documents, some of which are far more popular; and a mix of these."""
 
 
 def synthesize(kind: str, requests: int = 4000, seed: int = 0, sessions_per_s: float = 0.25) -> Trace:
-    """``requests`` requests of new sessions that begin at random, ``sessions_per_s`` of them a second on average."""
+    """A trace of ``requests`` requests. Sessions begin at random, ``sessions_per_s`` per second on average.
+
+    Raises ``ConfigError`` for an unknown ``kind`` (of ``KINDS``), or if there is nothing to make.
+    """
     if kind not in KINDS:
         raise UnknownNameError(f"Unknown kind of synthetic trace: {kind!r}.{suggest(kind, KINDS)}")
     if requests < 1 or sessions_per_s <= 0:
@@ -115,10 +118,10 @@ def synthesize(kind: str, requests: int = 4000, seed: int = 0, sessions_per_s: f
         times.append(now_s)
         sessions.append(session.number)
         paths.append(session.path)
-        outputs.append(round(world.some(0.4 * session.grow_blocks) * _BLOCK_TOKENS) + 1)
+        outputs.append(round(world.random_length(0.4 * session.grow_blocks) * _BLOCK_TOKENS) + 1)
         session.turns_left -= 1
         if session.turns_left:
-            session.path = session.path + world.blocks(world.some(session.grow_blocks))
+            session.path = session.path + world.blocks(world.random_length(session.grow_blocks))
             pause_s = session.pause_s * float(world.random.lognormal(0, 1))
             heapq.heappush(waiting, (now_s + pause_s, session.number, session))
     counts = np.array([len(path) for path in paths], dtype=np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces in memory: which request used which blocks, and when. Compact arrays, no tokens, no text."""
+"""Request traces in memory: which request used which blocks, and when. Compact arrays without tokens or text."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Trace:
 
     @property
     def num_unique(self) -> int:
-        """The footprint: different blocks. A cache of this size never evicts."""
+        """Different blocks: the footprint. A cache of this size never evicts."""
         return int(self.ids.max()) + 1 if len(self.ids) else 0
 
     @property
@@ -78,7 +78,7 @@ class Trace:
         return min(num_blocks * self.block_tokens, int(self.input_tokens[request]))
 
     def head(self, num_requests: int) -> Trace:
-        """The first requests only."""
+        """The first ``num_requests`` requests."""
         end = int(self.offsets[min(num_requests, len(self))])
         return Trace(
             self.name,
@@ -92,10 +92,10 @@ class Trace:
         )
 
     def whole_blocks(self) -> Trace:
-        """The same requests without their partial last blocks, which engines do not offload."""
+        """The same requests without their partial last blocks, which engines never offload."""
         counts = np.diff(self.offsets)
         kept = np.minimum(counts, self.input_tokens // self.block_tokens)
-        place = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
+        position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
         return Trace(
             self.name,
             self.block_tokens,
@@ -104,7 +104,7 @@ class Trace:
             self.output_tokens,
             self.sessions,
             np.concatenate(([0], np.cumsum(kept))),
-            numbered(self.ids[place < np.repeat(kept, counts)]),
+            numbered(self.ids[position < np.repeat(kept, counts)]),
         )
 
     def stretched(self, factor: float) -> Trace:
@@ -121,12 +121,12 @@ class Trace:
         )
 
     def keys(self) -> list[OffloadKey]:
-        """The key of every block, by number: what managers are asked with."""
+        """The key of every block, by its number."""
         return [make_offload_key(number.to_bytes(8, "big"), 0) for number in range(self.num_unique)]
 
 
 def numbered(hashes: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Values as numbers from 0 by first appearance."""
+    """The values numbered from 0 in order of first appearance."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     number = np.empty(len(first), dtype=np.int32)
     number[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
@@ -134,7 +134,7 @@ def numbered(hashes: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 
 def parents_of(offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The predecessor of each access (-1 at a head), shape (accesses,)."""
+    """The block before each access in its request, -1 at a head. Shape (accesses,)."""
     before = np.empty_like(ids)
     before[1:] = ids[:-1]
     heads = offsets[:-1]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads traces: JSON lines, plain, gzip or zstd, one request a line.
+"""Reads trace files: JSON lines, plain, gzip or zstd, one request per line.
 
-Two forms are known, told apart by their fields:
+Two forms are known by their fields:
 
 * *Mooncake* (also what ``record_trace`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``
   that are prefix-chained, optionally ``session`` and ``block_tokens``.
-* *Qwen-Bailian*: has ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that
-  name single blocks, which are chained here.
+* *Qwen-Bailian*: ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that name
+  single blocks. They are chained here.
 
-A file is read as a stream, once. What is kept per access is 8 bytes while reading and 4 afterwards.
+A file is read once, as a stream. An access takes 8 bytes while reading and 4 afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WIDEST = 1 << 63
 
 
 class _Line(msgspec.Struct):
-    """One request as it stands in a file; unknown fields are let through."""
+    """One line of a file. Unknown fields are ignored."""
 
     timestamp: float
     input_length: int
@@ -53,10 +53,11 @@ class _Line(msgspec.Struct):
 
 
 def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
-    """The trace in ``path``. Raises ``TraceError`` (file, line, field) for anything that cannot be replayed.
+    """The trace in ``path``, or its first ``max_requests`` requests.
 
-    ``block_tokens`` is found from the lengths where it is not given: the power of two that fits every request,
-    the form's own size (512 or 16) where several do.
+    ``block_tokens`` follows from the lengths if it is not given: it is the power of two that fits every request, or the
+    form's usual size (512 or 16) if several fit. Raises ``TraceError``, which names the file, the line and the field,
+    for anything that cannot be replayed.
     """
     path = Path(path)
     if block_tokens is not None and block_tokens < 1:
@@ -70,7 +71,7 @@ def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: 
 
 
 class _Reader:
-    """Gathers lines into arrays, checking each as it comes."""
+    """Checks lines one by one and collects them in arrays."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -134,7 +135,7 @@ class _Reader:
         if self._is_bailian:
             if line.parent_chat_id is None:
                 raise self._error(number, "parent_chat_id is missing (-1 stands for none)")
-            # A parent outside of the file (its head was cut off) begins a conversation of its own.
+            # A parent that is not in the file, because the file's head was cut off, begins a new conversation.
             session = self._sessions_seen.get(line.parent_chat_id, len(self._sessions_seen))
             self._sessions_seen[cast(int, line.chat_id)] = session
             return session
@@ -144,7 +145,7 @@ class _Reader:
 
     def finish(self, block_tokens: int | None) -> Trace:
         if not self.lines:
-            raise TraceError(f"{self._path} holds no request.")
+            raise TraceError(f"{self._path} has no requests.")
         counts = np.frombuffer(self._counts, dtype=np.int64)
         inputs = np.frombuffer(self._inputs, dtype=np.int64)
         if not len(self._hashes):
@@ -165,15 +166,16 @@ class _Reader:
 
     def _check_chained(self, offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> None:
         before = parents_of(offsets, ids)
-        usual = np.empty(int(ids.max()) + 1, dtype=np.int32)
-        usual[ids[::-1]] = before[::-1]  # of several writes to one place the last stays: the first appearance's
-        wrong = np.flatnonzero(usual[ids] != before)
+        expected = np.empty(int(ids.max()) + 1, dtype=np.int32)
+        # Assigned backwards: of several writes to one index the last stays, which is that of the first appearance.
+        expected[ids[::-1]] = before[::-1]
+        wrong = np.flatnonzero(expected[ids] != before)
         if len(wrong):
             request = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
-            place = int(wrong[0] - offsets[request])
+            index = int(wrong[0] - offsets[request])
             raise self._error(
                 self.lines[request],
-                f"hash_ids[{place}] has another predecessor than where it first appeared, so the ids are not "
+                f"hash_ids[{index}] has another predecessor than where it first appeared, so the ids are not "
                 "prefix-chained; number a block together with all blocks before it",
             )
 
@@ -216,7 +218,7 @@ def _chained(hashes: list[int]) -> list[int]:
 
 
 def _plain(exc: Exception) -> str:
-    """msgspec's words with the field's name in place of its JSON path."""
+    """msgspec's message, with the field's name instead of its JSON path."""
     return str(exc).replace("`", "'").replace("$.", "").replace("Object missing", "missing").replace(" - at ", " in ")
 
 

@@ -260,13 +260,13 @@ class FakeEngine:
                 if block_id != NO_BLOCK and (n + 1) * size <= group.first_needed_token(at):
                     self.pool.give_back(block_id)
                     table[n] = NO_BLOCK
-            places = range(len(table), -(-until // size))
-            wanted.append([(n + 1) * size > group.first_needed_token(at) for n in places])
+            positions = range(len(table), -(-until // size))
+            wanted.append([(n + 1) * size > group.first_needed_token(at) for n in positions])
         ids = self.pool.take(sum(map(sum, wanted)))
         if ids is None:
             return None
         fresh = iter(ids)
-        new = [[next(fresh) if real else NO_BLOCK for real in places] for places in wanted]
+        new = [[next(fresh) if real else NO_BLOCK for real in positions] for positions in wanted]
         for table, added in zip(request.tables, new, strict=True):
             table.extend(added)
         return new
@@ -278,11 +278,11 @@ class FakeEngine:
         self.computed_total += n
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.gpu_block_tokens
-            for place in range(start // size, -(-(start + n) // size)):
-                content = request.prefix_hash(min((place + 1) * size, start + n))
+            for position in range(start // size, -(-(start + n) // size)):
+                content = request.prefix_hash(min((position + 1) * size, start + n))
                 for rank, pages in enumerate(self.pages):
                     width = self.layout.groups[group.index].page_bytes
-                    pages[table[place], :width] = page_of(content, group.index, rank, width)
+                    pages[table[position], :width] = page_of(content, group.index, rank, width)
 
     def _advance(self, request: FakeRequest, n: int) -> None:
         request.computed_tokens += n
@@ -368,11 +368,11 @@ class FakeEngine:
         request, end = self._prefixes[get_offload_block_hash(key)]
         block = end // group.block_tokens - 1
         width = self.layout.groups[group.index].page_bytes
-        for place in range(group.first_gpu_block(block), (block + 1) * group.factor):
-            content = request.prefix_hash((place + 1) * group.gpu_block_tokens)
-            within = place % group.factor
+        for position in range(group.first_gpu_block(block), (block + 1) * group.factor):
+            content = request.prefix_hash((position + 1) * group.gpu_block_tokens)
+            within = position % group.factor
             for rank, slots in enumerate(self.slots):
                 found = slots[slot, within * width : (within + 1) * width]
                 assert np.array_equal(found, page_of(content, group.index, rank, width)), (
-                    f"wrong bytes in slot {slot}: group {group.index}, rank {rank}, block {block}, GPU block {place}"
+                    f"wrong bytes in slot {slot}: group {group.index}, rank {rank}, block {block}, GPU block {position}"
                 )

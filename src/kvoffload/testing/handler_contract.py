@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pair of offloading handlers must do, as tests to inherit. Real bytes: what a GPU block holds is random, so a
-wrong block, row, page or offset is visible."""
+wrong block, slot, page or offset is visible."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def collect(handler: OffloadingHandler, job_ids: Sequence[int], timeout_s: float
 
 
 class HandlerContract:
-    """Inherit in a class whose name starts with ``Test`` and supply ``make_rig``: at least 16 GPU blocks, 8 rows, and
+    """Inherit in a class whose name starts with ``Test`` and supply ``make_rig``: at least 16 GPU blocks, 8 slots, and
     ``group_pages`` for every group."""
 
     def make_rig(self) -> HandlerRig:
@@ -72,13 +72,13 @@ class HandlerContract:
         return GPULoadStoreSpec(blocks, sizes, indices)
 
     def _round_trip(
-        self, rig: HandlerRig, group: int, source: Sequence[int], rows: Sequence[int], target: Sequence[int]
+        self, rig: HandlerRig, group: int, source: Sequence[int], slots: Sequence[int], target: Sequence[int]
     ) -> None:
         before = self._pages(rig, group, source)
-        rig.store.transfer_async(1, (self._spec(rig, group, source), CPULoadStoreSpec(rows)))
+        rig.store.transfer_async(1, (self._spec(rig, group, source), CPULoadStoreSpec(slots)))
         assert collect(rig.store, [1])[1].success
         rig.fill(seed=99)
-        rig.load.transfer_async(2, (CPULoadStoreSpec(rows), self._spec(rig, group, target)))
+        rig.load.transfer_async(2, (CPULoadStoreSpec(slots), self._spec(rig, group, target)))
         result = collect(rig.load, [2])[2]
         assert result.success
         assert result.num_bytes == sum(page.size for page in before)
@@ -138,7 +138,7 @@ class HandlerContract:
         rig.close()
 
     def test_jobs_that_touch_the_same_blocks_run_in_order(self) -> None:
-        """A chain through two rows and back: any reordering of two neighbours leaves other bytes at its end."""
+        """A chain through two slots and back: any reordering of two neighbours leaves other bytes at its end."""
         rig = self.make_rig()
         for round_ in range(20):
             rig.fill(seed=round_)
@@ -146,9 +146,9 @@ class HandlerContract:
             number = round_ * 10
             for step in range(4):
                 here, there = self._spec(rig, 0, [step]), self._spec(rig, 0, [step + 1])
-                row = CPULoadStoreSpec([step % 2])
-                rig.store.transfer_async(number + 2 * step, (here, row))
-                rig.load.transfer_async(number + 2 * step + 1, (row, there))
+                slot = CPULoadStoreSpec([step % 2])
+                rig.store.transfer_async(number + 2 * step, (here, slot))
+                rig.load.transfer_async(number + 2 * step + 1, (slot, there))
             collect(rig.store, [number + 2 * step for step in range(4)])
             collect(rig.load, [number + 2 * step + 1 for step in range(4)])
             for first, last in zip(before, self._pages(rig, 0, [4]), strict=True):

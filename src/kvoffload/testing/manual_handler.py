@@ -85,8 +85,8 @@ class ManualHandler(OffloadingHandler):
         for group, size in enumerate(gpu.group_sizes):
             width = self._page_bytes[group]
             slot: int | None = None
-            for place in range(gpu.block_indices[group], gpu.block_indices[group] + size):
-                within = place % self._factor
+            for position in range(gpu.block_indices[group], gpu.block_indices[group] + size):
+                within = position % self._factor
                 if slot is None or within == 0:
                     slot = next(slot_ids)
                 on_gpu = self._gpu[next(gpu_ids), :width]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ``SecondaryTierManager`` must do: subclass ``SecondaryTierContract`` in a test file and say how one is
-made. Needs pytest only to collect it.
+"""The contract of every ``SecondaryTierManager``, as tests. Subclass ``SecondaryTierContract`` in a test file and
+implement ``make_tier``; pytest collects it.
 
     class TestMyTier(SecondaryTierContract):
         def make_tier(self, primary_kv_view):
@@ -32,7 +32,7 @@ def _content(key: OffloadKey) -> bytes:
 
 
 class _Primary:
-    """Primary memory, and the jobs given to one tier."""
+    """Primary memory, and the jobs of one tier."""
 
     def __init__(self) -> None:
         self.memory = bytearray(NUM_SLOTS * BLOCK_BYTES)
@@ -54,24 +54,24 @@ class _Primary:
 
 
 class SecondaryTierContract:
-    """Stores and loads real bytes through the tier. ``timeout_s`` bounds every wait; nothing here is timed."""
+    """Stores and loads real bytes through the tier. ``timeout_s`` bounds every wait; no test measures time."""
 
     timeout_s = 30.0
     wants_whole_requests = False
 
     def make_tier(self, primary_kv_view: memoryview) -> SecondaryTierManager:
-        """A new, empty tier over ``primary_kv_view`` (rows of 512 bytes)."""
+        """A new, empty tier over ``primary_kv_view`` (slots of 512 bytes)."""
         raise NotImplementedError
 
     def forget(self, tier: SecondaryTierManager, names: Sequence[OffloadKey]) -> bool:
-        """A side door: makes the tier's blocks unreadable behind its back. ``False``: this tier has no such door."""
+        """A side door: makes blocks unreadable without a call of the tier. ``False``: this tier has no such door."""
         return False
 
     def progress(self, tier: SecondaryTierManager) -> None:
-        """Lets the tier work for a moment; a tier with threads needs no more than the default."""
+        """Lets the tier work for a moment. The default is enough for a tier with threads."""
         time.sleep(0.001)
 
-    # ------------------------------------------------------------------------------------------------- the moves
+    # ------------------------------------------------------------------------------------------------- helpers
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[_Primary, SecondaryTierManager]]:
@@ -83,20 +83,20 @@ class SecondaryTierContract:
             tier.shutdown()
 
     def _await(self, tier: SecondaryTierManager, job_ids: Iterable[int]) -> dict[int, JobResult]:
-        """Steps until these jobs are told, and nothing else is."""
-        wanted, told = set(job_ids), dict[int, JobResult]()
+        """Steps until each of these jobs has its result. No other job may have one."""
+        wanted, results = set(job_ids), dict[int, JobResult]()
         deadline = time.monotonic() + self.timeout_s
-        while wanted - told.keys():
+        while wanted - results.keys():
             tier.on_schedule_end()
             for result in tier.get_finished_jobs():
-                assert result.job_id in wanted, f"told of job {result.job_id}, which is not in hand"
-                assert result.job_id not in told, f"job {result.job_id} is told twice"
-                told[result.job_id] = result
-            assert time.monotonic() < deadline, f"jobs {wanted - told.keys()} did not end in {self.timeout_s} s"
-            if wanted - told.keys():
-                assert tier.has_pending_work(), "a tier with jobs in hand needs steps"
+                assert result.job_id in wanted, f"a result for job {result.job_id}, which is not in flight"
+                assert result.job_id not in results, f"two results for job {result.job_id}"
+                results[result.job_id] = result
+            assert time.monotonic() < deadline, f"jobs {wanted - results.keys()} did not end in {self.timeout_s} s"
+            if wanted - results.keys():
+                assert tier.has_pending_work(), "a tier with jobs in flight has pending work"
                 self.progress(tier)
-        return told
+        return results
 
     def _find(self, tier: SecondaryTierManager, key: OffloadKey, context: ReqContext) -> bool:
         """Asks step after step until the answer is not ``None``."""
@@ -104,7 +104,7 @@ class SecondaryTierContract:
         while (found := tier.lookup(key, context)) is None:
             tier.on_schedule_end()
             self.progress(tier)
-            assert time.monotonic() < deadline, "lookup never decides"
+            assert time.monotonic() < deadline, "lookup stays None"
         assert found is True or found is False
         return found
 
@@ -121,7 +121,7 @@ class SecondaryTierContract:
     def _load(
         self, primary: _Primary, tier: SecondaryTierManager, names: Sequence[OffloadKey], context: ReqContext
     ) -> set[OffloadKey]:
-        """Loads into the upper half of the slots and checks the bytes of what is said to have succeeded."""
+        """Loads into the upper half of the slots, and checks the bytes of every block that the result calls good."""
         slots = [NUM_SLOTS // 2 + n for n in range(len(names))]
         primary.fill(slots, [b"\xee" * BLOCK_BYTES] * len(names))
         job = primary.job(names, slots, is_promotion=True, context=context)
@@ -138,16 +138,16 @@ class SecondaryTierContract:
         tier.on_new_request(context)
         return context
 
-    # --------------------------------------------------------------------------------------------------- the laws
+    # --------------------------------------------------------------------------------------------------- the contract
 
-    def test_what_was_stored_is_found_and_comes_back(self) -> None:
+    def test_stored_blocks_are_found_and_loaded(self) -> None:
         with self._opened() as (primary, tier):
             context, names = self._context(tier), keys(*range(5))
             self._store(primary, tier, names, context)
             assert all(self._find(tier, key, context) for key in names)
             assert self._load(primary, tier, names, context) == set(names)
 
-    def test_order_and_repetition_of_loads_are_free(self) -> None:
+    def test_blocks_load_in_any_order_and_again(self) -> None:
         with self._opened() as (primary, tier):
             context, names = self._context(tier), keys(*range(4))
             self._store(primary, tier, names, context)
@@ -158,14 +158,14 @@ class SecondaryTierContract:
         with self._opened() as (_, tier):
             assert not self._find(tier, keys(1)[0], self._context(tier))
 
-    def test_a_load_of_absent_blocks_fails_and_keeps_what_did_load(self) -> None:
+    def test_a_load_fails_for_absent_blocks_alone(self) -> None:
         with self._opened() as (primary, tier):
             context, names = self._context(tier), keys(*range(4))
             self._store(primary, tier, names[:2], context)
             assert self._load(primary, tier, names, context) == set(names[:2])
             assert self._load(primary, tier, names[2:], context) == set()
 
-    def test_blocks_lost_behind_its_back_are_misses(self) -> None:
+    def test_blocks_that_the_store_lost_are_misses(self) -> None:
         with self._opened() as (primary, tier):
             context, names = self._context(tier), keys(*range(4))
             self._store(primary, tier, names, context)
@@ -180,7 +180,7 @@ class SecondaryTierContract:
             self._store(primary, tier, names, self._context(tier, "other"))
             assert self._load(primary, tier, names, context) == set(names)
 
-    def test_many_jobs_end_once_each(self) -> None:
+    def test_each_of_many_jobs_has_one_result(self) -> None:
         with self._opened() as (primary, tier):
             context = self._context(tier)
             slots = list(range(NUM_SLOTS))
@@ -189,19 +189,19 @@ class SecondaryTierContract:
             jobs = [primary.job([names[n]], [n], is_promotion=False, context=context) for n in slots]
             for job in jobs:
                 tier.submit_store(job)
-            told = self._await(tier, [job.job_id for job in jobs])
-            assert all(result.success for result in told.values())
+            results = self._await(tier, [job.job_id for job in jobs])
+            assert all(result.success for result in results.values())
             assert not list(tier.get_finished_jobs())
             assert self._load(primary, tier, names[:8], context) == set(names[:8])
 
-    def test_slots_may_be_reused_once_the_job_is_told(self) -> None:
+    def test_slots_may_be_reused_after_the_result(self) -> None:
         with self._opened() as (primary, tier):
             context, names = self._context(tier), keys(*range(4))
             self._store(primary, tier, names, context)
             primary.fill(range(4), [b"\x00" * BLOCK_BYTES] * 4)
             assert self._load(primary, tier, names, context) == set(names)
 
-    def test_after_drain_no_io_touches_primary_memory_and_ends_are_still_told(self) -> None:
+    def test_after_a_drain_no_io_touches_primary_memory_and_results_still_come(self) -> None:
         with self._opened() as (primary, tier):
             context, names = self._context(tier), keys(*range(8))
             primary.fill(range(8), map(_content, names))
@@ -221,7 +221,7 @@ class SecondaryTierContract:
             assert not list(tier.get_finished_jobs())
             assert not tier.has_pending_work()
 
-    def test_the_policy_it_asks_for(self) -> None:
+    def test_the_policy_it_wants(self) -> None:
         with self._opened() as (_, tier):
             policy = tier.on_new_request(ReqContext("r")).policy
             assert (policy is OffloadPolicy.REQUEST_LEVEL) == self.wants_whole_requests
@@ -235,7 +235,7 @@ class SecondaryTierContract:
             tier.touch([])
             assert self._load(primary, tier, names, context) == set(names)
 
-    def test_shutdown_may_come_twice_and_with_jobs_in_hand(self) -> None:
+    def test_shutdown_may_come_twice_and_with_jobs_in_flight(self) -> None:
         with self._opened() as (primary, tier):
             context, names = self._context(tier), keys(*range(4))
             primary.fill(range(4), map(_content, names))
@@ -243,7 +243,7 @@ class SecondaryTierContract:
             tier.shutdown()
             tier.shutdown()
 
-    def test_stats_are_numbers_by_known_metric(self) -> None:
+    def test_stats_belong_to_declared_metrics(self) -> None:
         from kvoffload.metrics import METRICS
 
         with self._opened() as (primary, tier):

@@ -17,7 +17,8 @@ from kvoffload.metrics import Stats
 __all__ = ["CascadeMode", "JobMetadata", "JobResult", "SecondaryTierManager"]
 
 CascadeMode = Literal["on_store", "on_evict"]
-"""When blocks go down to a tier: as soon as they are stored, or on their way out of the primary tier."""
+"""When blocks are cascaded to a tier: as soon as they are stored (write-through), or shortly before the primary tier
+evicts them (write-back)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +26,7 @@ class JobMetadata:
     """Blocks to move between the primary tier and one secondary tier.
 
     ``block_ids[i]`` is the primary slot of ``keys[i]``. The slots belong to the tier from ``submit_*`` until the
-    job is told by ``get_finished_jobs``: they are neither evicted nor reused before, however long that takes.
+    job is returned by ``get_finished_jobs``: they are neither evicted nor reused before, however long that takes.
     """
 
     job_id: int
@@ -37,7 +38,7 @@ class JobMetadata:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The end of a job. With ``successful_keys=None``, ``success`` speaks for all of its keys; otherwise those
+    """The end of a job. With ``successful_keys=None``, ``success`` is the outcome of all of its keys; otherwise those
     keys succeeded and the others failed."""
 
     job_id: int
@@ -53,7 +54,7 @@ class SecondaryTierManager(ABC):
 
         on_new_request                       once per request
         lookup* / touch                      while it waits, while it runs
-        submit_store / submit_load           each answered once by get_finished_jobs
+        submit_store / submit_load           each returned once by get_finished_jobs
         on_request_finished                  once, after the request's last submit
         on_schedule_end, get_finished_jobs   every step
         drain_jobs                           before primary memory is reused or unmapped
@@ -105,14 +106,14 @@ class SecondaryTierManager(ABC):
         """The step is decided."""
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed for jobs to be told."""
+        """Whether more steps are needed before all jobs have been returned."""
         return False
 
     def drain_jobs(self) -> None:
-        """Returns once no I/O touches primary memory any more, or after the tier's own deadline. Ends are still told by
-        ``get_finished_jobs``.
+        """Returns once no I/O touches primary memory any more, or after the tier's own deadline. ``get_finished_jobs``
+        still returns the jobs that ended.
 
-        The default waits for nothing, which is safe: slots of jobs that were not told stay reserved.
+        The default waits for nothing, which is safe: slots of unfinished jobs stay reserved.
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:

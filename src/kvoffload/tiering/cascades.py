@@ -23,7 +23,8 @@ class Cascades:
     def __init__(self, primary: CPUPrimaryTierOffloadingManager, jobs: TierJobs) -> None:
         self._primary = primary
         self._jobs = jobs
-        self._parked: dict[OffloadKey, list[RequestState]] = {}
+        self.parked: dict[OffloadKey, list[RequestState]] = {}
+        """Blocks that are being written, and the requests for which they are then cascaded; for others to look at."""
         self._blocks_written = 0
         self._blocks_failed = 0
 
@@ -32,11 +33,7 @@ class Cascades:
 
     @property
     def num_parked(self) -> int:
-        return sum(map(len, self._parked.values()))
-
-    @property
-    def has_parked(self) -> bool:
-        return bool(self._parked)
+        return sum(map(len, self.parked.values()))
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -60,7 +57,7 @@ class Cascades:
         """Gives back the pins of a job that has ended."""
         self._blocks_written += len(job.succeeded)
         self._blocks_failed += len(job.failed)
-        self._primary.complete_read(job.keys, job.req_context)
+        self._primary.complete_read(job.metadata.keys, job.metadata.req_context)
 
     def submit_or_park(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
         """Submits the ready ones of ``keys`` to the tiers that want the whole of ``request``, and parks those that are
@@ -73,22 +70,22 @@ class Cascades:
             if block.is_ready:
                 ready.append(key)
             else:
-                self._parked.setdefault(key, []).append(request)
+                self.parked.setdefault(key, []).append(request)
                 request.parked += 1
         self.submit(request.whole_request_tiers, ready, request.context)
 
     def retry_parked(self, keys: Iterable[OffloadKey] | None = None) -> list[RequestState]:
         """Looks again at the parked blocks (those of ``keys``, or all); returns the requests that have fewer now."""
-        if not self._parked:
+        if not self.parked:
             return []
         again: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
-        for key in list(self._parked) if keys is None else keys:
-            if key not in self._parked:
+        for key in list(self.parked) if keys is None else keys:
+            if key not in self.parked:
                 continue
             block = self._primary.slots.get(key)
             if block is not None and not block.is_ready:
                 continue
-            for request in self._parked.pop(key):
+            for request in self.parked.pop(key):
                 request.parked -= 1
                 again.setdefault(id(request), (request, []))[1].append(key)
         for request, ready in again.values():
@@ -97,22 +94,22 @@ class Cascades:
 
     def drop_parked(self) -> list[RequestState]:
         """Forgets every parked block; returns the requests that had any."""
-        requests = {id(request): request for parked in self._parked.values() for request in parked}
+        requests = {id(request): request for parked in self.parked.values() for request in parked}
         for request in requests.values():
             request.parked = 0
-        self._parked.clear()
+        self.parked.clear()
         return list(requests.values())
 
     def check_invariants(self) -> None:
         """Every parked block is being written, and every request counts its own."""
         counts: dict[int, int] = {}
-        for key, requests in self._parked.items():
+        for key, requests in self.parked.items():
             block = self._primary.slots.get(key)
             assert block is not None
             assert not block.is_ready, f"{key!r} is parked although it is ready"
             for request in requests:
                 assert request.whole_request_tiers
                 counts[id(request)] = counts.get(id(request), 0) + 1
-        for requests in self._parked.values():
+        for requests in self.parked.values():
             for request in requests:
                 assert request.parked == counts[id(request)]

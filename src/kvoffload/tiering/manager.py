@@ -84,7 +84,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def __repr__(self) -> str:
         names = [tier.name for tier in self._tiers]
-        return f"TieringOffloadingManager({self.primary_tier!r}, tiers={names}, jobs={len(self._jobs)})"
+        return f"TieringOffloadingManager({self.primary_tier!r}, tiers={names}, jobs={len(self._jobs.in_flight)})"
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -101,7 +101,8 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return  # ended before, or never announced: a tier is informed of an end once, after a beginning
-        self._promotions.submit(request)
+        if self._promotions.queue:
+            self._promotions.submit(request)
         self._waiting.end(request)
         request.finished = True
         self._finalize(request)
@@ -164,22 +165,20 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         self._poll()
-        self._waiting.expire()
-        self._promotions.submit()
-        if self._cascades.has_parked:
+        self._waiting.end_step()
+        if self._promotions.queue:
+            self._promotions.submit()
+        if self._cascades.parked:
             for request in self._cascades.retry_parked():
                 self._finalize(request)
         if self._write_back is not None:
             self._write_back.step()
         for tier in self._tiers:
             tier.on_schedule_end()
-        self._waiting.next_step()
 
     def has_pending_work(self) -> bool:
         return (
-            bool(self._jobs)
-            or self._promotions.has_queued
-            or self._cascades.has_parked
+            bool(self._jobs.in_flight or self._promotions.queue or self._cascades.parked)
             or (self._write_back is not None and self._write_back.has_queued)
             or any(tier.has_pending_work() for tier in self._tiers)
         )
@@ -236,7 +235,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.check_invariants()
         self._cascades.check_invariants()
         if self._write_back is not None:
-            self._write_back.check_invariants(self._jobs)
+            self._write_back.check_invariants(self._jobs.in_flight.values())
         ending = {id(request): request for request in self._storing.values()}
         requests = {id(request): request for request in self._requests.values()} | ending
         for request in requests.values():
@@ -259,18 +258,18 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _poll(self) -> bool:
         """Takes in the jobs that have ended; returns whether there were any."""
-        finished = self._jobs.take_finished()
-        if not finished:
+        if not self._jobs.in_flight:
             return False
+        finished = self._jobs.take_finished()
         for job in finished:
             if not job.metadata.is_promotion:
                 self._cascades.end(job)
             else:
                 self._promotions.end(job)
-                self._end_stores(job.keys)
+                self._end_stores(job.metadata.keys)
             if self._write_back is not None:
                 self._write_back.end(job)
-        return True
+        return bool(finished)
 
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored.
@@ -291,7 +290,7 @@ class TieringOffloadingManager(OffloadingManager):
                 ready.append(key)
         for request, ready in written.values():
             self._cascades.submit(self._tiers_to_store(request), ready, request.context)
-        unparked = self._cascades.retry_parked(keys)
+        unparked = self._cascades.retry_parked(keys) if self._cascades.parked else []
         for request in (*(request for request, _ in written.values()), *unparked):
             self._finalize(request)
 

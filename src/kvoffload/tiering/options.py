@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secondary tiers by name: options from a user's mapping, checked before anything is touched, then built.
+"""Secondary tiers by name: parses a user's mapping, checks it before anything is touched, and builds the tier.
 
-``STORES`` maps a ``type`` to its options class. A distribution adds one by the entry-point group
-``kvoffload.stores``; ``docs/writing-a-store.md`` shows how.
+``STORES`` maps a ``type`` to its options class. Other distributions add theirs by the entry-point group
+``kvoffload.stores``, as ``docs/writing-a-store.md`` shows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from kvoffload.base import OffloadPolicy
-from kvoffload.config import parse_bytes, parse_struct
+from kvoffload.config import parse_struct
 from kvoffload.errors import ConfigError
 from kvoffload.registry import Registry
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
@@ -25,49 +25,35 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
+from kvoffload.units import parse_bytes
 
 __all__ = ["STORES", "FileSystemOptions", "MemoryOptions", "StoreOptions", "build_tier", "parse_tier", "parse_tiers"]
 
 _LARGE = 2
-"""A tier this many times the primary one can afford a copy of everything in it (docs/design/0010-placement.md)."""
+"""A tier this many times as large as the primary tier can hold a copy of all of it (docs/design/0010-placement.md)."""
 
 
-class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What every store's tier may be told in one entry of ``secondary_tiers``. A store's own options subclass it."""
+class StoreOptions(TierLimits, frozen=True, kw_only=True):
+    """The keys that every entry of ``secondary_tiers`` may have. A store's own options subclass it."""
 
     is_persistent: ClassVar[bool] = False
-    """Whether blocks outlive the process, so that the engine's block hashes must be the same in the next one."""
+    """Blocks outlive the process, so the engine's block hashes must be the same in every process."""
 
     type: str
     name: str | None = None
-    """What metrics and messages call the tier. Default: its type, numbered if there are several of that type."""
+    """The tier's name in metrics and messages. Default: its type, numbered from the second tier of that type on."""
     cascade: CascadeMode | None = None
-    """When blocks are written: ``"on_store"``, as soon as they are in host memory, or ``"on_evict"``, on their way out
-    of it. Default: ``"on_evict"`` where the tier's ``max_bytes`` are less than twice the host memory."""
-    threads: int = 4
-    """Store calls at once: the queue depth the device sees."""
-    timeout_s: float = 30.0
-    """A call that takes longer is taken for hung, and the tier is not used until it is back."""
-    drain_timeout_s: float = 10.0
-    """How long a reset of the cache and the shutdown wait for the tier's I/O."""
-    max_backlog_blocks: int | None = None
-    """Blocks waiting to be written, pinned in host memory; more are dropped. Default: a quarter of host memory."""
-    max_index_blocks: int = 1_000_000
-    """Keys remembered on the scheduler's side, some 150 bytes each."""
+    """When blocks are written: ``"on_store"``, as soon as they are in host memory (write-through), or ``"on_evict"``,
+    shortly before host memory would evict them (write-back). Default: ``"on_evict"`` if the tier's ``max_bytes`` are
+    less than twice the host memory, else ``"on_store"``."""
     offload_policy: str = OffloadPolicy.BLOCK_LEVEL.value
-    """``"request_level"`` sends down all blocks of a request, hits included."""
+    """``"request_level"`` writes all blocks of a request to the tier, hits included."""
     exclusive: bool = False
-    """No other process writes to this namespace: after the start-up scan, blocks not known are misses at once."""
+    """No other process writes to this namespace. After the scan at start-up, unknown blocks are misses at once."""
 
     def check(self, block_bytes: int | None = None) -> None:
-        """Raises ``ConfigError`` for what cannot work with blocks of this size. Touches nothing."""
-        for name in ("threads", "max_backlog_blocks", "max_index_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} of the {self.type!r} tier must be at least 1, not {value}.")
-        for name in ("timeout_s", "drain_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} of the {self.type!r} tier must be positive, not {getattr(self, name)}.")
+        """Raises ``ConfigError`` for options that cannot work with blocks of ``block_bytes``. Touches nothing."""
+        self.check_limits(self.type)
         if self.name == "":
             raise ConfigError(f"name of the {self.type!r} tier is empty; give it one, or leave it out.")
         policies = [policy.value for policy in OffloadPolicy]
@@ -79,16 +65,16 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The tier's name."""
+        """The tier's name, or its type if it has none."""
         return self.name or self.type
 
     @property
     def bound_bytes(self) -> int | None:
-        """Bytes that the tier may hold, if that is known: what the default of ``cascade`` goes by."""
+        """Bytes that the tier may hold; ``None``: no bound. The default of ``cascade`` depends on it."""
         return None
 
     def cascade_above(self, primary_bytes: int) -> CascadeMode:
-        """When blocks are written to this tier from a primary tier of ``primary_bytes``."""
+        """``cascade``, or its default below a primary tier of ``primary_bytes``."""
         if self.cascade is not None:
             return self.cascade
         is_small = self.bound_bytes is not None and self.bound_bytes < _LARGE * primary_bytes
@@ -97,22 +83,19 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @abstractmethod
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        """The store for blocks of ``block_bytes``. ``namespace`` names everything besides the key that changes
-        their bytes; a persistent store keeps namespaces apart."""
+        """The store for blocks of ``block_bytes``. ``namespace`` covers everything besides the key that changes a
+        block's bytes; a persistent store keeps namespaces apart."""
 
     def build(self, primary_kv_view: memoryview, namespace: str) -> SecondaryTierManager:
-        """The tier over ``primary_kv_view``; override it for a tier that is not built on a ``BlockStore``."""
+        """The tier over ``primary_kv_view``. Override it for a tier that is not built on a ``BlockStore``."""
         shape = primary_kv_view.shape
         assert shape is not None
         self.check(shape[1])
-        limits = TierLimits(
-            self.threads, self.timeout_s, self.drain_timeout_s, self.max_backlog_blocks, self.max_index_blocks
-        )
         return StoreTier(
             primary_kv_view,
             self.label,
             self.open_store(shape[1], namespace),
-            limits,
+            self,
             offload_policy=OffloadPolicy(self.offload_policy),
             exclusive=self.exclusive,
         )
@@ -125,7 +108,7 @@ class FileSystemOptions(StoreOptions, frozen=True, kw_only=True):
 
     path: str
     max_bytes: int | str | None = None
-    """Bound on all files below ``path``, of all namespaces: bytes, or text with a unit. Default: none."""
+    """Quota on all files below ``path``, of all namespaces: bytes, or text with a unit. Default: none."""
     durability: Literal["none", "fsync"] = "none"
 
     @property
@@ -149,7 +132,7 @@ class FileSystemOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
-    """``{"type": "memory", "max_bytes": "8GiB"}``: for tests and trials, since it is host memory all the same."""
+    """``{"type": "memory", "max_bytes": "8GiB"}``: for tests and trials, because it is host memory too."""
 
     max_bytes: int | str | None = None
 
@@ -174,7 +157,7 @@ STORES.register("memory", MemoryOptions)
 
 
 def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> StoreOptions:
-    """One entry of ``secondary_tiers``, checked. Mistakes are ``ConfigError``s; nothing is allocated or touched."""
+    """One entry of ``secondary_tiers``, checked. A mistake raises ``ConfigError``. Nothing is allocated or touched."""
     name = options.get("type")
     if not isinstance(name, str):
         raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; got {dict(options)!r}.")
@@ -184,7 +167,7 @@ def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> St
 
 
 def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = None) -> tuple[StoreOptions, ...]:
-    """All of ``secondary_tiers``, checked, and each with a name of its own."""
+    """All of ``secondary_tiers``, checked, each with a name that no other has."""
     parsed = [parse_tier(options, block_bytes) for options in tiers]
     given = Counter(options.name for options in parsed if options.name)
     for name, count in given.items():
@@ -203,6 +186,6 @@ def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = No
 def build_tier(
     options: Mapping[str, Any] | StoreOptions, primary_kv_view: memoryview, namespace: str = ""
 ) -> SecondaryTierManager:
-    """The tier that ``options`` describes, over the primary tier's memory (num_blocks, block_bytes)."""
+    """Builds the tier that ``options`` describes over the primary tier's memory (num_blocks, block_bytes)."""
     parsed = options if isinstance(options, StoreOptions) else parse_tier(options)
     return parsed.build(primary_kv_view, namespace)

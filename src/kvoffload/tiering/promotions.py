@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup and promotion: what a request is answered about its blocks, and how a block of a lower tier comes up."""
+"""Lookup and promotion: the answers a request gets for its blocks, and the loads that these start."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Lookups:
             was_evicted = False
             tier = None
             if answer is False and not is_impatient:
-                if not run:
-                    room = self._certain_room(request)
                 tier, answer = self._tier_with(request, key)
+                if tier is not None and not run:
+                    room = self._certain_room(request)
                 if tier is not None and len(run) < room and key not in self._claims:
                     run[key] = tier
                     answers.append(None)
@@ -142,11 +142,12 @@ class Lookups:
     def _certain_room(self, request: RequestState) -> int:
         """Blocks that are certain to find a slot, within all limits, if promoted for ``request`` now."""
         slots, claims = self._primary.slots, self._claims
-        # Its hits become claims once it waits. Claimed blocks may be idle, but for those in flight.
+        # Its hits become claims once it waits. Claimed blocks may be idle, except those in flight.
         hits = len(request.hits) if request.waiting_since is None else 0
-        idle = slots.num_free + slots.num_idle - (len(claims) - len(self._promotions))
-        limit = min(claims.max_per_request - len(request.claims), claims.max_total - len(claims))
-        return min(idle, limit) - hits
+        num_claimed = len(claims)
+        unclaimed = slots.num_blocks - slots.num_busy - (num_claimed - len(self._promotions))
+        limit = min(claims.max_per_request - len(request.claims), claims.max_total - num_claimed)
+        return min(unclaimed, limit) - hits
 
     def _promote_run(
         self, request: RequestState, run: dict[OffloadKey, GuardedTier], answers: list[bool | None]
@@ -198,14 +199,15 @@ class Promotions:
         self._claims = claims
         self._jobs = jobs
         self._on_reserved = on_reserved
-        self._queue: dict[tuple[int, int], _Batch] = {}
+        self.queue: dict[tuple[int, int], _Batch] = {}
+        """Loads to submit, by tier and request; for others to look at."""
         self._wanted_by: dict[OffloadKey, RequestState] = {}
         self._reserved_since_refresh = 0
         self.refused = Counter({"claim_share": 0, "promotion_share": 0, "no_room": 0})
         self.outcomes = Counter({"ok": 0, "failed": 0})
 
     def __repr__(self) -> str:
-        return f"Promotions(in_flight={len(self._wanted_by)}, batches_queued={len(self._queue)})"
+        return f"Promotions(in_flight={len(self._wanted_by)}, batches_queued={len(self.queue)})"
 
     def __contains__(self, key: object) -> bool:
         return key in self._wanted_by
@@ -215,10 +217,6 @@ class Promotions:
 
     def __len__(self) -> int:
         return len(self._wanted_by)
-
-    @property
-    def has_queued(self) -> bool:
-        return bool(self._queue)
 
     def begin(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool:
         """Reserves a slot for ``key`` and queues its load; ``False``, counted by reason, if a limit refuses it."""
@@ -241,17 +239,15 @@ class Promotions:
         batch: _Batch | None = None
         for (key, tier), slot in zip(run.items(), reversed(slots), strict=True):
             if batch is None or batch.tier is not tier:
-                batch = self._queue.setdefault((tier.index, id(request)), _Batch(tier, request))
+                batch = self.queue.setdefault((tier.index, id(request)), _Batch(tier, request))
             batch.slots[key] = slot
         return True
 
     def submit(self, request: RequestState | None = None) -> None:
         """Submits what is queued, for all requests or one of them."""
-        if not self._queue:
-            return
-        due = [name for name, batch in self._queue.items() if request is None or batch.request is request]
+        due = [name for name, batch in self.queue.items() if request is None or batch.request is request]
         for name in due:
-            batch = self._queue.pop(name)
+            batch = self.queue.pop(name)
             refused = self._jobs.submit(
                 batch.tier,
                 list(batch.slots),
@@ -267,9 +263,9 @@ class Promotions:
         self.outcomes["ok"] += len(job.succeeded)
         self.outcomes["failed"] += len(job.failed)
         if job.succeeded:
-            self._primary.complete_write(job.succeeded, job.req_context)
+            self._primary.complete_write(job.succeeded, job.metadata.req_context)
         if job.failed:
-            self._primary.complete_write(job.failed, job.req_context, success=False)
+            self._primary.complete_write(job.failed, job.metadata.req_context, success=False)
         if job.is_stale:
             return  # only its slots are left of it
         for key in job.succeeded:
@@ -283,17 +279,17 @@ class Promotions:
     def reset(self) -> None:
         """Nobody waits any more, and what is queued is not begun. The primary tier forgets the blocks; the slots of
         jobs in flight are given back when those end."""
-        for batch in self._queue.values():
+        for batch in self.queue.values():
             self._primary.complete_write(list(batch.slots), batch.request.context, success=False)
-        self._queue.clear()
+        self.queue.clear()
         self._wanted_by.clear()
 
     def check_invariants(self) -> None:
         """Every promotion is queued or in a job, once, and its slot is reserved and nobody else's."""
-        moving = [(key, slot) for batch in self._queue.values() for key, slot in batch.slots.items()]
-        for job in self._jobs:
+        moving = [(key, slot) for batch in self.queue.values() for key, slot in batch.slots.items()]
+        for job in self._jobs.in_flight.values():
             if job.metadata.is_promotion and not job.is_stale:
-                moving += zip(job.keys, job.metadata.block_ids.tolist(), strict=True)
+                moving += zip(job.metadata.keys, job.metadata.block_ids.tolist(), strict=True)
         assert len(moving) == len(self._wanted_by)
         assert {key for key, _ in moving} == set(self._wanted_by)
         for key, slot in moving:

@@ -1,83 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchrony for synchronous work, written once: jobs, lanes, threads, deadlines, drain."""
+"""Runs synchronous calls in I/O threads: queues, deadlines, cancellation and drain."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 
-__all__ = ["Ended", "Job", "Lane", "Overdue", "TierRunner"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["IoQueue", "IoResult", "IoStatus", "IoTask", "TierRunner"]
 
 
-class Lane(IntEnum):
-    """Kinds of work, in the order in which threads take them up."""
+class IoQueue(IntEnum):
+    """The queues of a ``TierRunner``. Its I/O threads take from the first three, in this order."""
 
     LOOKUP = 0
     LOAD = 1
     STORE = 2
     UPKEEP = 3
-    """Work that may take long; has a thread of its own."""
+    """For calls that may take minutes. A thread of its own serves it, without a deadline."""
 
 
-class Overdue(Exception):
-    """A piece was not begun in time, or was called off before it began."""
+class IoStatus(Enum):
+    """How a slice of a task ended, or that it does not end."""
+
+    DONE = "done"
+    """The work returned an outcome for each item."""
+    FAILED = "failed"
+    """The work raised, or returned too few outcomes."""
+    CANCELLED = "cancelled"
+    """The work never began."""
+    OVERDUE = "overdue"
+    """The work runs longer than it may. Not the end: another result follows if it ever returns."""
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """``num_items`` things to do. ``work(start, stop)`` does some of them in an I/O thread, one answer for each.
+class IoTask:
+    """``num_items`` items to work on. ``work(start, stop)`` runs in an I/O thread and returns an outcome per item.
 
-    Everything but ``work`` belongs to the thread that submits and polls.
+    Every other attribute belongs to the thread that submits the task.
     """
 
-    lane: Lane
+    queue: IoQueue
     num_items: int
     work: Callable[[int, int], list[bool]]
-    answers: list[bool] = field(init=False)
-    """Of items that ended; ``False`` before."""
-    open_pieces: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        self.answers = [False] * self.num_items
+    outcomes: list[bool] = field(init=False, default_factory=list)
+    """Of each item, once the task is submitted; ``False`` until its slice is done."""
+    num_open_slices: int = field(init=False, default=0)
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
-    job: Job
+class _Slice:
+    """Items ``start`` to ``stop`` of a task: what one thread works on at a time."""
+
+    task: IoTask
     start: int
     stop: int
     since_s: float
-    """When it was queued; once it runs, when it was begun."""
-    is_reported: bool = False
+    """When it was queued; once it runs, when it began."""
+    is_overdue: bool = False
+    """It has run for too long, and ``take_results`` has said so."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ended:
-    """Part of a job ended: items ``start`` to ``stop``, by ``error`` if there is one. ``was_begun``: it did I/O."""
+class IoResult:
+    """The end of one slice, items ``start`` to ``stop`` of ``task``; or, once, that it is ``OVERDUE``."""
 
-    job: Job
+    task: IoTask
     start: int
     stop: int
+    status: IoStatus
     error: Exception | None
-    was_begun: bool
+    """What the work raised; only if it ``FAILED``."""
     is_last: bool
-    """The job has ended with it."""
+    """The task has no other open slice: it has ended."""
+
+    @property
+    def outcomes(self) -> list[bool]:
+        """Of the slice's items; all ``False`` unless it is ``DONE``."""
+        return self.task.outcomes[self.start : self.stop]
 
 
 class TierRunner:
-    """Runs jobs in ``threads`` daemon threads, and one more for upkeep, in pieces, so that many threads share one job.
+    """Runs tasks in ``threads`` daemon threads, and upkeep in one more. Tasks are cut into slices, so that several
+    threads share one task.
 
-    ``submit`` and ``poll`` are for one thread, and neither blocks. A piece that was begun ends when its work returns
-    or raises and not before, however late: nobody may reuse memory that it still touches. A piece that waits longer
-    than ``timeout_s`` ends with ``Overdue`` without having been begun. ``clock`` gives seconds and never goes back;
-    only ``drain`` and ``shutdown`` wait, in real time.
+    One thread submits tasks and takes results; neither call blocks. A running slice ends only when its work returns
+    or raises, however late: nobody may reuse memory that it still touches. A slice that is queued for longer than
+    ``timeout_s`` is cancelled. ``clock`` gives seconds and never goes back; only ``drain`` and ``shutdown`` wait, in
+    real time.
     """
 
     def __init__(
@@ -87,17 +100,18 @@ class TierRunner:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._ended_some = threading.Condition(self._lock)
-        self._for_io, self._for_upkeep = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._queues: tuple[deque[_Piece], ...] = tuple(deque() for _ in Lane)
-        self._running: dict[_Piece, None] = {}
-        self._ended: deque[tuple[_Piece, list[bool] | None, Exception | None, bool]] = deque()
+        self._slice_ended = threading.Condition(self._lock)
+        self._io_queued, self._upkeep_queued = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._queues: tuple[deque[_Slice], ...] = tuple(deque() for _ in IoQueue)
+        self._running: dict[_Slice, None] = {}
+        self._ended: deque[tuple[_Slice, IoStatus, list[bool], Exception | None]] = deque()
         self._is_closing = False
-        # Items submitted and not polled as ended, per lane; owned by the thread that submits.
-        self._backlog = [0] * len(Lane)
-        self._num_open_pieces = 0
+        # These three belong to the thread that submits. The backlog counts items whose result was not taken, by queue.
+        self._backlog = [0] * len(IoQueue)
+        self._num_open_slices = 0
         self._next_check_s = 0.0
-        io, upkeep = ((Lane.LOOKUP, Lane.LOAD, Lane.STORE), self._for_io), ((Lane.UPKEEP,), self._for_upkeep)
+        io = (IoQueue.LOOKUP, IoQueue.LOAD, IoQueue.STORE), self._io_queued
+        upkeep = (IoQueue.UPKEEP,), self._upkeep_queued
         self._threads = [
             threading.Thread(target=self._serve, args=duty, name=f"kvoffload-{name}-{index}", daemon=True)
             for index, duty in enumerate([*[io] * threads, upkeep])
@@ -108,144 +122,161 @@ class TierRunner:
     def __repr__(self) -> str:
         return f"TierRunner(threads={self.num_threads}, backlog={self._backlog}, running={len(self._running)})"
 
-    # ----------------------------------------------------------------------------------- for the one that submits
+    # -------------------------------------------------------------------------------- for the thread that submits
 
     @property
     def is_closing(self) -> bool:
-        """Long work looks here now and then, and stops."""
+        """``shutdown`` was called. Long work looks here now and then, and stops."""
         return self._is_closing
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is queued, running or unpolled."""
-        return not self._num_open_pieces
+        """Nothing is queued or running, and every result was taken."""
+        return not self._num_open_slices
 
-    def backlog(self, lane: Lane) -> int:
-        """Items of a lane that have not been polled as ended."""
-        return self._backlog[lane]
+    @property
+    def has_results(self) -> bool:
+        """``take_results`` would return something. Takes no lock."""
+        return bool(self._ended)
 
-    def submit(self, job: Job, piece_items: int) -> None:
-        """Queues ``job`` (of one item at least) in pieces of at most ``piece_items``."""
+    def backlog(self, queue: IoQueue) -> int:
+        """Items submitted to ``queue`` whose results were not taken."""
+        return self._backlog[queue]
+
+    def submit(self, task: IoTask, slice_items: int) -> None:
+        """Queues ``task`` (of one item at least) in slices of at most ``slice_items``."""
         now_s = self._clock()
-        pieces = [
-            _Piece(job, start, min(start + piece_items, job.num_items), now_s)
-            for start in range(0, job.num_items, piece_items)
+        slices = [
+            _Slice(task, start, min(start + slice_items, task.num_items), now_s)
+            for start in range(0, task.num_items, slice_items)
         ]
-        job.open_pieces = len(pieces)
-        self._backlog[job.lane] += job.num_items
-        self._num_open_pieces += len(pieces)
+        task.outcomes = [False] * task.num_items
+        task.num_open_slices = len(slices)
+        self._backlog[task.queue] += task.num_items
+        self._num_open_slices += len(slices)
         with self._lock:
-            self._queues[job.lane].extend(pieces)
-            (self._for_upkeep if job.lane is Lane.UPKEEP else self._for_io).notify(len(pieces))
+            self._queues[task.queue].extend(slices)
+            (self._upkeep_queued if task.queue is IoQueue.UPKEEP else self._io_queued).notify(len(slices))
 
-    def poll(self) -> list[Ended]:
-        """What ended since the last call, each once; the job's answers are filled in."""
-        told = []
+    def take_results(self) -> list[IoResult]:
+        """The slices that ended since the last call, each once, with the outcomes of their items filled in; and those
+        that became ``OVERDUE``. Cheap if nothing is open."""
+        if not self._num_open_slices:
+            return []
+        results = []
         while self._ended:
-            piece, answers, error, was_begun = self._ended.popleft()
-            job = piece.job
-            if answers is not None:
-                job.answers[piece.start : piece.stop] = answers
-            job.open_pieces -= 1
-            self._num_open_pieces -= 1
-            self._backlog[job.lane] -= piece.stop - piece.start
-            told.append(Ended(job, piece.start, piece.stop, error, was_begun, not job.open_pieces))
-        return told
+            part, status, outcomes, error = self._ended.popleft()
+            task = part.task
+            if status is IoStatus.DONE:
+                task.outcomes[part.start : part.stop] = outcomes
+            task.num_open_slices -= 1
+            self._num_open_slices -= 1
+            self._backlog[task.queue] -= part.stop - part.start
+            results.append(IoResult(task, part.start, part.stop, status, error, not task.num_open_slices))
+        return results + self._check_deadlines()
 
-    def newly_overdue(self) -> list[Job]:
-        """Jobs with a piece that has been running for more than ``timeout_s``, once per piece. Waiting pieces that
-        are overdue end here. Cheap to call often."""
+    def _check_deadlines(self) -> list[IoResult]:
+        """Cancels slices that have been queued for more than ``timeout_s``. Returns a result for each slice that has
+        been running for longer, once. Looks 20 times in ``timeout_s`` at most."""
         now_s = self._clock()
-        if not self._num_open_pieces or now_s < self._next_check_s:
+        if now_s < self._next_check_s:
             return []
         self._next_check_s = now_s + self._timeout_s / 20
         late_since_s = now_s - self._timeout_s
         with self._lock:
-            stuck = [piece for piece in self._running if piece.since_s < late_since_s and not piece.is_reported]
-            for queue in self._queues[: Lane.UPKEEP]:
+            overdue = [
+                part
+                for part in self._running
+                if part.since_s < late_since_s and not part.is_overdue and part.task.queue is not IoQueue.UPKEEP
+            ]
+            for part in overdue:
+                part.is_overdue = True
+            for queue in self._queues[: IoQueue.UPKEEP]:
                 while queue and queue[0].since_s < late_since_s:
-                    self._call_off(queue.popleft())
-        for piece in stuck:
-            piece.is_reported = True
-        return [piece.job for piece in stuck if piece.job.lane is not Lane.UPKEEP]
+                    self._cancel(queue.popleft())
+        return [IoResult(part.task, part.start, part.stop, IoStatus.OVERDUE, None, False) for part in overdue]
 
-    def num_stuck(self, lanes: Iterable[Lane] = tuple(Lane)) -> int:
-        """Pieces reported as overdue that still run."""
+    def num_overdue(self, queues: Iterable[IoQueue] = tuple(IoQueue)) -> int:
+        """Slices that are overdue and still run."""
         with self._lock:
-            return sum(piece.is_reported and piece.job.lane in lanes for piece in self._running)
+            return sum(part.is_overdue and part.task.queue in queues for part in self._running)
 
-    def cancel_queued(self, *lanes: Lane) -> None:
-        """Ends what has not begun; what runs goes on."""
+    def cancel_queued(self, *queues: IoQueue) -> None:
+        """Cancels what is queued. What runs goes on."""
         with self._lock:
-            self._cancel(lanes)
+            self._cancel_all(queues)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until no load or store is queued or running. What is still queued after ``timeout_s`` is called off;
-        ``False`` if something runs even then."""
+        """Waits until no load or store is queued or running. After ``timeout_s`` it cancels those still queued.
+
+        ``False``: some are running even so.
+        """
         with self._lock:
-            if not self._ended_some.wait_for(self._has_no_transfers, timeout_s):
-                self._cancel((Lane.LOAD, Lane.STORE))
+            if not self._slice_ended.wait_for(self._has_no_transfers, timeout_s):
+                self._cancel_all((IoQueue.LOAD, IoQueue.STORE))
             return self._has_no_transfers()
 
     def shutdown(self, timeout_s: float) -> int:
-        """Calls off what is queued, waits for what runs, ends the threads; answers how many hang (and are left to
-        the end of the process)."""
+        """Cancels what is queued, waits for what runs, and ends the threads. Returns how many threads hang; those
+        live until the process ends."""
         with self._lock:
-            self._cancel(Lane)
+            self._cancel_all(IoQueue)
             self._is_closing = True
-            self._for_io.notify_all()
-            self._for_upkeep.notify_all()
+            self._io_queued.notify_all()
+            self._upkeep_queued.notify_all()
         end_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
 
-    # ------------------------------------------------------------------------------------------- with _lock held
+    # -------------------------------------------------------------------------------------------- with _lock held
 
     def _has_no_transfers(self) -> bool:
-        queued = self._queues[Lane.LOAD] or self._queues[Lane.STORE]
-        return not queued and not any(piece.job.lane in (Lane.LOAD, Lane.STORE) for piece in self._running)
+        queued = self._queues[IoQueue.LOAD] or self._queues[IoQueue.STORE]
+        return not queued and not any(part.task.queue in (IoQueue.LOAD, IoQueue.STORE) for part in self._running)
 
-    def _cancel(self, lanes: Iterable[Lane]) -> None:
-        for lane in lanes:
-            while self._queues[lane]:
-                self._call_off(self._queues[lane].popleft())
+    def _cancel_all(self, queues: Iterable[IoQueue]) -> None:
+        for queue in queues:
+            while self._queues[queue]:
+                self._cancel(self._queues[queue].popleft())
 
-    def _call_off(self, piece: _Piece) -> None:
-        self._ended.append((piece, None, Overdue("called off before it was begun"), False))
-        self._ended_some.notify_all()
+    def _cancel(self, part: _Slice) -> None:
+        self._ended.append((part, IoStatus.CANCELLED, [], None))
+        self._slice_ended.notify_all()
 
-    def _take(self, lanes: tuple[Lane, ...]) -> _Piece | None:
-        for lane in lanes:
-            if self._queues[lane]:
-                piece = self._queues[lane].popleft()
-                piece.since_s = self._clock()
-                self._running[piece] = None
-                return piece
+    def _begin_next(self, queues: tuple[IoQueue, ...]) -> _Slice | None:
+        for queue in queues:
+            if self._queues[queue]:
+                part = self._queues[queue].popleft()
+                part.since_s = self._clock()
+                self._running[part] = None
+                return part
         return None
 
     # --------------------------------------------------------------------------------------------- in the threads
 
-    def _serve(self, lanes: tuple[Lane, ...], work_came: threading.Condition) -> None:
+    def _serve(self, queues: tuple[IoQueue, ...], work_queued: threading.Condition) -> None:
         while True:
             with self._lock:
-                work_came.wait_for(lambda: self._is_closing or any(self._queues[lane] for lane in lanes))
-                piece = self._take(lanes)
-            if piece is None:
+                work_queued.wait_for(lambda: self._is_closing or any(self._queues[queue] for queue in queues))
+                part = self._begin_next(queues)
+            if part is None:
                 return  # closing
-            answers, error = self._do(piece)
+            ended = self._run(part)
             with self._lock:
-                del self._running[piece]
-                self._ended.append((piece, answers, error, True))
-                self._ended_some.notify_all()
-            del piece  # it refers to memory that others want to release
+                # Both at once: whoever sees that the slice does not run any more can take its result.
+                del self._running[part]
+                self._ended.append(ended)
+                self._slice_ended.notify_all()
+            # A thread that waits for work must not keep alive the memory that the last slice refers to.
+            del part, ended
 
     @staticmethod
-    def _do(piece: _Piece) -> tuple[list[bool] | None, Exception | None]:
+    def _run(part: _Slice) -> tuple[_Slice, IoStatus, list[bool], Exception | None]:
         try:
-            answers = piece.job.work(piece.start, piece.stop)
-            if len(answers) != piece.stop - piece.start:
-                raise ValueError(f"{len(answers)} answers for {piece.stop - piece.start} blocks")
-        except Exception as exc:  # noqa: BLE001 - the boundary where a store's trouble becomes a failed job
-            return None, exc
-        return answers, None
+            outcomes = part.task.work(part.start, part.stop)
+            if len(outcomes) != part.stop - part.start:
+                raise ValueError(f"{len(outcomes)} outcomes for {part.stop - part.start} blocks")
+        except Exception as exc:  # noqa: BLE001 - the boundary where a store's exception becomes a failed task
+            return part, IoStatus.FAILED, [], exc
+        return part, IoStatus.DONE, outcomes, None

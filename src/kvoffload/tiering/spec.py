@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for blocks that outlive the process that wrote them.
-
-Offloading to host memory and the tiers below it, built from one configuration.
-"""
+"""Builds both planes of a primary tier with secondary tiers, and the namespace under which blocks outlive a process."""
 
 from __future__ import annotations
 
@@ -22,21 +19,23 @@ from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 __all__ = ["CACHE_FORMAT_VERSION", "TieringOffloadingSpec", "check_hashes_are_stable", "persistent_namespace"]
 
 CACHE_FORMAT_VERSION = 1
-"""Rises whenever the bytes of a slot mean something else than before, although the layout is the same."""
+"""Raise it whenever the same layout gives the bytes of a slot another meaning."""
 
 _READABLE = ("model", "dtype", "kv_dtype")
-"""What of an identity goes into a namespace's readable part, as far as an engine names it."""
+"""The entries of an engine's identity that appear in the readable part of a namespace."""
 
 
 def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
-    """A name that two engines share only if each may serve the other's blocks.
+    """A name that two engines share only if each can use the other's blocks.
 
-    It covers everything that changes the bytes of a block besides its key: the engine's own ``identity`` (model,
-    revision, KV dtype, layout, parallel sizes), the groups, how many GPU blocks make a block, how many ranks put a
-    slice into it, and the format version. The rank itself is not part of it: a slot holds the slices of all ranks.
+    It covers everything besides the key that changes the bytes of a block: the engine's own ``identity`` (model,
+    revision, KV dtype, layout, parallel sizes), the groups, the number of GPU blocks in a block, the number of ranks
+    that write a part of it, and the format version. It does not cover the rank, because a slot has the parts of all
+    ranks.
 
-    A readable head for people who look into the store, then a hash of it all: ``Qwen3-8B-bfloat16-1f0c...``. Only
-    letters, digits and ``._-``, at most 80 characters, so that it can name a directory.
+    The name begins with readable words for people who look into the store, and ends with a hash of all facts:
+    ``Qwen3-8B-bfloat16-1f0c...``. It has only letters, digits and ``._-`` and at most 80 characters, so that it can
+    name a directory.
     """
     facts = {
         "format": CACHE_FORMAT_VERSION,
@@ -56,24 +55,24 @@ def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
 
 
 def check_hashes_are_stable(layout: EngineLayout, tier_type: str) -> None:
-    """Refuses a persistent tier under an engine whose block hashes differ from process to process: nothing it wrote
-    could ever be found again, and its quota would fill with blocks nobody can name."""
+    """Refuses a persistent tier if the engine's block hashes differ from process to process. Otherwise no later process
+    could find its blocks, and they would fill the quota."""
     if layout.hashes_are_stable:
         return
     hint = layout.unstable_hash_hint.rstrip(". ")
     remedy = f" {hint}." if hint else " Make the engine's block hashes the same in every process."
     raise ConfigError(
-        f"The secondary tier {tier_type!r} keeps blocks for other processes, and this engine's block hashes differ "
-        f"from process to process, so that none would be found again.{remedy}"
+        f"The secondary tier {tier_type!r} keeps blocks for other processes, but this engine's block hashes differ "
+        f"from process to process, so no other process would find them.{remedy}"
     )
 
 
 class TieringOffloadingSpec(CPUOffloadingSpec):
-    """``CPUOffloadingSpec`` with ``config.secondary_tiers`` below.
+    """``CPUOffloadingSpec`` with ``config.secondary_tiers`` below host memory.
 
-    The worker side is the same: bytes reach the tiers through the primary tier's memory, which the scheduler process
-    maps too, and whose I/O threads run there. All options are checked here; nothing is allocated, and no tier's
-    directory or server is touched, before ``get_manager``.
+    The worker side is that of ``CPUOffloadingSpec``. The scheduler process maps the primary tier's memory too, and I/O
+    threads there move blocks between that memory and the tiers. The constructor checks all options; before
+    ``get_manager`` nothing is allocated, and no tier's directory or server is touched.
     """
 
     def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
@@ -97,7 +96,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         tiers: list[SecondaryTierManager] = []
         try:
             for options in self.tier_options:
-                tiers.append(options.build(primary.kv_view, self.namespace))  # noqa: PERF401 - those made are needed
+                tiers.append(options.build(primary.kv_view, self.namespace))  # noqa: PERF401 - the handler below needs those made
         except BaseException:
             for tier in tiers:
                 tier.shutdown()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secondary tier out of any block store."""
+"""A secondary tier over any block store."""
 
 from __future__ import annotations
 
@@ -8,64 +8,74 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from kvoffload.tiering.circuit_breaker import Breaker
-from kvoffload.tiering.presence import Knowledge
-from kvoffload.tiering.runner import Ended, Job, Lane, Overdue, TierRunner
+from kvoffload.tiering.circuit_breaker import CircuitBreaker
+from kvoffload.tiering.presence import PresenceIndex
+from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
 __all__ = ["StoreTier", "TierLimits"]
 
 _log = logging.getLogger(__name__)
 
-_READS = (Lane.LOOKUP, Lane.LOAD)
-_LOOKUP_PIECE = 256
-_MOST_TOUCHED = 65_536
-_TOUCH_EVERY_S = 1.0
-_NEWS_PER_POLL = 2_048
-_PIECE_BYTES = 4 << 20
-_MOST_PIECE_BLOCKS = 64
+_READ_QUEUES = (IoQueue.LOOKUP, IoQueue.LOAD)
+_LOOKUP_SLICE = 256
+_MAX_TOUCHED = 65_536
+_TOUCH_INTERVAL_S = 1.0
+_SCANNED_PER_POLL = 2_048
+_SLICE_BYTES = 4 << 20
+_MAX_SLICE_BLOCKS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TierLimits:
-    """How much a ``StoreTier`` does at once, and for how long it waits."""
+class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a ``StoreTier`` does at once, and how long it waits. ``StoreOptions`` makes them configuration keys."""
 
     threads: int = 4
-    """Store calls at once."""
+    """Store calls at once: the queue depth that the device sees."""
     timeout_s: float = 30.0
-    """A store call that takes longer is taken for hung, and work that waits longer is called off."""
+    """A store call that takes longer counts as hung, and the tier is not used until it returns. Work that is queued for
+    longer is cancelled."""
     drain_timeout_s: float = 10.0
-    """How long ``drain_jobs`` and ``shutdown`` wait for the store, in real time."""
+    """How long a reset of the cache and the shutdown wait for the tier's I/O, in real time."""
     max_backlog_blocks: int | None = None
-    """Blocks to store that may wait or run, pinned in the primary tier; the rest are dropped. Default: a quarter of
-    the primary tier, but 64 at least."""
+    """Blocks that wait to be written or are being written, pinned in host memory; the tier drops more. Default: a
+    quarter of host memory, but at least 64 blocks."""
     max_index_blocks: int = 1_000_000
-    """Keys remembered as present, some 150 bytes each; the store is asked for those beyond."""
+    """Blocks that the tier remembers as present, at some 150 bytes each. It asks the store for others."""
+
+    def check_limits(self, tier_type: str) -> None:
+        """Raises ``ConfigError``, which names the tier by ``tier_type``, for numbers that no tier can work with."""
+        for name in ("threads", "max_backlog_blocks", "max_index_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} of the {tier_type!r} tier must be at least 1, not {value}.")
+        for name in ("timeout_s", "drain_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} of the {tier_type!r} tier must be positive, not {getattr(self, name)}.")
 
 
 class StoreTier(SecondaryTierManager):
-    """Asynchronous lookups, stores and loads over a synchronous ``store``, which it owns from here on.
+    """A secondary tier over a synchronous ``store``, which it owns from here on.
 
-    Every method runs on the scheduler's thread, which owns all state here. The store is called from the runner's
-    threads alone; what they find comes back through queues that are emptied when the tier is polled.
+    Every method runs on the scheduler's thread, and so does every change of the state here. Only the runner's threads
+    call the store; what they find waits in queues until the scheduler's thread takes it in.
 
-    * A key is looked up in the index; one that is not there is asked of the store, once, with the others of its step,
-      and answers ``None`` meanwhile. What was found absent is ``False`` for a while, and asked again in the
-      background then. With ``exclusive`` nobody else writes to the store's namespace, and once it has been scanned
-      what the index lacks is ``False`` at once.
-    * A store that keeps failing, or hangs, is not asked any more: for reads (lookups are ``False``, loads fail) and
-      writes (stores are dropped) separately, since a full disk still reads. A probe now and then finds out when
-      it is back: for reads one of the tier's own, for writes the first piece of a job.
-    * A job whose I/O hangs is not told as ended, because its slots may still be written.
+    * Lookups are answered from the presence index. An unknown key is ``None``, and the store is asked for it once,
+      together with the other unknown keys of the step. An absent key is ``False``; after a while the store is asked for
+      it again in the background. ``exclusive`` says that no other process writes to the store's namespace: once the
+      store has been scanned, an unknown key is ``False`` at once.
+    * A circuit breaker for reads and one for writes leave a store alone that keeps failing or hangs. There are two
+      because a full disk can still be read. While reads are off, lookups are ``False`` and loads fail; while writes are
+      off, stores are dropped. The tier probes reads by a call of its own, and writes by the first slice of a job.
+    * A job whose I/O hangs has no result, because its slots may still be written.
     """
 
     def __init__(
@@ -81,168 +91,173 @@ class StoreTier(SecondaryTierManager):
     ) -> None:
         super().__init__(primary_kv_view, tier_type)
         limits = limits or TierLimits()
+        limits.check_limits(tier_type)
         self._limits = limits
         self._store = store
         self._policy = offload_policy
         self._exclusive = exclusive
         self._clock = clock
-        self._rows: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
-        num_blocks = self._rows.shape[0]
-        self._max_backlog = limits.max_backlog_blocks or max(64, num_blocks // 4)
-        self._piece_blocks = max(1, min(_MOST_PIECE_BLOCKS, _PIECE_BYTES // self.block_bytes))
+        self._slots: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
+        self._max_backlog = limits.max_backlog_blocks or max(64, len(self._slots) // 4)
+        self._max_slice_blocks = max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
         self._runner = TierRunner(tier_type, limits.threads, timeout_s=limits.timeout_s, clock=clock)
-        self._reads, self._writes = Breaker(clock=clock), Breaker(clock=clock)
+        self._reads = CircuitBreaker("reading", clock=clock)
+        self._writes = CircuitBreaker("writing", clock=clock)
         self._probe_key = OffloadKey(b"probe")
 
-        self._knowledge = Knowledge(tier_type, limits.max_index_blocks, clock=clock)
-        self._ends: dict[Job, Callable[[Ended], None]] = {}
+        self._index = PresenceIndex(tier_type, limits.max_index_blocks, clock=clock)
+        self._callbacks: dict[IoTask, Callable[[IoResult], None]] = {}
         self._results: list[JobResult] = []
         self._num_transfers = 0
+        self._num_storing = 0
+        """Blocks of store jobs whose slices have not ended."""
         self._touched: list[Sequence[OffloadKey]] = []
         self._num_touched = 0
         self._next_touch_s = 0.0
-        # From I/O threads: keys seen by the scan, keys evicted by the store.
-        self._seen: deque[Sequence[OffloadKey]] = deque()
+        # Filled by I/O threads: keys that the scan found, and keys that the store evicted.
+        self._scanned: deque[Sequence[OffloadKey]] = deque()
         self._evicted: deque[Sequence[OffloadKey]] = deque()
-        self._was_scanned = False
+        self._scan_is_done = False
         self._is_shut_down = False
 
-        self._answers = {"hit": 0, "miss": 0, "pending": 0}
+        self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._num_stored = self._num_loaded = self._num_dropped = 0
         self._num_store_failures = self._num_load_failures = 0
-        self._submit(Job(Lane.UPKEEP, 1, self._scan), 1, self._scan_ended)
+        self._submit(IoTask(IoQueue.UPKEEP, 1, self._scan), 1, self._scan_ended)
 
     def __repr__(self) -> str:
-        return f"StoreTier({self.tier_type!r}, {self._store!r}, known={len(self._knowledge)}, {self._runner!r})"
+        return f"StoreTier({self.tier_type!r}, {self._store!r}, present={len(self._index)}, {self._runner!r})"
 
-    # -------------------------------------------------------------------------------------------------- lookups
+    # ---------------------------------------------------------------------------------------------------- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        answer = self._answer(key)
-        self._answers["pending" if answer is None else "hit" if answer else "miss"] += 1
+        answer: bool | None = False
+        if self._reads.is_closed:
+            answer = self._index.lookup(key, self._exclusive and self._scan_is_done and not self._scanned)
+            if answer is None and self._runner.has_results:
+                # The store may have answered since the last step; otherwise the request would wait for one step more.
+                self._take_results()
+                return self.lookup(key, req_context)
+        self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
 
-    def _answer(self, key: OffloadKey) -> bool | None:
-        if not self._reads.is_closed:
-            return False
-        return self._knowledge.answer(key, self._exclusive and self._was_scanned and not self._seen)
-
-    def _submit_lookups(self) -> None:
-        keys = self._knowledge.take_questions()
-        job = Job(Lane.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
-
-        def ended(end: Ended) -> None:
-            self._note_health(self._reads, end, keys[end.start])
-            if end.error is not None:
-                self._knowledge.unanswered(keys[end.start : end.stop])
+    def _submit_lookups(self, keys: list[OffloadKey]) -> None:
+        def ended(result: IoResult) -> None:
+            asked = keys[result.start : result.stop]
+            self._record(self._reads, result, asked[0])
+            if result.status is not IoStatus.DONE:
+                self._index.record_no_answer(asked)
                 return
-            for index in range(end.start, end.stop):
-                self._knowledge.answered(keys[index], job.answers[index])
+            for key, is_present in zip(asked, result.outcomes, strict=True):
+                self._index.record_answer(key, is_present)
 
-        self._submit(job, _LOOKUP_PIECE, ended)
+        task = IoTask(IoQueue.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
+        self._submit(task, _LOOKUP_SLICE, ended)
 
-    # ------------------------------------------------------------------------------------------------ transfers
+    # -------------------------------------------------------------------------------------------------- transfers
 
     def submit_store(self, job: JobMetadata) -> None:
-        admitted = min(len(job.keys), self._max_backlog - self._runner.backlog(Lane.STORE))
-        if not self._writes.is_closed:
-            is_probe = not self._runner.num_stuck((Lane.STORE,)) and self._writes.may_probe()
-            admitted = min(admitted, self._piece_of(len(job.keys))) if is_probe else 0
-            if is_probe and admitted <= 0:
-                self._writes.withdraw_probe()
-        admitted = max(0, admitted)
-        self._num_dropped += len(job.keys) - admitted
-        if not admitted:
+        num_admitted = self._num_admitted(len(job.keys))
+        self._num_dropped += len(job.keys) - num_admitted
+        if not num_admitted:
             self._results.append(JobResult(job.job_id, success=False))
             return
-        keys = job.keys[:admitted]
-        self._knowledge.store_begins(keys)
-        assert self._rows is not None
-        work = partial(self._transfer, self._store.write, keys, job.block_ids, self._rows)
-        self._transfer_job(job, Job(Lane.STORE, admitted, work), self._store_piece_ended)
+        self._num_storing += num_admitted
+        self._index.begin_store(job.keys[:num_admitted])
+        task = IoTask(IoQueue.STORE, num_admitted, self._transfer_of(job, self._store.write))
+        self._submit_transfer(job, task, self._store_slice_ended)
+
+    def _num_admitted(self, num_blocks: int) -> int:
+        """How many of a job's blocks are to be written, from its first block on."""
+        num_admitted = min(num_blocks, self._max_backlog - self._num_storing)
+        if num_admitted <= 0:
+            return 0
+        if self._writes.is_closed:
+            return num_admitted
+        # A call that hangs is its own probe: no second thread is risked before it returns.
+        if self._runner.num_overdue((IoQueue.STORE,)) or not self._writes.begin_probe():
+            return 0
+        return min(num_admitted, self._slice_blocks_of(num_blocks))
 
     def submit_load(self, job: JobMetadata) -> None:
         if not self._reads.is_closed:
             self._num_load_failures += len(job.keys)
             self._results.append(JobResult(job.job_id, success=False))
             return
-        assert self._rows is not None
-        work = partial(self._transfer, self._store.read_into, job.keys, job.block_ids, self._rows)
-        self._transfer_job(job, Job(Lane.LOAD, len(job.keys), work), self._load_piece_ended)
+        task = IoTask(IoQueue.LOAD, len(job.keys), self._transfer_of(job, self._store.read_into))
+        self._submit_transfer(job, task, self._load_slice_ended)
 
-    def _transfer_job(self, job: JobMetadata, work: Job, piece_ended: Callable[[JobMetadata, Ended], None]) -> None:
+    def _submit_transfer(
+        self, job: JobMetadata, task: IoTask, slice_ended: Callable[[JobMetadata, IoResult], None]
+    ) -> None:
         self._num_transfers += 1
 
-        def ended(end: Ended) -> None:
-            piece_ended(job, end)
-            if end.is_last:
+        def ended(result: IoResult) -> None:
+            slice_ended(job, result)
+            if result.is_last:
                 self._num_transfers -= 1
-                good = [key for key, answer in zip(job.keys, work.answers, strict=False) if answer]
+                # The outcomes are fewer than the keys where a part of the job was dropped.
+                good = [key for key, is_good in zip(job.keys, task.outcomes, strict=False) if is_good]
                 all_good = len(good) == len(job.keys)
-                some = good if good and not all_good else None
-                self._results.append(JobResult(job.job_id, all_good, some))
+                self._results.append(JobResult(job.job_id, all_good, good if good and not all_good else None))
 
-        self._submit(work, self._piece_of(work.num_items), ended)
+        self._submit(task, self._slice_blocks_of(task.num_items), ended)
 
-    def _piece_of(self, num_blocks: int) -> int:
-        """Small enough for all threads to share a job, and for the next in line not to wait long."""
-        return min(self._piece_blocks, -(-num_blocks // self._runner.num_threads))
+    def _slice_blocks_of(self, num_blocks: int) -> int:
+        """Few enough that all threads share a job, and that no slice delays the next job for long."""
+        return min(self._max_slice_blocks, -(-num_blocks // self._runner.num_threads))
 
-    def _transfer(
-        self,
-        call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]],
-        keys: Sequence[OffloadKey],
-        block_ids: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.uint8],
-        start: int,
-        stop: int,
-    ) -> list[bool]:
-        """In an I/O thread: moves some blocks between ``rows`` and the store."""
-        try:
-            return call(keys[start:stop], [memoryview(rows[slot]) for slot in block_ids[start:stop].tolist()])
-        finally:
-            self._pass_on_evicted()
+    def _transfer_of(
+        self, job: JobMetadata, call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
+    ) -> Callable[[int, int], list[bool]]:
+        """``job`` as work for the I/O threads. It refers to the slots itself, so that a call which hangs beyond
+        ``shutdown`` keeps them mapped."""
+        slots, keys, block_ids = self._slots, job.keys, job.block_ids
+        assert slots is not None
 
-    def _pass_on_evicted(self) -> None:
+        def transfer(start: int, stop: int) -> list[bool]:
+            try:
+                return call(keys[start:stop], [memoryview(slots[slot]) for slot in block_ids[start:stop].tolist()])
+            finally:
+                self._queue_evicted()
+
+        return transfer
+
+    def _queue_evicted(self) -> None:
         if evicted := self._store.take_evicted():
             self._evicted.append(evicted)
 
-    def _store_piece_ended(self, job: JobMetadata, end: Ended) -> None:
-        self._note_health(self._writes, end, job.keys[end.start])
-        written = []
-        for index in range(end.start, end.stop):
-            is_still_there = self._knowledge.store_ends(job.keys[index])
-            if not end.job.answers[index]:
-                continue
-            self._num_stored += 1
-            if is_still_there:
-                written.append(job.keys[index])
-        failed = end.stop - end.start - sum(end.job.answers[end.start : end.stop])
-        if end.was_begun:
-            self._num_store_failures += failed
+    def _store_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
+        keys, outcomes = job.keys[result.start : result.stop], result.outcomes
+        self._num_storing -= len(keys)
+        self._record(self._writes, result, keys[0])
+        self._index.end_store(keys, outcomes)
+        self._num_stored += outcomes.count(True)
+        if result.status is IoStatus.CANCELLED:
+            self._num_dropped += len(keys)
         else:
-            self._num_dropped += failed
-        self._knowledge.learn(written)
+            self._num_store_failures += outcomes.count(False)
 
-    def _load_piece_ended(self, job: JobMetadata, end: Ended) -> None:
-        self._note_health(self._reads, end, job.keys[end.start])
-        missing = [job.keys[index] for index in range(end.start, end.stop) if not end.job.answers[index]]
-        self._num_loaded += end.stop - end.start - len(missing)
+    def _load_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
+        keys = job.keys[result.start : result.stop]
+        self._record(self._reads, result, keys[0])
+        missing = [key for key, is_loaded in zip(keys, result.outcomes, strict=True) if not is_loaded]
+        self._num_loaded += len(keys) - len(missing)
         self._num_load_failures += len(missing)
-        if end.error is None:
-            # The store said no: what we thought to know is forgotten, and asked for next time.
-            self._knowledge.forget(missing)
+        if result.status is IoStatus.DONE:
+            # The store lacks them, whatever the index says: the next lookup asks the store.
+            self._index.remove(missing)
 
-    # ---------------------------------------------------------------------------------------------------- steps
+    # ------------------------------------------------------------------------------------------------------ steps
 
     def on_schedule_end(self) -> None:
         self._poll()
-        if self._knowledge.has_questions:
-            self._submit_lookups()
+        if keys := self._index.take_keys_to_ask():
+            self._submit_lookups(keys)
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
-            self._next_touch_s = now_s + _TOUCH_EVERY_S
+            self._next_touch_s = now_s + _TOUCH_INTERVAL_S
             self._submit_touches()
-        if not self._reads.is_closed and not self._runner.num_stuck(_READS) and self._reads.may_probe():
+        if not self._reads.is_closed and not self._runner.num_overdue(_READ_QUEUES) and self._reads.begin_probe():
             self._submit_probe()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -253,13 +268,13 @@ class StoreTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        return bool(self._num_transfers or self._results or self._knowledge.is_asking)
+        return bool(self._num_transfers or self._results or self._index.is_asking)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._knowledge.take_events()
+        return self._index.take_events()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        if keys and self._num_touched < _MOST_TOUCHED:
+        if keys and self._num_touched < _MAX_TOUCHED:
             self._touched.append(list(keys))
             self._num_touched += len(keys)
 
@@ -282,7 +297,7 @@ class StoreTier(SecondaryTierManager):
         self.drain_jobs()
         num_hung = self._runner.shutdown(self._limits.drain_timeout_s)
         self._poll()
-        self._rows = None
+        self._slots = None
         if not num_hung:
             closing = threading.Thread(target=self._store.close, name=f"kvoffload-{self.tier_type}-close", daemon=True)
             closing.start()
@@ -297,9 +312,9 @@ class StoreTier(SecondaryTierManager):
 
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()
-        stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._answers.items()}
+        stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._num_lookups.items()}
         stats |= {
-            ("tier_blocks", tier): len(self._knowledge),
+            ("tier_blocks", tier): len(self._index),
             ("tier_bytes", tier): store.used_bytes,
             ("tier_healthy", tier): int(self._reads.is_closed and self._writes.is_closed),
             ("tier_blocks_stored", tier): self._num_stored,
@@ -313,84 +328,86 @@ class StoreTier(SecondaryTierManager):
         }
         return stats
 
-    # ------------------------------------------------------------------------------------------- what has ended
+    # --------------------------------------------------------------------------------------------- results of I/O
 
-    def _submit(self, job: Job, piece_items: int, ended: Callable[[Ended], None]) -> None:
-        self._ends[job] = ended
-        self._runner.submit(job, piece_items)
+    def _submit(self, task: IoTask, slice_items: int, ended: Callable[[IoResult], None]) -> None:
+        self._callbacks[task] = ended
+        self._runner.submit(task, slice_items)
 
     def _poll(self) -> None:
-        """Takes in what the I/O threads have found."""
-        if self._runner.is_idle and not self._seen:
-            return
-        # First: a block that was evicted while it was being stored is not to be learnt afterwards.
+        """Takes in what the I/O threads have found. Cheap if they are idle."""
+        self._take_results()
+        num_scanned = 0
+        while self._scanned and num_scanned < _SCANNED_PER_POLL:
+            batch = self._scanned.popleft()
+            self._index.add(batch)
+            num_scanned += len(batch)
+
+    def _take_results(self) -> None:
+        # Evictions before results: a block whose eviction is known must not be announced as present. An eviction that a
+        # thread queues after this loop is not lost; the next call removes the key.
         while self._evicted:
-            self._knowledge.forget(self._evicted.popleft())
-        for end in self._runner.poll():
-            self._ends[end.job](end)
-            if end.is_last:
-                self._ends.pop(end.job, None)
-        num_seen = 0
-        while self._seen and num_seen < _NEWS_PER_POLL:
-            batch = self._seen.popleft()
-            self._knowledge.learn(batch)
-            num_seen += len(batch)
-        for job in self._runner.newly_overdue():
-            self._note_failure(self._reads if job.lane in _READS else self._writes, "does not come to an end", True)
+            self._index.remove(self._evicted.popleft())
+        for result in self._runner.take_results():
+            if result.status is IoStatus.OVERDUE:
+                breaker = self._reads if result.task.queue in _READ_QUEUES else self._writes
+                self._record_failure(breaker, "A call hangs.", is_grave=True)
+                continue
+            self._callbacks[result.task](result)
+            if result.is_last:
+                del self._callbacks[result.task]
 
-    # --------------------------------------------------------------------------------------------------- health
+    # ------------------------------------------------------------------------------------------- circuit breakers
 
-    def _note_health(self, breaker: Breaker, end: Ended, key: OffloadKey) -> None:
-        if isinstance(end.error, Overdue):
-            breaker.withdraw_probe()
-        elif end.error is not None:
-            if breaker is self._reads:
-                self._probe_key = key
-            self._note_failure(breaker, str(end.error), False)
-        elif breaker.succeeded():
-            _log.warning("Tier %r is used for %s again.", self.tier_type, self._name_of(breaker))
+    def _record(self, breaker: CircuitBreaker, result: IoResult, key: OffloadKey) -> None:
+        match result.status:
+            case IoStatus.DONE:
+                if breaker.record_success():
+                    _log.warning("Tier %r is used for %s again.", self.tier_type, breaker.name)
+            case IoStatus.FAILED:
+                if breaker is self._reads:
+                    self._probe_key = key
+                self._record_failure(breaker, str(result.error))
+            case IoStatus.CANCELLED:
+                breaker.cancel_probe()
 
-    def _note_failure(self, breaker: Breaker, reason: str, at_once: bool) -> None:
-        if breaker.failed(at_once=at_once):
-            _log.warning(
-                "Tier %r is not used for %s until it recovers: %s", self.tier_type, self._name_of(breaker), reason
-            )
-            # What waits would only fail one by one, and holds slots.
-            self._runner.cancel_queued(*(_READS if breaker is self._reads else (Lane.STORE,)))
-
-    def _name_of(self, breaker: Breaker) -> str:
-        return "reading" if breaker is self._reads else "writing"
+    def _record_failure(self, breaker: CircuitBreaker, reason: str, *, is_grave: bool = False) -> None:
+        if breaker.record_failure(is_grave=is_grave):
+            _log.warning("Tier %r is not used for %s until it recovers: %s", self.tier_type, breaker.name, reason)
+            # Queued slices would only fail one by one, and meanwhile hold slots.
+            self._runner.cancel_queued(*(_READ_QUEUES if breaker is self._reads else (IoQueue.STORE,)))
 
     def _submit_probe(self) -> None:
-        """Asks for, and reads if it is there, the block that failed last, into memory of the probe's own."""
+        """Asks for the block that failed last, and if it is present reads it into memory of the probe's own."""
         key, num_bytes = self._probe_key, self.block_bytes
 
         def probe(start: int, stop: int) -> list[bool]:
             if self._store.contains([key]) == [True]:
                 self._store.read_into([key], [memoryview(bytearray(num_bytes))])
-                self._pass_on_evicted()
+                self._queue_evicted()
             return [True]
 
-        self._submit(Job(Lane.LOAD, 1, probe), 1, lambda end: self._note_health(self._reads, end, key))
+        self._submit(IoTask(IoQueue.LOAD, 1, probe), 1, lambda result: self._record(self._reads, result, key))
 
-    # ------------------------------------------------------------------------------------- upkeep, in its thread
+    # ----------------------------------------------------------------------------------------------------- upkeep
 
     def _scan(self, start: int, stop: int) -> list[bool]:
+        """In the upkeep thread. The keys come in batches small enough for one poll."""
         for batch in self._store.scan():
-            for first in range(0, len(batch), _NEWS_PER_POLL // 4):
-                self._seen.append(batch[first : first + _NEWS_PER_POLL // 4])
+            for first in range(0, len(batch), _SCANNED_PER_POLL // 4):
+                self._scanned.append(batch[first : first + _SCANNED_PER_POLL // 4])
             if self._runner.is_closing:
                 return [False]
         return [True]
 
-    def _scan_ended(self, end: Ended) -> None:
-        self._was_scanned = end.job.answers[0]
-        if end.error is not None and not isinstance(end.error, Overdue):
-            _log.warning("Tier %r could not be scanned, so each block is asked for: %s", self.tier_type, end.error)
+    def _scan_ended(self, result: IoResult) -> None:
+        self._scan_is_done = result.outcomes == [True]
+        if result.status is IoStatus.FAILED:
+            _log.warning("Tier %r could not be scanned, so each block is asked for: %s", self.tier_type, result.error)
 
     def _submit_touches(self) -> None:
-        if self._runner.backlog(Lane.UPKEEP):
-            return  # the scan, or a store that is slower at this than requests come
+        if self._runner.backlog(IoQueue.UPKEEP):
+            return  # The scan runs, or the store is slower at touches than requests come. A later step tries again.
         touched, self._touched, self._num_touched = self._touched, [], 0
 
         def touch(start: int, stop: int) -> list[bool]:
@@ -398,4 +415,4 @@ class StoreTier(SecondaryTierManager):
                 self._store.touch(keys)
             return [True]
 
-        self._submit(Job(Lane.UPKEEP, 1, touch), 1, lambda end: None)
+        self._submit(IoTask(IoQueue.UPKEEP, 1, touch), 1, lambda result: None)

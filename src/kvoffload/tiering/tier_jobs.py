@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class GuardedTier:
-    """A secondary tier as the manager holds it: the same calls, none of which raises.
+    """A secondary tier with the same calls, none of which raises.
 
     An exception becomes the mildest answer, so that no tier can break an engine step. A lookup that raises is
     ``False``; a submit that raises took no job; a poll that raises found nothing. The first exception of each call is
@@ -119,14 +119,6 @@ class TierJob:
     succeeded: list[OffloadKey] = field(default_factory=list)
     failed: list[OffloadKey] = field(default_factory=list)
 
-    @property
-    def keys(self) -> Sequence[OffloadKey]:
-        return self.metadata.keys
-
-    @property
-    def req_context(self) -> ReqContext:
-        return self.metadata.req_context
-
 
 class TierJobs:
     """Submits jobs to tiers and collects their ends. Each job that a tier took ends exactly once.
@@ -136,18 +128,13 @@ class TierJobs:
     """
 
     def __init__(self) -> None:
-        self._jobs: dict[int, TierJob] = {}
+        self.in_flight: dict[int, TierJob] = {}
+        """By id, for others to look at."""
         self._num_by_tier: Counter[GuardedTier] = Counter()
         self._last_id = 0
 
     def __repr__(self) -> str:
-        return f"TierJobs(in_flight={len(self._jobs)})"
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[TierJob]:
-        return iter(self._jobs.values())
+        return f"TierJobs(in_flight={len(self.in_flight)})"
 
     def submit(
         self,
@@ -163,7 +150,7 @@ class TierJobs:
         slots = np.asarray(block_ids, dtype=np.int64)
         job = TierJob(JobMetadata(self._last_id, tuple(keys), slots, is_promotion, req_context), tier)
         # Recorded first: a tier may finish a job, and be polled, within its own submit.
-        self._jobs[self._last_id] = job
+        self.in_flight[self._last_id] = job
         self._num_by_tier[tier] += 1
         if tier.submit(job.metadata):
             return None
@@ -172,12 +159,10 @@ class TierJobs:
 
     def take_finished(self) -> list[TierJob]:
         """Jobs that ended since the last call. Tiers without a job are not asked."""
-        if not self._jobs:
-            return []
         finished: list[TierJob] = []
         for tier in [tier for tier, jobs in self._num_by_tier.items() if jobs]:
             for result in tier.get_finished_jobs():
-                job = self._jobs.get(result.job_id)
+                job = self.in_flight.get(result.job_id)
                 if job is not None and job.tier is tier:
                     self._end(job, result)
                     finished.append(job)
@@ -185,12 +170,13 @@ class TierJobs:
 
     def mark_stale(self) -> None:
         """The primary tier was reset: the blocks of all jobs in flight are forgotten."""
-        for job in self._jobs.values():
+        for job in self.in_flight.values():
             job.is_stale = True
 
     def _end(self, job: TierJob, result: JobResult) -> None:
-        del self._jobs[result.job_id]
+        del self.in_flight[result.job_id]
         self._num_by_tier[job.tier] -= 1
-        good = set(result.successful_keys if result.successful_keys is not None else job.keys if result.success else ())
-        job.succeeded = [key for key in job.keys if key in good]
-        job.failed = [key for key in job.keys if key not in good]
+        keys = job.metadata.keys
+        good = set(result.successful_keys if result.successful_keys is not None else keys if result.success else ())
+        job.succeeded = [key for key in keys if key in good]
+        job.failed = [key for key in keys if key not in good]

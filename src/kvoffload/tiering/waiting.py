@@ -211,9 +211,6 @@ class WaitingRequests:
     def __repr__(self) -> str:
         return f"WaitingRequests({len(self._waiting)})"
 
-    def next_step(self) -> None:
-        self._step += 1
-
     def record_hit(self, request: RequestState, key: OffloadKey) -> None:
         """``request`` gets the answer that ``key`` is ready: a claim if it waits, else recorded in case it will."""
         if request.waiting_since is None:
@@ -256,8 +253,10 @@ class WaitingRequests:
         self.end(request)
         request.patience_s = 0.0
 
-    def expire(self) -> None:
-        """Ends the waits of requests that ran out of patience and ask no more, so that their claims end too."""
+    def end_step(self) -> None:
+        """Ends the waits of requests that ran out of patience and ask no more, so that their claims end too. Hits of
+        this step become claims of no later wait."""
+        self._step += 1
         while self._waiting:
             longest = next(iter(self._waiting.values()))
             if not self.is_over(longest):

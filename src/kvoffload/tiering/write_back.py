@@ -112,9 +112,9 @@ class WriteBack:
         target = next((target for target in self._targets if target.tier is job.tier), None)
         if target is None:
             return
-        is_own = job.req_context is self.context
+        is_own = job.metadata.req_context is self.context
         if is_own:
-            target.in_flight -= len(job.keys)
+            target.in_flight -= len(job.metadata.keys)
         if job.is_stale:
             return
         if not is_own:
@@ -159,7 +159,7 @@ class WriteBack:
 
     def check_invariants(self, jobs: Iterable[TierJob]) -> None:
         """``jobs``: all that are in flight."""
-        in_flight = sum(len(job.keys) for job in jobs if job.req_context is self.context)
+        in_flight = sum(len(job.metadata.keys) for job in jobs if job.metadata.req_context is self.context)
         assert sum(target.in_flight for target in self._targets) == in_flight
         for target in self._targets:
             assert target.in_flight <= self._most

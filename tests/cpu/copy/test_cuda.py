@@ -39,11 +39,11 @@ class Rig:
     store: OffloadingHandler
     load: OffloadingHandler
 
-    def transfer(self, job_id: int, handler: OffloadingHandler, block: int, row: int) -> None:
-        gpu, cpu = GPULoadStoreSpec([block], [1], [0]), CPULoadStoreSpec([row])
+    def transfer(self, job_id: int, handler: OffloadingHandler, block: int, slot: int) -> None:
+        gpu, cpu = GPULoadStoreSpec([block], [1], [0]), CPULoadStoreSpec([slot])
         handler.transfer_async(job_id, (gpu, cpu) if handler is self.store else (cpu, gpu))
 
-    def row(self, number: int) -> set[int]:
+    def slot(self, number: int) -> set[int]:
         return set(np.unique(np.asarray(self.region.create_kv_memoryview())[number]).tolist())
 
 
@@ -65,7 +65,7 @@ def test_a_store_waits_for_the_compute_that_writes_its_blocks(rig: Rig) -> None:
     rig.pool[1].fill_(5)
     rig.transfer(1, rig.store, 1, 2)
     rig.store.wait([1])
-    assert rig.row(2) == {5}
+    assert rig.slot(2) == {5}
 
 
 def test_a_load_waits_for_the_compute_that_still_reads_its_blocks(rig: Rig) -> None:
@@ -87,7 +87,7 @@ def test_the_next_use_of_a_slot_waits_for_the_transfer_before(rig: Rig) -> None:
     rig.transfer(2, rig.load, 2, 1)
     rig.transfer(3, rig.store, 2, 3)
     rig.store.wait([3])
-    assert rig.row(3) == {7}
+    assert rig.slot(3) == {7}
     torch.cuda.synchronize()
     assert rig.pool[2].unique().tolist() == [7]
 

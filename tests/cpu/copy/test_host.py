@@ -60,11 +60,11 @@ def test_exactly_the_runs_are_written(move: MoveRuns, runs: list[tuple[int, int,
 def test_directions(page_bytes: int) -> None:
     device = np.random.default_rng(0).integers(0, 256, (6, page_bytes), dtype=np.uint8)
     host = np.zeros((6, page_bytes), dtype=np.uint8)
-    ids, rows = np.array([4, 1, 3]), np.array([0, 5, 2])
+    ids, slots = np.array([4, 1, 3]), np.array([0, 5, 2])
     lengths = np.full(3, page_bytes)
-    runs = Runs(device.ctypes.data + ids * page_bytes, host.ctypes.data + rows * page_bytes, lengths)
+    runs = Runs(device.ctypes.data + ids * page_bytes, host.ctypes.data + slots * page_bytes, lengths)
     copy_to_host(runs)
-    np.testing.assert_array_equal(host[rows], device[ids])
+    np.testing.assert_array_equal(host[slots], device[ids])
     assert not host[[1, 3, 4]].any()
     stored = device.copy()
     device[:] = 0
@@ -97,9 +97,12 @@ def fresh_mover() -> Any:
 
 
 @pytest.mark.usefixtures("fresh_mover")
-def test_without_numba_the_plain_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_the_plain_way_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     assert native_mover() is None
+    assert not caplog.records
     test_directions(4096)
 
 
@@ -120,6 +123,7 @@ def test_a_numba_that_cannot_compile_costs_speed_and_a_warning(
     monkeypatch.setattr(builtins, "__import__", broken)
     assert native_mover() is None
     assert "copied slower" in caplog.text
+    assert "releases disagree" in caplog.text
 
 
 @pytest.mark.parametrize("move", MOVERS)

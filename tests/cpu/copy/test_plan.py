@@ -13,7 +13,7 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
 from kvoffload.errors import TransferError
 
-NUM_GPU_BLOCKS, NUM_ROWS, REGION = 10, 6, 1_000_000
+NUM_GPU_BLOCKS, NUM_SLOTS, REGION = 10, 6, 1_000_000
 
 
 @st.composite
@@ -29,39 +29,39 @@ def layouts(draw: st.DrawFn) -> CopyLayout:
             address += stride * NUM_GPU_BLOCKS
         groups.append(tuple(pages))
     slice_bytes = factor * max(sum(page.page_bytes for page in group) for group in groups)
-    return CopyLayout(tuple(groups), factor, REGION, slice_bytes + draw(st.integers(0, 3)), NUM_ROWS)
+    return CopyLayout(tuple(groups), factor, REGION, slice_bytes + draw(st.integers(0, 3)), NUM_SLOTS)
 
 
 @st.composite
 def transfers(draw: st.DrawFn, layout: CopyLayout) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-    ids, sizes, indices, rows = [], [], [], []
+    ids, sizes, indices, slots = [], [], [], []
     for _ in layout.groups:
         size, index = draw(st.integers(0, 2 * layout.factor)), draw(st.integers(0, 9))
         ids += draw(st.lists(st.integers(0, NUM_GPU_BLOCKS - 1), min_size=size, max_size=size))
-        num_rows = -(-(index % layout.factor + size) // layout.factor) if size else 0
-        rows += draw(st.lists(st.integers(0, NUM_ROWS - 1), min_size=num_rows, max_size=num_rows))
+        num_slots = -(-(index % layout.factor + size) // layout.factor) if size else 0
+        slots += draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=num_slots, max_size=num_slots))
         sizes.append(size)
         indices.append(index)
-    return GPULoadStoreSpec(ids, sizes, indices), CPULoadStoreSpec(rows)
+    return GPULoadStoreSpec(ids, sizes, indices), CPULoadStoreSpec(slots)
 
 
 def bytes_by_definition(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> list[tuple[int, int]]:
     """(device byte, host byte) for every byte that moves."""
     found = []
-    ids, rows = gpu.block_ids.tolist(), cpu.block_ids.tolist()
+    ids, slots = gpu.block_ids.tolist(), cpu.block_ids.tolist()
     for group, size, index in zip(layout.groups, gpu.group_sizes, gpu.block_indices, strict=True):
-        first_row_index = index // layout.factor
+        first_slot_index = index // layout.factor
         for nth in range(size):
-            row = rows[(index + nth) // layout.factor - first_row_index]
+            slot = slots[(index + nth) // layout.factor - first_slot_index]
             sub, offset = (index + nth) % layout.factor, 0
             for page in group:
                 for byte in range(page.page_bytes):
                     device = page.address + ids[nth] * page.stride_bytes + byte
-                    host = layout.region_address + row * layout.row_bytes + offset + sub * page.page_bytes + byte
+                    host = layout.region_address + slot * layout.slot_bytes + offset + sub * page.page_bytes + byte
                     found.append((device, host))
                 offset += layout.factor * page.page_bytes
         ids = ids[size:]
-        rows = rows[-(-(index % layout.factor + size) // layout.factor) if size else 0 :]
+        slots = slots[-(-(index % layout.factor + size) // layout.factor) if size else 0 :]
     return found
 
 
@@ -83,7 +83,7 @@ def test_runs_are_exactly_the_bytes_of_the_definition(data: st.DataObject) -> No
 
 
 def test_runs_that_touch_on_both_sides_are_merged() -> None:
-    layout = CopyLayout(((PageRef(0, 100, 8, 100), PageRef(5000, 100, 8, 100)),), 4, REGION, 800, NUM_ROWS)
+    layout = CopyLayout(((PageRef(0, 100, 8, 100), PageRef(5000, 100, 8, 100)),), 4, REGION, 800, NUM_SLOTS)
     runs = plan_runs(layout, GPULoadStoreSpec([2, 3, 4, 5], [4], [0]), CPULoadStoreSpec([1]))
     assert runs.device.tolist() == [200, 5200]
     assert runs.host.tolist() == [REGION + 800, REGION + 1200]
@@ -91,7 +91,7 @@ def test_runs_that_touch_on_both_sides_are_merged() -> None:
 
 
 def test_neighbours_on_one_side_only_are_not_merged() -> None:
-    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
+    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
     assert len(plan_runs(layout, GPULoadStoreSpec([2, 4], [2], [0]), CPULoadStoreSpec([0, 1])).lengths) == 2
     assert len(plan_runs(layout, GPULoadStoreSpec([2, 3], [2], [0]), CPULoadStoreSpec([1, 0])).lengths) == 2
 
@@ -120,22 +120,22 @@ def test_splitting_keeps_every_byte_and_balances(parts: int) -> None:
 def test_little_is_not_split_and_nothing_is_nothing() -> None:
     little = Runs(np.array([0]), np.array([9]), np.array([1000]))
     assert little.split(8) == [little]
-    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
+    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
     assert plan_runs(layout, GPULoadStoreSpec([], [0], [0]), CPULoadStoreSpec([])).split(4) == []
 
 
 @pytest.mark.parametrize(
-    ("gpu", "rows"),
+    ("gpu", "slots"),
     [([8], [0]), ([-1], [0]), ([0], [6]), ([0], [-1]), ([0, 1], [0]), ([0], [0, 1])],
 )
-def test_ids_outside_of_the_layout_are_refused(gpu: list[int], rows: list[int]) -> None:
-    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
+def test_ids_outside_of_the_layout_are_refused(gpu: list[int], slots: list[int]) -> None:
+    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
     with pytest.raises(TransferError):
-        plan_runs(layout, GPULoadStoreSpec(gpu, [len(gpu)], [0]), CPULoadStoreSpec(rows))
+        plan_runs(layout, GPULoadStoreSpec(gpu, [len(gpu)], [0]), CPULoadStoreSpec(slots))
 
 
 def test_more_groups_than_the_layout_has_are_refused() -> None:
-    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_ROWS)
+    layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
     with pytest.raises(TransferError, match="2 groups"):
         plan_runs(layout, GPULoadStoreSpec([0, 0], [1, 1], [0, 0]), CPULoadStoreSpec([0, 1]))
 

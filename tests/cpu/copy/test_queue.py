@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvoffload.cpu.copy.queue import Copy, Direction, Extent, TransferQueue
+from kvoffload.base import Direction
+from kvoffload.cpu.copy.queue import CopyPlan, Extent, TransferQueue
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
 
-def extent(rows: set[int], gpu_blocks: set[int]) -> Extent:
-    return Extent(frozenset(rows), frozenset(gpu_blocks))
+def extent(slots: set[int], gpu_blocks: set[int]) -> Extent:
+    return Extent(frozenset(slots), frozenset(gpu_blocks))
 
 
 class Gate:
@@ -25,8 +26,8 @@ class Gate:
         self.running, self.go = threading.Event(), threading.Event()
         self._log, self._name, self._num_bytes = log, name, num_bytes
 
-    def plan(self) -> Copy:
-        return Copy([self._run], self._num_bytes)
+    def plan(self) -> CopyPlan:
+        return CopyPlan([self._run], self._num_bytes)
 
     def _run(self) -> None:
         self._log.append(self._name)
@@ -49,16 +50,16 @@ def ends(queue: TransferQueue, direction: Direction) -> dict[int, bool]:
 
 CONFLICTS = {
     # (earlier, later): what both touch -> whether the later one must wait
-    (STORE, LOAD): {"row": True, "gpu": True},
-    (LOAD, STORE): {"row": True, "gpu": True},
-    (STORE, STORE): {"row": True, "gpu": False},
-    (LOAD, LOAD): {"row": False, "gpu": True},
+    (STORE, LOAD): {"slot": True, "gpu": True},
+    (LOAD, STORE): {"slot": True, "gpu": True},
+    (STORE, STORE): {"slot": True, "gpu": False},
+    (LOAD, LOAD): {"slot": False, "gpu": True},
 }
 
 
 @pytest.mark.parametrize(
     ("earlier", "later", "shared"),
-    [(*pair, shared) for pair, shared in itertools.product(CONFLICTS, ("row", "gpu", "nothing"))],
+    [(*pair, shared) for pair, shared in itertools.product(CONFLICTS, ("slot", "gpu", "nothing"))],
 )
 def test_a_job_waits_for_those_it_conflicts_with_and_for_no_others(
     earlier: Direction, later: Direction, shared: str
@@ -67,7 +68,7 @@ def test_a_job_waits_for_those_it_conflicts_with_and_for_no_others(
     first, second = Gate(log, "first"), Gate(log, "second")
     second.go.set()
     queue.submit(1, earlier, extent({1}, {1}), first.plan)
-    queue.submit(2, later, extent({1} if shared == "row" else {2}, {1} if shared == "gpu" else {2}), second.plan)
+    queue.submit(2, later, extent({1} if shared == "slot" else {2}, {1} if shared == "gpu" else {2}), second.plan)
     assert first.running.wait(30)
     if CONFLICTS[earlier, later].get(shared, False):
         assert not second.running.is_set()
@@ -97,7 +98,7 @@ def test_loads_overtake_stores_that_have_not_started() -> None:
     queue.shutdown()
 
 
-def fails() -> Copy:
+def fails() -> CopyPlan:
     raise RuntimeError("no plan")
 
 
@@ -106,8 +107,8 @@ def test_what_raises_is_a_failed_job_and_the_next_ones_go_on(queue: TransferQueu
         raise OSError("no copy")
 
     queue.submit(1, STORE, extent({1}, {1}), fails)
-    queue.submit(2, STORE, extent({1}, {1}), lambda: Copy([bad_part, lambda: None], 7))
-    queue.submit(3, STORE, extent({1}, {1}), lambda: Copy([lambda: None] * 4, 7))
+    queue.submit(2, STORE, extent({1}, {1}), lambda: CopyPlan([bad_part, lambda: None], 7))
+    queue.submit(3, STORE, extent({1}, {1}), lambda: CopyPlan([lambda: None] * 4, 7))
     queue.wait([1, 2, 3])
     results = {result.job_id: result for result in queue.take_finished(STORE)}
     assert {job: result.success for job, result in results.items()} == {1: False, 2: False, 3: True}
@@ -121,8 +122,8 @@ def test_no_error_takes_a_copying_thread_down(queue: TransferQueue, error: type[
         raise error
 
     for job in range(4):
-        queue.submit(job, LOAD, extent({1}, {job}), lambda: Copy([part, part], 7))
-    queue.submit(4, LOAD, extent({1}, {4}), lambda: Copy([lambda: None], 7))
+        queue.submit(job, LOAD, extent({1}, {job}), lambda: CopyPlan([part, part], 7))
+    queue.submit(4, LOAD, extent({1}, {4}), lambda: CopyPlan([lambda: None], 7))
     queue.wait(range(5))
     assert ends(queue, LOAD) == {0: False, 1: False, 2: False, 3: False, 4: True}
 
@@ -156,29 +157,29 @@ def test_shutdown_waits_for_what_runs_and_fails_the_rest() -> None:
 
 
 def test_many_jobs_on_few_blocks_end_once_each_in_an_order_none_can_tell(queue: TransferQueue) -> None:
-    """Stores append to a row's history and loads copy it: the outcome must equal running the jobs one by one."""
-    rows: dict[int, list[int]] = {row: [] for row in range(3)}
+    """Stores append to a slot's history and loads copy it: the outcome must equal running the jobs one by one."""
+    slots: dict[int, list[int]] = {slot: [] for slot in range(3)}
     blocks: dict[int, list[int]] = {block: [block] for block in range(3)}
-    expected_rows, expected_blocks = {k: list(v) for k, v in rows.items()}, {k: list(v) for k, v in blocks.items()}
+    expected_slots, expected_blocks = {k: list(v) for k, v in slots.items()}, {k: list(v) for k, v in blocks.items()}
 
     def copy(
         source: dict[int, list[int]], a: int, target: dict[int, list[int]], b: int, job: int
-    ) -> Callable[[], Copy]:
+    ) -> Callable[[], CopyPlan]:
         def part() -> None:
             target[b] = [*source[a][-5:], job]
 
-        return lambda: Copy([part], 1)
+        return lambda: CopyPlan([part], 1)
 
     for job in range(300):
-        row, block = job * 7 % 3, job * 5 % 11 % 3
-        touched = extent({row}, {block})
+        slot, block = job * 7 % 3, job * 5 % 11 % 3
+        touched = extent({slot}, {block})
         if job % 2:
-            queue.submit(job, STORE, touched, copy(blocks, block, rows, row, job))
-            copy(expected_blocks, block, expected_rows, row, job)().parts[0]()
+            queue.submit(job, STORE, touched, copy(blocks, block, slots, slot, job))
+            copy(expected_blocks, block, expected_slots, slot, job)().parts[0]()
         else:
-            queue.submit(job, LOAD, touched, copy(rows, row, blocks, block, job))
-            copy(expected_rows, row, expected_blocks, block, job)().parts[0]()
+            queue.submit(job, LOAD, touched, copy(slots, slot, blocks, block, job))
+            copy(expected_slots, slot, expected_blocks, block, job)().parts[0]()
     queue.wait(range(300))
-    assert (rows, blocks) == (expected_rows, expected_blocks)
+    assert (slots, blocks) == (expected_slots, expected_blocks)
     told = [result.job_id for direction in Direction for result in queue.take_finished(direction)]
     assert sorted(told) == list(range(300))

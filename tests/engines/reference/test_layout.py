@@ -7,14 +7,14 @@ from tests.engines.reference.zoo import tiny_model
 from transformers import AutoConfig
 
 from kvoffload.config import GroupKind
-from kvoffload.engines.reference.layout import LayerPlace, engine_layout, fingerprint, kv_shape
+from kvoffload.engines.reference.layout import LayerPosition, engine_layout, fingerprint, kv_shape
 from kvoffload.errors import LayoutError
 
 
 def test_layers_with_one_window_form_a_group() -> None:
     shape = kv_shape(tiny_model("gemma3_text").config)
     assert shape.windows == (None, 11)
-    assert shape.places == (LayerPlace(1, 0), LayerPlace(0, 0), LayerPlace(1, 1))
+    assert shape.layer_positions == (LayerPosition(1, 0), LayerPosition(0, 0), LayerPosition(1, 1))
     layout = engine_layout(shape, 4, torch.float32, {"model": "x"})
     assert [group.kind for group in layout.groups] == [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW]
     token_bytes = 2 * 2 * 8 * 4  # keys and values, heads, head size, float32

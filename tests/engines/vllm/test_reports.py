@@ -49,7 +49,7 @@ def stored(*keys: OffloadKey) -> OffloadingEvent:
 
 def test_plain_events_name_hashes_only_one_event_per_group() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=False)
-    translator.see(request("a", 3))
+    translator.track(request("a", 3))
     events = translator.translate(
         [stored(key("a", 0), key("a", 0, 1), key("a", 1)), OffloadingEvent([key("b", 5, 1)], "fs", removed=True)]
     )
@@ -64,7 +64,7 @@ def test_plain_events_name_hashes_only_one_event_per_group() -> None:
 def test_described_events_carry_tokens_parent_and_size_of_the_block_that_can_be_fetched() -> None:
     translator = EventTranslator(LAYOUT, factor=2, describe=True)
     lora = SimpleNamespace(adapter_id=7, name="tuned")
-    translator.see(request("a", 4, lora))
+    translator.track(request("a", 4, lora))
     first, second, plain = translator.translate([stored(key("a", 1), key("a", 3)), stored(key("unknown", 1))])
     assert (first.block_hashes, first.parent_block_hash, first.block_size) == ([b"a-1"], None, 8)
     assert first.token_ids == list(range(100, 108))
@@ -76,15 +76,15 @@ def test_described_events_carry_tokens_parent_and_size_of_the_block_that_can_be_
 
 def test_windows_are_never_described() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
-    translator.see(request("a", 2))
+    translator.track(request("a", 2))
     (event,) = translator.translate([stored(key("a", 1, 1))])
     assert event.block_size == 0
 
 
-def test_hashes_that_grow_are_seen_and_requests_leave_the_view_after_their_end() -> None:
+def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     growing = request("a", 1)
-    translator.see(growing)
+    translator.track(growing)
     growing.block_hashes.append(b"a-1")
     growing.all_token_ids += [1, 2, 3, 4]
     translator.finish(growing)
@@ -94,16 +94,16 @@ def test_hashes_that_grow_are_seen_and_requests_leave_the_view_after_their_end()
         translator.finish(request(f"r{n}", 1))
     (event,) = translator.translate([stored(key("a", 1))])
     assert event.block_size == 0
-    assert len(translator._in_view) == 512
-    assert not translator._known_hashes
+    assert len(translator._origins) == 512
+    assert not translator._num_tracked_hashes
 
 
-def test_a_shared_prefix_stays_in_view_for_the_request_that_still_runs() -> None:
+def test_a_shared_prefix_stays_tracked_for_the_request_that_still_runs() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     old, young = request("a", 1), request("a", 1)
     old.request_id, young.request_id = "old", "young"
-    translator.see(old)
-    translator.see(young)
+    translator.track(old)
+    translator.track(young)
     translator.finish(old)
     for n in range(512):
         translator.finish(request(f"r{n}", 1))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs copy jobs on a few threads, in an order that no job can tell from the order of submission.
+"""Runs copies on a few threads. Jobs may be reordered, but never two of which one writes what the other touches.
 
-Two jobs *conflict* when one writes what the other reads or writes (a slot, a GPU block). A job starts once every
-earlier job that it conflicts with has ended. Among those that may start loads go first, because a request waits for a
-load and nobody waits for a store.
+Two jobs *conflict* when one writes a slot or GPU block that the other reads or writes. A job starts when all earlier
+jobs that it conflicts with have ended. Among jobs that may start, loads go first: a request waits for a load, and none
+for a store.
 """
 
 from __future__ import annotations
@@ -15,23 +15,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
-from kvoffload.base import TransferResult
+from kvoffload.base import Direction, TransferResult
 
-__all__ = ["Copy", "Direction", "Extent", "TransferQueue"]
+__all__ = ["CopyPlan", "Extent", "TransferQueue"]
 
 logger = logging.getLogger(__name__)
 
 
-class Direction(Enum):
-    LOAD = "load"
-    STORE = "store"
-
-
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A planned job: parts that may run side by side, and the bytes they move together."""
+class CopyPlan:
+    """What a job copies: parts that may run in parallel, and the bytes they move together."""
 
     parts: Sequence[Callable[[], None]]
     num_bytes: int
@@ -39,39 +33,39 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What a job touches: slots on the host side, GPU blocks on the device side."""
+    """What a job reads and writes: slots on the host side, GPU blocks on the device side."""
 
-    rows: frozenset[int]
+    slots: frozenset[int]
     gpu_blocks: frozenset[int]
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _QueuedTransfer:
     job_id: int
     direction: Direction
-    plan: Callable[[], Copy]
+    make_plan: Callable[[], CopyPlan]
     extent: Extent
-    blockers: set[_Job] = field(default_factory=set)
+    blockers: set[_QueuedTransfer] = field(default_factory=set)
     num_bytes: int = 0
     open_parts: int = 0
     failed: bool = False
     started_s: float = 0.0
 
-    def conflicts_with(self, earlier: _Job) -> bool:
-        """Stores write rows and read GPU blocks, loads the other way round: only two jobs of one direction share
-        what both merely read."""
-        rows_meet = not self.extent.rows.isdisjoint(earlier.extent.rows)
+    def conflicts_with(self, earlier: _QueuedTransfer) -> bool:
+        """Stores read GPU blocks and write slots, loads the reverse. Two stores may share GPU blocks, and two loads
+        may share slots; all else that both touch is a conflict."""
+        slots_meet = not self.extent.slots.isdisjoint(earlier.extent.slots)
         gpu_blocks_meet = not self.extent.gpu_blocks.isdisjoint(earlier.extent.gpu_blocks)
         if self.direction is not earlier.direction:
-            return rows_meet or gpu_blocks_meet
-        return rows_meet if self.direction is Direction.STORE else gpu_blocks_meet
+            return slots_meet or gpu_blocks_meet
+        return slots_meet if self.direction is Direction.STORE else gpu_blocks_meet
 
 
 class TransferQueue:
-    """Copy jobs of one worker, both directions.
+    """The copies of one worker, in both directions.
 
-    ``submit``, ``take_finished``, ``wait`` and ``shutdown`` are called by the worker's thread; plans and copies run on
-    ``num_threads`` daemon threads, started with the first job. What raises there is a failed job.
+    The worker's thread calls ``submit``, ``take_finished``, ``wait`` and ``shutdown``. Plans and copies run on
+    ``num_threads`` daemon threads, which the first job starts. A job whose plan or copy raises has failed.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -79,9 +73,9 @@ class TransferQueue:
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._job_ended = threading.Condition(self._lock)
-        self._open: dict[int, _Job] = {}
-        self._ready: dict[Direction, deque[_Job]] = {direction: deque() for direction in Direction}
-        self._parts: deque[tuple[_Job, Callable[[], None]]] = deque()
+        self._open: dict[int, _QueuedTransfer] = {}
+        self._ready: dict[Direction, deque[_QueuedTransfer]] = {direction: deque() for direction in Direction}
+        self._parts: deque[tuple[_QueuedTransfer, Callable[[], None]]] = deque()
         self._finished: dict[Direction, list[TransferResult]] = {direction: [] for direction in Direction}
         self._closing = False
         self._threads: list[threading.Thread] = []
@@ -93,9 +87,9 @@ class TransferQueue:
     def num_threads(self) -> int:
         return self._num_threads
 
-    def submit(self, job_id: int, direction: Direction, extent: Extent, plan: Callable[[], Copy]) -> None:
-        """Queues a job. An id that is open already, or a queue that was shut down, makes it fail at once."""
-        job = _Job(job_id, direction, plan, extent)
+    def submit(self, job_id: int, direction: Direction, extent: Extent, make_plan: Callable[[], CopyPlan]) -> None:
+        """Queues a job. It fails at once if its id is open already, or after ``shutdown``."""
+        job = _QueuedTransfer(job_id, direction, make_plan, extent)
         with self._lock:
             if self._closing or job_id in self._open:
                 self._finished[direction].append(TransferResult(job_id, success=False))
@@ -108,18 +102,18 @@ class TransferQueue:
                 self._has_work.notify()
 
     def take_finished(self, direction: Direction) -> list[TransferResult]:
-        """Ends of one direction since the last call, each once."""
+        """Results of the jobs of one direction that ended since the last call, each once."""
         with self._lock:
             finished, self._finished[direction] = self._finished[direction], []
         return finished
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Returns once none of ``job_ids`` is open; ids that were never submitted are not."""
+        """Returns when none of ``job_ids`` is open. Unknown ids are not open."""
         with self._job_ended:
             self._job_ended.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
 
     def shutdown(self) -> None:
-        """Jobs that have not started fail; those that run are waited for. Idempotent."""
+        """Fails the jobs that have not started, and waits for those that run. Idempotent."""
         with self._lock:
             self._closing = True
             for job in [job for job in self._open.values() if not job.started_s]:
@@ -156,7 +150,7 @@ class TransferQueue:
                     continue
             self._do(job, part)
 
-    def _start_next(self) -> tuple[_Job, Callable[[], None]] | None:
+    def _start_next(self) -> tuple[_QueuedTransfer, Callable[[], None]] | None:
         for direction in (Direction.LOAD, Direction.STORE):
             if self._ready[direction]:
                 job = self._ready[direction].popleft()
@@ -165,23 +159,23 @@ class TransferQueue:
                 return job, functools.partial(self._plan, job)
         return None
 
-    def _plan(self, job: _Job) -> None:
-        copy = job.plan()
-        if not copy.parts:
+    def _plan(self, job: _QueuedTransfer) -> None:
+        plan = job.make_plan()
+        if not plan.parts:
             return
         with self._lock:
-            job.num_bytes = copy.num_bytes
-            job.open_parts += len(copy.parts)
-            self._parts.extend((job, part) for part in copy.parts)
-            self._has_work.notify(len(copy.parts))
+            job.num_bytes = plan.num_bytes
+            job.open_parts += len(plan.parts)
+            self._parts.extend((job, part) for part in plan.parts)
+            self._has_work.notify(len(plan.parts))
 
-    def _do(self, job: _Job, part: Callable[[], None]) -> None:
+    def _do(self, job: _QueuedTransfer, part: Callable[[], None]) -> None:
         failed = False
         try:
             part()
         except BaseException:
-            # The one boundary of a copying thread: whatever it was, the job failed and its blocks are a miss. A thread
-            # that died of it would leave the job open, and ``wait`` would never return.
+            # Whatever it was, the job failed and its blocks are a miss. If it ended the thread instead, the job would
+            # stay open and ``wait`` would never return.
             logger.exception("Transfer %d failed.", job.job_id)
             failed = True
         with self._lock:
@@ -190,7 +184,7 @@ class TransferQueue:
             if not job.open_parts:
                 self._end(job)
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _QueuedTransfer) -> None:
         del self._open[job.job_id]
         seconds = time.monotonic() - job.started_s
         result = TransferResult(job.job_id, not job.failed, 0 if job.failed else job.num_bytes, seconds)

@@ -28,8 +28,8 @@ class _Skipped:
 class RecencyList:
     """Blocks from least to most recently used.
 
-    ``blocks`` holds them in that order, but for those that a sweep stepped over because they were pinned (or
-    protected): they are ``skipped``, each with its rank, and a heap holds those of them that may be idle again.
+    ``blocks`` has them in that order, except those that a sweep stepped over because they were pinned or protected.
+    These are in ``skipped``, each with its rank; the heap ``returned`` has those of them that may be idle again.
     Every skipped block is less recent than every one in ``blocks``, and ranks order the skipped ones, so the order is
     exact at all times, while a pinned block costs one step in all and O(log skipped) when it comes back.
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from kvoffload.engines.reference.layout import LayerPlace
+from kvoffload.engines.reference.layout import LayerPosition
 from kvoffload.engines.reference.request import Scheduled
 
 __all__ = ["ATTENTION_NAME", "PagedStep", "plan_step"]
@@ -55,7 +55,7 @@ class GroupStep:
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     groups: tuple[GroupStep, ...]
-    places: Sequence[LayerPlace]
+    layer_positions: Sequence[LayerPosition]
     """By layer of the model."""
 
 
@@ -63,7 +63,7 @@ def plan_step(
     scheduled: Sequence[Scheduled],
     pools: Sequence[torch.Tensor],
     windows: Sequence[int | None],
-    places: Sequence[LayerPlace],
+    layer_positions: Sequence[LayerPosition],
 ) -> PagedStep:
     """The tensors all layers share in one step. ``windows`` by group, in tokens."""
     groups = []
@@ -86,7 +86,7 @@ def plan_step(
                 tuple(contexts),
             )
         )
-    return PagedStep(tuple(groups), places)
+    return PagedStep(tuple(groups), layer_positions)
 
 
 def _context(
@@ -119,9 +119,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """``query`` (1, heads, tokens, head_dim), ``key`` and ``value`` (1, kv_heads, tokens, head_dim), positions applied.
     Writes the new keys and values first, then attends. Returns (1, tokens, heads, head_dim)."""
-    place = paged_step.places[int(module.layer_idx)]  # type: ignore[arg-type]
-    group = paged_step.groups[place.group]
-    keys, values = group.pool[:, 0, place.index], group.pool[:, 1, place.index]
+    layer = paged_step.layer_positions[int(module.layer_idx)]  # type: ignore[arg-type]
+    group = paged_step.groups[layer.group]
+    keys, values = group.pool[:, 0, layer.index], group.pool[:, 1, layer.index]
     keys[group.write_blocks, group.write_offsets] = key[0].transpose(0, 1)
     values[group.write_blocks, group.write_offsets] = value[0].transpose(0, 1)
     output = torch.empty_like(query)

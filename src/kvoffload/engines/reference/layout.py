@@ -15,14 +15,14 @@ import torch
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
 from kvoffload.errors import LayoutError
 
-__all__ = ["FAMILIES", "KVShape", "LayerPlace", "engine_layout", "fingerprint", "kv_shape"]
+__all__ = ["FAMILIES", "KVShape", "LayerPosition", "engine_layout", "fingerprint", "kv_shape"]
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """``model_type``s whose attention is the plain kind that ``attention.py`` computes, each checked by a test."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
+class LayerPosition:
     """Where a layer's keys and values lie."""
 
     group: int
@@ -36,13 +36,13 @@ class KVShape:
 
     windows: tuple[int | None, ...]
     """By group: the sliding window in tokens, or ``None`` for full attention."""
-    places: tuple[LayerPlace, ...]
+    layer_positions: tuple[LayerPosition, ...]
     """By layer."""
     kv_heads: int
     head_dim: int
 
     def num_layers(self, group: int) -> int:
-        return sum(place.group == group for place in self.places)
+        return sum(position.group == group for position in self.layer_positions)
 
 
 def kv_shape(config: Any) -> KVShape:
@@ -57,13 +57,13 @@ def kv_shape(config: Any) -> KVShape:
     by_layer = [_window(config, layer) for layer in range(config.num_hidden_layers)]
     windows = tuple(sorted(set(by_layer), key=lambda window: (window is not None, window)))
     seen = [0] * len(windows)
-    places = []
+    layer_positions = []
     for window in by_layer:
         group = windows.index(window)
-        places.append(LayerPlace(group, seen[group]))
+        layer_positions.append(LayerPosition(group, seen[group]))
         seen[group] += 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return KVShape(windows, tuple(places), config.num_key_value_heads, head_dim)
+    return KVShape(windows, tuple(layer_positions), config.num_key_value_heads, head_dim)
 
 
 def _window(config: Any, layer: int) -> int | None:

@@ -74,7 +74,7 @@ class ModelRunner:
             use_cache=False,
             # No request yields a token: one row that nobody reads, as an empty choice is not every model's strength.
             logits_to_keep=torch.tensor(last or [0], device=self._device),
-            paged_step=plan_step(scheduled, self.pools, self._shape.windows, self._shape.places),
+            paged_step=plan_step(scheduled, self.pools, self._shape.windows, self._shape.layer_positions),
         )
         logits: torch.Tensor = output.logits[0, : len(last)].float()
         return logits

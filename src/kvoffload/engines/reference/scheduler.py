@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from kvoffload.connector import (
     EngineStep,
+    LoadOutcome,
     OffloadingConnectorScheduler,
     ScheduledRequest,
-    StepOutcome,
 )
 from kvoffload.engines.reference.kv_cache import KVCache
 from kvoffload.engines.reference.request import Request, Scheduled, State
@@ -180,7 +180,7 @@ class Scheduler:
         self.counts.computed_tokens += each.num_tokens
         self._kv_cache.name_computed(each.request)
 
-    def take_outcome(self, outcome: StepOutcome) -> None:
+    def take_outcome(self, outcome: LoadOutcome) -> None:
         """Loads that ended: their requests go on, or, after a failure, start over without what failed."""
         for request_id in outcome.loaded_request_ids:
             request, num_tokens = self._loading.pop(request_id)

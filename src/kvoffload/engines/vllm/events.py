@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From kvoffload's events to vLLM's KV events, plain or self-describing.
 
-A plain stored-event names hashes only, with block size 0: whoever needs tokens takes them from vLLM's own events of the
-same hashes. Some routers drop those, so ``self_describing_kv_events`` adds token ids, parent hash and block size. They
-are only known while the request is, so the requests at work are kept in view here until their stores are told.
+A plain stored event has only hashes, with block size 0: whoever needs tokens takes them from vLLM's own events of the
+same hashes. Some routers drop those, so ``self_describing_kv_events`` adds token ids, parent hash and block size. Only
+the request has them, so requests are tracked here until the events of their stores have been sent.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from kvoffload.config import EngineLayout, GroupKind
 
 __all__ = ["EventTranslator"]
 
-_FINISHED_REQUESTS_IN_VIEW = 512
-"""Requests whose stores may still be on their way after their end; a later store of theirs is told plainly."""
+_FINISHED_REQUESTS_TRACKED = 512
+"""Finished requests that are still tracked, since their last stores end after them. Later stores get a plain event."""
 
 
 @dataclass(slots=True)
-class _InView:
-    """Where the block that ends in a hash lies in a request."""
+class _HashOrigin:
+    """A request that has a hash, and the hash's index in it."""
 
     request: Any
     hash_index: int
 
 
 class EventTranslator:
-    """Translates, on the scheduler thread. ``describe``: whether stored-events carry what they store."""
+    """Translates events, on the scheduler thread. ``describe``: whether stored events are self-describing."""
 
     def __init__(self, layout: EngineLayout, factor: int, describe: bool) -> None:
         self._describe = describe
         self._hash_tokens = layout.hash_block_tokens
-        # Only groups that keep every block can be told as chains of tokens.
+        # 0: never described. Only groups that keep every block are chains of tokens.
         self._hashes_per_block = [
             factor * group.block_tokens // layout.hash_block_tokens if group.kind is GroupKind.FULL_ATTENTION else 0
             for group in layout.groups
         ]
         self._kinds = [(group.kind.value, group.sliding_window_tokens) for group in layout.groups]
-        self._in_view: dict[bytes, _InView] = {}
-        self._known_hashes: dict[str, int] = {}
+        self._origins: dict[bytes, _HashOrigin] = {}
+        self._num_tracked_hashes: dict[str, int] = {}
         self._finished: deque[Any] = deque()
 
-    # ------------------------------------------------------------------------------------------ requests in view
+    # ------------------------------------------------------------------------------------------ tracked requests
 
-    def see(self, request: Any) -> None:
-        """A request that may be stored from; to be called again as its hashes grow."""
+    def track(self, request: Any) -> None:
+        """Tracks a request whose blocks may be stored. To be called again as its hashes grow."""
         if not self._describe:
             return
         hashes = request.block_hashes
-        for index in range(self._known_hashes.get(request.request_id, 0), len(hashes)):
-            self._in_view[bytes(hashes[index])] = _InView(request, index)
-        self._known_hashes[request.request_id] = len(hashes)
+        for index in range(self._num_tracked_hashes.get(request.request_id, 0), len(hashes)):
+            self._origins[bytes(hashes[index])] = _HashOrigin(request, index)
+        self._num_tracked_hashes[request.request_id] = len(hashes)
 
     def finish(self, request: Any) -> None:
         if not self._describe:
             return
-        self.see(request)
-        self._known_hashes.pop(request.request_id, None)
+        self.track(request)
+        self._num_tracked_hashes.pop(request.request_id, None)
         self._finished.append(request)
-        if len(self._finished) > _FINISHED_REQUESTS_IN_VIEW:
+        if len(self._finished) > _FINISHED_REQUESTS_TRACKED:
             self._forget(self._finished.popleft())
 
     def _forget(self, request: Any) -> None:
         for each in request.block_hashes:
-            found = self._in_view.get(bytes(each))
+            found = self._origins.get(bytes(each))
             if found is not None and found.request is request:
-                del self._in_view[bytes(each)]
+                del self._origins[bytes(each)]
 
     # ---------------------------------------------------------------------------------------------- translation
 
@@ -92,7 +92,7 @@ class EventTranslator:
         for group, keys in _by_group(event.keys):
             plain: list[OffloadKey] = []
             for key in keys:
-                found = self._in_view.get(get_offload_block_hash(key)) if self._hashes_per_block[group] else None
+                found = self._origins.get(get_offload_block_hash(key)) if self._hashes_per_block[group] else None
                 if found is None:
                     plain.append(key)
                 else:
@@ -100,18 +100,19 @@ class EventTranslator:
             if plain:
                 yield self._event(plain, group, event.medium)
 
-    def _described(self, key: OffloadKey, group: int, medium: str, place: _InView) -> Any:
-        # Named is the block that can be fetched, by the hash at its end, not the engine blocks inside it.
+    def _described(self, key: OffloadKey, group: int, medium: str, origin: _HashOrigin) -> Any:
+        # The event names the whole block, by the hash at its end, since that is what can be loaded: not the engine's
+        # blocks inside it.
         per_block = self._hashes_per_block[group]
-        first = place.hash_index + 1 - per_block
-        hashes, lora = place.request.block_hashes, place.request.lora_request
+        first = origin.hash_index + 1 - per_block
+        hashes, lora = origin.request.block_hashes, origin.request.lora_request
         return self._event(
             [key],
             group,
             medium,
             parent=_convert(bytes(hashes[first - 1])) if first > 0 else None,
             token_ids=list(
-                place.request.all_token_ids[first * self._hash_tokens : (first + per_block) * self._hash_tokens]
+                origin.request.all_token_ids[first * self._hash_tokens : (first + per_block) * self._hash_tokens]
             ),
             block_size=per_block * self._hash_tokens,
             lora_id=lora.adapter_id if lora is not None else None,

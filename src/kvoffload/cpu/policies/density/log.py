@@ -22,8 +22,8 @@ _CHUNK_WEIGHT = 16
 
 
 class Chunk:
-    """Some uses in a row of a log, with their rising times. An entry is live while its block's ``place`` is the chunk;
-    so a block has at most one entry from ``first`` on in it. Those before are gone."""
+    """Consecutive uses in a log, with their rising times. Entries before ``first`` are gone. Of the others, an entry is
+    live while its block's ``policy_state`` is the chunk, so a block has at most one live entry in all logs."""
 
     __slots__ = ("blocks", "class_", "first", "times")
 
@@ -50,7 +50,7 @@ class Chunk:
 
 
 class Skipped:
-    """A block that an eviction stepped over, out of the chunks. Live while its block's ``place`` is this."""
+    """A block that an eviction stepped over, no longer in a chunk. Live while its block's ``policy_state`` is this."""
 
     __slots__ = ("block", "class_", "time")
 
@@ -64,13 +64,13 @@ class Skipped:
 class UseLog:
     """The blocks of one class, from least to most recently used, each with the time of its last use.
 
-    A block belongs to the log through its ``place`` alone, so leaving it costs nothing. Entries are skipped when they
-    come to the head, and ``tidy`` bounds how many stale ones there are.
+    Only its ``policy_state`` makes a block part of the log, so leaving it costs nothing. ``head`` drops the stale
+    entries it meets, and ``tidy`` bounds how many there are.
 
-    What an eviction steps over because it is pinned or protected is skipped; skipped blocks are less recent than all
-    in the chunks. Those that were pinned are in ``waiting``, which the logs of a policy share, until ``released``
-    queues them again: a pinned block costs one step in all. An eviction is a series of ``head`` and ``take``, then
-    ``put_back`` if it found too few, then ``end_eviction``.
+    An eviction skips pinned and protected blocks; skipped blocks are less recent than all in the chunks. The pinned
+    ones stay in ``waiting``, which the logs of a policy share, until ``released`` queues them again, so a pinned block
+    costs one step in all. An eviction is a series of ``head`` and ``take``, then ``put_back`` if it found too few
+    blocks, then ``end_eviction``.
     """
 
     __slots__ = ("_clean", "_deferred", "_rest", "_waiting", "class_", "skipped", "weight")
@@ -90,7 +90,7 @@ class UseLog:
 
     def open(self, apart_from: object = None) -> Chunk:
         """The chunk that ``append`` will put blocks in; not ``apart_from``, for blocks that have an
-        entry there. The caller makes it the ``place`` of each."""
+        entry there. The caller makes it the ``policy_state`` of each."""
         if self._rest:
             last = self._rest[-1]
             if len(last.times) < _FULL and last is not apart_from:
@@ -164,14 +164,14 @@ class UseLog:
                 if block.policy_state is chunk and id(block) not in taken:
                     self._step_over(Skipped(self.class_, times[at], block))
 
-    def put_back(self, place: Chunk | Skipped, victims: Iterable[BlockStatus]) -> None:
-        """Undoes ``take`` of those of ``victims`` at ``place``, which are less recent than all in the chunks."""
-        if isinstance(place, Skipped):
-            self.queue(place)
+    def put_back(self, entry: Chunk | Skipped, victims: Iterable[BlockStatus]) -> None:
+        """Undoes ``take`` of those of ``victims`` that ``entry`` had; they are less recent than all in the chunks."""
+        if isinstance(entry, Skipped):
+            self.queue(entry)
             return
-        times = {id(block): time for block, time in zip(place.blocks, place.times)}
+        times = {id(block): time for block, time in zip(entry.blocks, entry.times)}
         for block in victims:
-            if block.policy_state is place:
+            if block.policy_state is entry:
                 self.queue(Skipped(self.class_, times[id(block)], block))
 
     def end_eviction(self) -> bool:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learns what a cached block is worth: hits to expect per unit of cache space and time.
-
-How often recently evicted blocks were used, by class.
-"""
+"""What a cached block is worth, learned from the traffic: expected hits per unit of cache space and time."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = ["CERTAIN", "NUM_CLASSES", "NUM_DRAWS", "RISEN", "HitDensity", "UseCou
 
 _LEAST_USES = (1, 2, 3, 4, 6, 10, 18, 34)
 NUM_CLASSES = len(_LEAST_USES)
-"""Blocks are told apart by how often they were used: once, twice, three times, about 4, about 6, ... , 34 or more."""
+"""Classes of blocks by number of uses: 1, 2, 3, about 4, about 6, ... , 34 or more."""
 _TOP = NUM_CLASSES - 1
 _STEPS = [more - less for less, more in pairwise(_LEAST_USES)]
 NUM_DRAWS = max(_STEPS)
@@ -29,15 +26,15 @@ RISEN = [
     tuple(class_ + (class_ < _TOP and draw % _STEPS[class_] == 0) for class_ in range(NUM_CLASSES))
     for draw in range(NUM_DRAWS)
 ]
-"""``RISEN[draw][class]``: the class after one use more. Beyond 4 uses one in so many counts, as the draw has it
-(R. Morris, "Counting large numbers of events in small registers", 1978), so that blocks need no counters. Where a class
-rises, all below it do: with one draw for all blocks of a path, a head that is ahead of its tail never falls behind."""
+"""``RISEN[draw][class]``: the class after one more use. Beyond 4 uses only some uses raise the class, at random
+(R. Morris, "Counting large numbers of events in small registers", 1978), so blocks need no counters. Where a class
+rises, all below it rise too: with one draw for all blocks of a path, a head never falls behind its tail."""
 CERTAIN = 1
 """The draw in which only those classes rise that do in any."""
 
 _BUCKETS_PER_OCTAVE = 2
 _FINEST = 64
-"""The youngest ages told apart are 1/64 of the capacity."""
+"""The first bucket of ages is 1/64 of the capacity wide."""
 _HORIZON = 12
 """A use more than this many capacities after the previous one is not waited for."""
 _SAMPLES = 4096
@@ -50,19 +47,19 @@ _LEAST_CAPACITY = 256
 class HitDensity:
     """Value of a block by (class, age), where age is the number of block uses since its own last use.
 
-    The fate of sampled keys, resident or not, is followed: either they are used again at some age, or not within the
-    horizon. From these, per class, comes the hazard (chance of a use at each age), shrunk towards that of all classes
-    together where evidence is thin, and from it the value: the best ratio, over all times one might choose to
-    wait, of hits to expect to space-time to spend. That ratio is the Gittins index (J. Gittins, "Bandit processes and
-    dynamic allocation indices", 1979), the optimal rank for choosing which of many such wagers to keep; "hit
-    density" is what N. Beckmann, H. Chen and A. Cidon call it ("LHD: Improving Cache Hit Rate by Maximizing Hit
-    Density", NSDI 2018).
+    The model follows sampled keys, resident or not. Each is either used again at some age, or not within the horizon.
+    From these counts it estimates the hazard of each class: the chance of a use at each age. Where a class has few
+    counts, its hazard is shrunk towards that of all classes together. The value of a block is a ratio: expected hits to
+    space-time spent, for the waiting time at which this ratio is best. It is the Gittins index (J. Gittins, "Bandit
+    processes and dynamic allocation indices", 1979), the optimal rank for choosing which of many such wagers to keep.
+    N. Beckmann, H. Chen and A. Cidon call it hit density ("LHD: Improving Cache Hit Rate by Maximizing Hit Density",
+    NSDI 2018).
 
-    Values are made to fall with age and to rise with use. A block's predecessors are never older or less
-    used than it is, so it is never worth more than they are: a prefix is evicted from its tail, whatever was learned.
+    Values are made to fall with age and to rise with use. A block's predecessors are never older or less used than the
+    block, so it is never worth more than they are: a prefix is evicted from its tail, whatever was learned.
 
-    Below ``_LEAST_CAPACITY`` blocks (a few prompts) nothing is learned: there is too little to learn from, and the
-    order stays that of recency. Memory is constant: some 8,000 keys are followed, whatever the capacity.
+    Below ``_LEAST_CAPACITY`` blocks (a few prompts) there is too little to learn from, and the order stays that of
+    recency. Memory is constant: the model follows some 8,000 keys, whatever the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -78,7 +75,7 @@ class HitDensity:
         self._samples: OrderedDict[OffloadKey | None, tuple[int, int]] = OrderedDict()
         """Class and time of the use since which a key is followed, least recent first."""
         self._gap = max(-(-self._horizon // _SAMPLES), 1)
-        """One in so many uses begins to be followed, at a random place among them."""
+        """Of each ``_gap`` uses in a row, one at random begins to be followed."""
         self.clear()
 
     def clear(self) -> None:
@@ -190,7 +187,7 @@ class UseCounts:
         return f"UseCounts({len(self._young)} of {self.size} in the young generation)"
 
     def __len__(self) -> int:
-        """Keys held, those that are forgotten but still there included."""
+        """Keys in memory, forgotten ones that are still there included."""
         return len(self._young) + len(self._old) + len(self._leaving)
 
     def remember(self, keys: Sequence[OffloadKey], classes: Sequence[int]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicts the block with the least hits to expect for the space and time it takes, learned from the traffic."""
+"""A policy that evicts the block with the fewest expected hits for the space and time it takes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class _Front(NamedTuple):
 
 
 class DensityCachePolicy(CachePolicy):
-    """Blocks in classes by number of uses, each in order of recency; the victim is the least recent block of the class
-    where such a block is worth least (``kvoffload.cpu.policies.density.model``), the least recent one among equals.
+    """Keeps blocks in classes by number of uses, each in order of recency. Of the least recent blocks of all classes it
+    evicts the one that the model (``kvoffload.cpu.policies.density.model``) values least; among equals, the oldest.
 
-    With nothing learned yet this is LRU. What it learns makes it keep blocks of a class that comes back late, give
-    up those of a class that hardly ever does, or go on as LRU where uses say nothing. ``docs/design/0009-policies.md``
-    has the measurements.
+    Before anything is learned this is LRU. Then it keeps blocks of a class that comes back late, evicts those of a
+    class that hardly ever does, and goes on as LRU where uses predict nothing. ``docs/design/0009-policies.md`` has the
+    measurements.
 
-    Of evicted blocks the class is remembered for the next 1.5 to 3 capacities of evictions, with their keys. Uses while
-    a block is being written belong to the request that writes it: they refresh it but do not count.
+    It remembers the keys and classes of evicted blocks for the next 1.5 to 3 capacities of evictions. Uses while a
+    block is being written belong to the request that writes it: they refresh the block but do not count.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -56,8 +56,9 @@ class DensityCachePolicy(CachePolicy):
         """Blocks that evictions stepped over because they were pinned."""
         self._logs = tuple(UseLog(class_, self._waiting) for class_ in range(NUM_CLASSES))
         self._fronts: dict[int, _Front] = {}
-        """By class, as last seen. Since then a class may have lost its front, never got a lesser one: what would make
-        it so (a pinned block that is idle again, a new fit, the bucket of an age) takes the front out of here."""
+        """The front of each class, as last seen. A class may have lost its front since, but never gained a lesser one:
+        whatever could do that (a pinned block that is idle again, a new fit, an age that enters the next bucket)
+        removes the front from here."""
         self._forget_fronts()
         self._draw = 1
         self._now = 0
@@ -111,8 +112,8 @@ class DensityCachePolicy(CachePolicy):
         self._model.used(path, blocks, begin, all_ready)
 
     def _refresh(self, path: Sequence[OffloadKey], risen: Sequence[int]) -> tuple[list[BlockStatus], bool]:
-        """Moves the resident blocks of ``path``, from tail to head, to the end of the log of their ``risen[class]``,
-        those being written to that of their class. Answers the blocks in this order, and whether all are ready."""
+        """Moves the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[class]``; those
+        being written, to the end of their own. Returns the blocks in this order, and whether all are ready."""
         found = list(map(self._blocks.get, reversed(path)))
         blocks: list[BlockStatus]
         blocks = found if None not in found else [block for block in found if block is not None]  # type: ignore[assignment]
@@ -122,7 +123,11 @@ class DensityCachePolicy(CachePolicy):
         start, all_ready, source = 0, True, None
         log = logs[0]
         chunk = None
-        # Runs of blocks that go from one chunk to another: a path has few.
+        # A path consists of few runs: consecutive blocks that leave one chunk together and enter one chunk together.
+        # The invariant: ``blocks[start:at]`` have ``chunk`` as their state already, and are not in ``log`` yet. A run
+        # ends where a block leaves another chunk than ``source``, or is being written. It is appended as a whole, with
+        # the ticks that its blocks would have got one by one. ``apart_from``: a block that moves within one chunk
+        # would have two live entries there.
         for at, block in enumerate(blocks):
             if block.policy_state is not source or block.pins < 0:
                 if at:
@@ -190,8 +195,8 @@ class DensityCachePolicy(CachePolicy):
             if head is not None:
                 fronts[class_] = self._front(head, class_)
         if len(victims) < n:
-            for place in {id(block.policy_state): block.policy_state for block in victims}.values():
-                self._log_of(place).put_back(place, victims)
+            for entry in {id(block.policy_state): block.policy_state for block in victims}.values():
+                self._log_of(entry).put_back(entry, victims)
             self._forget_fronts()
         for log in logs:
             if log.end_eviction():
@@ -203,8 +208,8 @@ class DensityCachePolicy(CachePolicy):
         self._past_uses.remember(keys, [block.policy_state.class_ for block in victims])
         return list(zip(keys, victims))
 
-    def _log_of(self, place: Chunk | Skipped) -> UseLog:
-        return self._logs[place.class_]
+    def _log_of(self, entry: Chunk | Skipped) -> UseLog:
+        return self._logs[entry.class_]
 
     def _look(self, class_: int, protected: Collection[OffloadKey]) -> None:
         last = self._logs[class_].head(protected)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo serves with: a model, the engine's options, an offloading configuration, and the ways to compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvoffload.config import OffloadingConfig, parse_config
+from kvoffload.demo.comparison import Way
+from kvoffload.demo.workload import ChatWorkload
+from kvoffload.engines.reference import EngineOptions, build_random_model, load_model
+from kvoffload.engines.reference.layout import engine_layout, kv_shape
+from kvoffload.errors import ConfigError
+
+__all__ = ["BLOCK_TOKENS", "check_length", "engine_options", "make_model", "offloading_config", "use_device", "ways_of"]
+
+BLOCK_TOKENS = 16
+"""Of a GPU block."""
+
+
+def use_device(device: str, threads: int | None) -> None:
+    """Sets torch's threads. Raises ``ConfigError`` for a device that this machine does not have."""
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is cpu or cuda, not {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def make_model(model: str | None, device: str, layers: int, hidden: int, seed: int) -> Any:
+    """A float32 model, whose rounding is too small to change a token: ``model``, or a random Llama for ``None``."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if model is not None:
+        return load_model(model, device=device)
+    if hidden % 128:
+        raise ConfigError(f"--hidden must be a multiple of 128, not {hidden}.")
+    return build_random_model(layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=2, seed=seed, device=device)
+
+
+def check_length(workload: ChatWorkload, llm: Any) -> None:
+    """Raises ``ConfigError`` if a conversation grows beyond what the model takes."""
+    longest = int(llm.config.max_position_embeddings)
+    if workload.longest_tokens > longest:
+        raise ConfigError(
+            f"A conversation grows to {workload.longest_tokens} tokens, and the model takes {longest}: "
+            "lower --turns or --message-tokens."
+        )
+
+
+def engine_options(workload: ChatWorkload, device_tokens: int | None) -> EngineOptions:
+    """A pool of ``device_tokens``; by default a quarter of the whole chat, or room for all users' turns if larger."""
+    whole = workload.conversations * workload.longest_tokens
+    least = workload.longest_tokens + BLOCK_TOKENS
+    if device_tokens is None:
+        device_tokens = max(whole // 4, workload.users * least)
+    elif device_tokens < least:
+        raise ConfigError(f"--device-tokens must be at least {least}, room for one whole conversation.")
+    return EngineOptions(device_tokens // BLOCK_TOKENS, BLOCK_TOKENS, max_requests=workload.users)
+
+
+def offloading_config(
+    llm: Any,
+    workload: ChatWorkload,
+    policy: str,
+    cpu_gib: float | None,
+    block_size: int,
+    disk: Path | None,
+    disk_gib: float,
+) -> OffloadingConfig:
+    """The configuration as a user would write it. By default host memory holds the whole chat and a fifth more."""
+    if block_size % BLOCK_TOKENS:
+        raise ConfigError(f"--block-size must be a multiple of {BLOCK_TOKENS}, not {block_size}.")
+    if cpu_gib is None:
+        tokens = workload.conversations * (workload.longest_tokens + block_size)
+        cpu_bytes = int(1.2 * tokens * _kv_bytes_per_token(llm))
+    else:
+        cpu_bytes = _gib(cpu_gib, "--cpu-gib")
+    values: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes, "eviction_policy": policy, "block_size": block_size}
+    if disk is not None:
+        tier = {"type": "fs", "path": str(disk), "max_bytes": _gib(disk_gib, "--disk-gib")}
+        values |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    return parse_config(values)
+
+
+def ways_of(config: OffloadingConfig) -> tuple[Way, ...]:
+    """Three ways; with a disk a fourth, which serves the chat again on a new engine whose host memory is empty."""
+    ways = (
+        Way("no cache", prefix_caching=False),
+        Way("device cache", prefix_caching=True),
+        Way("offloading", prefix_caching=True, offloading=config),
+    )
+    return (*ways, Way("restarted", True, config)) if config.secondary_tiers else ways
+
+
+def _gib(value: float, name: str) -> int:
+    """GiB as bytes."""
+    if not value > 0:
+        raise ConfigError(f"{name} must be positive, not {value}.")
+    return int(value * 2**30)
+
+
+def _kv_bytes_per_token(llm: Any) -> int:
+    """All layers together."""
+    layout = engine_layout(kv_shape(llm.config), BLOCK_TOKENS, llm.dtype, {})
+    return sum(group.page_bytes for group in layout.groups) // BLOCK_TOKENS

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from kvoffload.errors import ConfigError
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_FACTORS = {"": 1, "b": 1}
+_FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
+_FACTORS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | str, name: str = "size") -> int:
+    """``4096``, ``"4096"``, ``"64 MB"`` or ``"1.5GiB"`` as a number of bytes.
+
+    Raises ``ConfigError``, which calls the value ``name``, for anything else and for what is not positive.
+    """
+    number = value
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        factor = match and _FACTORS.get(match[2].lower())
+        if not match or not factor:
+            raise ConfigError(
+                f"{name}: {value!r} is not a size; write bytes or a unit, for example 8589934592 or '8GiB'."
+            )
+        number = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ConfigError(f"{name}: {value!r} is not a size; write bytes or a unit, for example '8GiB'.")
+    if number <= 0:
+        raise ConfigError(f"{name} must be positive, not {value!r}.")
+    return number
+
+
+def format_bytes(number: float) -> str:
+    """``8589934592`` as ``8 GiB``: three digits in the largest binary unit that leaves at least 1."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while number >= 1023.5 and len(units) > 1:
+        number /= 1024
+        del units[0]
+    digits = f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+    return f"{digits} {units[0]}"

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every subcommand has a module that registers it, and help texts that are phrases of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+import typer
+
+from kvoffload.cli import demo, plan, simulate, store
+
+MODULES = {"demo": demo, "plan": plan, "simulate": simulate, "store": store}
+
+
+def commands(module: ModuleType) -> Iterator[Any]:
+    """What the module registers, with the subcommands of groups."""
+    app = typer.Typer()
+    app.command("other")(lambda: None)
+    module.register(app)
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        if name != "other":
+            yield command
+            yield from getattr(command, "commands", {}).values()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_registers_its_command(name: str) -> None:
+    assert next(commands(MODULES[name])).name == name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_help_texts_are_whole_phrases(name: str) -> None:
+    for command in commands(MODULES[name]):
+        texts = {"": command.help or ""}
+        texts |= {parameter.name: parameter.help for parameter in command.params if parameter.name != "help"}
+        for what, text in texts.items():
+            assert re.match(r"[A-Z].+\.$", text, re.DOTALL), f"{command.name} {what}: {text!r}"
+            assert len(text.split()) >= 3, f"{command.name} {what}: {text!r}"

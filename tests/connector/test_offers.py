@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule that portions follow, on the real manager and plain keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from tests.connector.rig import SpyManager, key
+
+from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.connector.offers import offer_in_portions
+from kvoffload.connector.requests import UNLIMITED, PortionState
+
+CONTEXT = ReqContext("r")
+
+
+@dataclass
+class Piece:
+    keys: list[OffloadKey]
+    largest: int
+
+
+@dataclass
+class Offering:
+    """One request's blocks, offered from ``cursor`` on."""
+
+    manager: SpyManager
+    blocks: list[OffloadKey]
+    state: PortionState = field(default_factory=PortionState)
+    cursor: int = 0
+    in_flight: list[OffloadKey] = field(default_factory=list)
+
+    def plan(self, max_blocks: int) -> Piece | None:
+        keys = self.blocks[self.cursor : self.cursor + max_blocks]
+        return Piece(keys, len(keys)) if keys else None
+
+    def accept(self, portion: Piece, output: PrepareStoreOutput | None) -> bool:
+        assert output is not None
+        self.cursor += portion.largest
+        self.in_flight += output.keys_to_store
+        return not set(self.blocks).isdisjoint(output.evicted_keys)
+
+    def offer(self) -> bool:
+        return offer_in_portions(self.state, self.manager, CONTEXT, self.plan, self.accept)
+
+    def complete(self) -> None:
+        self.manager.complete_store(self.in_flight, CONTEXT)
+        self.in_flight = []
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(keys) for keys in self.manager.offered]
+
+
+def offering(num_slots: int, num_blocks: int) -> Offering:
+    return Offering(SpyManager(num_slots), [key(n) for n in range(num_blocks)])
+
+
+def test_all_blocks_are_one_portion_where_there_is_room() -> None:
+    request = offering(num_slots=64, num_blocks=50)
+    assert request.offer()
+    assert request.sizes == [50]
+
+
+def test_a_refused_portion_is_cut_to_a_quarter_and_an_accepted_one_lets_the_next_grow() -> None:
+    request = offering(num_slots=20, num_blocks=64)
+    assert not request.offer()
+    assert request.sizes == [64, 16, 48], "one refused after an accepted one waits"
+    assert request.cursor == 16
+    assert request.state.max_blocks == 12
+
+
+def test_a_full_tier_costs_one_call_of_one_block() -> None:
+    request = offering(num_slots=4, num_blocks=64)
+    other = [key(n, stem="other") for n in range(4)]
+    assert request.manager.prepare_store(other, CONTEXT) is not None  # in flight: nothing can be evicted
+    request.manager.offered.clear()
+    assert not request.offer()
+    assert request.sizes == [64, 16, 4, 1]
+    request.manager.offered.clear()
+    assert not request.offer()
+    assert request.sizes == [1]
+
+
+@pytest.mark.parametrize("num_blocks", [9, 100])
+def test_a_request_that_evicts_its_own_blocks_offers_no_more(num_blocks: int) -> None:
+    request = offering(num_slots=8, num_blocks=num_blocks)
+    while not request.offer():
+        request.complete()
+    assert request.state.evicts_itself
+    offered = len(request.sizes)
+    assert request.offer()
+    assert len(request.sizes) == offered
+
+
+def test_a_portion_without_keys_is_passed_over_without_asking_the_manager() -> None:
+    request = offering(num_slots=8, num_blocks=0)
+    portions = iter([Piece([], 3), None])
+
+    def accept(portion: Piece, output: PrepareStoreOutput | None) -> bool:
+        assert (portion.largest, output) == (3, None)
+        return False
+
+    assert offer_in_portions(request.state, request.manager, CONTEXT, lambda _: next(portions), accept)
+    assert request.sizes == []
+    assert request.state.max_blocks == UNLIMITED

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import io
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+from rich.console import Console
+
+from kvoffload.config import parse_config
+from kvoffload.demo.comparison import Comparison, Difference, Verdict, WayResult
+from kvoffload.demo.report import disk_tokens, print_comparison, print_setting, verdict_lines
+from kvoffload.demo.workload import ChatWorkload, Turn
+from kvoffload.engines.reference import EngineOptions
+
+CHAT = ChatWorkload(conversations=1, turns=2, system_tokens=0, message_tokens=40, reply_tokens=10, users=1)
+
+
+def way(name: str, seconds: float, loaded_blocks: int = 0) -> WayResult:
+    turns = tuple(Turn(0, number, (1,), (0.5,), (3.0,), 100, 20, 30, seconds) for number in range(2))
+    stats = {("tier_blocks_loaded", "fs"): float(loaded_blocks), ("load_bytes",): 2.0**20} if loaded_blocks else {}
+    return WayResult(name, turns, 1.5, 100, 0, stats)
+
+
+def text_of(*results: WayResult) -> str:
+    comparison = Comparison(CHAT, EngineOptions(), results, Verdict(2, (), 0.5, 1e-6))
+    console = Console(file=io.StringIO(), width=100)
+    print_comparison(console, comparison, offloaded_block_tokens=16)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_tables_name_the_ways_the_speed_up_and_the_disk_only_where_it_was_read() -> None:
+    ways = way("no cache", 0.4), way("device cache", 0.2), way("offloading", 0.1)
+    text = text_of(*ways)
+    assert "2.0x" in text
+    assert "device cache" in text
+    assert "disk" not in text
+    assert "Identical: all 3 ways" in text
+    text = text_of(*ways[:2], way("offloading", 0.1, loaded_blocks=1))
+    assert "disk" in text
+    assert "1 MiB" in text
+
+
+def test_tokens_from_disk_are_at_most_the_hits() -> None:
+    assert disk_tokens(way("a", 0.1, loaded_blocks=2), 16) == 32
+    assert disk_tokens(way("a", 0.1, loaded_blocks=9), 16) == 60
+
+
+def test_a_difference_is_named_with_what_it_can_mean() -> None:
+    difference = Difference("offloading", 0, 1, 4, 0.5)
+    sharp = verdict_lines(Verdict(9, (difference,), 0.5, 1e-6), 3)
+    assert "offloading: conversation 1, turn 2, token 5, won by 0.5" in sharp[1]
+    assert "a block was wrong" in sharp[-1]
+    assert "rounding may have done this" in verdict_lines(Verdict(9, (difference,), 0.5, None), 3)[-1]
+    assert "rounding could have flipped it" in verdict_lines(Verdict(9, (), 1e-6, 1e-6), 3)[-1]
+
+
+def test_the_setting_says_how_much_fits_where() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    config = parse_config({"cpu_bytes_to_use": "1MiB", "eviction_policy": "lru"})
+    print_setting(console, "a model", "cpu", CHAT, EngineOptions(num_blocks=5, block_tokens=10), config)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].endswith("1 at a time; 100 tokens in the end")
+    assert "room for 50 tokens, 50 % of them" in lines[2]
+    assert "1 MiB of host memory, policy lru" in lines[3]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.sim.disk import Link, SimDisk, VirtualClock
+from kvoffload.testing import keys
+from kvoffload.tiering.base import JobMetadata
+
+REQUEST = ReqContext("r")
+
+
+class Rig:
+    """A disk of four blocks of 100 bytes. Each link moves 100 bytes a second, half a second after it was asked."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.disk = SimDisk(4, 100, Link(100.0, 0.5), Link(100.0, 0.5), self.clock)
+        self._last_job = 0
+
+    def submit(self, blocks: list[OffloadKey], is_promotion: bool = False) -> int:
+        self._last_job += 1
+        job = JobMetadata(self._last_job, blocks, np.arange(len(blocks)), is_promotion, REQUEST)
+        (self.disk.submit_load if is_promotion else self.disk.submit_store)(job)
+        return self._last_job
+
+    def has(self, *numbers: int) -> list[int]:
+        return [number for number in numbers if self.disk.lookup(keys(number)[0], REQUEST)]
+
+    def drain(self) -> None:
+        while self.disk.has_pending_work():
+            self.disk.drain_jobs()
+            self.disk.get_finished_jobs()
+
+
+def test_a_link_queues_transfers() -> None:
+    link = Link(bytes_per_s=10.0, latency_s=1.0)
+    assert link.book(5.0, 20) == 8.0
+    assert link.book(6.0, 10) == 10.0
+    assert link.book(20.0, 0) == 20.0
+
+
+def test_a_block_is_there_once_the_clock_has_passed_the_end_of_its_write() -> None:
+    rig = Rig()
+    job_id = rig.submit(keys(1, 2))
+    assert rig.disk.next_end_s() == 2.5
+    assert rig.has(1, 2) == []
+    assert list(rig.disk.get_finished_jobs()) == []
+    rig.clock.advance_to(2.5)
+    (result,) = rig.disk.get_finished_jobs()
+    assert (result.job_id, result.success) == (job_id, True)
+    assert rig.has(1, 2) == [1, 2]
+    assert (rig.disk.written_blocks, rig.disk.ever_written) == (2, {*keys(1, 2)})
+    assert rig.disk.next_end_s() is None
+
+
+def test_a_read_takes_time_and_names_what_it_found() -> None:
+    rig = Rig()
+    rig.submit(keys(1))
+    rig.drain()
+    start_s = rig.clock.now_s
+    rig.submit(keys(1, 9), is_promotion=True)
+    assert rig.disk.next_end_s() == pytest.approx(start_s + 1.5)
+    rig.disk.drain_jobs()
+    (result,) = rig.disk.get_finished_jobs()
+    assert not result.success
+    assert result.successful_keys == keys(1)
+    assert rig.disk.read_blocks == 1
+
+
+def test_reads_and_writes_are_uses_and_the_least_recent_block_is_evicted() -> None:
+    rig = Rig()
+    rig.submit(keys(1, 2, 3, 4))
+    rig.drain()
+    rig.submit(keys(2, 1), is_promotion=True)  # recency now: 3, 4, 2, 1
+    rig.drain()
+    rig.submit(keys(5, 6))
+    rig.drain()
+    assert rig.has(1, 2, 3, 4, 5, 6) == [1, 2, 5, 6]
+    assert rig.disk.evicted_blocks == 2
+
+
+def test_a_write_without_room_fails_at_once() -> None:
+    rig = Rig()
+    rig.submit(keys(1, 2, 3, 4))
+    job_id = rig.submit(keys(5))
+    (result,) = rig.disk.get_finished_jobs()
+    assert (result.job_id, result.success) == (job_id, False)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.sim.driver import SimConfig, simulate
+from kvoffload.sim.plan import Goal, Prices, make_plan
+from kvoffload.sim.synthetic import synthesize
+
+BASE = SimConfig(1, 2**20, prefill_tokens_per_s=60_000.0, policy="lru")
+PRICES = Prices(cpu_per_gib=4.0, disk_per_gib=0.1)
+TRACE = synthesize("chat", requests=300, seed=1)
+
+
+def test_the_cheapest_run_that_meets_the_goal_is_chosen() -> None:
+    goal = Goal(hit_rate=0.3)
+    plan = make_plan(TRACE, BASE, goal, PRICES, max_disk_blocks=0, processes=1)
+    assert goal.is_met(plan.chosen)
+    assert plan.price == PRICES.of(plan.chosen, BASE.block_bytes)
+    assert plan.price == min(PRICES.of(run, BASE.block_bytes) for run in plan.report.results if goal.is_met(run))
+    assert {run.disk_blocks for run in plan.report.results} == {0}
+    assert len(plan.report.results) == len(plan.report.optimum_rates)
+    again = simulate(TRACE.whole_blocks(), replace(BASE, cpu_blocks=plan.chosen.cpu_blocks))
+    assert again == plan.chosen
+
+
+def test_a_cheap_disk_makes_the_plan_cheaper() -> None:
+    goal = Goal(hit_rate=0.3)
+    without = make_plan(TRACE, BASE, goal, PRICES, max_disk_blocks=0, processes=1)
+    with_disk = make_plan(TRACE, BASE, goal, PRICES, processes=1)
+    assert with_disk.price < without.price
+    assert with_disk.chosen.disk_blocks > 0
+
+
+def test_limits_are_kept_and_an_unreachable_goal_says_how_far_one_gets() -> None:
+    with pytest.raises(ConfigError, match="is all that this trace offers"):
+        make_plan(TRACE, BASE, Goal(hit_rate=0.99), PRICES, max_cpu_blocks=100, max_disk_blocks=0, processes=1)
+    plan = make_plan(TRACE, BASE, Goal(hit_rate=0.05), PRICES, max_cpu_blocks=200, max_disk_blocks=0, processes=1)
+    assert max(run.cpu_blocks for run in plan.report.results) <= 200
+
+
+@pytest.mark.parametrize(
+    "goal", [{}, {"hit_rate": 0.1, "ttft_s": 1.0}, {"hit_rate": 0.0}, {"hit_rate": 1.1}, {"ttft_s": 0.0}]
+)
+def test_goals_that_make_no_sense(goal: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Goal(**goal)
+
+
+@pytest.mark.parametrize("prices", [(-1.0, 1.0), (1.0, -1.0), (0.0, 0.0)])
+def test_prices_that_make_no_sense(prices: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError):
+        Prices(*prices)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request at a time by hand. ``tests/integration/test_simulator_agrees.py`` compares with a real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.sim.device_cache import DeviceCache
+from kvoffload.sim.disk import Link, VirtualClock
+from kvoffload.sim.server import Hit, Server
+from kvoffload.sim.trace import Trace
+
+
+def server_of(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0) -> tuple[Server, VirtualClock]:
+    """16 tokens of prefill a second (one block), 10 blocks loaded a second."""
+    clock = VirtualClock()
+    server = Server(
+        trace,
+        trace.keys(),
+        CPUOffloadingManager(cpu_blocks, "lru"),
+        clock,
+        prefill_tokens_per_s=16.0,
+        chunk_tokens=32,
+        block_bytes=100,
+        load_link=Link(1000.0, 0.0),
+        device=DeviceCache(gpu_blocks) if gpu_blocks else None,
+        wait=lambda: pytest.fail("host memory alone never defers a lookup"),
+    )
+    return server, clock
+
+
+def test_a_prefix_is_served_from_the_highest_tier_that_has_it(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([[0, 1, 2], [0, 1, 2, 3], [4, 5, 6], [0, 1, 2, 3]])
+    trace.input_tokens[:] = [48, 64, 48, 64]
+    server, _ = server_of(trace, cpu_blocks=20, gpu_blocks=5)
+    hits = [server.serve(request) for request in range(4)]
+    # Of the last prompt the device has lost blocks 3 and 2. Its last token is computed, so block 3 is never a hit.
+    assert hits == [Hit(0, 0, 0), Hit(3, 0, 0), Hit(0, 0, 0), Hit(2, 1, 0)]
+    assert server.accesses == 14
+
+
+def test_prefill_and_loads_take_their_time(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([[0, 1], [0, 1, 2]])
+    trace.input_tokens[:] = [32, 48]
+    server, clock = server_of(trace, cpu_blocks=10)
+    server.serve(0)
+    assert clock.now_s == pytest.approx(2.0)
+    assert server.serve(1) == Hit(0, 2, 0)
+    assert clock.now_s == pytest.approx(2.0 + 0.2 + 1.0)
+    assert server.prefill_s == pytest.approx(3.0)

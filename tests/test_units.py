@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.errors import ConfigError
+from kvoffload.units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("8GiB", 8 << 30),
+        ("1.5 KiB", 1536),
+        ("2 kb", 2000),
+        (" 3TB ", 3 * 10**12),
+    ],
+)
+def test_sizes(text: int | str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8 parsecs", "-1", 0, -5, True, 1.5, None])
+def test_bad_sizes_say_what_to_write(text: Any) -> None:
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
+        parse_bytes(text, "cpu_bytes_to_use")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (12, "12 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (14_664, "14.3 KiB"),
+        (999.6 * 2**20, "1000 MiB"),
+        (8 << 30, "8 GiB"),
+        (2**40 - 1, "1 TiB"),
+        (3 << 50, "3 PiB"),
+        (1 << 60, "1024 PiB"),
+    ],
+)
+def test_sizes_in_words(number: float, text: str) -> None:
+    assert format_bytes(number) == text
+
+
+@given(st.integers(1, 2**62))
+def test_what_is_written_can_be_read_and_is_within_a_digit(number: int) -> None:
+    assert parse_bytes(format_bytes(number)) == pytest.approx(number, rel=0.006)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The presence index alone: what it answers, what it asks for, what it forgets and which events it announces."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing import ManualClock
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.presence import PresenceIndex
+
+A, B, C = keys(1, 2, 3)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def index(clock: ManualClock) -> PresenceIndex:
+    return PresenceIndex("test", 100, absent_ttl_s=1, clock=clock)
+
+
+def ask(index: PresenceIndex, *names: OffloadKey, is_complete: bool = False) -> list[bool | None]:
+    return [index.lookup(key, is_complete) for key in names]
+
+
+def events(index: PresenceIndex) -> list[tuple[list[OffloadKey], bool]]:
+    return [(list(event.keys), event.removed) for event in index.take_events()]
+
+
+def test_an_unknown_key_is_asked_for_once(index: PresenceIndex) -> None:
+    assert not index.is_asking
+    assert ask(index, A, B, A) == [None] * 3
+    assert index.take_keys_to_ask() == [A, B]
+    assert ask(index, A, B) == [None] * 2
+    assert index.take_keys_to_ask() == []
+    assert index.is_asking
+    index.record_answer(A, is_present=True)
+    index.record_answer(B, is_present=False)
+    assert ask(index, A, B) == [True, False]
+    assert not index.is_asking
+
+
+def test_a_key_without_an_answer_is_asked_for_again(index: PresenceIndex) -> None:
+    ask(index, A)
+    index.record_no_answer(index.take_keys_to_ask())
+    assert not index.is_asking
+    assert ask(index, A) == [None]
+    assert index.take_keys_to_ask() == [A]
+
+
+def test_an_absent_key_is_asked_for_again_in_the_background(index: PresenceIndex, clock: ManualClock) -> None:
+    ask(index, A)
+    index.record_answer(*index.take_keys_to_ask(), is_present=False)
+    assert ask(index, A) == [False]
+    assert index.take_keys_to_ask() == []
+    for _ in range(2):
+        clock.advance(1)
+        assert ask(index, A, A) == [False, False]
+        assert index.take_keys_to_ask() == [A]
+    index.record_answer(A, is_present=True)
+    assert ask(index, A) == [True]
+
+
+def test_the_oldest_absent_key_is_forgotten_first(clock: ManualClock) -> None:
+    index = PresenceIndex("test", 100, max_absent=2, clock=clock)
+    ask(index, A, B, C)
+    for key in index.take_keys_to_ask():
+        index.record_answer(key, is_present=False)
+    assert ask(index, C, B, A) == [False, False, None]
+
+
+def test_a_complete_index_knows_what_is_absent(index: PresenceIndex) -> None:
+    index.add([A])
+    assert ask(index, A, B, is_complete=True) == [True, False]
+    assert not index.is_asking
+
+
+def test_beyond_its_bound_the_oldest_key_is_unknown_again(clock: ManualClock) -> None:
+    index = PresenceIndex("test", 2, clock=clock)
+    index.add([A, B, C])
+    assert len(index) == 2
+    assert ask(index, B, C, A, is_complete=True) == [True, True, None]
+
+
+def test_an_answer_that_a_store_overtook_does_not_count(index: PresenceIndex) -> None:
+    ask(index, A)
+    index.take_keys_to_ask()
+    index.add([A])
+    index.record_answer(A, is_present=False)
+    assert ask(index, A) == [True]
+
+
+def test_a_stored_block_ends_an_absence(index: PresenceIndex) -> None:
+    ask(index, A)
+    index.record_answer(*index.take_keys_to_ask(), is_present=False)
+    index.add([A])
+    index.remove([A])
+    assert ask(index, A) == [None], "unknown, not absent"
+
+
+def test_a_stored_block_is_present_unless_it_failed_or_was_evicted_meanwhile(index: PresenceIndex) -> None:
+    index.remove([A])
+    index.begin_store([A, B, C])
+    index.remove([A])
+    index.end_store([A, B, C], [True, True, False])
+    assert events(index) == [([B], False)]
+    index.begin_store([A])
+    index.end_store([A], [True])
+    assert events(index) == [([A], False)]
+
+
+def test_each_change_is_announced_once(index: PresenceIndex) -> None:
+    index.add([A, B, A])
+    index.add([B, C])
+    index.remove([A, A, C])
+    index.remove([A])
+    assert events(index) == [([A, B], False), ([C], False), ([A, C], True)]
+    assert events(index) == []
