@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hit search against trying every length."""
+"""The hit search against an oracle that tries every length."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def state(tokens: int = 4) -> KVGroupLayout:
 
 
 class Tier:
-    """Answers from a table, as a manager would, and remembers what it was asked."""
+    """Answers from a table, as a manager would, and records the lookups."""
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
@@ -54,7 +54,8 @@ class Tier:
 
 
 def needed_tokens(group: GroupGeometry, computed: int, hit: int) -> list[int]:
-    """Token by token, from the meaning of the kinds: whose KV a request that has ``hit`` tokens must be given."""
+    """The tokens whose KV a request with a hit of ``hit`` tokens needs: token by token, by the definition of the
+    kinds."""
     match group.kind:
         case GroupKind.FULL_ATTENTION:
             return list(range(computed, hit))
