@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sizes import by_size
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector.groups import GroupGeometry, geometry_of
@@ -104,7 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
     return groups, answers, computed, tokens - 1
 
 
-@settings(max_examples=800)
+@settings(max_examples=by_size(quick=200, thorough=2000))
 @given(cases())
 def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
     groups, answers, computed, most = case
