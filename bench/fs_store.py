@@ -41,7 +41,7 @@ def run(short: bool) -> list[Row]:
     with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as name:
         place = Path(name)
         if not short:
-            _settle(place)
+            _wait_for_cheap_files(place)
         rows = [row for size in sizes for row in _against_fio(place, size, _total(size, short), repeats)]
         return rows + _through_the_tier(place, 256 << 10, _total(256 << 10, short), repeats)
 
@@ -50,11 +50,11 @@ def _total(size: int, short: bool) -> int:
     return 4 << 20 if short else 128 << 20 if size < 1 << 20 else 256 << 20
 
 
-def _settle(place: Path) -> None:
+def _wait_for_cheap_files(place: Path) -> None:
     """Waits until making a file is cheap. For a minute after many were deleted, ext4 steps over their inodes one by
     one, which makes each new file ten times as dear; so nothing here deletes before the end either."""
     for number in range(30):
-        directory = place / f"settle{number}"
+        directory = place / f"probe{number}"
         directory.mkdir()
         begun = time.perf_counter()
         for file in range(200):

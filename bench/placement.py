@@ -33,7 +33,7 @@ from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 
 MODES: tuple[CascadeMode, ...] = ("on_store", "on_evict")
 CHUNK_TOKENS = 8192
@@ -149,7 +149,7 @@ def replay(
     """
     memory = Memory(num_blocks, block_bytes)
     primary = CPUPrimaryTierOffloadingManager(num_blocks, memory)
-    quota = num_blocks * BlockFormat("", block_bytes).file_bytes + LEDGER_BYTES
+    quota = num_blocks * BlockFormat("", block_bytes).file_bytes + USAGE_FILE_BYTES
     tier = build_tier({"type": "fs", "path": folder, "max_bytes": quota, "exclusive": True}, primary.kv_view)
     manager = FilledManager(memory, primary, [tier], cascade=[cascade])
     server = Server(

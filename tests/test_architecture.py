@@ -17,7 +17,6 @@ TESTS = Path(__file__).parent
 FLOOR = {
     "errors": 0,
     "registry": 1,
-    "compiled": 1,
     "metrics": 1,
     "units": 1,
     "base": 2,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills writers of a file store, over and over, and looks at what they leave. Run as a script by test_store_kill.
+"""Kills writers of a file store, again and again, and checks what they leave. test_store_kill runs it as a script.
 
-``store_killer.py steps ROOT BLOCK_BYTES STRIDE`` kills one before every STRIDE-th system call of its work, and in the
-middle of those that write. ``store_killer.py random ROOT BLOCK_BYTES KILLS`` kills pairs that share the root, at any
-time. Exit code 0: all was well.
+``store_killer.py steps ROOT BLOCK_BYTES STRIDE`` kills one writer before every STRIDE-th system call of its work, and
+in the middle of each of those that writes. ``store_killer.py random ROOT BLOCK_BYTES KILLS`` kills two writers that
+share the root, at random times. Exit code 0 means that nothing was wrong.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from system_calls import NotPermitted, kill_at
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.fs import staging
 from kvoffload.tiering.stores.fs import store as fs_store
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR, STAGING_PREFIX, BlockFormat
+from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 
 SIZE = int(sys.argv[3])
 NOT_PERMITTED = 77
 KEYS = keys_of(*range(30))
-MAX_BYTES = 8 * BlockFormat("", SIZE).file_bytes + LEDGER_BYTES
+MAX_BYTES = 8 * BlockFormat("", SIZE).file_bytes + USAGE_FILE_BYTES
 
 
 def aligned(data: bytes) -> memoryview:
-    """As the primary tier's rows are, so that direct I/O is used where there is any."""
+    """``data`` in page-aligned memory, like the primary tier's slots, so that direct I/O is used where possible."""
     block = mmap.mmap(-1, len(data))
     block[:] = data
     return memoryview(block)
@@ -68,7 +67,7 @@ def contents(root: Path) -> dict[Path, bytes]:
 
 
 def tear(root: Path, before: dict[Path, bytes]) -> None:
-    """Takes back the second half of what was written since."""
+    """Undoes the second half of each file's changes since ``before``."""
     for path, new in contents(root).items():
         old = before.get(path, new)
         if len(new) > len(old):
@@ -89,24 +88,24 @@ def in_child(work: Callable[[], None]) -> int:
     return pid
 
 
-def look(root: Path, rng: random.Random) -> None:
-    """What a successor finds: right blocks or none, room kept, nothing of the dead; and it can work."""
+def check_root(root: Path, rng: random.Random) -> None:
+    """The next store on the root finds right blocks or none, a kept quota and nothing of dead writers, and works."""
     assert disk_bytes(root) <= MAX_BYTES, f"{disk_bytes(root)} bytes after a crash"
     store = open_store(root)
-    assert not list((root / CONTROL_DIR).glob(staging._PREFIX + "*")), "leftovers"
+    assert not list((root / CONTROL_DIR).glob(STAGING_PREFIX + "*")), "leftovers"
     for n in rng.sample(range(30), 30):
         check(store, n)
-    assert store.stats().corrupt_blocks == 0, "a crash leaves no half under a block's name"
+    assert store.stats().corrupt_blocks == 0, "a crash left an incomplete file under a block's name"
     assert write(store, [29, rng.randrange(20)]) == [True, True]
     assert disk_bytes(root) <= MAX_BYTES
     for _ in store.scan():
         pass
     store.close()
-    assert store.stats().used_bytes == disk_bytes(root), "what dead writers had booked is found again"
+    assert store.stats().used_bytes == disk_bytes(root), "bytes that dead writers had reserved are still counted"
 
 
 def steps(root: Path, stride: int) -> None:
-    """Each time from the same state, so that a call has the same number in each run."""
+    """Starts each run from the same state, so that a call has the same number in every run and none is missed."""
 
     def fresh() -> None:
         shutil.rmtree(root, ignore_errors=True)
@@ -140,17 +139,17 @@ def at_calls(root: Path, prepare: Callable[[], None], work: Callable[[], None], 
         before: dict[Path, bytes] = {}
         is_killed = kill_at(work, fatal_call, lambda: before.update(contents(root)))  # noqa: B023 - called within
         if any(before.get(path, data) != data for path, data in contents(root).items()):
-            # The last call has written: the same again, cut off in its middle.
+            # The last call has written. Check the same again, cut off in the middle of that call.
             shutil.copytree(root, copy)
             tear(copy, {copy / path.relative_to(root): data for path, data in before.items()})
-            look(copy, rng)
+            check_root(copy, rng)
             shutil.rmtree(copy)
             num_torn += 1
         if root.exists():
-            look(root, rng)
+            check_root(root, rng)
         if not is_killed:
             print(f"killed before {fatal_call // stride} system calls, and in the middle of {num_torn}")
-            assert stride > 1 or num_torn > num_writes // 2, "which calls write is not known any more"
+            assert stride > 1 or num_torn > num_writes // 2, "the calls that write are not recognised any more"
             return
 
 
@@ -179,7 +178,7 @@ def chaos(root: Path, kills: int) -> None:
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             assert os.WIFSIGNALED(status), "the writer failed before it was killed"
-        look(root, rng)
+        check_root(root, rng)
 
 
 if __name__ == "__main__":

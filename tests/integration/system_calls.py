@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stops a process at its system calls, whoever makes them: Python, a library or machine code. Linux's ``ptrace``."""
+"""Kills a process at a given system call, made by Python or by a library. Uses Linux's ``ptrace``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 class NotPermitted(Exception):
-    """This host lets nobody trace a process."""
+    """This host does not permit tracing a process."""
 
 
 def kill_at(work: Callable[[], None], fatal_call: int, before_last: Callable[[], None]) -> bool:
-    """Runs ``work`` in a forked child and kills it just before its system call number ``fatal_call``, that is with
-    the ones up to there done and no instruction more. ``False``: it ended before that, and well.
+    """Runs ``work`` in a forked child and kills it just before its system call number ``fatal_call``, with all
+    calls before that done and no further instruction. Returns ``False`` if it ended before that, with success.
 
-    ``before_last`` is called while the child stands before the call in front of that one.
+    Calls ``before_last`` while the child is stopped at the call before that one.
     """
     pid = os.fork()
     if not pid:
@@ -55,7 +55,7 @@ def kill_at(work: Callable[[], None], fatal_call: int, before_last: Callable[[],
                 if calls == fatal_call - 1:
                     before_last()
                 calls += 1
-        # A signal of the child's own goes on to it; stops of threads that begin are ours.
+        # The child's own signals are passed on to it; the stops of new threads are ours.
         passed_on = 0 if stop in (_AT_SYSCALL, signal.SIGTRAP, signal.SIGSTOP) else stop
         _ptrace(_SYSCALL, thread, passed_on)
 

@@ -21,7 +21,7 @@ from kvoffload.sim.synthetic import synthesize
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
@@ -67,7 +67,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.memory = Memory(64, BLOCK_BYTES)
         primary = CPUPrimaryTierOffloadingManager(64, self.memory)
-        quota = 64 * BlockFormat("", BLOCK_BYTES).file_bytes + LEDGER_BYTES
+        quota = 64 * BlockFormat("", BLOCK_BYTES).file_bytes + USAGE_FILE_BYTES
         self.store = Gated(FileSystemStore(folder, BLOCK_BYTES, max_bytes=quota))
         self.tier = StoreTier(primary.kv_view, "fs", self.store, TierLimits(threads=1))
         self.manager = FilledManager(self.memory, primary, [self.tier], cascade=["on_evict"])

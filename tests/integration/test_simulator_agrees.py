@@ -24,7 +24,7 @@ from kvoffload.tiering.base import CascadeMode, JobMetadata
 from kvoffload.tiering.options import STORES, FileSystemOptions
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_TOKENS = 4
@@ -92,7 +92,7 @@ class PromptOptions(FileSystemOptions, frozen=True, kw_only=True):
     def build(self, primary_kv_view: memoryview, namespace: str) -> PromptTier:
         assert primary_kv_view.shape is not None
         block_bytes = primary_kv_view.shape[1]
-        max_bytes = self.max_blocks * BlockFormat("", block_bytes).file_bytes + LEDGER_BYTES
+        max_bytes = self.max_blocks * BlockFormat("", block_bytes).file_bytes + USAGE_FILE_BYTES
         store = FileSystemStore(self.path, block_bytes, namespace, max_bytes)
         limits = TierLimits(threads=1, max_backlog_blocks=1 << 20)
         tier = PromptTier(primary_kv_view, self.label, store, limits, exclusive=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kill -9`` at system calls of a write, and at random. For a longer look, run the script by hand with more kills."""
+"""``kill -9`` at system calls of a write, and at random. For a longer run, call the script by hand with more kills."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_killed_writers_leave_nothing_wrong(how: str, number: int, block_bytes: 
     command = [sys.executable, str(script), how, str(tmp_path / "kv"), str(block_bytes), str(number)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == NOT_PERMITTED:
-        pytest.skip(f"this host lets nobody trace a process: {done.stdout.strip()}")
+        pytest.skip(f"this host does not permit tracing: {done.stdout.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

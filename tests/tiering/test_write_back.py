@@ -17,7 +17,7 @@ from kvoffload.testing import FakeTier
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.write_back import WriteBack
 
@@ -185,7 +185,8 @@ def test_the_head_of_a_prefix_outlives_its_tail_in_a_real_store(store: str, room
     primary = CPUPrimaryTierOffloadingManager(128, memory)
     options: dict[str, Any] = {"type": store, "threads": 1, "max_bytes": room * BLOCK_BYTES}
     if store == "fs":
-        options |= {"path": str(tmp_path), "max_bytes": room * BlockFormat("", BLOCK_BYTES).file_bytes + LEDGER_BYTES}
+        quota = room * BlockFormat("", BLOCK_BYTES).file_bytes + USAGE_FILE_BYTES
+        options |= {"path": str(tmp_path), "max_bytes": quota}
     tier = build_tier(options, primary.kv_view)
     manager = TieringOffloadingManager(primary, [tier], cascade=["on_evict"])
     context = ReqContext("r")

@@ -17,8 +17,8 @@ exec(compile("\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.D
 
 
 class TestThePagesStore(BlockStoreContract):
-    def make_store(self, place: Path) -> BlockStore:
-        store: BlockStore = NAMES["TestFlatStore"]().make_store(place)
+    def make_store(self, directory: Path) -> BlockStore:
+        store: BlockStore = NAMES["TestFlatStore"]().make_store(directory)
         return store
 
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ``BlockStore`` must do, and every wrapper around one: subclass it in a test module.
-
-::
+"""What every ``BlockStore`` must do, and every wrapper around one. Subclass the contract in a test module::
 
     class TestMyStore(BlockStoreContract):
-        def make_store(self, place):            # place: an empty directory of this test's own
-            return MyStore(place, self.block_bytes)
+        def make_store(self, directory):        # empty, and this test's own
+            return MyStore(directory, self.block_bytes)
 
-Two side doors reach around the code under test. ``reopen`` is for stores that outlive their process, ``corrupt`` for
-those that promise to notice wrong bytes; a test whose door is missing does not apply and passes.
+Two side doors reach around the code under test. Override ``reopen`` for a store that outlives its process, and
+``corrupt`` for one that promises to detect wrong bytes. A test whose door is missing does not apply and passes.
 """
 
 from __future__ import annotations
@@ -29,25 +27,25 @@ __all__ = ["BlockStoreContract", "block_of"]
 
 
 def block_of(key: OffloadKey, num_bytes: int) -> bytes:
-    """The only bytes that may ever be served as ``key``."""
+    """The only bytes that may ever be read as ``key``."""
     return hashlib.shake_128(key).digest(num_bytes)
 
 
 class BlockStoreContract(ABC):
-    """The tests. ``block_bytes`` may be set to what the store needs."""
+    """The tests. A subclass may set ``block_bytes`` to what its store needs."""
 
     block_bytes = 512
 
     @abstractmethod
-    def make_store(self, place: Path) -> BlockStore:
+    def make_store(self, directory: Path) -> BlockStore:
         """A new, empty store with room for a thousand blocks."""
 
-    def reopen(self, place: Path) -> BlockStore | None:
-        """The store of an earlier ``make_store(place)``, as a new process would open it."""
+    def reopen(self, directory: Path) -> BlockStore | None:
+        """Opens the store of an earlier ``make_store(directory)``, as a new process would."""
         return None
 
-    def corrupt(self, store: BlockStore, place: Path, key: OffloadKey) -> bool:
-        """Changes stored bytes of ``key`` behind the store's back; whether that was possible."""
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        """Changes stored bytes of ``key`` without the store. Returns whether that was possible."""
         return False
 
     # ---------------------------------------------------------------------------------------------------- tests
@@ -70,7 +68,7 @@ class BlockStoreContract(ABC):
             assert self._write(store, keys) == [True] * len(keys)
             self._check(store, keys)
 
-    def test_a_batch_answers_key_by_key(self) -> None:
+    def test_a_batch_has_an_outcome_per_key(self) -> None:
         with self._open() as (store, _):
             self._write(store, keys_of(1, 3))
             assert store.contains(keys_of(1, 2, 3, 4)) == [True, False, True, False]
@@ -78,12 +76,12 @@ class BlockStoreContract(ABC):
             assert [block is not None for block in found] == [False, True, False, True]
             assert found[1] == block_of(keys_of(3)[0], self.block_bytes)
 
-    def test_an_empty_batch_is_nothing(self) -> None:
+    def test_an_empty_batch_changes_nothing(self) -> None:
         with self._open() as (store, _):
             assert store.contains([]) == store.write([], []) == store.read_into([], []) == []
             store.discard([])
 
-    def test_a_block_that_is_here_is_true_again(self) -> None:
+    def test_writing_a_block_again_is_true(self) -> None:
         with self._open() as (store, _):
             keys = keys_of(1, 2)
             self._write(store, keys[:1])
@@ -107,7 +105,7 @@ class BlockStoreContract(ABC):
             assert self._write(store, keys_of(2)) == [True]
             self._check(store, keys_of(1, 2, 3))
 
-    def test_the_writers_buffer_is_its_own_again(self) -> None:
+    def test_the_buffer_of_a_finished_write_may_change(self) -> None:
         with self._open() as (store, _):
             (key,) = keys_of(1)
             buffer = bytearray(block_of(key, self.block_bytes))
@@ -115,7 +113,7 @@ class BlockStoreContract(ABC):
             buffer[:] = bytes(len(buffer))
             self._check(store, [key])
 
-    def test_buffers_are_rows_of_a_larger_memory(self) -> None:
+    def test_buffers_may_be_rows_of_a_larger_memory(self) -> None:
         with self._open() as (store, _):
             keys, size = keys_of(0, 1, 2, 3), self.block_bytes
             memory = memoryview(bytearray(6 * size))
@@ -152,7 +150,7 @@ class BlockStoreContract(ABC):
             assert not wrong
             self._check(store, keys)
 
-    def test_a_scan_names_only_what_is_here(self) -> None:
+    def test_a_scan_yields_only_what_is_here(self) -> None:
         with self._open() as (store, _):
             keys = set(keys_of(*range(30)))
             self._write(store, list(keys))
@@ -172,10 +170,10 @@ class BlockStoreContract(ABC):
             self._check(store, keys_of(1, 2))
 
     def test_wrong_bytes_are_a_miss_and_can_be_written_anew(self) -> None:
-        with self._open() as (store, place):
+        with self._open() as (store, directory):
             keys = keys_of(1, 2, 3)
             self._write(store, keys)
-            if not self.corrupt(store, place, keys[1]):
+            if not self.corrupt(store, directory, keys[1]):
                 return
             found = self._read(store, keys)
             assert [block is not None for block in found] == [True, False, True]
@@ -185,11 +183,11 @@ class BlockStoreContract(ABC):
             self._check(store, keys)
 
     def test_a_restart_finds_what_was_written(self) -> None:
-        with self._open() as (store, place):
+        with self._open() as (store, directory):
             keys = keys_of(*range(10))
             self._write(store, keys)
             store.close()
-            again = self.reopen(place)
+            again = self.reopen(directory)
             if again is None:
                 return
             try:

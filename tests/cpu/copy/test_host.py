@@ -97,9 +97,12 @@ def fresh_mover() -> Any:
 
 
 @pytest.mark.usefixtures("fresh_mover")
-def test_without_numba_the_plain_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_the_plain_way_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     assert native_mover() is None
+    assert not caplog.records
     test_directions(4096)
 
 
@@ -120,6 +123,7 @@ def test_a_numba_that_cannot_compile_costs_speed_and_a_warning(
     monkeypatch.setattr(builtins, "__import__", broken)
     assert native_mover() is None
     assert "copied slower" in caplog.text
+    assert "releases disagree" in caplog.text
 
 
 @pytest.mark.parametrize("move", MOVERS)

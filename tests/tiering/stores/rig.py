@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of FileSystemStore share."""
+"""Helpers for the tests of FileSystemStore."""
 
 from __future__ import annotations
 
 import mmap
 from pathlib import Path
 
-import pytest
-
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 
 SMALL, PAGED = 1000, 65536
 KEY, OTHER = keys_of(1, 2)
-
-one_by_one = pytest.mark.parametrize("open_store", ["one by one"], indirect=True)
-"""For tests that step between the system calls, which only Python's can be."""
 
 
 def write(store: FileSystemStore, *keys: OffloadKey, size: int = SMALL) -> list[bool]:
@@ -27,7 +22,7 @@ def write(store: FileSystemStore, *keys: OffloadKey, size: int = SMALL) -> list[
 
 
 def read(store: FileSystemStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
-    buffer = mmap.mmap(-1, size)  # page-aligned, as the primary tier's rows are
+    buffer = mmap.mmap(-1, size)  # page-aligned, like the primary tier's slots
     return bytes(buffer) if store.read_into([key], [memoryview(buffer)]) == [True] else None
 
 
@@ -44,4 +39,4 @@ def disk_bytes(root: Path) -> int:
 
 
 def room_for(num_blocks: int, size: int = SMALL) -> int:
-    return num_blocks * BlockFormat("", size).file_bytes + LEDGER_BYTES
+    return num_blocks * BlockFormat("", size).file_bytes + USAGE_FILE_BYTES

@@ -5,35 +5,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.fs import FileSystemStore, batch
+from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
 
 
 class TestMemoryStore(BlockStoreContract):
-    def make_store(self, place: Path) -> BlockStore:
+    def make_store(self, directory: Path) -> BlockStore:
         return MemoryStore(self.block_bytes)
 
 
 class TestFileSystemStore(BlockStoreContract):
     namespace = ""
 
-    def make_store(self, place: Path) -> BlockStore:
-        return FileSystemStore(place, self.block_bytes, self.namespace, max_bytes=1 << 30)
+    def make_store(self, directory: Path) -> BlockStore:
+        return FileSystemStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 30)
 
-    def reopen(self, place: Path) -> BlockStore | None:
-        return self.make_store(place)
+    def reopen(self, directory: Path) -> BlockStore | None:
+        return self.make_store(directory)
 
-    def corrupt(self, store: BlockStore, place: Path, key: OffloadKey) -> bool:
-        path = place / BlockFormat(directory_of(self.namespace), self.block_bytes).path_of(key)
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        path = directory / BlockFormat(directory_of(self.namespace), self.block_bytes).path_of(key)
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
@@ -46,23 +44,15 @@ class TestFileSystemStoreDirect(TestFileSystemStore):
 
 
 class TestFileSystemStoreDurable(TestFileSystemStore):
-    def make_store(self, place: Path) -> BlockStore:
-        return FileSystemStore(place, self.block_bytes, durability="fsync")
-
-
-class TestFileSystemStoreOneByOne(TestFileSystemStoreDirect):
-    """As it is where numba is not installed."""
-
-    @pytest.fixture(autouse=True)
-    def without_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(batch, "native_files", lambda: None)
+    def make_store(self, directory: Path) -> BlockStore:
+        return FileSystemStore(directory, self.block_bytes, durability="fsync")
 
 
 class TestChecksummed(BlockStoreContract):
-    def make_store(self, place: Path) -> BlockStore:
+    def make_store(self, directory: Path) -> BlockStore:
         return Checksummed(MemoryStore(self.block_bytes + Checksummed.OVERHEAD_BYTES))
 
-    def corrupt(self, store: BlockStore, place: Path, key: OffloadKey) -> bool:
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
         assert isinstance(store, Checksummed)
         # Another block's bytes, whole and sound, under this key.
         inner, (other,) = store.inner, keys_of(3)
@@ -73,12 +63,12 @@ class TestChecksummed(BlockStoreContract):
 
 
 class TestThrottled(BlockStoreContract):
-    def make_store(self, place: Path) -> BlockStore:
+    def make_store(self, directory: Path) -> BlockStore:
         return Throttled(MemoryStore(self.block_bytes), 1e6, sleep=lambda seconds: None)
 
 
 class TestNamespaced(BlockStoreContract):
-    def make_store(self, place: Path) -> BlockStore:
+    def make_store(self, directory: Path) -> BlockStore:
         self.shared = MemoryStore(self.block_bytes)
         neighbour = Namespaced(self.shared, "other")
         neighbour.write(keys_of(1), [memoryview(bytes(self.block_bytes))])
@@ -88,19 +78,19 @@ class TestNamespaced(BlockStoreContract):
 class TestStack(TestFileSystemStore):
     """Wrappers on wrappers on files."""
 
-    def make_store(self, place: Path) -> BlockStore:
-        files = FileSystemStore(place, self.block_bytes + Checksummed.OVERHEAD_BYTES)
+    def make_store(self, directory: Path) -> BlockStore:
+        files = FileSystemStore(directory, self.block_bytes + Checksummed.OVERHEAD_BYTES)
         return Namespaced(Throttled(Checksummed(files), 1e12), "mine")
 
-    def corrupt(self, store: BlockStore, place: Path, key: OffloadKey) -> bool:
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
         return False
 
 
 class TestStoreWrapper(BlockStoreContract):
-    def make_store(self, place: Path) -> BlockStore:
+    def make_store(self, directory: Path) -> BlockStore:
         return StoreWrapper(MemoryStore(self.block_bytes))
 
 
 class TestTestingWrappers(BlockStoreContract):
-    def make_store(self, place: Path) -> BlockStore:
+    def make_store(self, directory: Path) -> BlockStore:
         return FaultyStore(GatedStore(MemoryStore(self.block_bytes)))

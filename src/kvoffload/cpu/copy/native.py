@@ -10,15 +10,16 @@ that it overwrites, which is a third of all traffic, and pushes out what compute
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.compiled import compiled
-
 __all__ = ["MoveRuns", "native_mover"]
+
+logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 MoveRuns = Callable[[Int64s, Int64s, Int64s], None]
@@ -33,7 +34,16 @@ _AHEAD_BYTES = 4096
 @functools.cache
 def native_mover() -> MoveRuns | None:
     """The compiled loop, or ``None`` where numba is missing or unusable. The first call takes about a second."""
-    return compiled(_compile, "small pages will be copied slower")
+    try:
+        import numba
+    except ImportError:
+        return None
+    try:
+        return _compile(numba)
+    except Exception:
+        # Releases of numba, llvmlite, numpy and the C library can disagree; one memmove per run is always right.
+        logger.warning("numba is installed but cannot compile: small pages will be copied slower.", exc_info=True)
+        return None
 
 
 def _compile(numba: Any) -> MoveRuns:

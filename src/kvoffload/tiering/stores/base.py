@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam for secondary storage: a store is a dumb, synchronous byte container. Concurrency lives elsewhere."""
+"""The seam for secondary storage: a store is a dumb, synchronous container of blocks. ``StoreTier`` adds threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BlockStore", "StoreStats"]
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A store's own counts: gauges as of now, counters since it was opened."""
+    """A store's own counts: the bytes as of now, the others since it was opened."""
 
     used_bytes: int = 0
     """Bytes held, as far as this process knows."""
@@ -23,25 +23,26 @@ class StoreStats:
 
 
 class BlockStore(ABC):
-    """Blocks of one fixed size, by key. Batch calls with an outcome per key.
+    """Blocks of one fixed size, by key. Each call takes a batch and has an outcome per key.
 
-    Called from I/O threads only, from several at once; a store keeps its own state consistent under that. The
-    caller owns every buffer and keeps it alive and unchanged (``write``) or unread (``read_into``) for the call.
+    I/O threads call it, several at once, and a store keeps its state consistent under that. The caller owns every
+    buffer. During a call it keeps the buffer alive, and does not change it (``write``) or read it (``read_into``).
 
-    A block that cannot be written or read is a ``False`` in the answer. A store that fails as a whole (its root
-    is gone, the disk is read-only) raises ``StoreError`` or ``OSError``: the tier above counts it, and stops
-    asking while it lasts.
+    A block that cannot be written or read is ``False`` in the answer. A store that fails as a whole (its root is
+    gone, the disk is read-only) raises ``StoreError`` or ``OSError``. The tier above counts these errors, and stops
+    calling the store while they last.
     """
 
     @abstractmethod
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Whether each block is probably here. Only ``read_into`` is the truth."""
+        """Whether each block is probably here. Only ``read_into`` knows for certain."""
 
     @abstractmethod
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        """Stores ``blocks[i]`` (contiguous bytes) as ``keys[i]``. A block that is here already is ``True``.
+        """Stores ``blocks[i]`` (contiguous bytes) as ``keys[i]``. The answer for a block that is already here is
+        ``True``.
 
-        Readers see all of a block or nothing of it, also after a crash in the middle.
+        Readers see all of a block or nothing of it, even after a crash during the write.
         """
 
     @abstractmethod
@@ -53,26 +54,27 @@ class BlockStore(ABC):
 
     @abstractmethod
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Removes blocks; absent ones are ignored."""
+        """Removes blocks. Ignores absent ones."""
 
     @abstractmethod
     def close(self) -> None:
         """Releases files and memory. Idempotent; no other call follows."""
 
-    # True options: what a store leaves out, the tier above does without.
+    # Optional: the tier above does without what a store leaves out.
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        """Batches of the keys that are here, without reading payloads. Runs once, on a thread of its own, while the
-        other calls go on; a key may be missing or be gone by then."""
+        """Yields the keys that are here, in batches, without reading payloads. Runs once, on a thread of its own,
+        while other threads call the store: a block written meanwhile may be missing, and a block yielded may be gone.
+        """
         return iter(())
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """A prefix, head to tail, was used elsewhere: evict its blocks later, the tail before the head."""
+        """Records that a prefix, head to tail, was used elsewhere: its blocks are evicted later, the tail first."""
 
     def take_evicted(self) -> list[OffloadKey]:
-        """Blocks removed since the last call other than by ``discard``: for room, or because they were bad."""
+        """The blocks removed since the last call other than by ``discard``: for room, or because they were bad."""
         return []
 
     def stats(self) -> StoreStats:
-        """Counts. The one method that any thread calls: it takes no lock for long and does no I/O."""
+        """The counts. Any thread may call this, so it does no I/O and holds no lock for long."""
         return StoreStats()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in this process's memory: the smallest real store, and the one that tests and simulations use."""
+"""Blocks in this process's memory: the smallest real store, which tests and simulations use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(BlockStore):
-    """Holds copies of blocks of ``block_bytes`` each, the least recently used of which give way to ``max_bytes``."""
+    """Holds copies of blocks of ``block_bytes`` each, and evicts the least recently used to keep to ``max_bytes``."""
 
     def __init__(self, block_bytes: int, max_bytes: int | None = None) -> None:
         if max_bytes is not None and max_bytes < block_bytes:

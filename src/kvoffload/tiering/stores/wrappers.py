@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concerns that any store may need, as stores around a store."""
+"""Wrappers: stores that add a checksum, a rate limit or a namespace to any other store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Checksummed", "Namespaced", "StoreWrapper", "Throttled"]
 
 
 class StoreWrapper(BlockStore):
-    """Passes every call on to ``inner``, options included; a wrapper overrides what it changes."""
+    """Passes every call on to ``inner``, also the optional ones. A wrapper overrides what it changes."""
 
     def __init__(self, inner: BlockStore) -> None:
         self.inner = inner
@@ -54,10 +54,10 @@ class StoreWrapper(BlockStore):
 
 
 class Checksummed(StoreWrapper):
-    """Binds each block to its key with a checksum, for stores that would hand out wrong bytes unnoticed.
+    """Binds each block to its key with a checksum, for stores that might return wrong bytes unnoticed.
 
     ``inner`` holds blocks that are ``OVERHEAD_BYTES`` longer. A block that does not verify is a miss and is
-    discarded. Costs one copy of the block each way.
+    discarded. Each write and each read costs one more copy of the block.
     """
 
     OVERHEAD_BYTES = 16
@@ -107,7 +107,7 @@ def _seal(key: OffloadKey, block: memoryview) -> bytes:
 
 
 class Throttled(StoreWrapper):
-    """Keeps reads and writes together below ``bytes_per_s`` on average, by sleeping in the I/O thread."""
+    """Keeps the average rate of reads and writes together below ``bytes_per_s``, by sleeping in the I/O thread."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Throttled(StoreWrapper):
 
 
 class Namespaced(StoreWrapper):
-    """Keeps the keys of several users of one store apart by putting a digest of ``namespace`` before each key."""
+    """Separates several users of one store: puts a digest of ``namespace`` before each key."""
 
     def __init__(self, inner: BlockStore, namespace: str) -> None:
         super().__init__(inner)
@@ -150,30 +150,30 @@ class Namespaced(StoreWrapper):
         self._prefix = xxhash.xxh3_128_digest(namespace.encode())
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self.inner.contains(self._inside(keys))
+        return self.inner.contains(self._to_inner(keys))
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        return self.inner.write(self._inside(keys), blocks)
+        return self.inner.write(self._to_inner(keys), blocks)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        return self.inner.read_into(self._inside(keys), blocks)
+        return self.inner.read_into(self._to_inner(keys), blocks)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self.inner.discard(self._inside(keys))
+        self.inner.discard(self._to_inner(keys))
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         for keys in self.inner.scan():
-            yield self._outside(keys)
+            yield self._from_inner(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self.inner.touch(self._inside(keys))
+        self.inner.touch(self._to_inner(keys))
 
     def take_evicted(self) -> list[OffloadKey]:
-        return self._outside(self.inner.take_evicted())
+        return self._from_inner(self.inner.take_evicted())
 
-    def _inside(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def _to_inner(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         return [OffloadKey(self._prefix + key) for key in keys]
 
-    def _outside(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def _from_inner(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         cut = len(self._prefix)
         return [OffloadKey(key[cut:]) for key in keys if key.startswith(self._prefix)]

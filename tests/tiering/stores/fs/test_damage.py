@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FileSystemStore and files that are not what they should be: always a miss."""
+"""FileSystemStore and damaged files: always a miss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs.format import CONTROL_DIR, BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
+from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 
 POSITIONS = {
     SMALL: [0, 9, 12, 17, 30, 60, 75, 90, 119, 121, 127, 128, 600, 1127],
@@ -63,7 +63,7 @@ def test_a_truncated_file_is_a_miss(open_store, tmp_path: Path, size: int, left:
 
 
 @pytest.mark.parametrize("size", [SMALL, PAGED])
-def test_more_garbage(open_store, tmp_path: Path, size: int) -> None:
+def test_garbage_in_a_file_is_a_miss(open_store, tmp_path: Path, size: int) -> None:
     store = open_store(size)
     for number, content in enumerate(
         [b"", b"x", bytes(10 * size), os.urandom(BlockFormat("", size).file_bytes), b"KVOBLOCK" * 1000]
@@ -122,16 +122,16 @@ def test_a_directory_in_place_of_a_file(open_store, tmp_path: Path, size: int) -
     assert read(store, OTHER, size) == block_of(OTHER, size)
 
 
-def test_damage_to_the_stores_own_files_costs_nothing(open_store, tmp_path: Path) -> None:
+def test_damage_to_the_usage_file_costs_nothing(open_store, tmp_path: Path) -> None:
     store = open_store(max_bytes=room_for(4))
     write(store, KEY)
-    ledger = tmp_path / "kv" / CONTROL_DIR / "ledger"
-    for content in (b"", b"garbage", os.urandom(LEDGER_BYTES), bytes(10_000)):
-        ledger.write_bytes(content)
+    usage_file = tmp_path / "kv" / CONTROL_DIR / "ledger"
+    for content in (b"", b"garbage", os.urandom(USAGE_FILE_BYTES), bytes(10_000)):
+        usage_file.write_bytes(content)
         write(store, *keys_of(*range(10, 20)))
         assert disk_bytes(tmp_path / "kv") <= room_for(4)
         assert len(files(tmp_path)) == 4
-    ledger.unlink()
+    usage_file.unlink()
     write(store, *keys_of(*range(30, 40)))
     assert disk_bytes(tmp_path / "kv") <= room_for(4)
     shutil.rmtree(tmp_path / "kv" / CONTROL_DIR)

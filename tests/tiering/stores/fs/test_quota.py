@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FileSystemStore's quota and order of use: over restarts, namespaces, neighbours and the dead."""
+"""FileSystemStore's quota and order of use: across restarts, namespaces, other processes and crashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.tiering.stores.rig import (
     disk_bytes,
     files,
     here,
-    one_by_one,
     read,
     room_for,
     write,
@@ -27,8 +26,8 @@ from tests.tiering.stores.rig import (
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.fs import io as fs_io
 from kvoffload.tiering.stores.fs import quota
-from kvoffload.tiering.stores.fs import store as fs_store
 from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX, BlockFormat
 
 
@@ -78,7 +77,7 @@ def test_a_smaller_quota_is_kept_from_the_next_write_on(open_store, tmp_path: Pa
     assert len(files(tmp_path)) == 3
 
 
-def test_a_batch_never_evicts_its_own(open_store) -> None:
+def test_a_batch_never_evicts_its_own_blocks(open_store) -> None:
     store = open_store(max_bytes=room_for(4))
     keys = keys_of(*range(10))
     write(store, keys[0], keys[1])
@@ -95,7 +94,7 @@ def test_all_namespaces_share_the_quota(open_store, tmp_path: Path) -> None:
     assert disk_bytes(tmp_path / "kv") <= room_for(4)
     assert here(new, *keys_of(0, 1, 2)) == set(keys_of(0, 1, 2))
     assert here(old, *keys_of(0, 1, 2)) == set(keys_of(2))
-    assert new.take_evicted() == [], "other namespaces' blocks are none of ours to tell of"
+    assert new.take_evicted() == [], "blocks of another namespace are not announced"
 
 
 def test_two_stores_on_one_root_keep_one_quota_and_each_others_hot_blocks(open_store, tmp_path: Path) -> None:
@@ -114,8 +113,7 @@ def test_two_stores_on_one_root_keep_one_quota_and_each_others_hot_blocks(open_s
         assert disk_bytes(tmp_path / "kv") <= room_for(6)
 
 
-@one_by_one
-def test_bytes_given_back_can_be_used_again(open_store, tmp_path: Path, monkeypatch) -> None:
+def test_released_bytes_can_be_reserved_again(open_store, tmp_path: Path, monkeypatch) -> None:
     store = open_store(max_bytes=room_for(3))
     keys = keys_of(0, 1, 2)
     for _ in range(5):
@@ -159,7 +157,7 @@ def test_many_threads_under_a_tight_quota(open_store, tmp_path: Path) -> None:
 
 
 def disk_bytes_while_others_work(root: Path) -> int:
-    """Never more than there was at some moment: what is counted is looked at again at the end."""
+    """Never more than at some one moment: a file counts only if it is unchanged at the end."""
     seen = {}
     for path in root.rglob("*"):
         try:
@@ -170,7 +168,7 @@ def disk_bytes_while_others_work(root: Path) -> int:
     for path, status in seen.items():
         try:
             again = path.stat()
-            # Inodes are used again: the time of the change tells.
+            # Inodes are reused, so the time of the last change is compared as well.
             is_same = (again.st_ino, again.st_ctime_ns) == (status.st_ino, status.st_ctime_ns)
             total += status.st_size if path.is_file() and is_same else 0
         except OSError:
@@ -190,7 +188,6 @@ def test_evicted_files_are_written_over(open_store, tmp_path: Path) -> None:
         assert {path.stat().st_ino for path in files(tmp_path)} == inodes
 
 
-@one_by_one
 def test_an_eviction_that_fails_in_the_middle_leaves_nothing_uncounted(open_store, tmp_path: Path, monkeypatch) -> None:
     store = open_store(max_bytes=room_for(4))
     write(store, *keys_of(0, 1, 2, 3))
@@ -209,8 +206,26 @@ def test_an_eviction_that_fails_in_the_middle_leaves_nothing_uncounted(open_stor
         patch.setattr(os, "unlink", failing(os.unlink))
         with pytest.raises(StoreError, match="Input/output"):
             write(store, *keys_of(10, 11, 12, 13))
-    assert files(tmp_path) == [fatal]
+    assert fatal in files(tmp_path)
+    assert store.stats().used_bytes == disk_bytes(tmp_path / "kv")
     assert write(store, *keys_of(10)) == [True]
+    assert store.stats().used_bytes == disk_bytes(tmp_path / "kv")
+
+
+def test_a_reservation_that_cannot_be_recorded_is_none(open_store, tmp_path: Path, monkeypatch) -> None:
+    """As on a full disk, where the usage file is to be made anew."""
+    store = open_store(max_bytes=room_for(4))
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        for _ in range(5):
+            with pytest.raises(StoreError, match="No space left"):
+                write(store, *keys_of(0, 1, 2))
+    assert write(store, *keys_of(0, 1, 2, 3)) == [True] * 4
+    assert store.take_evicted() == []
     assert store.stats().used_bytes == disk_bytes(tmp_path / "kv")
 
 
@@ -244,31 +259,59 @@ def test_writing_and_reading_go_on_while_a_scan_is_under_way(open_store, tmp_pat
     assert here(store, *keys_of(50, 51)) == set(keys_of(50, 51))
 
 
-def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(open_store, tmp_path: Path) -> None:
+def test_a_block_that_is_published_during_a_walk_keeps_its_turn(open_store, monkeypatch) -> None:
+    """Its bytes were reserved before the walk, which is past its directory when the file gets its name."""
+    store, gate, arrived = open_store(max_bytes=room_for(3)), threading.Event(), threading.Event()
+    write(open_store(namespace="walked last"), OTHER)
+    real_writev = os.writev
+
+    def writev(fd: int, buffers: list[memoryview]) -> int:
+        arrived.set()
+        assert gate.wait(30)
+        return real_writev(fd, buffers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", writev)
+        writer = threading.Thread(target=write, args=(store, KEY))
+        writer.start()
+        assert arrived.wait(30)
+        scan = store.scan()
+        assert next(scan) == []
+        gate.set()
+        writer.join(30)
+        assert list(scan) == []
+    write(store, *keys_of(10))
+    write(store, *keys_of(11))  # instead of the other namespace's block
+    assert here(store, KEY, *keys_of(10, 11)) == {KEY, *keys_of(10, 11)}
+    write(store, *keys_of(12))
+    assert here(store, KEY, *keys_of(10, 11, 12)) == set(keys_of(10, 11, 12))
+
+
+def test_staging_directories_of_dead_writers_are_swept_and_of_live_ones_are_not(open_store, tmp_path: Path) -> None:
     living = open_store()
     write(living, KEY)
-    workplace = Path(living._workplace.path)
-    (workplace / "half").write_bytes(b"a block being written")
+    staging = Path(living._staging.path)
+    (staging / "half").write_bytes(b"a block being written")
     dead = tmp_path / "kv" / CONTROL_DIR / "w-0123456789abcdef"
     dead.mkdir()
     (dead / "7").write_bytes(b"left behind")
     open_store()
     assert not dead.exists()
-    assert (workplace / "half").exists()
+    assert (staging / "half").exists()
 
 
 def test_a_writer_that_dies_during_a_walk_is_still_counted(open_store, tmp_path: Path, monkeypatch) -> None:
-    """It was alive when the halves of the dead were swept, and dead when the walk asked who is alive."""
+    """It is alive when dead writers' directories are swept, and dead when the files are counted."""
     store, dying = open_store(max_bytes=room_for(8)), open_store(max_bytes=room_for(8))
     write(store, *keys_of(0))
     write(dying, *keys_of(1))
-    dying._space.reserve(1, BlockFormat("", SMALL).file_bytes, ())
-    Path(dying._workplace.new_path()).write_bytes(bytes(BlockFormat("", SMALL).file_bytes))
+    reservation = dying._quota.reserve(1, BlockFormat("", SMALL).file_bytes, ())
+    Path(reservation.temporaries[0]).write_bytes(bytes(BlockFormat("", SMALL).file_bytes))
     real_sweep = quota.sweep
 
     def sweep_then_die(root: str) -> int:
         swept = real_sweep(root)
-        dying._workplace._drop()  # its lock goes, its files stay
+        dying._staging._release()  # the lock goes, the files stay
         return swept
 
     monkeypatch.setattr(quota, "sweep", sweep_then_die)
@@ -277,30 +320,29 @@ def test_a_writer_that_dies_during_a_walk_is_still_counted(open_store, tmp_path:
     assert store.stats().used_bytes >= disk_bytes(tmp_path)
 
 
-@one_by_one
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_neighbours_copy_that_vanishes_while_the_block_is_written_is_counted(
     open_store, tmp_path: Path, monkeypatch, times: int
 ) -> None:
-    """A neighbour has written the block just before us, and evicts it just after our file was refused its name."""
+    """A neighbour publishes the block just before us, and evicts it just after our rename was refused."""
     store, neighbour = open_store(max_bytes=room_for(8)), open_store(max_bytes=room_for(8))
-    real_publish, refused = fs_store.publish, []
+    real_rename, refused = fs_io._rename_if_absent, []
 
-    def publish(temporary: str, final: str) -> bool:
-        if len(refused) == times or store._workplace.path not in temporary:
-            return real_publish(temporary, final)
+    def rename(temporary: str, final: str) -> bool:
+        if len(refused) == times or store._staging.path not in temporary:
+            return real_rename(temporary, final)
         assert write(neighbour, KEY) == [True]
-        answer = real_publish(temporary, final)
+        answer = real_rename(temporary, final)
         neighbour.discard([KEY])
         refused.append(answer)
         return answer
 
-    monkeypatch.setattr(fs_store, "publish", publish)
+    monkeypatch.setattr(fs_io, "_rename_if_absent", rename)
     assert write(store, KEY) == [True]
     assert refused == [False] * times
     assert read(store, KEY) == block_of(KEY, SMALL)
     assert len(files(tmp_path)) == 1
-    write(store, OTHER)  # which looks into the ledger
+    write(store, OTHER)  # reads the usage file
     assert store.stats().used_bytes == disk_bytes(tmp_path)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FileSystemStore and its root: disks that fail, names, and mistakes."""
+"""FileSystemStore and its root: failing disks, namespaces, and mistakes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.tiering.stores.rig import (
     SMALL,
     disk_bytes,
     here,
-    one_by_one,
     read,
     room_for,
     write,
@@ -26,7 +25,7 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs import store as fs_store
+from kvoffload.tiering.stores.fs import io as fs_io
 from kvoffload.tiering.stores.fs.format import CONTROL_DIR, directory_of, namespace_of
 
 
@@ -72,7 +71,7 @@ def test_a_full_disk(small_disk: Path) -> None:
         assert read(store, key, PAGED) == (block_of(key, PAGED) if answer else None)
     with pytest.raises(StoreError, match="No space left"):
         write(store, *keys_of(20, 21), size=PAGED)
-    assert not list((small_disk / CONTROL_DIR).glob("w-*/*")), "no halves are left"
+    assert not list((small_disk / CONTROL_DIR).glob("w-*/*")), "no incomplete files are left"
     store.discard([key for key, answer in zip(keys, answers, strict=True) if answer][:2])
     assert write(store, *keys_of(20), size=PAGED) == [True]
     store.close()
@@ -96,25 +95,24 @@ def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:
     store.close()
 
 
-@one_by_one
 def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
     open_store, tmp_path: Path, monkeypatch
 ) -> None:
-    """Whatever would be written to that path then is on another disk than the one the quota is about."""
+    """What is then written to that path is on another disk, which the quota is not for."""
     store, root = open_store(max_bytes=room_for(8)), tmp_path / "kv"
-    real_publish = fs_store.publish
+    real_rename = fs_io._rename_if_absent
 
-    def publish(temporary: str, final: str) -> bool:
+    def rename(temporary: str, final: str) -> bool:
         if root.exists():
             root.rename(tmp_path / "away")
-        return real_publish(temporary, final)
+        return real_rename(temporary, final)
 
-    monkeypatch.setattr(fs_store, "publish", publish)
+    monkeypatch.setattr(fs_io, "_rename_if_absent", rename)
     with pytest.raises(StoreError):
         write(store, KEY)
     assert not root.exists()
     (tmp_path / "away").rename(root)
-    monkeypatch.setattr(fs_store, "publish", real_publish)
+    monkeypatch.setattr(fs_io, "_rename_if_absent", real_rename)
     assert write(store, KEY) == [True]
     assert read(store, KEY) == block_of(KEY, SMALL)
     assert store.stats().used_bytes >= disk_bytes(tmp_path)
@@ -134,7 +132,7 @@ def test_long_namespaces_are_kept_apart() -> None:
     assert all(len(directory_of(name)) <= 255 for name in long)
 
 
-def test_mistakes_are_told_before_anything_is_made(tmp_path: Path) -> None:
+def test_mistakes_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     for options in ({"max_bytes": 100}, {"durability": "maybe"}):
         with pytest.raises(ConfigError):

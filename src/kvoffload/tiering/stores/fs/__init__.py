@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks as files in a directory. ``store`` has the store, ``format`` the layout on disk, ``admin`` the maintenance."""
+"""Blocks as files in a directory. ``store`` is the store, ``format`` the layout on disk, ``admin`` the maintenance."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file store's root as those who operate it see it: what is there, whether it is sound, and less of it.
+"""Maintenance of a file store: usage, verification, deletion.
 
-Everything here works beside running servers, with the same locks and the same count of bytes.
+All of it works beside running servers, with the same locks and the same count of bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvoffload.tiering.stores.fs.format import (
     namespace_of,
     parse_name,
 )
-from kvoffload.tiering.stores.fs.quota import Doomed, Space
-from kvoffload.tiering.stores.fs.staging import Workplace, sweep
+from kvoffload.tiering.stores.fs.quota import Deletion, Quota
+from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep
 from kvoffload.tiering.stores.fs.usage_file import FileSeen, walk
 
 __all__ = ["NamespaceUsage", "StoreRoot", "is_sound"]
@@ -45,7 +45,7 @@ class NamespaceUsage:
 
     @property
     def name(self) -> str:
-        return _shown(self.directory)
+        return _display_name(self.directory)
 
     def add(self, file: FileSeen) -> None:
         self.num_blocks += 1
@@ -55,33 +55,33 @@ class NamespaceUsage:
 
 
 class StoreRoot:
-    """A root on disk. Raises ``ConfigError`` if ``path`` is none."""
+    """A root on disk. Raises ``ConfigError`` if ``path`` is not one."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ConfigError(f"{path} is no directory; name the 'path' of an 'fs' tier.")
+            raise ConfigError(f"{path} is no directory; give the 'path' of an 'fs' tier.")
         if not (path / CONTROL_DIR).is_dir():
             raise ConfigError(f"{path} is no kvoffload store: it has no {CONTROL_DIR} directory.")
         self.path = path
         self._root = str(path.absolute())
 
     def directories(self) -> list[str]:
-        """The namespaces' directories, sorted; other directories that stand here are left out."""
+        """The directories of all namespaces, sorted. Skips other directories."""
         found = (entry.name for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False))
         return sorted(name for name in found if not name.startswith(".") and name != "lost+found")
 
     def directory(self, namespace: str) -> str:
-        """The directory of a namespace, given by its name or as ``ls`` shows it."""
+        """The directory of a namespace, which is given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
         known = self.directories()
         if (directory := directory_of(namespace)) in known:
             return directory
-        names = [_shown(directory) for directory in known]
+        names = [_display_name(directory) for directory in known]
         if namespace in names:
             return known[names.index(namespace)]
         raise ConfigError(f"{self.path} has no namespace {namespace!r}.{suggest(namespace, names)}")
 
     def usage(self) -> list[NamespaceUsage]:
-        """One entry per namespace; reads no block."""
+        """One entry per namespace. Reads no block."""
         found = []
         for directory in self.directories():
             usage = NamespaceUsage(directory)
@@ -92,59 +92,63 @@ class StoreRoot:
         return found
 
     def files(self, directory: str | None = None) -> Iterator[FileSeen]:
+        """The block files of one namespace's ``directory``, or of all."""
         for one in self.directories() if directory is None else [directory]:
             for files in walk(self._root, one):
                 yield from files
 
     def is_sound(self, file: FileSeen) -> bool | None:
-        """Whether a file verifies; ``None``: it is gone by now. A file is read again before it is called bad."""
+        """Whether a file verifies, ``None`` if it is gone. Reads a file twice before it calls it bad."""
         sound = is_sound(os.path.join(self._root, file.path))
         return is_sound(os.path.join(self._root, file.path)) if sound is False else sound
 
     def remove(self, files: list[FileSeen]) -> int:
-        """Deletes files, and takes their bytes off the count; answers how many there were."""
-        space = self._space(None)
+        """Deletes files and subtracts their bytes from the count. Returns how many there were."""
+        quota = self._quota(None)
         try:
-            return space.remove(Doomed(file.path, file.size_bytes) for file in files)
+            return quota.remove(Deletion(file.path, file.size_bytes) for file in files)
         finally:
-            space.close()
+            quota.close()
 
     def clear(self, directory: str) -> int:
-        """Removes a namespace; answers how many blocks it had. What a server writes meanwhile stays."""
+        """Removes a namespace. Returns how many blocks it had. What a server writes meanwhile stays."""
         count = self.remove(list(self.files(directory)))
         top = os.path.join(self._root, directory)
         for path in [*(entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)), top]:
             try:
                 os.rmdir(path)
             except OSError:
-                pass  # a server has just written there again, or it holds something that is none of ours
+                pass  # a server has just written there again, or it holds files that are not ours
         return count
 
     def sweep(self) -> int:
-        """Removes what dead writers left; answers how many writers."""
+        """Removes the staging directories of dead writers. Returns how many there were."""
         return sweep(self._root)
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
-        """Enforces a quota now and, where nobody else is at work, counts the bytes anew: (files deleted, bytes)."""
-        space = self._space(max_bytes)
+        """Enforces a quota now. If no other process is at work, also counts the bytes anew.
+
+        Returns the number of deleted files and the bytes in use.
+        """
+        quota = self._quota(max_bytes)
         try:
-            for _ in space.scan():
+            for _ in quota.scan():
                 pass
-            evicted = 0 if max_bytes is None else space.shrink(max_bytes)
-            return evicted, space.used_bytes
+            evicted = 0 if max_bytes is None else quota.shrink(max_bytes)
+            return evicted, quota.used_bytes
         finally:
-            space.close()
+            quota.close()
 
-    def _space(self, max_bytes: int | None) -> Space:
-        return Space(self._root, max_bytes, Workplace(self._root))
+    def _quota(self, max_bytes: int | None) -> Quota:
+        return Quota(self._root, max_bytes, StagingDirectory(self._root))
 
 
-def _shown(directory: str) -> str:
+def _display_name(directory: str) -> str:
     return namespace_of(directory) or "(default)"
 
 
 def is_sound(path: str) -> bool | None:
-    """Whether the file at ``path`` holds, byte for byte, the block that its place says; ``None``: there is none."""
+    """Whether the file at ``path`` holds the block that its path says, byte for byte. ``None`` if it is gone."""
     directory, _, name = path.rsplit(os.sep, 2)
     try:
         with open(path, "rb", buffering=0) as file:

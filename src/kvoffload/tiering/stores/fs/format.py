@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How blocks look on disk: names of directories and files, and the header in front of each payload. No I/O.
+"""How blocks look on disk: the names of directories and files, and the header before each payload. No I/O.
 
 ::
 
-    root/.kvoffload/ledger            bytes in use, shared by all processes on the root
-    root/.kvoffload/w-<random>/       one writer's temporary files; the writer holds a lock on the directory
+    root/.kvoffload/ledger            the usage file: bytes in use, shared by all processes on the root
+    root/.kvoffload/w-<random>/       one writer's staging directory, on which the writer holds a lock
     root/<namespace>/<2 hex>/<key in hex>.kvb
 
-A file is a header, then the payload. The header is one page where payloads are whole pages, so that both can move
-by direct I/O, and 128 bytes otherwise::
+A file is a header and then the payload. The header is one page where payloads are whole pages, so that direct I/O
+can move both, and 128 bytes otherwise::
 
     magic 8 · version u16 · 0 u16 · header_bytes u32 · block_bytes u64 · identity 32 · payload's xxh3_128 16 ·
     zeros · xxh3_64 of all before 8                                                           (little endian)
 
-``identity`` is a digest of namespace and key, so that another block's file never passes for this one.
+``identity`` is a digest of namespace and key, so another block's file never passes for this one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,20 @@ import xxhash
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["CONTROL_DIR", "PAGE_BYTES", "SUFFIX", "BlockFormat", "Header", "directory_of", "namespace_of", "parse_name"]
+__all__ = [
+    "CONTROL_DIR",
+    "PAGE_BYTES",
+    "STAGING_PREFIX",
+    "SUFFIX",
+    "BlockFormat",
+    "Header",
+    "directory_of",
+    "namespace_of",
+    "parse_name",
+]
 
 CONTROL_DIR = ".kvoffload"
+STAGING_PREFIX = "w-"
 SUFFIX = ".kvb"
 PAGE_BYTES = 4096
 
@@ -45,7 +56,7 @@ _DEFAULT_DIRECTORY = "="
 
 
 def directory_of(namespace: str) -> str:
-    """A namespace as one safe file name. Very long ones are cut and told apart by a digest."""
+    """A namespace as one safe file name. A very long one is cut short and ends in a digest."""
     if not namespace:
         return _DEFAULT_DIRECTORY
     name = quote(namespace, safe=" ,+@=:")
@@ -58,12 +69,12 @@ def directory_of(namespace: str) -> str:
 
 
 def namespace_of(directory: str) -> str:
-    """The namespace of a directory, for people to read (a long one stays cut)."""
+    """The namespace of a directory, for people to read. A long one stays cut short."""
     return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
 
 
 def parse_name(name: str) -> OffloadKey | None:
-    """The key in a file's name; ``None`` where it is too long to be there, or the file is none of ours."""
+    """The key in a file's name. ``None`` if the name has only a digest of it, or is not a block file's."""
     if not name.endswith(SUFFIX) or name.startswith("~"):
         return None
     try:
@@ -74,7 +85,7 @@ def parse_name(name: str) -> OffloadKey | None:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself, for tools that do not know the block size."""
+    """A file's own description, for tools that do not know the block size."""
 
     header_bytes: int
     block_bytes: int
@@ -83,7 +94,7 @@ class Header:
 
     @classmethod
     def parse(cls, start: bytes) -> Header | None:
-        """From the first page of a file (or all of it); ``None`` if it is no sound header."""
+        """From the first page of a file, or all of a shorter one. ``None`` if that is no valid header."""
         if len(start) < _SMALL_HEADER_BYTES:
             return None
         magic, version, zero, header_bytes, block_bytes, identity, digest = _FIELDS.unpack_from(start)
@@ -117,11 +128,11 @@ class BlockFormat:
 
     @property
     def is_paged(self) -> bool:
-        """Whether header and payload are whole pages, as direct I/O wants them."""
+        """Whether header and payload are whole pages, as direct I/O needs them."""
         return self.header_bytes == PAGE_BYTES
 
     def path_of(self, key: OffloadKey) -> str:
-        """The file of ``key``, relative to the root."""
+        """The file of ``key``, relative to the root. A key too long for a name is replaced by its digest."""
         name = key.hex() if len(key) <= _LONGEST_HEX_KEY else "~" + self.identity(key).hex()
         return f"{self.directory}/{xxhash.xxh3_64_intdigest(key) & 0xFF:02x}/{name}{SUFFIX}"
 
@@ -129,7 +140,7 @@ class BlockFormat:
         return hashlib.blake2b(self._salt + key, digest_size=32).digest()
 
     def header(self, key: OffloadKey, payload: memoryview) -> bytes:
-        """The only header that a file with this key and payload may have: reading compares all of it."""
+        """The only header that a file with this key and payload may have. A read compares all of it."""
         parts = self._front + self.identity(key) + xxhash.xxh3_128_digest(payload)
         body = parts + bytes(self.header_bytes - _SUM_BYTES - len(parts))
         return body + xxhash.xxh3_64_digest(body)

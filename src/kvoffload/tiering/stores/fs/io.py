@@ -1,130 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole block files in and out of memory: direct where it can be, continued where the kernel stops short."""
+"""Single block files: written and published, read and verified. Direct I/O where that works."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
+import numpy as np
+
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.fs.batch import BatchIO, address_of
 from kvoffload.tiering.stores.fs.format import PAGE_BYTES, BlockFormat
-from kvoffload.tiering.stores.fs.native import NOTHING
 from kvoffload.tiering.stores.fs.staging import unlink_quietly
 
-__all__ = ["FileIO", "NewFile", "ReadOutcome"]
+__all__ = ["FileIO", "ReadOutcome"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_PUBLISH_ATTEMPTS = 100
+"""Each failed attempt means another process published and then evicted this block meanwhile."""
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+_BYTE = ctypes.c_char
 
 
 class ReadOutcome(Enum):
     GOOD = "good"
     ABSENT = "absent"
+    """No such file, or it was replaced during the read."""
     BAD = "bad"
     """Read in full, twice, and not this block: safe to delete."""
     UNSURE = "unsure"
-    """The kernel gave less than the file has: no proof of anything."""
-
-
-@dataclass(slots=True)
-class NewFile:
-    """A block on its way to disk: written to ``temporary``, which may be there with the right size, named ``final``."""
-
-    key: OffloadKey
-    payload: memoryview
-    stamp_ns: int
-    """Time of its use, which becomes the file's mtime."""
-    temporary: str
-    final: str
-    reached: int = NOTHING
+    """The kernel returned less than the file has: no proof of anything."""
 
 
 class FileIO:
-    """Reads and writes the files of one ``BlockFormat``. Any number of threads.
+    """Reads and writes the files of one ``BlockFormat`` under ``root``, to which paths are relative. Any number of
+    threads. A transfer that stops short is continued.
 
-    Each transfer is tried first with others of its batch, fast (``fs_batch``); what does not go smoothly is left
-    to the careful ``write`` and ``read``, which continue what stops short and tell what is wrong.
-
-    Direct I/O is used while header, payload and buffer are whole aligned pages and the file system takes it; the
-    first refusal of an aligned transfer ends it for good, and the transfer goes on through the page cache.
+    Direct I/O is used while header, payload and buffer are whole aligned pages and the file system supports it. The
+    first refusal of an aligned transfer ends it for good, and the transfer continues through the page cache.
     """
 
-    def __init__(self, layout: BlockFormat, *, durable: bool) -> None:
+    def __init__(self, root: str, layout: BlockFormat, *, durable: bool) -> None:
+        self._root = root
         self._layout = layout
         self._durable = durable
         self._direct = bool(_DIRECT) and layout.is_paged
         self._local = threading.local()
-        self._batch = BatchIO.where_possible(layout, durable=durable)
-        self.files_per_batch = self._batch.files_per_batch if self._batch is not None else 1
 
-    def try_to_write(self, files: Sequence[NewFile]) -> None:
-        """Writes and names up to ``files_per_batch`` files, as far as that goes smoothly: see ``reached``."""
-        if self._batch is None:
-            return
-        headers = [self._layout.header(file.key, file.payload) for file in files]
-        addresses = [address_of(file.payload) for file in files]
-        reached = self._batch.write(
-            [file.temporary for file in files],
-            [file.final for file in files],
-            headers,
-            addresses,
-            [file.stamp_ns for file in files],
-            direct=self._is_direct(addresses),
-        )
-        for file, stage in zip(files, reached):
-            file.reached = stage
-
-    def try_to_read(
-        self,
-        paths: Sequence[str],
-        keys: Sequence[OffloadKey],
-        payloads: Sequence[memoryview],
-        stamps_ns: Sequence[int],
-    ) -> list[bool]:
-        """Fills up to ``files_per_batch`` payloads; which of them are good and stamped. The others: ask ``read``."""
-        if self._batch is None or any(payload.readonly for payload in payloads):
-            return [False] * len(paths)
-        addresses = list(map(address_of, payloads))
-        headers = self._batch.read(paths, addresses, stamps_ns, direct=self._is_direct(addresses))
-        return [
-            header is not None and header.tobytes() == self._layout.header(key, payload)
-            for header, key, payload in zip(headers, keys, payloads)
-        ]
-
-    def write(self, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> None:
-        """Makes the file ``path``, complete on return (on disk too, if durable), or overwrites one of the same size.
-        Raises ``OSError``."""
-        header = self._header_buffer()
-        header[:] = self._layout.header(key, payload)
-        fd = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, payload)
+    def is_whole(self, path: str) -> bool:
+        """Whether a file of the right size is there. Raises ``OSError`` if that cannot be found out."""
         try:
-            if not self._move(fd, os.writev, [header, payload]):
-                raise OSError(errno.EIO, "the kernel wrote nothing", path)
-            os.utime(fd, ns=(stamp_ns, stamp_ns))
-            if self._durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+            status = os.stat(f"{self._root}/{path}")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == self._layout.file_bytes
+
+    def write(self, temporary: str, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> bool:
+        """Writes a block to ``temporary`` (absolute; absent, or a file of the right size) and publishes it as
+        ``path``. Sets its mtime to ``stamp_ns``.
+
+        Returns whether the bytes reserved for the file are in use now: not if another process was first. Raises
+        ``OSError``, and removes ``temporary`` then.
+        """
+        try:
+            self._write(temporary, key, payload, stamp_ns)
+            try:
+                return self._publish(temporary, path)
+            except FileNotFoundError:
+                self._make_directory(os.path.dirname(path))
+                return self._publish(temporary, path)
+        except OSError:
+            unlink_quietly(temporary)
+            raise
+
+    def sync_names(self, paths: Iterable[str]) -> None:
+        """Puts the names of published files on the disk. Raises ``OSError``."""
+        for directory in {os.path.dirname(path) for path in paths}:
+            _sync_directory(f"{self._root}/{directory}")
 
     def read(self, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> tuple[ReadOutcome, int]:
-        """Fills ``payload`` from ``path``; the second value is the file's inode. Raises ``OSError`` for what is
-        neither there nor absent. A good file is stamped as used at ``stamp_ns``, where that is permitted."""
+        """Fills ``payload`` from a file; the second value is the file's inode. Sets the mtime of a good file to
+        ``stamp_ns``, where that is permitted. Raises ``OSError`` if the file is neither readable nor absent."""
+        full = f"{self._root}/{path}"
         try:
-            fd = self._open(path, os.O_RDONLY | os.O_CLOEXEC, payload)
+            fd = self._open(full, os.O_RDONLY | os.O_CLOEXEC, payload)
         except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome.ABSENT, 0
         try:
             outcome, inode = self._read_open(fd, key, payload)
             if outcome is ReadOutcome.BAD:
-                # Memory, bus or a passing fault may have lied: only a file that is wrong twice is wrong, and the
-                # second time it comes another way, through the page cache.
+                # Memory, bus or a passing fault may be to blame. Only a file that is wrong twice is wrong, and the
+                # second read takes another way, through the page cache.
                 self._make_buffered(fd)
                 os.lseek(fd, 0, os.SEEK_SET)
                 outcome, inode = self._read_open(fd, key, payload)
@@ -132,10 +106,55 @@ class FileIO:
                 try:
                     os.utime(fd, ns=(stamp_ns, stamp_ns))
                 except OSError:
-                    pass  # a read-only file system: the order of use is not kept, the block is good all the same
-            return outcome, inode
+                    pass  # a read-only file system keeps no order of use; the block is good all the same
+                return outcome, inode
         finally:
             os.close(fd)
+        # Another file under this name: ours was evicted, and perhaps written over, while we read it.
+        return (outcome if _leads_to(full, inode) else ReadOutcome.ABSENT), inode
+
+    def _write(self, full: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> None:
+        header = self._header_buffer()
+        header[:] = self._layout.header(key, payload)
+        fd = self._open(full, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, payload)
+        try:
+            if not self._move(fd, os.writev, [header, payload]):
+                raise OSError(errno.EIO, "the kernel wrote nothing", full)
+            os.utime(fd, ns=(stamp_ns, stamp_ns))
+            if self._durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _publish(self, temporary: str, path: str) -> bool:
+        # The invariant: a file has its final name only when it is complete, and exactly one writer learns that it
+        # added the name. That one keeps its reserved bytes, all others free theirs: each file is counted once.
+        final = f"{self._root}/{path}"
+        for _ in range(_PUBLISH_ATTEMPTS):
+            if _rename_if_absent(temporary, final):
+                return True
+            if self.is_whole(path):  # the same block, just published by another writer
+                os.unlink(temporary)
+                return False
+            if os.path.lexists(final):
+                # Broken, or not ours. How many bytes it was counted with is not known, so ours stay counted until
+                # the next recount: too much is safe.
+                try:
+                    os.rename(temporary, final)
+                except IsADirectoryError:
+                    os.rmdir(final)  # an empty one may go
+                    os.rename(temporary, final)
+                return True
+        raise OSError(errno.EBUSY, "published and evicted again and again", final)
+
+    def _make_directory(self, directory: str) -> None:
+        if not os.path.isdir(self._root):  # never made again here: it may be a mount that went away
+            raise FileNotFoundError(f"{self._root} is gone")
+        full = f"{self._root}/{directory}"
+        os.makedirs(full, exist_ok=True)
+        if self._durable:
+            _sync_directory(os.path.dirname(full))
+            _sync_directory(self._root)
 
     def _read_open(self, fd: int, key: OffloadKey, payload: memoryview) -> tuple[ReadOutcome, int]:
         status = os.fstat(fd)
@@ -143,26 +162,26 @@ class FileIO:
             return ReadOutcome.BAD, status.st_ino
         header = self._header_buffer()
         if not self._move(fd, os.readv, [header, payload]):
-            # Cut down while we read, or the kernel stopped early: look again before judging.
+            # Cut off while we read, or the kernel stopped early: look again before judging.
             is_short = os.fstat(fd).st_size != self._layout.file_bytes
             return ReadOutcome.BAD if is_short else ReadOutcome.UNSURE, status.st_ino
         good = header.tobytes() == self._layout.header(key, payload)
         return ReadOutcome.GOOD if good else ReadOutcome.BAD, status.st_ino
 
-    def _open(self, path: str, flags: int, payload: memoryview) -> int:
-        if self._is_direct([address_of(payload)]):
+    def _open(self, full: str, flags: int, payload: memoryview) -> int:
+        if self._direct and _address_of(payload) % PAGE_BYTES == 0:
             try:
-                return os.open(path, flags | _DIRECT, 0o644)
+                return os.open(full, flags | _DIRECT, 0o644)
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
-                self._direct = os.path.isdir(path)  # which is refused anywhere, and says nothing of files
+                self._direct = os.path.isdir(full)  # a directory is refused anywhere, which says nothing of files
                 if flags & os.O_CREAT:
-                    unlink_quietly(path)  # some file systems refuse after having made the file
-        return os.open(path, flags, 0o644)
+                    unlink_quietly(full)  # some file systems refuse after they made the file
+        return os.open(full, flags, 0o644)
 
     def _move(self, fd: int, call: Callable[[int, Sequence[memoryview]], int], buffers: list[memoryview]) -> bool:
-        """Moves all of ``buffers`` from the current position on; whether the kernel went along to the end."""
+        """Moves all of ``buffers`` from the current position on. ``False`` if the kernel stopped before the end."""
         left = buffers
         while left:
             try:
@@ -187,9 +206,6 @@ class FileIO:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_DIRECT)
         return True
 
-    def _is_direct(self, addresses: Sequence[int]) -> bool:
-        return self._direct and not any(address % PAGE_BYTES for address in addresses)
-
     def _header_buffer(self) -> memoryview:
         """This thread's aligned page for headers."""
         buffer: memoryview | None = getattr(self._local, "header", None)
@@ -199,8 +215,73 @@ class FileIO:
         return buffer
 
 
+def _find_renameat2() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return function
+
+
+_renameat2 = _find_renameat2()
+
+
+def _rename_if_absent(temporary: str, final: str) -> bool:
+    """Renames ``temporary`` to ``final`` in one atomic step, unless ``final`` exists: then returns ``False``."""
+    if _renameat2 is None:
+        return _link_if_absent(temporary, final)
+    if not _renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(final), _RENAME_NOREPLACE):
+        return True
+    number = ctypes.get_errno()
+    if number == errno.EEXIST:
+        return False
+    if number in _UNSUPPORTED:
+        return _link_if_absent(temporary, final)
+    raise OSError(number, os.strerror(number), final)
+
+
+def _link_if_absent(temporary: str, final: str) -> bool:
+    """The same where the file system cannot rename like that. Without hard links either, it is not atomic."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        return False
+    except OSError as exc:
+        if exc.errno not in _UNSUPPORTED:
+            raise
+        if os.path.lexists(final):
+            return False
+        os.rename(temporary, final)
+        return True
+    os.unlink(temporary)
+    return True
+
+
+def _leads_to(full: str, inode: int) -> bool:
+    try:
+        return os.stat(full, follow_symlinks=False).st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
+def _address_of(buffer: memoryview) -> int:
+    if buffer.readonly:
+        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        return address
+    return ctypes.addressof(_BYTE.from_buffer(buffer))  # takes a quarter of the time
+
+
 def _after(buffers: list[memoryview], moved: int) -> list[memoryview]:
     while buffers and moved >= buffers[0].nbytes:
         moved -= buffers[0].nbytes
         buffers = buffers[1:]
     return [buffers[0][moved:], *buffers[1:]] if buffers else []
+
+
+def _sync_directory(full: str) -> None:
+    fd = os.open(full, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

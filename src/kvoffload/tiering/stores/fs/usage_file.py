@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on a root: its block files, by names and inodes alone.
-
-How many bytes a root holds, agreed between all processes on it.
-"""
+"""How many bytes a root holds: the count that all processes share, and the walk that recounts."""
 
 from __future__ import annotations
 
@@ -20,33 +17,33 @@ import xxhash
 
 from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX
 
-__all__ = ["LEDGER_BYTES", "Account", "FileSeen", "Ledger", "walk"]
+__all__ = ["USAGE_FILE_BYTES", "Account", "FileSeen", "UsageFile", "walk"]
 
 
 @dataclass(frozen=True, slots=True)
 class FileSeen:
-    """A block file as a walk finds it; ``path`` is relative to the root."""
+    """A block file as a walk finds it. ``path`` is relative to the root."""
 
     path: str
     size_bytes: int
     used_ns: int
-    """Time of last use (the file's mtime)."""
+    """Time of last use (the file's mtime), nanoseconds since 1970."""
 
 
 def walk(root: str, directory: str | None = None) -> Iterator[list[FileSeen]]:
-    """Every block file, one list per directory of files; of one namespace's ``directory``, or of all.
+    """Yields every block file of one namespace's ``directory``, or of all, one list per directory of files.
 
-    Reads directories and inodes only. What cannot be read or is not ours is left out.
+    Reads directories and inodes only. Skips what cannot be read and what is no block file.
     """
-    for space in [directory] if directory is not None else _names(root):
-        if space == CONTROL_DIR:
+    for namespace in [directory] if directory is not None else _directories(root):
+        if namespace == CONTROL_DIR:
             continue
-        for fan in _names(os.path.join(root, space)):
+        for fan in _directories(os.path.join(root, namespace)):
             if len(fan) == 2:
-                yield _files(root, f"{space}/{fan}")
+                yield _files(root, f"{namespace}/{fan}")
 
 
-def _names(path: str) -> list[str]:
+def _directories(path: str) -> list[str]:
     try:
         with os.scandir(path) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -74,25 +71,30 @@ def _files(root: str, directory: str) -> list[FileSeen]:
 
 _FIELDS = struct.Struct("<8s36sQ")
 _MAGIC = b"KVOUSED1"
-LEDGER_BYTES = _FIELDS.size + 8
+USAGE_FILE_BYTES = _FIELDS.size + 8
 
 
 class Account:
-    """The shared count while it is held: ``used_bytes`` may be read and changed."""
+    """The count of bytes in use. Read and change it while the usage file is held."""
 
     __slots__ = ("used_bytes",)
 
     def __init__(self, used_bytes: int) -> None:
         self.used_bytes = used_bytes
 
+    def subtract(self, num_bytes: int) -> None:
+        self.used_bytes = max(USAGE_FILE_BYTES, self.used_bytes - num_bytes)
 
-class Ledger:
-    """One small file under a lock. Whoever holds it knows, and may change, the bytes in use.
 
-    Bytes are added before they are written and taken off after they are deleted. A process that dies in between
-    leaves the count too high, never too low, so that a quota holds over every crash; the next process that finds
-    itself alone counts anew. A ledger that is missing, damaged or from before the host's last start (when files may
-    be newer than it) is not believed: ``recount`` walks the files then.
+class UsageFile:
+    """The count of bytes in use, in one small file under a lock. Only its holder may change the count.
+
+    Bytes are added before they are written and subtracted after they are deleted. A process that dies in between
+    leaves the count too high, never too low, so the quota holds over every crash. The next process that finds itself
+    alone counts anew.
+
+    A file that is missing, damaged, or from before the host's last start is not trusted, as block files may be newer
+    than it. Then ``recount`` gives the count.
     """
 
     def __init__(self, root: str, recount: Callable[[], int]) -> None:
@@ -102,20 +104,23 @@ class Ledger:
         self._lock = threading.Lock()
         self._fd = -1
         self._boot = _boot_id()
+        self.last_used_bytes = 0
+        """The count when this process last held the file."""
 
     @contextmanager
     def hold(self) -> Iterator[Account]:
         """Waits for all other threads and processes. Raises ``OSError`` where the root is gone or read-only."""
         with self._lock:
-            fd = self._locked()
+            fd = self._open_locked()
             try:
-                before = self._read(fd)
-                account = Account(self._recount() if before is None else before)
+                stated_bytes = self._read(fd)
+                account = Account(self._recount() if stated_bytes is None else stated_bytes)
                 try:
                     yield account
                 finally:
-                    if account.used_bytes != before:
-                        if before is None:
+                    self.last_used_bytes = account.used_bytes
+                    if account.used_bytes != stated_bytes:
+                        if stated_bytes is None:
                             os.ftruncate(fd, 0)
                         self._write(fd, account.used_bytes)
             finally:
@@ -123,38 +128,38 @@ class Ledger:
 
     def close(self) -> None:
         with self._lock:
-            self._drop()
+            self._close()
 
-    def _locked(self) -> int:
-        """The file, locked, and still the one that other processes find: a root may be made anew."""
+    def _open_locked(self) -> int:
         for _ in range(100):
             if self._fd < 0:
-                if os.path.isdir(self._root):  # never made again by us: it may be a mount that went away
+                if os.path.isdir(self._root):  # never made again here: it may be a mount that went away
                     os.makedirs(os.path.dirname(self._path), exist_ok=True)
                 self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             _flock(self._fd, fcntl.LOCK_EX)
+            # A root may be made anew. The file that is locked must be the one that other processes find.
             try:
                 if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
                     return self._fd
             except FileNotFoundError:
                 pass
-            self._drop()
+            self._close()
         raise OSError(f"{self._path} is replaced again and again")
 
-    def _drop(self) -> None:
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _read(self, fd: int) -> int | None:
-        data = os.pread(fd, LEDGER_BYTES + 1, 0)
-        if len(data) != LEDGER_BYTES or xxhash.xxh3_64_digest(data[:-8]) != data[-8:]:
+        data = os.pread(fd, USAGE_FILE_BYTES + 1, 0)
+        if len(data) != USAGE_FILE_BYTES or xxhash.xxh3_64_digest(data[:-8]) != data[-8:]:
             return None
         magic, boot, used_bytes = _FIELDS.unpack(data[:-8])
         return int(used_bytes) if magic == _MAGIC and boot == self._boot else None
 
     def _write(self, fd: int, used_bytes: int) -> None:
-        body = _FIELDS.pack(_MAGIC, self._boot, max(used_bytes, LEDGER_BYTES))
+        body = _FIELDS.pack(_MAGIC, self._boot, max(used_bytes, USAGE_FILE_BYTES))
         os.pwrite(fd, body + xxhash.xxh3_64_digest(body), 0)
 
 
@@ -166,7 +171,7 @@ def _boot_id() -> bytes:
 
 
 def _flock(fd: int, operation: int) -> None:
-    """Locks are advice between our own processes; a file system without them is for one process at a time."""
+    """A file system without locks is for one process at a time."""
     try:
         fcntl.flock(fd, operation)
     except OSError:
