@@ -255,7 +255,7 @@ def test_blocks_of_a_running_request_are_fenced_too() -> None:
 def test_blocks_given_to_strangers_and_without_external_tokens_are_fenced() -> None:  # 4
     rig = Rig()
     (store,) = rig.admit(Request("r", 8), [0, 1]).stores
-    # Another connector loads into it: we are told of the allocation alone.
+    # Another connector loads into it: this one only learns of the allocation.
     stranger = Request("s", 9, "q")
     rig.alloc(stranger, [0, 7, 8])
     assert rig.step().flush_job_ids == {store.job_id}

@@ -68,7 +68,7 @@ def prompt(trace: Trace, request: int) -> list[int]:
 
 
 class PromptTier(StoreTier):
-    """Whatever it is told is done when the call returns, as in the simulator with links of any speed."""
+    """Every job has ended when the call returns, as in the simulator with links of infinite speed."""
 
     def submit_store(self, job: JobMetadata) -> None:
         super().submit_store(job)

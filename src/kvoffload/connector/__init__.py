@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol between an engine and the two planes. ``engine.py`` says what an engine must provide."""
+"""What an engine drives offloading with: one class in its scheduler, one in each worker, and the messages between.
+
+``engine.py`` says what an engine must provide, and in which order it calls.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine hands to the connector: protocols for the objects it has anyway, small records for the rest.
+"""What an engine passes to the connector: protocols for objects it has anyway, small records for the rest.
 
-Engine-neutral on purpose. vLLM's ``Request`` satisfies ``EngineRequest`` as it is; its scheduler output is
-translated into an ``EngineStep``. An engine calls the scheduler side in this order::
+vLLM's ``Request`` satisfies ``EngineRequest`` as it is; its scheduler output is translated into an ``EngineStep``. An
+engine calls the scheduler side in this order::
 
     on_new_request(request)                               once, when the request arrives
     get_num_new_matched_tokens(request, computed)         each step while it waits to be admitted
@@ -15,7 +15,7 @@ and each worker, with what ``build_connector_meta`` returned::
 
     start_step(meta)       before the forward pass: flush what must end first, start loads
     end_step()             after the forward pass was submitted: start stores
-    get_report()           what ended since the last call
+    get_report()           the transfers that ended since the last call
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 __all__ = ["NO_BLOCK", "BlockIds", "EngineRequest", "EngineStep", "ScheduledRequest"]
 
 NO_BLOCK = -1
-"""Stands in a block table where a request has no GPU block: its tokens lie outside of the window (vLLM's null
+"""Stands in a block table where a request has no GPU block, because its tokens lie outside the window (vLLM's null
 block). Never stored, loaded or fenced."""
 
 BlockIds = tuple[Sequence[int], ...]
@@ -35,14 +35,15 @@ BlockIds = tuple[Sequence[int], ...]
 
 
 class EngineRequest(Protocol):
-    """A request as the engine's scheduler knows it. Read only, never kept beyond ``request_finished``."""
+    """A request as the engine's scheduler knows it. The connector only reads it, and drops it at
+    ``request_finished``."""
 
     @property
     def request_id(self) -> str: ...
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Prefix-chained hashes of the request's full hash-blocks so far; grows as tokens come."""
+        """Prefix-chained hashes of the request's full hash-blocks so far; grows as tokens arrive."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,13 +62,13 @@ class ScheduledRequest:
 
     request_id: str
     new_block_ids: BlockIds
-    """GPU blocks given to it in this step; all of its blocks if ``block_table_is_new``."""
+    """GPU blocks allocated to it in this step; all of its blocks if ``block_table_is_new``."""
     num_computed_tokens: int
     """Tokens whose KV is on the device before this step (loaded ones included)."""
     num_scheduled_tokens: int
     """Tokens this step computes."""
     block_table_is_new: bool = False
-    """First scheduled, or resumed after a preemption: earlier block ids are void."""
+    """Scheduled for the first time, or resumed after a preemption: earlier block ids are void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +77,4 @@ class EngineStep:
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     preempted_request_ids: frozenset[str] = frozenset()
-    """Requests whose GPU blocks were taken away in this step, and may be handed out again in it."""
+    """Requests that lost their GPU blocks in this step. The same step may allocate those blocks to others."""

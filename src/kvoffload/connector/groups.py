@@ -21,7 +21,7 @@ __all__ = ["GroupGeometry", "geometry_of", "hit_unit_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """What must be known of one group to plan its lookups, loads and stores."""
+    """What is needed to plan lookups, loads and stores of one group."""
 
     index: int
     kind: GroupKind
@@ -37,15 +37,15 @@ class GroupGeometry:
     def hit_align_tokens(self) -> int:
         """A hit of this group ends at a multiple of this.
 
-        Full attention may stop at any GPU block, also inside a block. The others keep only what is needed at the
-        *end* of a block (``first_gpu_block``), so they stop there.
+        Full attention may stop at any GPU block, also inside a block. The others store only what a hit at the *end* of
+        a block needs (``first_gpu_block``), so they stop there.
         """
         return self.gpu_block_tokens if self.kind is GroupKind.FULL_ATTENTION else self.block_tokens
 
     def first_needed_token(self, num_tokens: int) -> int:
-        """The first token whose KV is needed to go on after ``num_tokens`` tokens.
+        """The first token whose KV is needed to continue after ``num_tokens`` tokens.
 
-        GPU blocks that lie wholly before it may be freed by the engine while the request runs.
+        While the request runs, the engine may free GPU blocks that lie wholly before it.
         """
         match self.kind:
             case GroupKind.FULL_ATTENTION:
@@ -74,10 +74,10 @@ class GroupGeometry:
         return range(needed.start // self.factor, -(-needed.stop // self.factor))
 
     def first_gpu_block(self, block: int) -> int:
-        """The first GPU block of ``block`` whose content any hit can need; earlier ones in it are don't-care.
+        """The first GPU block of ``block`` that any hit can need. Earlier ones in the block are don't-care.
 
-        A hit at or behind the end of the block looks back a window at most, or only at the last state. The engine
-        may have freed the earlier GPU blocks before the block was complete.
+        A hit at or behind the end of the block looks back a window at most, or only at the last state. The engine may
+        have freed the earlier GPU blocks before the block was full.
         """
         first, last = block * self.factor, (block + 1) * self.factor - 1
         if self.kind is GroupKind.FULL_ATTENTION:
@@ -88,8 +88,8 @@ class GroupGeometry:
     def source_gpu_blocks(self, block: int, gpu_block_ids: Sequence[int], computed_tokens: int) -> list[int] | None:
         """The ``factor`` GPU block ids to copy ``block`` from, or ``None`` if it is not (or no longer) on the device.
 
-        ``computed_tokens``: tokens computed before this step; the engine frees by them. Don't-care places repeat
-        the last id, so that a transfer always moves whole blocks and a block's bytes depend on its key alone.
+        ``computed_tokens`` are those computed before this step, by which the engine frees. Don't-care positions repeat
+        the last id: so a transfer always moves whole blocks, and a block's bytes depend on its key alone.
         """
         first, stop = self.first_gpu_block(block), (block + 1) * self.factor
         if (first + 1) * self.gpu_block_tokens <= self.first_needed_token(computed_tokens):
@@ -100,7 +100,7 @@ class GroupGeometry:
         return [ids[-1]] * (self.factor - len(ids)) + ids
 
     def extend_keys(self, keys: list[OffloadKey], block_hashes: Sequence[bytes]) -> None:
-        """Appends the keys of blocks that became full; a block's key is the engine's hash at its end."""
+        """Appends the keys of blocks that became full. A block's key is the engine's hash at its end."""
         step = self.hashes_per_block
         if len(block_hashes) >= (len(keys) + 1) * step:
             new = range(len(keys), len(block_hashes) // step)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging of what may go wrong a thousand times a second.
-
-The one boundary where a manager's exceptions become cache misses.
-"""
+"""The boundary where a manager's exceptions become cache misses, and a log that does not repeat itself."""
 
 from __future__ import annotations
 
@@ -24,6 +21,9 @@ from kvoffload.errors import TransferError
 from kvoffload.metrics import Stats
 
 __all__ = ["GuardedManager", "RateLimitedLog"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RateLimitedLog:
@@ -47,16 +47,12 @@ class RateLimitedLog:
         self._silent_until_s, self._unlogged = now_s + self._every_s, 0
 
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
 class GuardedManager(OffloadingManager):
-    """Any manager, with every exception turned into the answer that costs a recomputation and nothing else.
+    """Wraps any manager, and turns every exception into the answer that costs a recomputation and nothing else.
 
-    For engine adapters: an engine step must survive a manager or plug-in that is broken. Tests use the bare manager, so
-    that faults show. ``prepare_load`` has no harmless answer and raises ``TransferError``, which the scheduler side
-    takes as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
+    For engine adapters: an engine step must survive a broken manager or plug-in. Tests use the bare manager, so that
+    faults show. ``prepare_load`` has no harmless answer; it raises ``TransferError``, which the scheduler side treats
+    as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
     """
 
     def __init__(

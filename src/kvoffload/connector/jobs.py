@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers in flight, and the fences they put around GPU blocks. Scheduler thread only.
 
-A job lives from the ``prepare_*`` that pinned its slots to its last rank's report. Until then its GPU blocks are
-*fenced*: a store still reads them, a load still writes them. When the engine hands a fenced block out again, the job
-is flushed, once: the workers wait for it before the step's loads and forward pass, so later hand-outs are safe.
+A job lives from the ``prepare_*`` that pinned its slots until its last rank reports. Until then its GPU blocks are
+*fenced*: a store still reads them, a load still writes them. When the engine allocates a fenced block again, the job
+is *flushed*: the workers wait for it before that step's loads and forward pass. One flush lifts all fences of the job,
+because everything the engine does later is ordered behind it.
 """
 
 from __future__ import annotations
@@ -19,33 +20,35 @@ __all__ = ["JobRecord", "JobTable"]
 
 @dataclass(slots=True, eq=False)
 class JobRecord:
-    """One transfer of one request on all ranks."""
+    """What the scheduler side knows of one ``TransferJob``: whose it is, and how far the ranks have come."""
 
     job_id: int
     direction: Direction
     request: RequestOffloadState
-    """Outlives the request in the engine: the context is needed to give pins back."""
+    """May outlive the request in the engine: its context is needed to release the pins."""
     keys: tuple[OffloadKey, ...]
-    """Pinned by ``prepare_load``, or reserved by ``prepare_store``; empty for a load that was lost before that."""
+    """Pinned by ``prepare_load``, or reserved by ``prepare_store``; empty for a lost load."""
     gpu_block_ids: frozenset[int]
     waiting_ranks: set[int]
+    """Ranks that have not reported yet."""
     epoch: int
-    """Cache resets before it began; an older job than the cache is stale."""
+    """Number of cache resets before the job began. The job is stale if there has been another since."""
     success: bool = True
     num_bytes: int = 0
     seconds: float = 0.0
     submitted: bool = False
-    """Told to the workers; a job that is not may still be called back."""
+    """Sent to the workers. A job that was not sent yet can still be cancelled."""
     flushed: bool = False
+    """Workers wait for it before its GPU blocks are used again, so it has no fences."""
 
 
 class JobTable:
-    """All jobs in flight, by id, with their fences."""
+    """All jobs in flight by id, and their fences by GPU block."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._jobs: dict[int, JobRecord] = {}
-        # Usually one job a block: two when the same block is stored again after a reset.
+        # Job ids by GPU block. Usually one; two when the same block is stored again after a reset.
         self._fences: dict[int, list[int]] = {}
         self._next_id = 0
 
@@ -93,8 +96,10 @@ class JobTable:
         return job
 
     def record(self, rank: int, result: TransferResult) -> JobRecord | None:
-        """Records one rank's result. Returns the job, removed, if that rank was the last; otherwise ``None``, also for
-        unknown jobs and for ranks that reported it before."""
+        """Records one rank's result. If it was the last rank, removes the job and returns it.
+
+        Otherwise returns ``None``; unknown jobs and repeated results of a rank change nothing.
+        """
         job = self._jobs.get(result.job_id)
         if job is None or rank not in job.waiting_ranks:
             return None
@@ -108,13 +113,13 @@ class JobTable:
         return job
 
     def remove(self, job: JobRecord) -> None:
-        """Ends a job: no fences, nothing for its request to wait for."""
+        """Ends a job: its fences go, and its request no longer waits for it."""
         del self._jobs[job.job_id]
         job.request.job_ids.discard(job.job_id)
         self._unfence(job)
 
     def flush_for_blocks(self, gpu_block_ids: Iterable[int]) -> list[int]:
-        """The jobs to flush because these GPU blocks were handed out; the same job is never named twice."""
+        """The jobs to flush because these GPU blocks were allocated. No job is ever returned twice."""
         flushed: list[int] = []
         for block_id in gpu_block_ids:
             if block_id in self._fences:
@@ -142,7 +147,7 @@ class JobTable:
                     del self._fences[block_id]
 
     def check_invariants(self) -> None:
-        """Recomputes the fences and each request's jobs from scratch."""
+        """For tests: recomputes the fences and each request's jobs from scratch."""
         fences: dict[int, list[int]] = {}
         for job in self._jobs.values():
             assert job.waiting_ranks, f"{job} has ended on every rank and is still here"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a prefix can be had from offloaded blocks: a pure search over several KV groups.
+"""The longest prefix that offloaded blocks can supply: a pure search over several KV groups.
 
-A hit of T tokens is good when every group has the blocks it needs to go on after T tokens: all of the prefix for
-full attention, the last window for sliding windows, the last block for single states. The hit is the longest T
-that is good for all groups at once. Missing blocks only ever push T down, so trying groups in turn until
-none objects ends at the greatest such T.
+A hit of T tokens is *good* when every group has the blocks it needs to continue after T tokens: the whole prefix for
+full attention, the last window for sliding windows, the last block for single states. The answer is the greatest T
+that is good for all groups at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ AskBlocks = Callable[[int, range], Sequence[bool | None]]
 
 
 class _GroupAnswers:
-    """What is known of one group's blocks in this search; no block is asked for twice."""
+    """The lookup answers of one group's blocks in this search. No block is asked for twice."""
 
     __slots__ = ("_ask", "_known", "group")
 
@@ -31,7 +30,8 @@ class _GroupAnswers:
         self._known: dict[int, bool | None] = {}
 
     def first_missing(self, blocks: range) -> int | None:
-        """The first block of ``blocks`` that is not and will not be here. Goes on asking past "not yet"."""
+        """The first block of ``blocks`` that is a miss. "Not yet" is no miss, and lookups go on past it: so all blocks
+        that must be promoted are asked for in the same step."""
         known = self._known
         block = blocks.start
         while block < blocks.stop:
@@ -54,11 +54,11 @@ def find_hit(
     computed_tokens: int,
     max_tokens: int,
 ) -> int | None:
-    """The longest good hit in tokens, ``computed_tokens`` (on the device already) included.
+    """The longest good hit in tokens, including the ``computed_tokens`` that are on the device already.
 
-    ``num_keys[g]``: how many full blocks the request has in group g. ``max_tokens``: at most so many tokens.
-    ``computed_tokens`` itself is the answer when nothing can be added, ``None`` when a "not yet" stands between now and
-    the longest hit: it is worth asking again.
+    ``num_keys[g]`` is the number of full blocks the request has in group g; the hit is at most ``max_tokens``. Returns
+    ``computed_tokens`` when there is nothing to add, and ``None`` when a block of the longest hit is "not yet": ask
+    again in a later step.
     """
     unit = hit_unit_tokens(groups)
     bound = min(max_tokens, *(keys * group.block_tokens for keys, group in zip(num_keys, groups, strict=True)))
@@ -66,14 +66,19 @@ def find_hit(
     answers = [_GroupAnswers(group, ask) for group in groups]
 
     def shrink(hit: int, of: _GroupAnswers) -> int:
-        # A shorter hit needs the missing block as well, as long as it reaches into or beyond it: jump to its start.
+        # Shorter hits need blocks that start no later. So the first missing block rules out every hit that ends behind
+        # its start, and the search may jump there.
         missing = of.first_missing(of.group.blocks_for_hit(computed_tokens, hit))
         return hit if missing is None else missing * of.group.block_tokens // unit * unit
 
-    # A shorter hit needs fewer blocks of full attention and never other ones: one look is enough.
+    # Invariant: no good hit is longer than ``hit``. So when no group shortens it any more, ``hit`` is good, and it is
+    # the longest. "Not yet" counts as present until then.
+    #
+    # Full attention: a shorter hit needs a part of the blocks just seen, and no others. One walk is enough.
     for full in answers:
         if full.group.kind is GroupKind.FULL_ATTENTION:
             hit = shrink(hit, full)
+    # The others need other blocks when the hit becomes shorter, so they are asked until none shortens it.
     windowed = [each for each in answers if each.group.kind is not GroupKind.FULL_ATTENTION]
     before = -1
     while hit > computed_tokens and hit != before:

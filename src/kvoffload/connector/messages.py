@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only things that travel between the scheduler side and the workers. Plain, picklable, small."""
+"""All messages between the scheduler side and the workers. Plain, small, picklable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ConnectorMeta", "LoadOutcome", "TransferJob", "WorkerReport"]
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """One transfer, done by every rank on its own slice."""
+    """One transfer, which every rank performs on its own slice."""
 
     job_id: int
     request_id: str
@@ -23,19 +23,18 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorMeta:
-    """Scheduler to workers, every step."""
+    """Scheduler to workers, once per step."""
 
     loads: tuple[TransferJob, ...] = ()
     """Start before the forward pass."""
     stores: tuple[TransferJob, ...] = ()
-    """Start once the forward pass that writes their blocks has been submitted."""
+    """Start after the forward pass that writes their blocks has been submitted."""
     flush_job_ids: frozenset[int] = frozenset()
-    """Jobs that must have ended before this step's forward pass or loads touch the device: their GPU blocks were
-    handed out again. May name jobs submitted in earlier steps only."""
-
+    """Jobs of earlier steps that must end before this step's loads or forward pass touch the device, because their GPU
+    blocks were allocated again."""
     lost_loads: tuple[TransferJob, ...] = ()
-    """Loads whose blocks vanished before they could be pinned: there is nothing to copy (``source`` means nothing), and
-    every rank reports a failure at once, so that the engine hears of them as of any failed load."""
+    """Loads whose blocks vanished before they could be pinned. There is nothing to copy, and ``source`` means nothing.
+    Every rank reports a failure at once, so that the engine learns of them as of any failed load."""
 
     def is_empty(self) -> bool:
         return not (self.loads or self.stores or self.flush_job_ids or self.lost_loads)
@@ -43,10 +42,10 @@ class ConnectorMeta:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Workers to scheduler: the transfers that ended. Reports of several ranks merge by concatenation."""
+    """Workers to scheduler: transfers that ended. Reports of several ranks merge by concatenation."""
 
     results: tuple[tuple[int, TransferResult], ...] = ()
-    """(rank, its result), in the order in which each rank's transfers ended."""
+    """(rank, its result). The results of one rank are in the order in which its transfers ended."""
 
     @staticmethod
     def merge(reports: Iterable[WorkerReport]) -> WorkerReport:
@@ -55,12 +54,12 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """Loads that ended, by request: on all ranks where the scheduler side returns it, on one where a worker does."""
+    """Loads that ended, by request. From the scheduler side: ended on all ranks. From a worker: ended on its rank."""
 
     loaded_request_ids: frozenset[str] = frozenset()
-    """The load succeeded: the request's external tokens are on the device now."""
+    """Requests whose load succeeded: their external tokens are on the device now."""
     failed_loads: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """The load failed, and left these GPU blocks undefined: the engine must compute their tokens instead."""
+    """Requests whose load failed, with the GPU blocks it left undefined: the engine must compute those tokens."""
 
     @property
     def ended_request_ids(self) -> frozenset[str]:
@@ -68,5 +67,5 @@ class LoadOutcome:
 
     @property
     def invalid_block_ids(self) -> frozenset[int]:
-        """Of all failed loads together."""
+        """Undefined GPU blocks of all failed loads together."""
         return frozenset[int]().union(*self.failed_loads.values())

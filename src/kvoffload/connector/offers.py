@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a request to offer for store next, and from which GPU blocks. Pure: nothing here changes a state.
+"""Which blocks of a request to offer for store, when, and in which portions. Scheduler thread only.
 
-Offering a request's blocks to the manager, and turning what it takes into store jobs. Scheduler thread only.
+``plan_offer`` and ``select_source`` are pure. ``offer_in_portions`` is the rule by which blocks are offered to a
+manager, for the connector and the simulator alike. ``StoreOffers`` applies it to requests, and makes store jobs.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from kvoffload.connector.requests import UNLIMITED, PortionState, RequestOffload
 
 __all__ = ["Offer", "Portion", "StoreOffers", "offer_in_portions", "plan_offer", "select_source"]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class OfferedBlock:
+    """A block of a request, and the GPU blocks to copy it from."""
+
     key: OffloadKey
     group: int
     block: int
+    """Index in the request."""
     gpu_block_ids: tuple[int, ...]
 
 
@@ -43,7 +49,7 @@ class Offer:
     blocks: tuple[OfferedBlock, ...]
     """Those whose bytes are on the device."""
     cursors: tuple[int, ...]
-    """The groups' cursors once this was offered; blocks that left the device are passed over for good."""
+    """The groups' cursors once this was accepted. Blocks that left the device are passed over for good."""
     largest: int
     """Blocks of the group with most of them, those passed over included; at least 1."""
 
@@ -59,10 +65,10 @@ def plan_offer(
     limit_tokens: int,
     max_blocks: int,
 ) -> Offer | None:
-    """The next at most ``max_blocks`` blocks of each group, or ``None`` if no group has any.
+    """The next blocks to offer, at most ``max_blocks`` of each group, or ``None`` if no group has any.
 
-    A block can be offered when its tokens are computed at the end of this step (``limit_tokens``) and its key and GPU
-    blocks are known: the least of the three. ``computed_tokens`` are those before this step.
+    A block can be offered when its tokens are computed by the end of this step (``limit_tokens``), and its key and its
+    GPU blocks are known. ``computed_tokens`` are those before this step.
     """
     blocks: list[OfferedBlock] = []
     cursors: list[int] = []
@@ -98,9 +104,6 @@ def select_source(
     return GPULoadStoreSpec(gpu_ids, sizes, starts)
 
 
-logger = logging.getLogger(__name__)
-
-
 class Portion(Protocol):
     """Blocks offered in one ``prepare_store``."""
 
@@ -123,14 +126,16 @@ def offer_in_portions(
     plan: Callable[[int], P | None],
     accept: Callable[[P, PrepareStoreOutput | None], bool],
 ) -> bool:
-    """Offers a request's blocks, head first, in portions that find room. The simulator offers by it, too.
+    """Offers a request's blocks to the manager, head first, in portions that find room.
 
-    ``plan(max_blocks)`` returns the next portion, or ``None`` when there is nothing left to offer.
-    ``accept(portion, output)`` moves on behind the portion, starts its store, and returns whether that store evicted
-    blocks of the same request. Returns ``False`` if the manager had no room for what is left.
+    ``plan(max_blocks)`` returns the next portion, or ``None`` when nothing is left to offer.
+    ``accept(portion, output)`` moves the request on behind the portion, starts its store, and returns whether that
+    store evicted a block of the same request; ``output`` is ``None`` for a portion without keys. Returns ``False`` if
+    the manager had no room for the rest.
 
-    A refused portion is cut to a quarter, and an accepted one lets the next be four times larger. So a long prompt in a
-    nearly full tier takes logarithmically many calls, and a full tier one call of one block per filled block.
+    ``prepare_store`` takes a whole portion or nothing, and the head is worth more than the tail. So a refused portion
+    is cut to a quarter and offered again, and an accepted one lets the next be four times larger. A long prompt in a
+    nearly full tier then takes logarithmically many calls, and a full tier one call of one block per block filled.
     """
     accepted = False
     while not state.evicts_itself and (portion := plan(state.max_blocks)) is not None:
@@ -144,7 +149,7 @@ def offer_in_portions(
             continue
         accepted = True
         state.max_blocks = min(UNLIMITED, state.max_blocks * 4)
-        # A prompt longer than the tier: its tail is worth nothing without the head that it drives out.
+        # The prompt is longer than the tier. Its tail is worth nothing without the head that it would evict.
         state.evicts_itself = accept(portion, output)
     return True
 
@@ -164,9 +169,10 @@ class StoreOffers:
     def offer(
         self, state: RequestOffloadState, computed_tokens: int, done_tokens: int, epoch: int
     ) -> list[TransferJob]:
-        """Offers the blocks that are full once this step has computed up to ``done_tokens``; the stores for its end.
+        """Offers the blocks that are full once this step has computed up to ``done_tokens``.
 
-        Also decides when the request has something to offer again. Blocks the manager has no room for are offered anew
+        Returns the stores, which start at the end of the step.
+        Also decides when the request has something to offer again. Blocks for which there is no room are offered anew
         when the request has filled another one.
         """
         limit = min(done_tokens, state.request.num_tokens)
@@ -175,7 +181,7 @@ class StoreOffers:
         state.extend_keys(self._geometry)
         stores: list[TransferJob] = []
         if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
-            # Not in every step: a full tier must not cost a call each.
+            # Not in every step: a full tier must cost a call per block, not per step.
             state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
         elif state.portions.evicts_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
             state.next_offer_tokens = UNLIMITED
@@ -186,6 +192,8 @@ class StoreOffers:
     def _offer_portions(
         self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, epoch: int, stores: list[TransferJob]
     ) -> bool:
+        """``False`` if there was no room for the rest."""
+
         def plan(max_blocks: int) -> Offer | None:
             return plan_offer(self._geometry, state, computed_tokens, limit_tokens, max_blocks)
 

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what a deployment serves as a trace that ``kvoffload simulate`` can replay.
+"""Records the requests a deployment serves as a trace that ``kvoffload simulate`` can replay.
 
-Hashes of keys, lengths and times only: no tokens, no text. One JSON object a line, the form that
-``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. This module lies below the connector, which feeds
-it, and below the simulator, which reads what it wrote; it knows neither.
-
-What the scheduler side tells a trace recorder about its requests. Scheduler thread only.
+The trace has hashes of keys, lengths and times; no tokens, no text. It is one JSON object a line, in the format that
+``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ from kvoffload.errors import ConfigError
 
 __all__ = ["RequestRecording", "TraceRecorder"]
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request whose output is not finished, or that waits for an earlier one's."""
+    """A request that has not finished, or whose line waits for those of earlier requests."""
 
     line: dict[str, object]
     is_finished: bool = False
@@ -48,10 +45,10 @@ class TraceRecorder:
         recorder.finished(req_id, output_tokens)                # once; unknown ids are ignored
         recorder.close()
 
-    ``keys`` are prefix-chained, head to tail; the whole blocks of the prompt. A line is written once the request and
-    all before it have finished (so memory holds what is being served now), or by ``close``. Times count from the
-    first request's. A file that cannot be opened raises ``ConfigError``; once open, trouble with it ends the
-    recording with a warning and never disturbs the caller.
+    ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. A line is written when the request
+    and all before it have finished, or by ``close``; so memory holds only requests that are being served. Times count
+    from the first request's. A file that cannot be opened raises ``ConfigError``. Later errors end the recording with a
+    warning and never reach the caller.
     """
 
     def __init__(self, path: str | Path, block_tokens: int) -> None:
@@ -64,7 +61,7 @@ class TraceRecorder:
         self._first_s: float | None = None
         self._last_ms = 0.0
         try:
-            # By the line, so that a killed process leaves whole lines behind.
+            # Buffered by the line, so that a killed process leaves whole lines behind.
             self._file: TextIO | None = self.path.open("w", buffering=1, encoding="ascii")
         except OSError as exc:
             raise ConfigError(f"A trace cannot be recorded to {self.path}: {exc}.") from exc
@@ -75,7 +72,7 @@ class TraceRecorder:
     def arrived(
         self, req_id: str, now_s: float, keys: Sequence[bytes], input_tokens: int, session: str | None = None
     ) -> None:
-        """A request came in. A second arrival of the same id while it is being served is ignored."""
+        """A request arrived. A second arrival of an id that is being served is ignored."""
         if self._file is None or req_id in self._pending:
             return
         if self._first_s is None:
@@ -112,7 +109,7 @@ class TraceRecorder:
             try:
                 file.close()
             except OSError as exc:
-                _logger.warning("The trace in %s is incomplete: %s.", self.path, exc)
+                logger.warning("The trace in %s is incomplete: %s.", self.path, exc)
 
     def _write(self, line: dict[str, object]) -> None:
         if self._file is None:
@@ -121,7 +118,7 @@ class TraceRecorder:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
             self.num_written += 1
         except OSError as exc:
-            _logger.warning("Recording to %s ends after %d requests: %s.", self.path, self.num_written, exc)
+            logger.warning("Recording to %s ends after %d requests: %s.", self.path, self.num_written, exc)
             self._pending.clear()
             file, self._file = self._file, None
             try:
@@ -130,15 +127,12 @@ class TraceRecorder:
                 pass
 
 
-logger = logging.getLogger(__name__)
-
-
 class RequestRecording:
-    """Writes a line per request to ``record_trace``: hashes of its prompt's block keys, and lengths.
+    """Feeds a ``TraceRecorder`` with the scheduler side's requests.
 
-    ``path`` may contain ``{pid}``, for engines that run several schedulers. Blocks are those of the group with the
-    smallest ones. The file is made at once, so a path that cannot be written is a ``ConfigError`` before any request is
-    served; after that, whatever fails ends the recording with one logged line and disturbs no step.
+    ``path`` may contain ``{pid}``, for engines that run several schedulers. The trace has the blocks of the group with
+    the smallest ones. The file is created at once, so that a path that cannot be written is a ``ConfigError`` before
+    any request is served. Later failures end the recording with one line in the log, and disturb no step.
     """
 
     def __init__(
@@ -175,7 +169,7 @@ class RequestRecording:
             self._give_up()
 
     def close(self) -> None:
-        """Writes down the requests that have not finished, too. Idempotent."""
+        """Writes the requests that have not finished, too. Idempotent."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side remembers of one request. Owned by the scheduler; dropped when the request ends."""
+"""The scheduler side's state of one request. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class GroupState:
     """One group of one request."""
 
     keys: list[OffloadKey] = field(default_factory=list)
-    """Of the request's full blocks so far; only ever extended."""
+    """Of the request's full blocks so far; never shortened."""
     gpu_block_ids: list[int] = field(default_factory=list)
     cursor: int = 0
-    """Blocks before this one were offered to ``prepare_store``, or came from a hit, or left the device unoffered."""
+    """Block index: earlier blocks were offered for store, or came from a hit, or left the device before that."""
     num_owned: int = 0
-    """Keys that ``RequestOffloadState.owns_any`` knows already."""
+    """Leading keys that are in ``RequestOffloadState._own_keys`` already."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class PortionState:
 
 @dataclass(slots=True, eq=False)
 class RequestOffloadState:
-    """One request from its arrival to its end. Jobs in flight may keep it alive a little longer."""
+    """One request from its arrival to its end. Its jobs in flight keep it alive until they end."""
 
     request: EngineRequest
     context: ReqContext
@@ -49,19 +49,19 @@ class RequestOffloadState:
     computed_tokens: int = 0
     """Tokens on the device at admission: its own prefix cache's hit, and after a load the loaded ones too."""
     hit_tokens: int = 0
-    """What ``computed_tokens`` becomes when the load in flight succeeds."""
+    """The value of ``computed_tokens`` once the load in flight has succeeded."""
     next_offer_tokens: int = 0
-    """No block can be offered before so many tokens are computed: the one comparison of an idle step."""
+    """No block can be offered before this many tokens are computed. Comparing with it is all an idle step costs."""
     portions: PortionState = field(default_factory=PortionState)
     load_job_id: int | None = None
     job_ids: set[int] = field(default_factory=set)
-    """Ids of jobs in flight: one load, or any number of stores."""
+    """Jobs in flight: one load, or any number of stores, never both."""
     failed_keys: set[OffloadKey] = field(default_factory=set)
-    """Keys whose load failed: misses for this request for good."""
+    """Keys whose load failed. They are misses for this request for good, so that it cannot retry for ever."""
     awaited_job_id: int | None = None
-    """The other request's load it once waited for instead of loading the same blocks again."""
+    """A load of another request for which this one waited, once, instead of loading the same blocks itself."""
     asked: bool = False
-    """The engine asked for hits, and has not told yet which GPU blocks it allocated upon the answer."""
+    """The engine asked for hits, and has not reported yet which GPU blocks it allocated upon the answer."""
     finished: bool = False
     _own_keys: set[OffloadKey] = field(default_factory=set)
 
@@ -84,10 +84,11 @@ class RequestOffloadState:
                 state.gpu_block_ids.extend(ids)
 
     def start_offers_after(self, hit_tokens: int, geometry: Sequence[GroupGeometry]) -> None:
-        """Sets the cursors at admission: block level offers only what is computed from here on.
+        """Sets the cursors at admission.
 
-        A block that the hit ends in is computed in part and offered whole. At request level all blocks are offered
-        once, those of the hit too, so the cursors stay; what a resumed request computes again was offered before.
+        Block level offers only what is computed from here on; a block in which the hit ends is offered whole. Request
+        level offers every block once, those of the hit too, so its cursors stay: what a resumed request computes again
+        was offered before.
         """
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             for group, state in zip(geometry, self.groups, strict=True):
@@ -96,7 +97,7 @@ class RequestOffloadState:
         self.wait_for_next_block(geometry)
 
     def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether any of ``keys`` is of this request's prefix. O(keys), after the first time."""
+        """Whether any of ``keys`` belongs to this request. O(keys) but for blocks that became full since last time."""
         if not keys:
             return False
         for state in self.groups:
@@ -110,7 +111,7 @@ class RequestOffloadState:
         )
 
     def lose_gpu_blocks(self) -> None:
-        """Preempted: it waits to be admitted anew, and a load in flight brings it nothing any more."""
+        """The request was preempted. It waits to be admitted anew, and no longer for a load in flight."""
         self.computed_tokens = self.hit_tokens = 0
         self.asked = False
         self.load_job_id = None

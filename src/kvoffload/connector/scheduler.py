@@ -30,11 +30,11 @@ __all__ = ["OffloadingConnectorScheduler"]
 
 
 class OffloadingConnectorScheduler:
-    """Per request: what was looked up, loaded, offered for store; over all: jobs, fences, metrics.
+    """Decides for each request what to look up, load and offer for store. Tracks jobs, fences and metrics.
 
-    The call sequence is in ``connector/engine.py``. The engine is never asked to delay freeing GPU blocks: transfers
-    that still use them are fenced, and flushed when the blocks are handed out again. ``manager`` is expected not to
-    raise; adapters wrap it in ``connector.guard.GuardedManager``, the one place where exceptions become misses.
+    ``connector/engine.py`` has the call sequence. The engine never delays freeing GPU blocks: jobs that still use them
+    are fenced, and flushed when the blocks are allocated again. ``manager`` is expected not to raise; adapters wrap it
+    in ``connector.guard.GuardedManager``, where exceptions become misses.
     """
 
     def __init__(self, manager: OffloadingManager, layout: EngineLayout, config: OffloadingConfig) -> None:
@@ -45,11 +45,11 @@ class OffloadingConnectorScheduler:
         self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only)
         self._recording = RequestRecording(config.record_trace, self._geometry) if config.record_trace else None
         self._epoch = 0
-        # Decided since the last build_connector_meta, for the next one.
+        # Decided since the last build_connector_meta, and sent with the next one.
         self._loads: list[TransferJob] = []
         self._lost_loads: list[TransferJob] = []
         self._flushes: set[int] = set()
-        # Keys that a load in flight brings to the device, with that load's job: the first, if several bring the same.
+        # Keys that are being loaded to the device, with the job that loads them: the first, if several load the key.
         self._loading: dict[OffloadKey, int] = {}
         self._counts: dict[Sample, float] = {}
 
@@ -59,14 +59,15 @@ class OffloadingConnectorScheduler:
     # --------------------------------------------------------------------------------------------- requests
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """The request arrived. A second call for the same object does nothing; the engine may even omit it."""
+        """The request arrived. A second call for the same object does nothing, and the engine may even omit the
+        call."""
         self._state_of(request)
 
     def _state_of(self, request: EngineRequest) -> RequestOffloadState:
         state = self._requests.get(request.request_id)
         if state is not None and state.request is request:
             return state
-        if state is not None:  # the id was used again without request_finished
+        if state is not None:  # the engine uses the id again, without request_finished
             self._finish(state)
         context = ReqContext(request.request_id, request.kv_transfer_params)
         policy = self._manager.on_new_request(context).policy
@@ -77,7 +78,7 @@ class OffloadingConnectorScheduler:
         return state
 
     def request_finished(self, request: EngineRequest) -> None:
-        """The request ended, at whatever stage. Its GPU blocks may be freed at once. Unknown requests are ignored."""
+        """The request ended, at any stage. The engine may free its GPU blocks at once. Ignores unknown requests."""
         state = self._requests.get(request.request_id)
         if state is not None:
             self._finish(state)
@@ -89,12 +90,12 @@ class OffloadingConnectorScheduler:
             self._recording.finished(state)
         self._cancel_load(state)
         if any(group.gpu_block_ids for group in state.groups):
-            # Its stores came portion by portion, each more recent than the one before: the head must outlive the tail.
+            # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
             self._manager.touch([key for group in state.groups for key in group.keys], state.context)
         self._manager.on_request_finished(state.context)
 
     def _cancel_load(self, state: RequestOffloadState) -> None:
-        """Ends a load that no worker has heard of yet; one that runs is left to its fence."""
+        """Ends a load that was not sent to the workers yet. One that runs is left to end; its GPU blocks are fenced."""
         for job in [job for job in self._jobs if job.request is state and not job.submitted] if state.job_ids else ():
             self._loads = [load for load in self._loads if load.job_id != job.job_id]
             self._lost_loads = [load for load in self._lost_loads if load.job_id != job.job_id]
@@ -104,15 +105,16 @@ class OffloadingConnectorScheduler:
     # ------------------------------------------------------------------------------------------------- hits
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens beyond ``num_computed_tokens`` can be loaded.
+        """The number of tokens beyond ``num_computed_tokens`` that can be loaded.
 
         ``(None, False)``: ask again in a later step. ``(n > 0, True)``: n tokens, by an asynchronous load that starts
-        once ``update_state_after_alloc`` is called. ``(0, False)``: nothing. The last token is never part of a hit,
-        since the engine must compute something.
+        after ``update_state_after_alloc``. ``(0, False)``: none. The last token is never part of a hit, since the
+        engine must compute something.
         """
         state = self._state_of(request)
         hit: int | None = None
-        # A request that lost its blocks waits for its old transfers: one load or several stores, never both.
+        # A request may have one load or several stores in flight, never both. So one that was preempted waits for its
+        # old transfers.
         if not state.job_ids:
             hit = self._find_hit(state, num_computed_tokens)
         if hit is None:
@@ -141,14 +143,14 @@ class OffloadingConnectorScheduler:
             return self._manager.lookup_prefix(keys, state.context)
         good = next((n for n, key in enumerate(keys) if key in state.failed_keys), len(keys))
         answers = list(self._manager.lookup_prefix(keys[:good], state.context))
-        # A load of this key failed for this request: it is a miss for good, whatever the manager thinks.
+        # A load of this key failed for this request: it stays a miss, even if the manager has it.
         return answers if good == len(keys) or False in answers else [*answers, False]
 
     def _should_await_load(self, state: RequestOffloadState, computed_tokens: int, hit_tokens: int) -> bool:
-        """Whether another request's load is bringing most of these blocks already.
+        """Whether another request is loading at least half of these blocks already.
 
-        Once it has ended the engine's own prefix cache holds them. A request waits for one such load at most, and for
-        none that brings less than half of its hit, so that requests on a shared prefix never form a queue.
+        When that load has ended, the engine's own prefix cache holds them. A request waits for one such load at most,
+        so that requests with a shared prefix never form a queue.
         """
         if state.awaited_job_id is not None:
             return state.awaited_job_id in self._jobs
@@ -162,13 +164,16 @@ class OffloadingConnectorScheduler:
         return state.awaited_job_id is not None
 
     def update_state_after_alloc(self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
-        """The engine gave the request GPU blocks: all it has, in order. Called at every admission, also with zero
-        external tokens; a load for ``num_external_tokens`` goes out with this step's meta."""
+        """The engine allocated GPU blocks. ``block_ids`` are all that the request has, in order.
+
+        To be called at every admission, also with zero external tokens. A load for ``num_external_tokens`` is sent with
+        this step's meta.
+        """
         state = self._state_of(request)
         self._fence(block_ids, state.computed_tokens)
         state.set_gpu_blocks(block_ids)
         if not state.asked:
-            return  # the second call after a load: nothing new but the blocks
+            return  # the second call, after a load: only the blocks are new
         state.asked = False
         state.extend_keys(self._geometry)
         hit_tokens = state.hit_tokens = state.computed_tokens + num_external_tokens
@@ -180,7 +185,7 @@ class OffloadingConnectorScheduler:
         state.start_offers_after(hit_tokens, self._geometry)
 
     def _touch(self, state: RequestOffloadState, hit_tokens: int) -> None:
-        """Marks the prefix in use, also what the device held: what is in use there should not age here."""
+        """Marks the prefix as used. That includes what the device held: blocks in use there should not age here."""
         keys: list[OffloadKey] = []
         for group, group_state in zip(self._geometry, state.groups, strict=True):
             blocks = group.blocks_for_hit(0, hit_tokens)
@@ -224,7 +229,7 @@ class OffloadingConnectorScheduler:
     # ------------------------------------------------------------------------------------------------- steps
 
     def build_connector_meta(self, step: EngineStep) -> ConnectorMeta:
-        """What the workers do in this step. To be called on every step, also when nothing is scheduled."""
+        """The workers' part of this step. To be called in every step, also when nothing is scheduled."""
         for request_id in step.preempted_request_ids:
             if (preempted := self._requests.get(request_id)) is not None:
                 self._flush(self._jobs.flush_for_request(preempted))
@@ -247,7 +252,7 @@ class OffloadingConnectorScheduler:
 
     def _take_new_blocks(self, state: RequestOffloadState | None, scheduled: ScheduledRequest) -> None:
         if scheduled.block_table_is_new:
-            # What lies under computed tokens is shared and only read, or was fenced when it was allocated for a load.
+            # Blocks under computed tokens are shared and only read, or were fenced when they were allocated for a load.
             self._fence(scheduled.new_block_ids, scheduled.num_computed_tokens)
             if state is not None:
                 state.set_gpu_blocks(scheduled.new_block_ids)
@@ -257,7 +262,11 @@ class OffloadingConnectorScheduler:
                 state.add_gpu_blocks(scheduled.new_block_ids)
 
     def _fence(self, block_ids: BlockIds, computed_tokens: int) -> None:
-        """Flushes the jobs that use GPU blocks which were handed out to be written from ``computed_tokens`` on."""
+        """Flushes the jobs that still use GPU blocks which the engine will write, those from ``computed_tokens`` on.
+
+        Blocks of earlier tokens are prefix hits. The engine only reads them, and so does a store. No load writes them
+        either: a block that a load fills is nobody's prefix hit before the load has ended.
+        """
         if not self._jobs.has_fences:
             return
         for group, ids in zip(self._geometry, block_ids, strict=True):
@@ -271,7 +280,10 @@ class OffloadingConnectorScheduler:
     # ------------------------------------------------------------------------------------------ ends of jobs
 
     def update_connector_output(self, report: WorkerReport) -> LoadOutcome:
-        """Takes in what ended on the workers. A job ends when every rank has reported it; one failure fails it."""
+        """Records what ended on the workers. A job ends when all ranks have reported it, and fails if one failed.
+
+        Returns the loads that ended for requests which still wait for them.
+        """
         loaded: set[str] = set()
         failed: dict[str, frozenset[int]] = {}
         for rank, result in report.results:
@@ -285,7 +297,7 @@ class OffloadingConnectorScheduler:
             self._end_load(job)
             state = job.request
             if state.finished or state.load_job_id != job.job_id:
-                continue  # aborted or preempted meanwhile: nobody waits for it
+                continue  # aborted or preempted meanwhile: no request waits for it
             state.load_job_id = None
             if job.success:
                 state.computed_tokens = state.hit_tokens
@@ -297,8 +309,11 @@ class OffloadingConnectorScheduler:
         return LoadOutcome(frozenset(loaded), failed)
 
     def _end_load(self, job: JobRecord) -> None:
+        # A lost load has no keys: nothing was pinned for it.
         if job.keys:
             for key in job.keys:
+                # Other requests may ask for the key in this very step, and must not wait for a load that has ended. An
+                # entry of another load of the key stays.
                 if self._loading.get(key) == job.job_id:
                     del self._loading[key]
             self._manager.complete_load(job.keys, job.request.context)
@@ -311,19 +326,20 @@ class OffloadingConnectorScheduler:
         if job.epoch != self._epoch:
             self._count(("stale_jobs",))
 
-    # ------------------------------------------------------------------------------------------------- whole
+    # ---------------------------------------------------------------------------------------- the whole cache
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._manager.take_events()
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must go on stepping although it has nothing to compute."""
+        """Whether the engine must keep stepping although it has nothing to compute."""
         return len(self._jobs) > 0 or self._manager.has_pending_work()
 
     def reset_cache(self) -> None:
-        """Forgets all offloaded blocks. Jobs in flight become stale: they end as ever, and nothing they stored is kept.
+        """Forgets all offloaded blocks. Jobs in flight become stale: they end as usual, but no block they store is
+        kept.
 
-        A load in flight still brings right bytes, since its slots stay pinned until it ends.
+        A load in flight still brings the right bytes, since its slots stay pinned until it ends.
         """
         self._epoch += 1
         self._manager.reset_cache()
@@ -341,11 +357,11 @@ class OffloadingConnectorScheduler:
         self._counts[sample] = self._counts.get(sample, 0) + value
 
     def check_invariants(self) -> None:
-        """For tests: everything that must hold between two calls."""
+        """For tests: asserts everything that must hold between two calls."""
         self._jobs.check_invariants()
         live = {id(state) for state in self._requests.values()}
         for job in self._jobs:
-            assert job.request.finished != (id(job.request) in live), f"{job} belongs to a request that is half dropped"
+            assert job.request.finished != (id(job.request) in live), f"{job} belongs to a half-dropped request"
             siblings = [self._jobs[each].direction for each in job.request.job_ids]
             assert Direction.LOAD not in siblings or len(siblings) == 1, f"a load beside other jobs: {siblings}"
         assert all(key in self._jobs[job_id].keys for key, job_id in self._loading.items())

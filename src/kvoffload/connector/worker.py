@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's worker side: starts, awaits and reports transfers. One per rank, on the worker's own thread."""
+"""The connector's worker side: starts transfers, waits for them, reports their ends. One per rank, on its own
+thread."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadingConnectorWorker:
-    """Does what ``ConnectorMeta`` says on one rank, and tells each end once.
+    """Performs the transfers of ``ConnectorMeta`` on one rank, and reports the end of each exactly once.
 
-    Per step ``start_step`` before the forward pass and ``end_step`` after it was submitted, both also when there is no
-    forward pass. Nothing here raises into the engine: what a handler cannot do is reported as a failed job.
+    In every step, call ``start_step`` before the forward pass and ``end_step`` after it was submitted, also when there
+    is no forward pass. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -27,7 +28,7 @@ class OffloadingConnectorWorker:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._log = RateLimitedLog(logger)
         self._waiting_stores: list[TransferJob] = []
-        # Loads in flight here, for engines whose workers report them.
+        # Loads in flight on this rank, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
         self._results: list[TransferResult] = []
         self._loaded_request_ids: set[str] = set()
@@ -41,8 +42,10 @@ class OffloadingConnectorWorker:
         self._handlers = spec.get_handlers(kv_caches)
 
     def start_step(self, meta: ConnectorMeta) -> None:
-        """Waits for the jobs to flush, then starts the loads. Stores are kept until ``end_step``."""
-        self._start_waiting_stores()  # of a step whose end was not told; the compute they read was submitted since
+        """Waits for the jobs to flush, then starts the loads. Stores wait until ``end_step``."""
+        # Stores of a step that had no ``end_step``: the compute they read has been submitted since, and a flush below
+        # may name them.
+        self._start_waiting_stores()
         if meta.flush_job_ids:
             self._wait(meta.flush_job_ids)
         for job in meta.loads:
@@ -54,25 +57,27 @@ class OffloadingConnectorWorker:
         self._waiting_stores += meta.stores
 
     def end_step(self) -> None:
-        """The step's forward pass, if any, has been submitted to the device: starts the stores of what it writes."""
+        """Starts this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
         self._start_waiting_stores()
 
     def get_report(self) -> WorkerReport:
-        """The jobs that ended on this rank since the last call."""
+        """The transfers that ended on this rank since the last call."""
         self._poll()
         results, self._results = self._results, []
         return WorkerReport(tuple((self._rank, result) for result in results))
 
     def take_load_outcome(self) -> LoadOutcome:
-        """For engines whose workers report loads: those that ended on this rank since the last call. ``get_report``
-        returns them all the same."""
+        """The loads that ended on this rank since the last call, for engines whose workers report loads.
+
+        Independent of ``get_report``, which returns them too.
+        """
         self._poll()
         outcome = LoadOutcome(frozenset(self._loaded_request_ids), self._failed_loads)
         self._loaded_request_ids, self._failed_loads = set(), {}
         return outcome
 
     def shutdown(self) -> None:
-        """Waits for what runs. Idempotent."""
+        """Waits for transfers that run. Idempotent."""
         self._waiting_stores = []
         handlers, self._handlers = self._handlers, {}
         for handler in dict.fromkeys(handlers.values()):
@@ -88,7 +93,7 @@ class OffloadingConnectorWorker:
         try:
             self._handlers[media].transfer_async(job.job_id, (job.source, job.destination))
         except Exception:  # noqa: BLE001 - this is the boundary
-            # Between a broken handler and the engine's step: the job failed, the step goes on.
+            # The boundary between a broken handler and the engine's step: the transfer failed, the step goes on.
             self._log.exception(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
             self._end(TransferResult(job.job_id, success=False))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane of the primary tier: one ``OffloadingHandler`` per direction between a worker's KV cache and the
+"""The data plane of the primary tier: one ``OffloadingHandler`` per direction, between a worker's KV cache and the
 region that holds the offloaded blocks."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make_handlers(
         raise LayoutError(
             f"KV caches on {sorted(devices)} cannot be offloaded; they must all lie on 'cuda' or on 'cpu'."
         )
-    native_mover()  # compiled while the engine starts, and not within the first request's load
+    native_mover()  # compiled while the engine starts, not during the first load
     keep_alive = (kv_caches, kv_view)
     queue = TransferQueue(num_threads or max(1, min(4, os.cpu_count() or 1)))
     store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)
@@ -67,8 +67,8 @@ def make_handlers(
 def copy_layout(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, slice_start: int, slice_bytes: int | None = None
 ) -> CopyLayout:
-    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit this rank's slice: what
-    sticks out would overwrite the next rank's bytes."""
+    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit this rank's slice, since
+    they would overwrite the next rank's bytes."""
     shape = kv_view.shape
     assert shape is not None
     num_slots, slot_bytes = shape
@@ -106,9 +106,9 @@ def _check_tensor(tensor: torch.Tensor, page_bytes: int) -> None:
 
 
 class HostHandler(OffloadingHandler):
-    """One direction between two parts of host memory, over a queue that both directions share.
+    """One direction of copies within host memory, over a queue that both directions share.
 
-    A CPU engine computes on the worker's own thread, so the compute submitted before ``transfer_async`` has ended.
+    A CPU engine computes on the worker's own thread, so compute submitted before ``transfer_async`` has ended.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies runs between a CUDA device and the region, on a stream per direction.
 
-Order is kept on the device's own timeline: a job waits there for the compute submitted before it (which wrote the
-blocks that a store reads, or may still read the blocks that a load overwrites) and for every open job that touches the
-same slots or GPU blocks. Nothing here waits on the host except ``wait`` and ``shutdown``.
+Order is kept on the device's own timeline. There a job waits for the compute submitted before it, which wrote the
+blocks that a store reads, or may still read the blocks that a load overwrites. It also waits for every open job that
+touches the same slots or GPU blocks. Nothing here waits on the host except ``wait`` and ``shutdown``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LARGEST_PIECE_BYTES = 64 << 30
 class PinnedRegion:
     """A region's bytes as a host tensor, page-locked for the device where that works.
 
-    Pinned in pieces of at most 64 GiB, because one call for hundreds of GiB fails; where pinning fails the bytes stay
-    pageable, which is slower but right, and the pending device error is cleared. A copy must stay within one piece:
+    Pinned in pieces of at most 64 GiB, because one call for hundreds of GiB fails. Where pinning fails, the bytes stay
+    pageable, which is slower but correct, and the pending device error is cleared. A copy must stay within one piece:
     the runtime refuses ranges that span two registrations (``Runs.cut_at_pieces_of``).
     """
 
@@ -75,9 +75,10 @@ class PinnedRegion:
 
 
 def _clear_pending_error() -> None:
-    """Has the runtime's last error raised here, where it means nothing, instead of in the engine's next kernel.
+    """Raises the runtime's last error here, where it is ignored, and not in the engine's next kernel.
 
-    torch's binding of the runtime has no ``cudaGetLastError``, but every kernel launch asks for it, which clears it.
+    torch's binding of the runtime has no ``cudaGetLastError``, but every kernel launch calls it, which clears the
+    error.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda").add_(1)
@@ -94,7 +95,7 @@ class _SubmittedTransfer:
 
 
 class _Device:
-    """What both directions of one worker share: the memory on both sides, and the jobs in flight."""
+    """Shared by both directions of one worker: the memory on both sides, and the jobs in flight."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, kv_view: memoryview, layout: CopyLayout) -> None:
         self.layout = layout
@@ -105,7 +106,7 @@ class _Device:
         self._storages = _flat_storages(kv_caches)
 
     def conflicting(self, job_direction: Direction, extent: Extent) -> list[_SubmittedTransfer]:
-        """Open jobs that must end before one of ``extent`` starts; jobs of its own direction follow in stream order."""
+        """Open jobs that must end before one of ``extent`` starts. Jobs of its own direction are in stream order."""
         other = Direction.LOAD if job_direction is Direction.STORE else Direction.STORE
         return [
             job
@@ -176,7 +177,7 @@ class CudaHandler(OffloadingHandler):
                     break
                 result = TransferResult(job.job_id, True, job.num_bytes, job.start.elapsed_time(job.end) / 1e3)
             except RuntimeError:
-                # A broken device answers every question with its first error: the transfer failed, whichever it was.
+                # A broken device answers every query with its first error. Whatever that was, the transfer failed.
                 logger.exception("Transfer %d failed.", job.job_id)
                 result = TransferResult(job.job_id, success=False)
             self._open.popleft()
@@ -186,7 +187,7 @@ class CudaHandler(OffloadingHandler):
     def wait(self, job_ids: Collection[int]) -> None:
         for job in self._open:
             if job.job_id in job_ids:
-                with contextlib.suppress(RuntimeError):  # told by get_finished
+                with contextlib.suppress(RuntimeError):  # get_finished reports it
                     job.end.synchronize()
 
     def shutdown(self) -> None:
@@ -212,7 +213,6 @@ class CudaHandler(OffloadingHandler):
         self._stream.wait_event(compute)
         for job in self._device.conflicting(self._direction, extent):
             self._stream.wait_event(job.end)
-        # Tracked before the first copy: if one of them fails, those before it still run and must be waited for.
         job = _SubmittedTransfer(job_id, self._direction, extent, runs.num_bytes, start, end)
         with torch.cuda.stream(self._stream):
             start.record(self._stream)
@@ -223,6 +223,7 @@ class CudaHandler(OffloadingHandler):
                     else:
                         device_bytes.copy_(host_bytes, non_blocking=True)
             except Exception:
+                # Copies started before this one still run. The failure may be reported only when they have ended.
                 self._stream.synchronize()
                 raise
             end.record(self._stream)
@@ -232,7 +233,7 @@ class CudaHandler(OffloadingHandler):
 def make_cuda_handlers(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, layout: CopyLayout
 ) -> dict[tuple[str, str], OffloadingHandler]:
-    """Both directions for one worker; they share the pinned region and know each other's jobs."""
+    """Handlers for both directions of one worker. They share the pinned region, and wait for each other's jobs."""
     device = _Device(kv_caches, kv_view, layout)
     return {
         ("GPU", "CPU"): CudaHandler(device, Direction.STORE),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies runs within host memory, without holding the GIL: the backend where the "device" is a CPU engine.
+"""Copies runs within host memory without holding the GIL: the backend for CPU engines.
 
-With numba installed a whole plan is one native call (``native.py``); without it every run is one ``memmove`` through
-ctypes, which costs about a microsecond each and so matters below 64 KiB a run. ``bench/host_copies.py`` has figures.
+With numba installed, a whole plan is one native call (``native.py``). Without it, every run is one ``memmove`` through
+ctypes, which costs about a microsecond and so matters below 64 KiB a run. ``bench/host_copies.py`` measures both.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
 
 
 def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    """One ctypes call per run; each lets the GIL go."""
+    """One ctypes call per run. Each releases the GIL."""
     for destination, source, length in zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True):
         ctypes.memmove(destination, source, length)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block ids to byte runs: what a transfer copies, as plain arrays, computed in one vectorised pass.
+"""From block ids to byte runs: what a transfer copies, as plain arrays, computed in one vectorised pass.
 
-One offloaded block fills a rank's slice of one slot of the primary region. Within the slice its pages lie one after
+An offloaded block fills a rank's slice of one slot of the primary region. Within the slice, its pages lie one after
 the other in the group's ref order, and each page holds the block's ``factor`` sub-blocks side by side::
 
     slice:  | page 0: sub 0, sub 1, .. | page 1: sub 0, sub 1, .. | ...
 
-so that consecutive GPU blocks are contiguous on both sides and merge into one run.
+So consecutive GPU blocks are contiguous on both sides, and merge into one run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PageRef:
-    """One page of a group's GPU block: where tensors lie, in bytes, without torch."""
+    """One page of a group's GPU block: where its tensor lies, in bytes, without torch."""
 
     address: int
-    """Of the tensor's first page."""
+    """Of the page of GPU block 0."""
     stride_bytes: int
-    """From one GPU block's page to the next one's."""
+    """From one GPU block's page to that of the next."""
     num_blocks: int
     """GPU blocks in the tensor."""
     page_bytes: int
@@ -42,7 +42,7 @@ class PageRef:
 
 @dataclass(frozen=True, slots=True)
 class CopyLayout:
-    """Both sides of all transfers of one rank."""
+    """Both sides of the transfers of one rank."""
 
     groups: tuple[tuple[PageRef, ...], ...]
     factor: int
@@ -56,7 +56,7 @@ class CopyLayout:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Byte runs, all of positive length: ``device[i]`` and ``host[i]`` are addresses, ``lengths[i]`` bytes."""
+    """Byte runs: ``device[i]`` and ``host[i]`` are addresses, ``lengths[i]`` is in bytes and positive."""
 
     device: Int64s
     host: Int64s
@@ -67,14 +67,17 @@ class Runs:
         return int(self.lengths.sum())
 
     def in_order_of(self, addresses: Int64s) -> Runs:
-        """The same runs by ascending ``addresses``, which is ``device`` or ``host``: memory is read much faster in
-        order than it is scattered, whereas the order of writes costs nothing."""
+        """The same runs by ascending ``addresses``, which is ``device`` or ``host``.
+
+        Pass the side that is read: reads in order are much faster than scattered ones, and the order of writes does not
+        matter.
+        """
         order = np.argsort(addresses)
         return Runs(self.device[order], self.host[order], self.lengths[order])
 
     def cut_at_pieces_of(self, piece_bytes: int, region_address: int) -> Runs:
-        """The same bytes in runs of which none crosses a multiple of ``piece_bytes`` on the host side, counted from
-        ``region_address``; a run longer than a piece is cut more than once."""
+        """The same bytes in runs that do not cross a multiple of ``piece_bytes`` on the host side, counted from
+        ``region_address``. A run longer than a piece is cut more than once."""
         starts = self.host - region_address
         counts = (starts + self.lengths - 1) // piece_bytes - starts // piece_bytes + 1
         if not (counts > 1).any():
@@ -87,7 +90,7 @@ class Runs:
         return Runs(self.device[run] + (low - starts[run]), region_address + low, high - low)
 
     def split(self, parts: int) -> list[Runs]:
-        """At most ``parts`` pieces of about the same number of bytes, cut inside runs where a run is long."""
+        """At most ``parts`` parts of about the same number of bytes. Long runs are cut."""
         total = self.num_bytes
         if parts < 2 or total < parts * _LEAST_PART_BYTES:
             return [self] if total else []
@@ -113,11 +116,10 @@ _LEAST_PART_BYTES = 64 << 10
 
 
 def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Runs:
-    """The runs between ``gpu``'s blocks and ``cpu``'s slots, runs that touch on both sides merged.
+    """The runs between the blocks of ``gpu`` and the slots of ``cpu``. Runs that touch on both sides are merged.
 
-    ``cpu.block_ids`` lists, group after group, the slots that the group's GPU blocks fall into. Raises
-    ``TransferError`` for ids that lie outside of the layout, so that a mistake is a failed transfer and never a write
-    to foreign memory.
+    ``cpu.block_ids`` lists, group after group, the slots that hold the group's GPU blocks. Raises ``TransferError`` for
+    ids outside the layout, so that a mistake is a failed transfer and never a write to foreign memory.
     """
     if len(gpu.group_sizes) > len(layout.groups):
         raise TransferError(f"A transfer names {len(gpu.group_sizes)} groups, and there are {len(layout.groups)}.")

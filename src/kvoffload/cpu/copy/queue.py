@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs copy jobs on a few threads, in an order that no job can tell from the order of submission.
+"""Runs copies on a few threads. Jobs may be reordered, but never two of which one writes what the other touches.
 
-Two jobs *conflict* when one writes what the other reads or writes (a slot, a GPU block). A job starts once every
-earlier job that it conflicts with has ended. Among those that may start loads go first, because a request waits for a
-load and nobody waits for a store.
+Two jobs *conflict* when one writes a slot or GPU block that the other reads or writes. A job starts when all earlier
+jobs that it conflicts with have ended. Among jobs that may start, loads go first: a request waits for a load, and none
+for a store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """A planned job: parts that may run side by side, and the bytes they move together."""
+    """What a job copies: parts that may run in parallel, and the bytes they move together."""
 
     parts: Sequence[Callable[[], None]]
     num_bytes: int
@@ -33,7 +33,7 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What a job touches: slots on the host side, GPU blocks on the device side."""
+    """What a job reads and writes: slots on the host side, GPU blocks on the device side."""
 
     slots: frozenset[int]
     gpu_blocks: frozenset[int]
@@ -52,8 +52,8 @@ class _QueuedTransfer:
     started_s: float = 0.0
 
     def conflicts_with(self, earlier: _QueuedTransfer) -> bool:
-        """Stores write slots and read GPU blocks, loads the other way round: only two jobs of one direction share
-        what both merely read."""
+        """Stores read GPU blocks and write slots, loads the reverse. Two stores may share GPU blocks, and two loads
+        may share slots; all else that both touch is a conflict."""
         slots_meet = not self.extent.slots.isdisjoint(earlier.extent.slots)
         gpu_blocks_meet = not self.extent.gpu_blocks.isdisjoint(earlier.extent.gpu_blocks)
         if self.direction is not earlier.direction:
@@ -62,10 +62,10 @@ class _QueuedTransfer:
 
 
 class TransferQueue:
-    """Copy jobs of one worker, both directions.
+    """The copies of one worker, in both directions.
 
-    ``submit``, ``take_finished``, ``wait`` and ``shutdown`` are called by the worker's thread; plans and copies run on
-    ``num_threads`` daemon threads, started with the first job. What raises there is a failed job.
+    The worker's thread calls ``submit``, ``take_finished``, ``wait`` and ``shutdown``. Plans and copies run on
+    ``num_threads`` daemon threads, which the first job starts. A job whose plan or copy raises has failed.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -88,7 +88,7 @@ class TransferQueue:
         return self._num_threads
 
     def submit(self, job_id: int, direction: Direction, extent: Extent, make_plan: Callable[[], CopyPlan]) -> None:
-        """Queues a job. An id that is open already, or a queue that was shut down, makes it fail at once."""
+        """Queues a job. It fails at once if its id is open already, or after ``shutdown``."""
         job = _QueuedTransfer(job_id, direction, make_plan, extent)
         with self._lock:
             if self._closing or job_id in self._open:
@@ -102,18 +102,18 @@ class TransferQueue:
                 self._has_work.notify()
 
     def take_finished(self, direction: Direction) -> list[TransferResult]:
-        """Ends of one direction since the last call, each once."""
+        """Results of the jobs of one direction that ended since the last call, each once."""
         with self._lock:
             finished, self._finished[direction] = self._finished[direction], []
         return finished
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Returns once none of ``job_ids`` is open; ids that were never submitted are not."""
+        """Returns when none of ``job_ids`` is open. Unknown ids are not open."""
         with self._job_ended:
             self._job_ended.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
 
     def shutdown(self) -> None:
-        """Jobs that have not started fail; those that run are waited for. Idempotent."""
+        """Fails the jobs that have not started, and waits for those that run. Idempotent."""
         with self._lock:
             self._closing = True
             for job in [job for job in self._open.values() if not job.started_s]:
@@ -174,8 +174,8 @@ class TransferQueue:
         try:
             part()
         except BaseException:
-            # The one boundary of a copying thread: whatever it was, the job failed and its blocks are a miss. A thread
-            # that died of it would leave the job open, and ``wait`` would never return.
+            # Whatever it was, the job failed and its blocks are a miss. If it ended the thread instead, the job would
+            # stay open and ``wait`` would never return.
             logger.exception("Transfer %d failed.", job.job_id)
             failed = True
         with self._lock:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvoffload inside vLLM: an out-of-tree KV connector.
 
-Named in ``--kv-transfer-config`` as ``KVOffloadConnector``. The entry point ``vllm.general_plugins`` makes the bare
-name known; where plug-ins are switched off, add ``"kv_connector_module_path": "kvoffload.engines.vllm"``.
-Importing this package loads neither vLLM nor torch.
+``--kv-transfer-config`` names it as ``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that
+name; where plug-ins are switched off, add ``"kv_connector_module_path": "kvoffload.engines.vllm"``. Importing this
+package loads neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Tells vLLM the connector's name. vLLM calls it once in every process; calling it again does nothing."""
+    """Registers the connector's name with vLLM, which calls this once per process. Idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``KVOffloadConnector``: vLLM's connector interface on one side, ``kvoffload.connector`` on the other.
 
-Thin on purpose: it translates objects and orders calls, and decides nothing. vLLM makes one with the scheduler role in
-the engine core and one with the worker role in every worker, and calls, per step:
+It translates objects and the order of calls, and decides nothing. vLLM makes one with the scheduler role in the engine
+core, and one with the worker role in every worker. Per step it calls:
 
 * scheduler: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` while it admits requests, then
-  ``build_connector_meta``; and with the workers' output ``update_connector_output``, ``get_kv_connector_stats``,
+  ``build_connector_meta``. With the workers' output: ``update_connector_output``, ``get_kv_connector_stats``,
   ``take_events``.
-* worker: ``handle_preemptions`` first of all, then ``start_load_kv`` (before the forward pass or right after its
-  launch: either is fine for asynchronous loads), ``wait_for_save`` after the launch, and then what has ended.
+* worker: ``handle_preemptions`` first, then ``start_load_kv`` (before the forward pass or right after its launch; loads
+  are asynchronous, so either is fine), ``wait_for_save`` after the launch, and then the calls that collect results.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ __all__ = ["KVOffloadConnector"]
 logger = init_logger("vllm.kvoffload")  # below vLLM's own logger, whose handlers and level it shares
 
 _NAP_S = 200e-6
-"""A step without a forward pass only waits for transfers. To spin through such steps would keep the interpreter's lock
-from the very threads that are waited for, for milliseconds at a time where scheduler and worker are one process."""
+"""A step without a forward pass only waits for transfers. Where scheduler and worker are one process, spinning through
+such steps would keep the interpreter's lock from the very threads that copy, for milliseconds at a time."""
 
 _STATS_INTERVAL_S = 1.0
-"""How often stats are gathered while nothing notable ends; gathering costs some microseconds a step otherwise."""
+"""Time between reports while no request or transfer ends. A report in every step would cost some microseconds each."""
 
 
 class _SharedSpec:
-    """The spec of an engine whose scheduler and worker are one process: made by the first of the two connectors, used
-    by both, gone with the last."""
+    """A spec that the scheduler's and the worker's connector share where both are in one process. The first connector
+    makes it, and it is freed with the last."""
 
     _known: ClassVar[weakref.WeakValueDictionary[str, _SharedSpec]] = weakref.WeakValueDictionary()
 
@@ -92,7 +92,7 @@ class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler; vLLM merges those of all ranks."""
+    """Workers to scheduler. vLLM merges those of all ranks."""
 
     report: WorkerReport
 
@@ -189,7 +189,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
-        # Before anything of this step touches the device: transfers that use blocks handed out again must have ended.
+        # Before this step touches the device: transfers that use GPU blocks which were allocated again must have ended.
         self.worker.core.start_step(ConnectorMeta(flush_job_ids=kv_connector_metadata.meta.flush_job_ids))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -199,10 +199,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: loads are asynchronous, and a request runs once its load has ended."""
+        """Nothing to wait for: a request runs only when its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole blocks are stored after the forward pass."""
+        """Nothing to do: whole blocks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
         self.worker.core.end_step()
@@ -238,7 +238,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class _SchedulerSide:
-    """The translators around ``OffloadingConnectorScheduler``; in the engine core, on the scheduler's thread."""
+    """``OffloadingConnectorScheduler`` and the translators around it. In the engine core, on the scheduler's thread."""
 
     def __init__(self, spec: OffloadingSpec, layout: EngineLayout, config: OffloadingConfig) -> None:
         self.core = OffloadingConnectorScheduler(GuardedManager(spec.get_manager()), layout, config)
@@ -281,7 +281,7 @@ class _SchedulerSide:
 
 
 class _WorkerSide:
-    """``OffloadingConnectorWorker`` and what vLLM wants to hear of loads; in a worker, on its thread."""
+    """``OffloadingConnectorWorker``, and the results of loads as vLLM takes them. In a worker, on its thread."""
 
     def __init__(self, spec: OffloadingSpec, layout: EngineLayout, kv_cache_config: Any) -> None:
         self.core = OffloadingConnectorWorker(layout.rank)
@@ -291,7 +291,7 @@ class _WorkerSide:
         self._invalid_block_ids: set[int] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """``kv_caches`` by layer name; layers that only reuse the cache of another are ignored."""
+        """``kv_caches`` by layer name. Layers that only reuse the cache of another are ignored."""
         config = self._kv_cache_config
         caches = canonicalize(
             [
@@ -304,15 +304,18 @@ class _WorkerSide:
             num_bytes = sum(ref.page_size_bytes for ref in refs)
             if num_bytes > group.page_bytes:
                 raise LayoutError(
-                    f"A GPU block of KV group {index} has {num_bytes} bytes, and the scheduler side reckons with "
+                    f"A GPU block of KV group {index} has {num_bytes} bytes, and the scheduler side expects "
                     f"{group.page_bytes}; kvoffload does not know this layout."
                 )
         self.core.register_kv_caches(self._spec, caches)
 
     def take_results(self, may_nap: bool) -> KVConnectorTransferResults:
-        """Requests whose load ended on this rank. Where block ids of several groups come from one pool, vLLM cannot
-        tell from a block id which request lost it, so failures are told by request there, and by block otherwise:
-        then it keeps what the request had before the load."""
+        """Requests whose load ended on this rank.
+
+        With one group, failures are reported by block (``take_invalid_block_ids``): vLLM then keeps what the request
+        had before the load. With several groups, their block ids come from one pool and vLLM cannot find the request
+        from a block id, so failures are reported by request.
+        """
         outcome = self.core.take_load_outcome()
         if may_nap and not outcome.ended_request_ids:
             time.sleep(_NAP_S)

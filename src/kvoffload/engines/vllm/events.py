@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From kvoffload's events to vLLM's KV events, plain or self-describing.
 
-A plain stored-event names hashes only, with block size 0: whoever needs tokens takes them from vLLM's own events of the
-same hashes. Some routers drop those, so ``self_describing_kv_events`` adds token ids, parent hash and block size. They
-are only known while the request is, so the requests at work are kept in view here until their stores are told.
+A plain stored event has only hashes, with block size 0: whoever needs tokens takes them from vLLM's own events of the
+same hashes. Some routers drop those, so ``self_describing_kv_events`` adds token ids, parent hash and block size. Only
+the request has them, so requests are tracked here until the events of their stores have been sent.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from kvoffload.config import EngineLayout, GroupKind
 __all__ = ["EventTranslator"]
 
 _FINISHED_REQUESTS_TRACKED = 512
-"""Requests whose stores may still be on their way after their end; a later store of theirs is told plainly."""
+"""Finished requests that are still tracked, since their last stores end after them. Later stores get a plain event."""
 
 
 @dataclass(slots=True)
 class _HashOrigin:
-    """Where the block that ends in a hash lies in a request."""
+    """A request that has a hash, and the hash's index in it."""
 
     request: Any
     hash_index: int
 
 
 class EventTranslator:
-    """Translates, on the scheduler thread. ``describe``: whether stored-events carry what they store."""
+    """Translates events, on the scheduler thread. ``describe``: whether stored events are self-describing."""
 
     def __init__(self, layout: EngineLayout, factor: int, describe: bool) -> None:
         self._describe = describe
         self._hash_tokens = layout.hash_block_tokens
-        # Only groups that keep every block can be told as chains of tokens.
+        # 0: never described. Only groups that keep every block are chains of tokens.
         self._hashes_per_block = [
             factor * group.block_tokens // layout.hash_block_tokens if group.kind is GroupKind.FULL_ATTENTION else 0
             for group in layout.groups
@@ -46,10 +46,10 @@ class EventTranslator:
         self._num_tracked_hashes: dict[str, int] = {}
         self._finished: deque[Any] = deque()
 
-    # ------------------------------------------------------------------------------------------ requests in view
+    # ------------------------------------------------------------------------------------------ tracked requests
 
     def track(self, request: Any) -> None:
-        """A request that may be stored from; to be called again as its hashes grow."""
+        """Tracks a request whose blocks may be stored. To be called again as its hashes grow."""
         if not self._describe:
             return
         hashes = request.block_hashes
@@ -101,7 +101,8 @@ class EventTranslator:
                 yield self._event(plain, group, event.medium)
 
     def _described(self, key: OffloadKey, group: int, medium: str, origin: _HashOrigin) -> Any:
-        # Named is the block that can be fetched, by the hash at its end, not the engine blocks inside it.
+        # The event names the whole block, by the hash at its end, since that is what can be loaded: not the engine's
+        # blocks inside it.
         per_block = self._hashes_per_block[group]
         first = origin.hash_index + 1 - per_block
         hashes, lora = origin.request.block_hashes, origin.request.lora_request

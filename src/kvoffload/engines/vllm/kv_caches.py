@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the KV cache tensors an engine hands over to ``CanonicalKVCaches``, whatever their layout. Pure.
+"""From an engine's KV cache tensors, in any layout, to ``CanonicalKVCaches``. Pure.
 
-All layouts are read from shapes and strides alone. A *run* is a stretch of bytes that lie together within every GPU
-block of a layer; a layer is one run where its blocks are contiguous, and several where they are not (keys apart from
-values, heads outside of blocks). Neighbouring runs of a group are joined, so that a layout with all layers of a block
-side by side is copied in one piece.
+Layouts are read from shapes and strides alone. A *run* is a range of bytes that is contiguous in every GPU block of a
+layer. A layer is one run where its blocks are contiguous, and several where they are not (keys apart from values, heads
+outside blocks). Neighbouring runs of a group are joined: a layout with all layers of a block side by side is copied in
+one piece.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class LayerCache:
 
     name: str
     tensors: tuple[torch.Tensor, ...]
-    """Usually one, shaped (num_blocks, ...) or, with keys apart from values, (2, num_blocks, ...). The first of these
-    may also count smaller kernel blocks: num_blocks times a whole number."""
+    """Usually one, shaped (num_blocks, ...) or, with keys apart from values, (2, num_blocks, ...). num_blocks may also
+    be multiplied by a whole number, where a tensor counts smaller kernel blocks."""
     page_bytes: int | None = None
-    """What one GPU block of the layer must come to, padding not counted; ``None`` if the engine does not say."""
+    """The size of one GPU block of the layer, without padding; ``None`` if the engine does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,11 @@ class _Run:
 
     @property
     def location(self) -> tuple[int, int, int]:
+        """(address in GPU block 0, stride, length), in bytes: equal for runs of the same memory."""
         return self.storage.data_ptr() + self.offset, self.stride, self.num_bytes
 
     def joined(self, after: _Run) -> _Run | None:
-        """This run and the one right behind it as one, if they are neighbours in every GPU block."""
+        """This run and ``after`` as one run, or ``None`` unless they are neighbours in every GPU block."""
         mine, theirs = self.location, after.location
         num_bytes = self.num_bytes + after.num_bytes
         if theirs[0] != mine[0] + self.num_bytes or self.stride != after.stride or num_bytes > self.stride:
@@ -59,9 +60,9 @@ class _Run:
 def canonicalize(groups: Sequence[Sequence[LayerCache]], num_blocks: int) -> CanonicalKVCaches:
     """Views of the same memory, group after group, each group's layers in the given order.
 
-    The order of a GPU block's bytes follows from the order of layers and the layout alone, never from addresses: blocks
-    on disk outlive this process. A layer that shares the memory of an earlier one of its group is left out. Raises
-    ``LayoutError`` for tensors that are not understood.
+    The order of a GPU block's bytes depends on the order of layers and the layout alone, never on addresses, because
+    blocks on disk outlive this process. A layer that shares the memory of an earlier one of its group is left out.
+    Raises ``LayoutError`` for layouts that are not understood.
     """
     tensors: list[CanonicalKVCacheTensor] = []
     index_by_location: dict[tuple[int, int, int], int] = {}
@@ -114,7 +115,7 @@ def _runs_of_tensor(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterato
     item = tensor.element_size()
     stride = tensor.stride(dim) * item
     inner = [(tensor.stride(d), tensor.shape[d]) for d in range(tensor.dim()) if d != dim and tensor.shape[d] > 1]
-    # Innermost dimensions that lie densely make the run; what lies further apart is counted out, outermost first.
+    # The innermost dense dimensions make the run. There is one run for each index of the others, outermost first.
     length = 1
     outer: list[tuple[int, int]] = []
     for step, size in sorted(inner):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From vLLM's configuration to kvoffload's: the layout both planes agree on, and what cannot be served.
+"""From vLLM's configuration to kvoffload's: the layout both planes agree on, and the refusal of what cannot be served.
 
-Both planes run this, the scheduler side in the engine core and the worker side in every worker, on their own copies of
-vLLM's configuration, and must come to the same layout (``rank`` apart).
+The scheduler side in the engine core and the worker side in every worker run this on their own copies of vLLM's
+configuration. Both must compute the same layout, but for ``rank``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def config_of(vllm_config: Any) -> OffloadingConfig:
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ``ConfigError`` or ``LayoutError`` with the reason if this vLLM cannot be served correctly."""
+    """Raises ``ConfigError`` or ``LayoutError``, with the reason, if this engine cannot be served correctly."""
     _refuse_transfer(vllm_config.kv_transfer_config)
     _refuse_parallel(vllm_config.parallel_config)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
@@ -113,8 +113,8 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, 
 
 
 def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
-    """Bytes of one GPU block id on one rank. vLLM's groups overlay each other in one allocation, so this is what the
-    largest group needs (with padding, if pages are padded)."""
+    """Bytes of one GPU block id on one rank. All groups of vLLM share one allocation, so this is the size of the
+    largest group's block, padding included."""
     sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
     if len(sizes) != 1 or kv_cache_config.num_blocks < 1:
         raise LayoutError(
@@ -128,7 +128,7 @@ def _group_layout(spec: Any, page_bytes: int) -> KVGroupLayout:
     kind = _KINDS[_kind_of(spec)]
     window = None
     if kind is GroupKind.SLIDING_WINDOW:
-        # vLLM keeps extra tokens behind the window when a speculative head needs them.
+        # vLLM keeps more tokens than the window when a speculative head needs them.
         window = _window_of(spec) + int(getattr(spec, "extra_retained_tokens", 0))
     return KVGroupLayout(kind, spec.block_size, page_bytes, window)
 
@@ -149,7 +149,7 @@ def _window_of(spec: Any) -> int:
 
 
 def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig) -> dict[str, str]:
-    """Whatever changes the bytes of a block besides its key; strings, the same in every process of equal engines."""
+    """Everything besides its key that changes the bytes of a block. The same in every process of equal engines."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     groups = [
         f"{_kind_of(group.kv_cache_spec)}:{group.kv_cache_spec.block_size}:{len(group.layer_names)}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvoffload's metrics in vLLM's log and on its ``/metrics``.
 
-vLLM passes a connector's stats from the engine core to the front end as plain data: here counters as increments since
-the last report and gauges as they are, by the sample's name and label values joined in one string.
+vLLM sends a connector's stats from the engine core to the front end as plain data. Here these are counters, as
+increments since the last report, and gauges, as they are, by the sample's name and label values joined in one string.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StatsReporter:
         self._last: Stats = {}
 
     def report(self, now: Stats) -> OffloadStats | None:
-        """What changed since the last report, or ``None``. Samples outside of the metrics table are left out."""
+        """What changed since the last report, or ``None``. Samples that are not in ``METRICS`` are left out."""
         changed = {sample: value for sample, value in now.items() if self._last.get(sample, 0) != value}
         changed = {sample: value for sample, value in changed.items() if sample[0] in METRICS}
         if not changed:
@@ -47,7 +47,7 @@ class StatsReporter:
 
 
 class OffloadStats(KVConnectorStats):  # type: ignore[misc]
-    """Increments of counters and values of gauges; what vLLM sends, adds up and logs."""
+    """Increments of counters and values of gauges, which vLLM sends, adds up and logs."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data if data else {_COUNTERS: {}, _GAUGES: {}})
@@ -76,7 +76,7 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The line in vLLM's log: what moved, hit rate first."""
+        """The line in vLLM's log: hit rate, bytes moved, blocks in use."""
         asked, hit = self.counters.get("lookup_tokens", 0), self.counters.get("hit_tokens", 0)
         line: dict[str, int | float] = {}
         if asked:
@@ -95,7 +95,7 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc]
 
 
 _registered: list[Any] = []
-"""The series of this process's latest engine: Prometheus knows a name once, and vLLM may be started again."""
+"""The series of this process's latest engine. A name can be registered once, and vLLM may be started again."""
 
 
 def _unregister_earlier_series() -> None:
@@ -105,7 +105,7 @@ def _unregister_earlier_series() -> None:
         try:
             REGISTRY.unregister(_registered.pop())
         except KeyError:
-            pass  # gone already, or kept elsewhere (Ray)
+            pass  # unregistered already, or registered elsewhere (Ray)
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -133,7 +133,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             else:
                 self._series[metric.name] = self._gauge_cls(multiprocess_mode="mostrecent", **arguments)
             _registered.append(self._series[metric.name])
-        # Series without labels of their own are there from the start, at 0.
+        # Series without labels of their own exist from the start, at 0.
         for engine_idx in per_engine_labelvalues:
             for metric in METRICS.values():
                 if not metric.labels:
