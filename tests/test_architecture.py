@@ -1,41 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house rules of design section 3: imports point down only, and the control plane loads no torch."""
+"""The house rules: imports point down only, the control plane loads no torch, and tests reach every module."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "kvoffload"
+TESTS = Path(__file__).parent
 
 FLOOR = {
     "errors": 0,
     "registry": 1,
-    "units": 1,
     "compiled": 1,
     "metrics": 1,
+    "units": 1,
     "base": 2,
-    "specs": 3,
     "config": 2,
+    "specs": 3,
     "cpu": 3,
     "tiering": 4,
     "connector": 5,
+    "sim": 6,
+    "engines": 6,
+    "demo": 7,
+    "testing": 7,
+    "cli": 8,
+    "__init__": 9,
+    "__main__": 9,
 }
-ROOF = {"sim": 6, "engines": 6, "demo": 7, "testing": 7, "cli": 8, "__main__": 9, "__init__": 9}
-LEVEL = FLOOR | ROOF
+"""A module imports from its own floor and from those below. ``__init__`` is the front door: it stands above all rooms,
+and no room imports from it."""
+
+NEIGHBOURS = {("sim", "engines"), ("engines", "sim"), ("demo", "testing"), ("testing", "demo")}
+"""Rooms of one floor that do not know each other: (importing, imported)."""
 
 TORCH_ROOMS = ("cpu/gpu_worker.py", "cpu/copy/", "engines/", "demo/", "testing/")
 """Where torch may be imported. ``testing`` only inside functions, checked by importing it."""
 
-SAME_LEVEL_FORBIDDEN = {("sim", "engines"), ("engines", "sim")}
+NOT_IMPORTED_BY_TESTS = {
+    "kvoffload.engines.vllm.connector": "needs vLLM, which loads it by its name: tests/engines/vllm runs it there",
+}
+"""Modules that no test imports, and why."""
 
 
 def modules() -> list[Path]:
     return sorted(SRC.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return "kvoffload." + path.relative_to(SRC).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
 
 
 def room(path: Path) -> str:
@@ -69,8 +88,12 @@ def test_imports_point_down(path: Path) -> None:
         if not name.startswith("kvoffload."):
             continue
         there = name.split(".")[1]
-        assert LEVEL[there] <= LEVEL[here], f"{path} imports {name}, which lies above it"
-        assert (here, there) not in SAME_LEVEL_FORBIDDEN, f"{path} imports {name} sideways"
+        assert FLOOR[there] <= FLOOR[here], f"{path} imports {name}, which lies above it"
+        assert (here, there) not in NEIGHBOURS, f"{path} imports {name} sideways"
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(path) for path in modules()} == set(FLOOR)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
@@ -86,16 +109,38 @@ def test_torch_and_engines_stay_in_their_rooms(path: Path) -> None:
 
 def test_control_plane_loads_neither_torch_nor_an_engine() -> None:
     names = [
-        "kvoffload." + path.relative_to(SRC).with_suffix("").as_posix().replace("/", ".")
+        name_of(path)
         for path in modules()
         if not path.relative_to(SRC).as_posix().startswith(("cpu/gpu_worker.py", "cpu/copy/", "engines/", "demo/"))
         and path.name != "__main__.py"
     ]
     script = (
         "import importlib, sys\n"
-        f"for name in {['kvoffload', *names]!r}: importlib.import_module(name.removesuffix('.__init__'))\n"
+        f"for name in {['kvoffload', *names]!r}: importlib.import_module(name)\n"
         "bad = sorted({'torch', 'vllm', 'transformers'} & set(sys.modules))\n"
         "sys.exit(f'loaded {bad}' if bad else 0)"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+# ---------------------------------------------------------------------------------------------- tests reach all
+
+
+def imported_by_tests() -> Iterator[str]:
+    """Every dotted name that a file of the tests imports; of ``from a.b import c`` both ``a.b`` and ``a.b.c``."""
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield node.module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_module_is_imported_by_a_test() -> None:
+    """A module that no test imports is either too small to be a room of its own, or untested."""
+    names = {name_of(path) for path in modules() if path.name not in ("__init__.py", "__main__.py")}
+    reached = names & set(imported_by_tests())
+    assert names - reached - NOT_IMPORTED_BY_TESTS.keys() == set(), "test these, or fold them into their callers"
+    assert NOT_IMPORTED_BY_TESTS.keys() - (names - reached) == set(), "these have tests, or are gone: unlist them"

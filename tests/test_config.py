@@ -52,7 +52,7 @@ def test_the_factor_and_the_bytes_of_a_slot() -> None:
 
 
 def test_layouts_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(LayoutError, match="no multiple"):
+    with pytest.raises(LayoutError, match="not a multiple"):
         layout(24)
     with pytest.raises(LayoutError, match="no KV cache groups"):
         layout()

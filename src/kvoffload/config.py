@@ -102,7 +102,7 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
         if not 0 < getattr(config, name) <= 1:
             raise ConfigError(f"{name} must be above 0 and at most 1, not {getattr(config, name)}.")
     if config.record_trace is not None and not Path(config.record_trace).parent.is_dir():
-        raise ConfigError(f"record_trace names a file in {Path(config.record_trace).parent}, which is no directory.")
+        raise ConfigError(f"record_trace names a file in {Path(config.record_trace).parent}, which is not a directory.")
     for tier in config.secondary_tiers:
         if not isinstance(tier.get("type"), str):
             raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; got {tier!r}.")
@@ -186,15 +186,15 @@ class EngineLayout:
         for group in self.groups:
             if group.block_tokens % self.hash_block_tokens:
                 raise LayoutError(
-                    f"A GPU block of {group.block_tokens} tokens is no multiple of the {self.hash_block_tokens} tokens "
-                    "that one block hash covers."
+                    f"A GPU block of {group.block_tokens} tokens is not a multiple of the {self.hash_block_tokens} "
+                    "tokens that one block hash covers."
                 )
 
     def block_size_factor(self, config: OffloadingConfig) -> int:
         """GPU blocks per offloaded block, the same for all groups.
 
         Where block sizes differ, ``config.block_size`` counts tokens of the group with the smallest. Raises
-        ``ConfigError`` if it is no multiple of that group's block.
+        ``ConfigError`` if it is not a multiple of that group's block.
         """
         base = min(group.block_tokens for group in self.groups)
         if config.block_size is None:

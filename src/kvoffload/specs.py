@@ -22,7 +22,7 @@ SPECS.register("TieringOffloadingSpec", "kvoffload.tiering.spec:TieringOffloadin
 def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
     """The spec that ``config`` names, from ``spec_module_path`` if that is set. Allocates nothing yet.
 
-    Raises ``ConfigError`` if the name is unknown, fails to import or is no spec, and for whatever the spec itself
+    Raises ``ConfigError`` if the name is unknown, fails to import or is not a spec, and for whatever the spec itself
     refuses.
     """
     if config.spec_module_path is None:
@@ -34,5 +34,5 @@ def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
             f"spec_name {config.spec_name!r} of {config.spec_module_path!r} fails to import: {exc}"
         ) from exc
     if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
-        raise ConfigError(f"{config.spec_module_path}:{config.spec_name} is no OffloadingSpec.")
+        raise ConfigError(f"{config.spec_module_path}:{config.spec_name} is not an OffloadingSpec.")
     return spec(config, layout)  # type: ignore[call-arg]

@@ -16,16 +16,9 @@ from kvoffload.base import (
     make_offload_key,
 )
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
-from kvoffload.connector import (
-    BlockIds,
-    ConnectorMeta,
-    EngineStep,
-    LoadOutcome,
-    OffloadingConnectorScheduler,
-    ScheduledRequest,
-    TransferJob,
-    WorkerReport,
-)
+from kvoffload.connector.engine import BlockIds, EngineStep, ScheduledRequest
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.cpu.manager import CPUOffloadingManager
 
 BT = 4

@@ -9,7 +9,8 @@ from tests.connector.rig import BT, FULL, Request, Rig, key
 
 from kvoffload.base import OffloadingManager, OffloadPolicy, ReqContext
 from kvoffload.config import EngineLayout, OffloadingConfig
-from kvoffload.connector import EngineStep, GuardedManager, OffloadingConnectorScheduler
+from kvoffload.connector import EngineStep, OffloadingConnectorScheduler
+from kvoffload.connector.guard import GuardedManager
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import TransferError
 

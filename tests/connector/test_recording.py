@@ -76,7 +76,7 @@ def test_an_exception_ends_the_recording_and_nothing_else(
 
 
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         parse_config({"cpu_bytes_to_use": 1, "record_trace": str(tmp_path / "no" / "t.jsonl")})
     with pytest.raises(ConfigError, match="cannot be recorded"):
         scheduler_that_records(tmp_path)

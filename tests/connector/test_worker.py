@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
-from kvoffload.connector import ConnectorMeta, LoadOutcome, OffloadingConnectorWorker, TransferJob, WorkerReport
+from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
+from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec

@@ -132,8 +132,8 @@ def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "holds no request"),
-        (b"\n \n", "holds no request"),
+        (b"", "has no requests"),
+        (b"\n \n", "has no requests"),
         (b"\x00\x01\xff\xfe" * 100, "line 1: no JSON object"),
         (b'{"timestamp": 0, "input', "line 1: no JSON object"),
         (b"[1, 2]\n", "line 1: Expected 'object', got 'array'"),

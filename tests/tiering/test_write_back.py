@@ -13,10 +13,13 @@ from tests.tiering.rig import BLOCK_BYTES, Memory, Rig, content, keys, prefix, q
 from kvoffload.base import OffloadPolicy, ReqContext
 from kvoffload.cpu import POLICIES
 from kvoffload.errors import ConfigError
+from kvoffload.testing import FakeTier
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.fs.usage_file import LEDGER_BYTES
+from kvoffload.tiering.tier_jobs import GuardedTier
+from kvoffload.tiering.write_back import WriteBack
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
@@ -363,3 +366,13 @@ def test_every_policy_writes_what_it_evicts(cache_policy: str) -> None:
         settle(rig)
     assert dropped(rig) == 0
     assert len(rig.tier.blocks) >= 100
+
+
+def test_an_eviction_of_an_unwritten_block_is_counted_for_each_tier_that_lacks_it() -> None:
+    rig = Rig(64)
+    tiers = [GuardedTier(index, FakeTier(rig.primary.kv_view)) for index in range(2)]
+    write_back = WriteBack(rig.primary, tiers, lambda *_: None)
+    write_back.on_reserved(2, keys(1, 2))
+    assert write_back.dropped == 4
+    assert not write_back.has_queued
+    assert [tier.tier.log[0].name for tier in tiers] == ["on_new_request"] * 2  # type: ignore[attr-defined]

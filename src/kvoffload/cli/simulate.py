@@ -126,7 +126,7 @@ def _modes(text: str) -> list[CascadeMode]:
 def token_bytes(model: Path | None, kv_bytes: str | None) -> int:
     """KV bytes per token: of the model in ``model``, or ``kv_bytes``, or a default."""
     if model is not None and kv_bytes is not None:
-        raise ConfigError("--model and --kv-bytes-per-token say the same thing; give one of them.")
+        raise ConfigError("--model and --kv-bytes-per-token both give the KV size; choose one of them.")
     if model is not None:
         return model_kv_bytes_per_token(model)
     return parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES
@@ -159,7 +159,7 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
             try:
                 blocks = int(footprint * float(part[:-1]) / 100)
             except ValueError as exc:
-                raise ConfigError(f"{option}: {part!r} is no share; write for example '10%'.") from exc
+                raise ConfigError(f"{option}: {part!r} is not a share; write for example '10%'.") from exc
         else:
             blocks = parse_bytes(part, option) // block_bytes
         if blocks < 1:
@@ -169,7 +169,7 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
             )
         sizes.append(blocks)
     if not sizes:
-        raise ConfigError(f"{option} names no size.")
+        raise ConfigError(f"{option} needs at least one size.")
     return list(dict.fromkeys(sizes))
 
 
@@ -195,7 +195,7 @@ def _policies(text: str) -> list[str]:
         if name not in POLICIES.names():
             raise UnknownNameError(f"Unknown cache policy: {name!r}.{suggest(name, POLICIES.names())}")
     if not names:
-        raise ConfigError("--policy names no policy.")
+        raise ConfigError("--policy needs at least one policy.")
     return list(dict.fromkeys(names))
 
 

@@ -119,7 +119,7 @@ class SimResult:
 
     @property
     def offload_hit_rate(self) -> float:
-        """Blocks that host memory and disk added to what the device held."""
+        """Blocks that host memory and disk added to those that the device had."""
         return (self.cpu_hit_blocks + self.disk_hit_blocks) / max(self.accesses, 1)
 
 

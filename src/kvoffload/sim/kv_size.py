@@ -35,9 +35,9 @@ def model_kv_bytes_per_token(path: str | Path, dtype: str | None = None) -> int:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path} is no readable model config: {exc}.") from exc
+        raise ConfigError(f"{path} is not a readable model config: {exc}.") from exc
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} is no model config: it holds no JSON object.")
+        raise ConfigError(f"{path} is not a model config: it has no JSON object.")
     config = config | config.get("text_config", {})  # multimodal models keep the language model's part there
     dtype = dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     layers = _number(path, config, "num_hidden_layers", "n_layer")

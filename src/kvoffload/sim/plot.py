@@ -24,7 +24,7 @@ _GREY = "#495057"
 def check_target(path: Path) -> None:
     """Raises ``ConfigError`` or ``MissingExtraError`` if ``write_plot`` could not write to ``path``. Call it first."""
     if path.suffix.lower() not in {".png", ".html"}:
-        raise ConfigError(f"A plot is written as .png or .html, so {path.name!r} does not say what it should be.")
+        raise ConfigError(f"A plot is a .png or .html file, not {path.name!r}.")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"There is no folder {str(path.resolve().parent)!r} to write {path.name!r} to.")
     _pyplot()

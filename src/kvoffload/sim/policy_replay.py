@@ -129,7 +129,7 @@ def _store_absent(
         if at < end:
             manager.touch(path[at:end])
         reserved = manager.prepare_store(path[start:at], context)
-        assert reserved is not None, "a cache with nothing in flight always has room for so many blocks"
+        assert reserved is not None, "a cache with nothing in flight always has room for this many blocks"
         manager.complete_store(reserved.keys_to_store, context)
         at = end = start
     return end

@@ -145,7 +145,7 @@ class _Reader:
 
     def finish(self, block_tokens: int | None) -> Trace:
         if not self.lines:
-            raise TraceError(f"{self._path} holds no request.")
+            raise TraceError(f"{self._path} has no requests.")
         counts = np.frombuffer(self._counts, dtype=np.int64)
         inputs = np.frombuffer(self._inputs, dtype=np.int64)
         if not len(self._hashes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time that passes when the test says so."""
+"""A clock that a test advances by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ __all__ = ["ManualClock"]
 
 
 class ManualClock:
-    """Stands in for ``time.monotonic``: call it for the time in seconds, ``advance`` it by hand."""
+    """A stand-in for ``time.monotonic``: calling it returns the time in seconds, ``advance`` moves it forward."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -20,5 +20,5 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         if seconds < 0:
-            raise ValueError("time does not go back")
+            raise ValueError("seconds must not be negative")
         self.now_s += seconds

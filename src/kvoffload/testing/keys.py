@@ -9,9 +9,10 @@ __all__ = ["key", "keys"]
 
 
 def key(number: int, group_idx: int = 0) -> OffloadKey:
-    """A key of realistic size (36 bytes) that is a function of ``number``."""
+    """The key for ``number``, of realistic size (36 bytes)."""
     return make_offload_key(number.to_bytes(32, "big"), group_idx)
 
 
 def keys(*numbers: int) -> list[OffloadKey]:
+    """A key for each of ``numbers``, of group 0."""
     return [key(number) for number in numbers]

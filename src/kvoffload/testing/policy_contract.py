@@ -263,10 +263,10 @@ class CachePolicyContract:
             num = rng.randint(0, len(left.idle()))
             told = left.policy.next_victims(num)
             assert told is not None
-            victims = left.policy.evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
+            victims = left._evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
             assert victims is not None
             assert {*told} == {victim for victim, _ in victims}
-            victims = right.policy.evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
+            victims = right._evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
             assert victims is not None
             assert {*told} == {victim for victim, _ in victims}, "asking changed the order"
             assert left.policy.next_victims(100) is not None

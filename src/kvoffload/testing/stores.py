@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that are late, refuse, lose or tear on the test's word: wrappers around any store."""
+"""Wrappers around any store that delay, fail, lose or tear what the test chooses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["FaultyStore", "GatedStore"]
 
 
 class GatedStore(StoreWrapper):
-    """Calls named in ``closed`` ("contains", "write", "read_into", "scan") wait at a gate until ``open_gate``.
+    """Delays calls: those that ``close_gate`` names wait until ``open_gate``.
 
-    ``wait_for_arrivals(n)`` returns once n calls in all have come to a closed gate. ``threads`` collects the ids of
-    the threads that made any call that does I/O.
+    Any method that does I/O can be named: ``"contains"``, ``"write"``, ``"read_into"``, ``"scan"`` and so on.
+    ``threads`` collects the ids of the threads that called one.
     """
 
     def __init__(self, inner: BlockStore) -> None:
@@ -28,16 +28,18 @@ class GatedStore(StoreWrapper):
         self._change = threading.Condition()
 
     def close_gate(self, *calls: str) -> None:
+        """Makes later calls of these methods wait."""
         with self._change:
             self._closed |= set(calls)
 
     def open_gate(self, *calls: str) -> None:
-        """Opens for ``calls``, for all without any."""
+        """Lets calls of these methods pass, waiting ones too; of all methods if none is named."""
         with self._change:
             self._closed -= set(calls or tuple(self._closed))
             self._change.notify_all()
 
     def wait_for_arrivals(self, count: int, timeout_s: float = 30.0) -> None:
+        """Returns once ``count`` calls in all have arrived at a closed gate; ``AssertionError`` after ``timeout_s``."""
         with self._change:
             if not self._change.wait_for(lambda: self._arrived >= count, timeout_s):
                 raise AssertionError(f"{self._arrived} calls came to the gate, not {count}")
@@ -81,8 +83,11 @@ class GatedStore(StoreWrapper):
 
 
 class FaultyStore(StoreWrapper):
-    """``broken`` maps a call's name to what it raises. Keys in ``lost`` cannot be written, and in ``torn`` are read
-    as garbage and ``False``. ``calls`` logs (name, keys)."""
+    """Fails on plan.
+
+    A method in ``broken`` raises the exception given for it. Keys in ``lost`` fail to be written. Keys in ``torn``
+    fail to be read, and leave garbage in their buffer. ``calls`` records (method, keys) of every call.
+    """
 
     def __init__(self, inner: BlockStore) -> None:
         super().__init__(inner)

@@ -11,9 +11,9 @@ import pytest
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
-from kvoffload.cpu.policies.density import DensityCachePolicy
 from kvoffload.cpu.policies.density.log import Chunk
 from kvoffload.cpu.policies.density.model import NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity, UseCounts, densities
+from kvoffload.cpu.policies.density.policy import DensityCachePolicy
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.testing import CachePolicyContract, PolicyDriver, key, keys
 

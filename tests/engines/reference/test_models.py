@@ -7,7 +7,8 @@ import pytest
 import torch
 from tests.engines.reference.zoo import greedy, random_prompts, tiny_model
 
-from kvoffload.engines.reference import Engine, SamplingParams, build_random_model, load_model
+from kvoffload.engines.reference import Engine, SamplingParams
+from kvoffload.engines.reference.models import build_random_model, load_model
 from kvoffload.errors import ConfigError
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import pytest
 from tests.engines.reference.zoo import random_prompts, tiny_model
 
-from kvoffload.config import parse_config
+from kvoffload.config import GroupKind, KVGroupLayout, parse_config
 from kvoffload.connector import EngineStep, OffloadingConnectorScheduler
 from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams, State
+from kvoffload.engines.reference.kv_cache import KVCache
+from kvoffload.engines.reference.scheduler import Scheduler
 
 OPTIONS = EngineOptions(num_blocks=24, block_tokens=4, max_batch_tokens=24, max_requests=3)
 CONFIG = parse_config(
@@ -108,3 +110,42 @@ def test_hits_are_counted_once_however_often_a_request_is_admitted() -> None:
         assert engine.counts.prompt_tokens == 2 * sum(map(len, prompts))
         assert engine.counts.external_hit_tokens + engine.counts.device_hit_tokens < engine.counts.prompt_tokens
         assert engine.counts.external_hit_tokens
+
+
+def scheduler_of(num_blocks: int, max_batch_tokens: int = 8, max_requests: int = 2) -> Scheduler:
+    group = KVGroupLayout(GroupKind.FULL_ATTENTION, block_tokens=4, page_bytes=64)
+    return Scheduler(KVCache((group,), num_blocks), max_batch_tokens, max_requests)
+
+
+def compute(scheduler: Scheduler) -> list[tuple[str, int]]:
+    """One step without a model; the tokens that each request computes in it."""
+    plan = scheduler.schedule()
+    for each in plan.scheduled:
+        scheduler.advance(each)
+        if each.yields_token:
+            each.request.append(1, 0.0, 0.0)
+    scheduler.check_invariants()
+    return [(each.request.request_id, each.num_tokens) for each in plan.scheduled]
+
+
+def test_a_step_spends_its_budget_on_running_requests_first() -> None:
+    scheduler = scheduler_of(num_blocks=16)
+    for number, (name, length) in enumerate((("a", 10), ("b", 5), ("c", 3))):
+        scheduler.add(Request(name, [number] * length, SamplingParams(max_tokens=5), 4))
+    assert compute(scheduler) == [("a", 8)]
+    assert compute(scheduler) == [("a", 2), ("b", 5)]
+    assert compute(scheduler) == [("a", 1), ("b", 1)]  # two requests at most
+
+
+def test_the_request_admitted_last_gives_its_blocks_back() -> None:
+    scheduler = scheduler_of(num_blocks=4, max_batch_tokens=16)
+    first, second = (Request(name, [number] * 8, SamplingParams(max_tokens=9), 4) for number, name in enumerate("ab"))
+    for request in (first, second):
+        scheduler.add(request)
+    assert compute(scheduler) == [("a", 8), ("b", 8)]
+    assert compute(scheduler) == [("a", 1)]
+    assert (second.state, second.num_preemptions) == (State.WAITING, 1)
+    scheduler.end(first, State.FINISHED)
+    # It computes its prompt again, or finds what was not reused, and the token that it generated before.
+    assert compute(scheduler)[0][0] == "b"
+    assert second.state is State.RUNNING

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of transfers in flight: ends on all ranks, fences around GPU blocks, and flushes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.connector.rig import Request, key
+
+from kvoffload.base import Direction, OffloadPolicy, ReqContext, TransferResult
+from kvoffload.connector.jobs import JobRecord, JobTable
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.requests import GroupState, RequestOffloadState
+
+
+@pytest.fixture
+def table() -> Iterator[JobTable]:
+    """Of two ranks."""
+    table = JobTable(num_ranks=2)
+    yield table
+    table.check_invariants()
+
+
+@pytest.fixture
+def request_state() -> RequestOffloadState:
+    return RequestOffloadState(Request("r", 8), ReqContext("r"), OffloadPolicy.BLOCK_LEVEL, (GroupState(),))
+
+
+def begin(table: JobTable, state: RequestOffloadState, *gpu_blocks: int, submitted: bool = True) -> JobRecord:
+    job = table.begin(Direction.STORE, state, [key(0)], gpu_blocks, epoch=0)
+    job.submitted = submitted
+    return job
+
+
+def test_a_job_ends_with_its_last_rank_and_fails_if_one_did(
+    table: JobTable, request_state: RequestOffloadState
+) -> None:
+    job = begin(table, request_state, 1, 2)
+    assert request_state.job_ids == {job.job_id}
+    assert table.record(0, TransferResult(job.job_id, True, 10, 1.0)) is None
+    assert table.record(0, TransferResult(job.job_id, False)) is None  # reported before
+    assert table.record(1, TransferResult(99, True)) is None  # unknown
+    assert table.record(1, TransferResult(job.job_id, False, 0, 2.0)) is job
+    assert (job.success, job.num_bytes, job.seconds) == (False, 10, 3.0)
+    assert not request_state.job_ids
+    assert not table.has_fences
+
+
+def test_a_fenced_block_that_is_handed_out_flushes_its_jobs_once(
+    table: JobTable, request_state: RequestOffloadState
+) -> None:
+    first, second = begin(table, request_state, 1, 2), begin(table, request_state, 2, 3)
+    assert table.flush_for_blocks([7]) == []
+    assert table.flush_for_blocks([2, 1]) == [first.job_id, second.job_id]
+    assert table.flush_for_blocks([1, 2, 3]) == []
+    assert not table.has_fences
+    assert len(table) == 2
+
+
+def test_a_job_that_the_workers_do_not_have_is_not_flushed(table: JobTable, request_state: RequestOffloadState) -> None:
+    begin(table, request_state, 1, submitted=False)
+    assert table.flush_for_blocks([1]) == []
+    assert table.has_fences
+
+
+def test_a_request_that_loses_its_blocks_flushes_its_own_jobs(
+    table: JobTable, request_state: RequestOffloadState
+) -> None:
+    other = RequestOffloadState(Request("o", 8), ReqContext("o"), OffloadPolicy.BLOCK_LEVEL, (GroupState(),))
+    mine, theirs = begin(table, request_state, 1), begin(table, other, 2)
+    assert table.flush_for_request(request_state) == [mine.job_id]
+    assert table.flush_for_blocks([2]) == [theirs.job_id]
+
+
+def test_reports_of_ranks_merge_in_order() -> None:
+    results = [(rank, TransferResult(job_id, True)) for rank, job_id in ((0, 5), (0, 3), (1, 5))]
+    merged = WorkerReport.merge([WorkerReport(tuple(results[:2])), WorkerReport(), WorkerReport(tuple(results[2:]))])
+    assert merged.results == tuple(results)

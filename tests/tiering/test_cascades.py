@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cascades alone: pins per tier, and blocks that are parked until they are written."""
+
+from __future__ import annotations
+
+from tests.tiering.rig import Memory, content, keys
+
+from kvoffload.base import ReqContext
+from kvoffload.testing import FakeTier
+from kvoffload.tiering.cascades import Cascades
+from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
+from kvoffload.tiering.waiting import RequestState
+
+REQUEST = ReqContext("r")
+
+
+class Parts:
+    """Cascades to two fake tiers, and a request whose blocks the first of them wants as a whole."""
+
+    def __init__(self) -> None:
+        self.memory = Memory(8)
+        self.primary = CPUPrimaryTierOffloadingManager(8, self.memory)
+        self.fakes = [FakeTier(self.primary.kv_view, f"tier{index}") for index in range(2)]
+        self.tiers = [GuardedTier(index, fake) for index, fake in enumerate(self.fakes)]
+        self.jobs = TierJobs()
+        self.cascades = Cascades(self.primary, self.jobs)
+        self.request = RequestState(REQUEST, 1.0, whole_request_tiers=(self.tiers[0],))
+
+    def reserve(self, *numbers: int) -> None:
+        output = self.primary.prepare_store(keys(*numbers), REQUEST)
+        assert output is not None
+        for key, slot in zip(keys(*numbers), output.store_spec.block_ids.tolist(), strict=True):  # type: ignore[attr-defined]
+            self.memory.write(slot, content(key))
+
+    def publish(self, *numbers: int, success: bool = True) -> None:
+        self.primary.complete_store(keys(*numbers), REQUEST, success)
+
+    def finish(self) -> None:
+        for fake in self.fakes:
+            fake.finish()
+        for job in self.jobs.take_finished():
+            self.cascades.end(job)
+        self.cascades.check_invariants()
+
+
+def test_a_block_is_pinned_once_per_tier_until_each_job_has_ended() -> None:
+    parts = Parts()
+    parts.reserve(1, 2)
+    parts.publish(1, 2)
+    assert parts.cascades.submit(parts.tiers, keys(1, 2), REQUEST) == []
+    assert parts.primary.slots.num_busy == 2
+    parts.fakes[0].finish()
+    for job in parts.jobs.take_finished():
+        parts.cascades.end(job)
+    assert parts.primary.slots.num_busy == 2
+    parts.finish()
+    assert parts.primary.slots.num_busy == 0
+    assert parts.cascades.outcomes == {"ok": 4, "failed": 0}
+    assert parts.fakes[1].blocks == {key: content(key) for key in keys(1, 2)}
+
+
+def test_a_block_being_written_is_parked_and_cascaded_once_it_is_ready() -> None:
+    parts = Parts()
+    parts.reserve(1)
+    parts.cascades.submit_or_park(parts.request, keys(1, 9))
+    assert (parts.cascades.num_parked, parts.request.parked) == (1, 1)
+    assert parts.cascades.retry_parked() == []
+    parts.publish(1)
+    assert parts.cascades.retry_parked(keys(1)) == [parts.request]
+    assert parts.request.parked == 0
+    parts.finish()
+    assert set(parts.fakes[0].blocks) == {*keys(1)}
+    assert not parts.fakes[1].blocks
+
+
+def test_a_parked_block_that_is_never_written_is_dropped() -> None:
+    parts = Parts()
+    parts.reserve(1, 2)
+    parts.cascades.submit_or_park(parts.request, keys(1, 2))
+    parts.publish(1, success=False)
+    assert parts.cascades.retry_parked() == [parts.request]
+    assert len(parts.jobs.in_flight) == 0
+    assert parts.cascades.drop_parked() == [parts.request]
+    assert not parts.cascades.parked
+    parts.publish(2)

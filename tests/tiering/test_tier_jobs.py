@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guarded tiers and their jobs: whatever a tier raises is a miss, and every job ends once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from tests.tiering.rig import Memory, keys
+
+from kvoffload.base import ReqContext
+from kvoffload.testing import FakeTier
+from kvoffload.tiering.base import JobResult
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
+
+REQUEST = ReqContext("r")
+
+
+def break_calls(tier: FakeTier, *names: str) -> None:
+    """Makes these methods raise."""
+
+    def broken(*_: Any) -> Any:
+        raise OSError("broken on plan")
+
+    for name in names:
+        setattr(tier, name, broken)
+
+
+@pytest.fixture
+def tier() -> FakeTier:
+    return FakeTier(Memory(4).create_kv_memoryview())
+
+
+def submit(jobs: TierJobs, tier: GuardedTier, *numbers: int) -> None:
+    assert jobs.submit(tier, keys(*numbers), list(range(len(numbers))), REQUEST, is_promotion=False) is None
+
+
+def test_a_job_ends_once_with_the_keys_that_succeeded(tier: FakeTier) -> None:
+    jobs, guarded = TierJobs(), GuardedTier(0, tier)
+    submit(jobs, guarded, 1, 2)
+    assert jobs.take_finished() == []
+    tier.finish(lose=keys(2))
+    (job,) = jobs.take_finished()
+    assert (job.succeeded, job.failed) == (keys(1), keys(2))
+    assert len(jobs.in_flight) == 0
+
+
+def test_results_for_unknown_jobs_and_for_those_of_other_tiers_are_ignored(tier: FakeTier) -> None:
+    jobs = TierJobs()
+    other = FakeTier(Memory(4).create_kv_memoryview())
+    submit(jobs, GuardedTier(0, tier), 1)
+    submit(jobs, GuardedTier(1, other), 2)
+    (first,), (second,) = tier.jobs, other.jobs
+    tier._results += [JobResult(second, success=True), JobResult(99, success=True)]
+    assert jobs.take_finished() == []
+    tier._results += [JobResult(first, success=True)] * 2
+    assert [job.metadata.job_id for job in jobs.take_finished()] == [first]
+    assert len(jobs.in_flight) == 1
+
+
+def test_a_job_that_the_tier_did_not_take_is_returned_failed(tier: FakeTier) -> None:
+    break_calls(tier, "submit_store")
+    jobs = TierJobs()
+    refused = jobs.submit(GuardedTier(0, tier), keys(1), [0], REQUEST, is_promotion=False)
+    assert refused is not None
+    assert (refused.succeeded, refused.failed) == ([], keys(1))
+    assert len(jobs.in_flight) == 0
+
+
+def test_a_reset_marks_the_jobs_in_flight(tier: FakeTier) -> None:
+    jobs, guarded = TierJobs(), GuardedTier(0, tier)
+    submit(jobs, guarded, 1)
+    jobs.mark_stale()
+    submit(jobs, guarded, 2)
+    assert [job.is_stale for job in jobs.in_flight.values()] == [True, False]
+
+
+def test_whatever_a_tier_raises_becomes_its_mildest_answer_and_is_logged_once(
+    tier: FakeTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = ("lookup", "get_finished_jobs", "on_new_request", "touch", "has_pending_work", "get_stats", "take_events")
+    break_calls(tier, *calls)
+    guarded = GuardedTier(0, tier)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            assert guarded.lookup(keys(1)[0], REQUEST) is False
+            assert guarded.get_finished_jobs() == []
+            assert guarded.wants_whole_request(REQUEST) is False
+            assert guarded.has_pending_work() is False
+            assert (guarded.get_stats(), list(guarded.take_events())) == ({}, [])
+            guarded.touch(keys(1), REQUEST)
+    assert guarded.faults == 2 * len(calls)
+    assert len(caplog.records) == len(calls)
