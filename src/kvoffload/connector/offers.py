@@ -221,4 +221,4 @@ class StoreOffers:
             self._manager.complete_store(output.keys_to_store, state.context, success=False)
             return
         job = self._jobs.begin(Direction.STORE, state, output.keys_to_store, source.block_ids.tolist(), epoch)
-        stores.append(TransferJob(job.job_id, state.request_id, source, output.store_spec))
+        stores.append(TransferJob(job.job_id, state.context.req_id, source, output.store_spec))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order and endings of the copy queue, with gates instead of sleeps."""
+"""Order and results of the transfer queue, with gates instead of sleeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def extent(slots: set[int], gpu_blocks: set[int]) -> Extent:
 
 
 class Gate:
-    """A job that says when it runs and ends when it is let."""
+    """A job that signals when it runs, and ends when the test lets it."""
 
     def __init__(self, log: list[str], name: str, num_bytes: int = 5) -> None:
         self.running, self.go = threading.Event(), threading.Event()

@@ -30,7 +30,7 @@ def nothing(groups: int) -> PrefixHit:
 
 
 def needed(window: int | None, num_tokens: int) -> range:
-    """The blocks that a token after ``num_tokens`` attends to: by listing its keys, one by one."""
+    """The blocks to which a token after ``num_tokens`` attends, by listing its keys one by one."""
     keys = [key for key in range(num_tokens) if window is None or key > num_tokens - window]
     blocks = {key // BLOCK for key in keys}
     return range(min(blocks, default=num_tokens // BLOCK), num_tokens // BLOCK)

@@ -36,7 +36,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[EngineStep]:
     return steps
 
 
-def test_a_request_that_is_told_to_wait_holds_up_nobody() -> None:
+def test_a_request_that_must_wait_delays_no_other() -> None:
     first, second, third = random_prompts(3, 20, 20)
     with Engine(tiny_model("llama"), OPTIONS, CONFIG) as engine:
         manager = engine._spec.get_manager()  # type: ignore[union-attr]
