@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-vllm lint format bench clean
+.PHONY: help demo test test-all test-vllm lint format bench clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
@@ -14,16 +14,21 @@ $(STAMP): pyproject.toml scripts/bootstrap
 demo: $(STAMP)   ## serve a chat workload three ways and compare them
 	@$(PY) -m kvoffload demo $(ARGS)
 
-test: $(STAMP)   ## lint, types and every test but the vLLM lane
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
-	@$(VENV)/bin/mypy
-	@$(PY) -m pytest $(ARGS)
+# Files side by side: one worker a core. "-n0" in ARGS comes later, and wins.
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+test: lint       ## lint, types and every test but the vLLM lane, in its quick size
+	@$(PYTEST) $(ARGS)
+
+test-all: lint   ## the same in the thorough size, with the tests that are long on purpose
+	@KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1800 -o faulthandler_timeout=1500 $(ARGS)
 
 test-vllm:       ## the tests that run the real vLLM, in an environment of their own
 	@scripts/test-vllm $(ARGS)
 
 lint: $(STAMP)   ## ruff and mypy only
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
 
 format: $(STAMP) ## rewrite the tree the way ruff wants it
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .

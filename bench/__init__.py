@@ -14,4 +14,5 @@ BENCHES: tuple[str, ...] = (
     "host_copies",
     "fs_store",
     "placement",
+    "crossings",
 )

@@ -21,7 +21,7 @@ from kvoffload.cpu.manager import CPUOffloadingManager
 
 BLOCK = 16
 STEP_S = 0.010
-"""A decode step of a fast server with 64 running requests; what "1 % of a step" is taken of."""
+"""A decode step of a fast server with 64 running requests. "1 % of a step" refers to it."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Decoding:
         return meta
 
     def decode_records(self) -> tuple[ScheduledRequest, ...]:
-        """The next step's records, as the engine would hand them in; made outside of what is timed."""
+        """The next step's records, as an engine would pass them. Made outside of what is timed."""
         starts_block = self.tokens % BLOCK == 0
         self.tokens += 1
         for request in self.requests:
@@ -94,7 +94,7 @@ def read_records(steps: list[tuple[ScheduledRequest, ...]], limits: dict[str, in
 
 
 def steps_row(running: int, num_steps: int, rounds: int, repeats: int, case: str) -> Row:
-    """``num_steps`` decode steps in a row, ``rounds`` times in a repeat; per step."""
+    """``num_steps`` consecutive decode steps, ``rounds`` times in a repeat. Times are per step."""
     bench = Decoding(running)
     limits = dict.fromkeys((request.request_id for request in bench.requests), 1 << 40)
     while (bench.tokens + 1) % BLOCK != 1:  # start where a block has just been filled

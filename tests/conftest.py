@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test gets: subprocesses that see this checkout's sources, and Hypothesis without wall-clock limits."""
+"""What every test gets: this checkout's sources in subprocesses, and Hypothesis without wall-clock limits."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+from tests.sizes import IS_THOROUGH, SIZE
 
 _ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
 
 # Shared machines are slow at times: a deadline per example would fail for that alone.
-settings.register_profile("kvoffload", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kvoffload")
+settings.register_profile("quick", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=500)
+settings.load_profile(SIZE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not IS_THOROUGH:
+        skip = pytest.mark.skip(reason="long on purpose: `make test-all` runs it")
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(skip)

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kvoffload.cli import main
-from kvoffload.cpu import gpu_worker
+from kvoffload.cpu.copy import host
 from kvoffload.cpu.copy.plan import Runs
 
 SMALL = {
@@ -103,7 +103,7 @@ def test_one_wrong_block_is_caught(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong_load: int
 ) -> None:
     """The first GPU block of one load gets the bytes of the last: 16 of some hundred tokens are wrong."""
-    monkeypatch.setattr(gpu_worker, "copy_to_device", wrong_once(gpu_worker.copy_to_device, wrong_load))
+    monkeypatch.setattr(host, "copy_to_device", wrong_once(host.copy_to_device, wrong_load))
     code, out, _ = demo(capsys, json=tmp_path / "out.json", users=1)
     assert code == 1, out
     assert "Different tokens" in out

@@ -31,7 +31,7 @@ STATE = KVGroupLayout(GroupKind.SINGLE_STATE, BT, 64)
 
 @dataclass
 class Request:
-    """As an engine has it. Tokens are implied by the block hashes."""
+    """A request as an engine has it. Its block hashes stand for tokens."""
 
     request_id: str
     num_tokens: int
@@ -57,7 +57,7 @@ def key(n: int, group: int = 0, stem: str = "p") -> OffloadKey:
 
 
 class SpyManager(CPUOffloadingManager):
-    """The real manager, which also writes down the calls whose order the laws are about."""
+    """The real manager, which also records the calls whose order the tests check."""
 
     def __init__(self, num_blocks: int, policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL) -> None:
         super().__init__(num_blocks, enable_events=True)
@@ -96,7 +96,7 @@ class SpyManager(CPUOffloadingManager):
 
 @dataclass
 class Rig:
-    """``rig.step(...)`` is one engine step; jobs end when the test says so."""
+    """``rig.step(...)`` is one engine step. Jobs end when the test calls ``end``."""
 
     groups: tuple[KVGroupLayout, ...] = (FULL,)
     num_blocks: int = 64
@@ -153,7 +153,7 @@ class Rig:
     def run(
         self, request: Request, *ids: Iterable[int], computed: int = 0, tokens: int | None = None, new: bool = True
     ):
-        """A ``ScheduledRequest`` that computes up to ``tokens`` (default: all there are)."""
+        """A ``ScheduledRequest`` that computes up to ``tokens`` (default: all tokens)."""
         tokens = request.num_tokens if tokens is None else tokens
         return ScheduledRequest(request.request_id, self.blocks(*ids), computed, tokens - computed, new)
 
@@ -165,7 +165,7 @@ class Rig:
         return self.step(self.run(request, *ids, computed=computed))
 
     def store_prefix(self, tokens: int, stem: str = "p", first_gpu_block: int = 100) -> None:
-        """Puts a prefix into the primary tier by way of a request that computes it and goes."""
+        """Stores a prefix in the primary tier, through a request that computes it and finishes."""
         request = Request(f"seed-{stem}", tokens, stem)
         tables = [range(first_gpu_block, first_gpu_block + tokens // g.block_tokens) for g in self.groups]
         meta = self.admit(request, *tables)

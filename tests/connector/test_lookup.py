@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hit search against trying every length."""
+"""The hit search against an oracle that tries every length."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sizes import by_size
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector.groups import GroupGeometry, geometry_of
@@ -37,7 +38,7 @@ def state(tokens: int = 4) -> KVGroupLayout:
 
 
 class Tier:
-    """Answers from a table, as a manager would, and remembers what it was asked."""
+    """Answers from a table, as a manager would, and records the lookups."""
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
@@ -54,7 +55,8 @@ class Tier:
 
 
 def needed_tokens(group: GroupGeometry, computed: int, hit: int) -> list[int]:
-    """Token by token, from the meaning of the kinds: whose KV a request that has ``hit`` tokens must be given."""
+    """The tokens whose KV a request with a hit of ``hit`` tokens needs: token by token, by the definition of the
+    kinds."""
     match group.kind:
         case GroupKind.FULL_ATTENTION:
             return list(range(computed, hit))
@@ -103,7 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
     return groups, answers, computed, tokens - 1
 
 
-@settings(max_examples=800)
+@settings(max_examples=by_size(quick=200, thorough=2000))
 @given(cases())
 def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
     groups, answers, computed, most = case

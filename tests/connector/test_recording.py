@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``record_trace``: what the scheduler side writes of its requests, and that trouble with it disturbs nobody."""
+"""``record_trace``: what the scheduler side writes of its requests, and that its errors disturb no step."""
 
 from __future__ import annotations
 

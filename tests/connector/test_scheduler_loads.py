@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hits and loads. The numbers in the names' comments are lines of hazards.md."""
+"""Hits and loads."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_deferred_block_makes_the_request_wait() -> None:
     assert rig.ask(request) == (8, True)
 
 
-def test_loads_go_out_on_steps_without_a_forward_pass() -> None:  # 11
+def test_loads_go_out_on_steps_without_a_forward_pass() -> None:
     rig = Rig()
     rig.store_prefix(8)
     ends = rig.manager.schedule_ends
@@ -103,7 +103,7 @@ def test_loads_go_out_on_steps_without_a_forward_pass() -> None:  # 11
     assert rig.manager.schedule_ends == ends + 2
 
 
-def test_readmission_waits_for_the_old_jobs() -> None:  # 5
+def test_readmission_waits_for_the_old_jobs() -> None:
     rig = Rig()
     rig.store_prefix(8)
     request = Request("r", 20)
@@ -117,7 +117,7 @@ def test_readmission_waits_for_the_old_jobs() -> None:  # 5
     assert rig.ask(request) == (16, True)
 
 
-def test_readmission_waits_although_the_hit_is_ready() -> None:  # 5
+def test_readmission_waits_although_the_hit_is_ready() -> None:
     rig = Rig()
     rig.store_prefix(8)
     request = rig.arrive(Request("r", 12))
@@ -131,7 +131,7 @@ def test_readmission_waits_although_the_hit_is_ready() -> None:  # 5
     assert rig.ask(request) == (8, True)
 
 
-def test_a_failed_load_names_its_gpu_blocks_and_is_not_tried_again() -> None:  # 12, 13
+def test_a_failed_load_names_its_gpu_blocks_and_is_not_tried_again() -> None:
     rig = Rig()
     rig.store_prefix(12)
     request = Request("r", 14)
@@ -171,7 +171,7 @@ def test_every_rank_must_report_and_one_failure_fails() -> None:
     assert rig.scheduler.get_stats()["load_bytes",] == 30, "each rank is counted once"
 
 
-def test_an_abort_before_anything_else() -> None:  # 7
+def test_an_abort_before_anything_else() -> None:
     rig = Rig()
     rig.finish(Request("never seen", 9))
     request = rig.arrive(Request("r", 9))
@@ -217,7 +217,7 @@ def test_an_abort_while_deferred() -> None:
     assert rig.manager.calls[-1] == ("on_request_finished", "b")
 
 
-def test_a_request_waits_for_one_load_of_the_same_prefix_only() -> None:  # 18
+def test_a_request_waits_for_one_load_of_the_same_prefix_only() -> None:
     rig = Rig()
     rig.store_prefix(16)
     first = start_load(rig, Request("a", 17), [0, 1, 2, 3], 16)
@@ -231,7 +231,7 @@ def test_a_request_waits_for_one_load_of_the_same_prefix_only() -> None:  # 18
     assert len(rig.step().loads) == 3
 
 
-def test_a_request_does_not_wait_for_a_load_that_brings_less_than_half() -> None:  # 18
+def test_a_request_does_not_wait_for_a_load_that_brings_less_than_half() -> None:
     rig = Rig()
     rig.store_prefix(16)
     start_load(rig, Request("short", 5), [0, 1], 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers, stores, fences. The numbers beside the names are lines of hazards.md."""
+"""Offers, stores and fences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def stored(meta: object) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------- what is offered
 
 
-def test_blocks_are_stored_in_the_step_that_fills_them() -> None:  # 4
+def test_blocks_are_stored_in_the_step_that_fills_them() -> None:
     rig = Rig()
     request = rig.arrive(Request("r", 14))
     rig.ask(request)
@@ -56,7 +56,7 @@ def test_prompt_only_holds_when_generated_tokens_are_computed_again() -> None:
     assert stored(rig.step(rig.run(request, range(4)))) == [[0]]
 
 
-def test_the_least_of_tokens_keys_and_gpu_blocks_bounds_an_offer() -> None:  # 6
+def test_the_least_of_tokens_keys_and_gpu_blocks_bounds_an_offer() -> None:
     rig = Rig()
     request = rig.arrive(Request("r", 16))
     rig.ask(request)
@@ -113,7 +113,7 @@ def test_a_resumed_request_offers_again_what_it_computes_again() -> None:
     assert stored(rig.step(rig.run(request, [5, 6, 7]))) == [[5, 6]]
 
 
-def test_nothing_is_offered_while_the_load_is_in_flight() -> None:  # 4, 5
+def test_nothing_is_offered_while_the_load_is_in_flight() -> None:
     rig = Rig()
     rig.store_prefix(8)
     request = rig.arrive(Request("r", 16))
@@ -147,11 +147,11 @@ def test_what_fell_out_of_the_window_is_passed_over() -> None:
 
 
 def fill_and_pin(rig: Rig, blocks: int) -> object:
-    """Makes the tier full of blocks in flight."""
+    """Fills the tier with blocks in flight."""
     return rig.admit(Request("full", 4 * blocks, "f"), range(500, 500 + blocks)).stores
 
 
-def test_refused_blocks_are_offered_again_and_the_cursor_stays() -> None:  # 6
+def test_refused_blocks_are_offered_again_and_the_cursor_stays() -> None:
     rig = Rig(num_blocks=4)
     stores = fill_and_pin(rig, 4)
     request = Request("r", 9)
@@ -252,10 +252,10 @@ def test_blocks_of_a_running_request_are_fenced_too() -> None:
     assert rig.step(rig.run(other, [1], computed=6, new=False)).flush_job_ids == {store.job_id}
 
 
-def test_blocks_given_to_strangers_and_without_external_tokens_are_fenced() -> None:  # 4
+def test_blocks_given_to_strangers_and_without_external_tokens_are_fenced() -> None:
     rig = Rig()
     (store,) = rig.admit(Request("r", 8), [0, 1]).stores
-    # Another connector loads into it: we are told of the allocation alone.
+    # Another connector loads into it: this one only learns of the allocation.
     stranger = Request("s", 9, "q")
     rig.alloc(stranger, [0, 7, 8])
     assert rig.step().flush_job_ids == {store.job_id}
@@ -273,14 +273,14 @@ def test_a_shared_prefix_is_read_only_and_needs_no_flush() -> None:
     assert rig.step(rig.run(other, [0, 1, 2], computed=8)).flush_job_ids == frozenset()
 
 
-def test_preemption_flushes_the_requests_stores() -> None:  # 3
+def test_preemption_flushes_the_requests_stores() -> None:
     rig = Rig()
     (store,) = rig.admit(Request("r", 8), [0, 1]).stores
     assert rig.step(preempted=["r"]).flush_job_ids == {store.job_id}
     assert rig.step(preempted=["r", "unknown"]).flush_job_ids == frozenset()
 
 
-def test_a_load_into_blocks_a_store_still_reads_flushes_it_first() -> None:  # 2
+def test_a_load_into_blocks_a_store_still_reads_flushes_it_first() -> None:
     rig = Rig()
     rig.store_prefix(8)
     (store,) = rig.admit(Request("r", 8, "q"), [0, 1]).stores
@@ -292,7 +292,7 @@ def test_a_load_into_blocks_a_store_still_reads_flushes_it_first() -> None:  # 2
     assert len(meta.loads) == 1
 
 
-def test_the_same_gpu_block_twice_in_one_job() -> None:  # 8
+def test_the_same_gpu_block_twice_in_one_job() -> None:
     rig = Rig(groups=(STATE,), block_size=8)
     (store,) = rig.admit(Request("r", 8), [NO_BLOCK, 1]).stores
     assert store.source.block_ids.tolist() == [1, 1]
@@ -303,7 +303,7 @@ def test_the_same_gpu_block_twice_in_one_job() -> None:  # 8
 # ------------------------------------------------------------------------------------------------------------- ends
 
 
-def test_a_failed_store_is_a_miss() -> None:  # 12
+def test_a_failed_store_is_a_miss() -> None:
     rig = Rig()
     (store,) = rig.admit(Request("r", 8), [0, 1]).stores
     rig.end(store, success=False)
@@ -311,7 +311,7 @@ def test_a_failed_store_is_a_miss() -> None:  # 12
     assert rig.scheduler.get_stats()["store_jobs", "failed"] == 1
 
 
-def test_the_end_comes_after_the_last_offer_and_once() -> None:  # 9
+def test_the_end_comes_after_the_last_offer_and_once() -> None:
     rig = Rig()
     request = Request("r", 8)
     (store,) = rig.admit(request, [0, 1]).stores

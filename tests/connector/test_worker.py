@@ -34,7 +34,7 @@ def load(job_id: int, gpu: int, slot: int, request_id: str = "r") -> TransferJob
     return TransferJob(job_id, request_id, CPULoadStoreSpec([slot]), GPULoadStoreSpec([gpu], [1], [0]))
 
 
-def test_stores_start_at_the_end_of_their_step() -> None:  # 1
+def test_stores_start_at_the_end_of_their_step() -> None:
     rank = Rank()
     rank.worker.start_step(ConnectorMeta(stores=(store(0, 5, 1),)))
     assert rank.handler.pending == []
@@ -46,7 +46,7 @@ def test_stores_start_at_the_end_of_their_step() -> None:  # 1
     assert rank.slots[1].tolist() == [5] * 4
 
 
-def test_flushes_come_before_the_loads_of_the_step() -> None:  # 2
+def test_flushes_come_before_the_loads_of_the_step() -> None:
     rank = Rank()
     rank.worker.start_step(ConnectorMeta(stores=(store(0, 5, 1),)))
     rank.worker.end_step()
@@ -87,7 +87,7 @@ def test_a_lost_load_is_reported_as_a_failure_at_once() -> None:
     assert rank.handler.pending == []
 
 
-def test_a_handler_that_raises_fails_the_job_and_not_the_step(caplog: pytest.LogCaptureFixture) -> None:  # 12
+def test_a_handler_that_raises_fails_the_job_and_not_the_step(caplog: pytest.LogCaptureFixture) -> None:
     rank = Rank()
     for job_id in range(3):
         rank.handler.refuse_next = True

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engines.reference.zoo import VOCAB, tiny_model
+from tests.sizes import by_size
 from tests.tiering.rig import quiesce
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -68,7 +69,7 @@ def prompt(trace: Trace, request: int) -> list[int]:
 
 
 class PromptTier(StoreTier):
-    """Whatever it is told is done when the call returns, as in the simulator with links of any speed."""
+    """Every job has ended when the call returns, as in the simulator with links of infinite speed."""
 
     def submit_store(self, job: JobMetadata) -> None:
         super().submit_store(job)
@@ -160,7 +161,7 @@ def simulated(
 @pytest.mark.parametrize("policy", ["lru", "arc", "density"])
 @pytest.mark.parametrize("cpu_blocks", [6, 30, 90, 1000])
 def test_the_same_hits_block_for_block(policy: str, cpu_blocks: int) -> None:
-    trace = conversations(50, seed=cpu_blocks)
+    trace = conversations(by_size(quick=25, thorough=50), seed=cpu_blocks)
     found, result = simulated(trace, cpu_blocks, policy)
     assert found == served(trace, cpu_blocks, eviction_policy=policy)
     assert sum(below for _, below in found) > 0
@@ -170,7 +171,7 @@ def test_the_same_hits_block_for_block(policy: str, cpu_blocks: int) -> None:
 @pytest.mark.parametrize("policy", ["lru", "density"])
 @pytest.mark.parametrize(("gpu_blocks", "cpu_blocks"), [(70, 90), (80, 150), (110, 120), (1000, 90)])
 def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_blocks: int, policy: str) -> None:
-    trace = conversations(60, seed=gpu_blocks)
+    trace = conversations(by_size(quick=30, thorough=60), seed=gpu_blocks)
     found, _ = simulated(trace, cpu_blocks, policy, gpu_blocks=gpu_blocks)
     assert found == served(trace, cpu_blocks, gpu_blocks, eviction_policy=policy)
     assert sum(device for device, _ in found) > 0
@@ -184,7 +185,8 @@ def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_bl
 def test_the_same_hits_with_a_disk_below(
     gpu_blocks: int, cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_fs: str, tmp_path: Path
 ) -> None:
-    trace = conversations(80, seed=disk_blocks)
+    # Below a device, a disk that stores everything needs 80 requests before it has what is nowhere above it.
+    trace = conversations(80 if gpu_blocks else by_size(quick=40, thorough=80), seed=disk_blocks)
     found, result = simulated(trace, cpu_blocks, gpu_blocks=gpu_blocks, disk_blocks=disk_blocks, cascade=cascade)
     tier = {"type": prompt_fs, "path": str(tmp_path), "max_blocks": disk_blocks, "cascade": cascade}
     config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "eviction_policy": "lru"}

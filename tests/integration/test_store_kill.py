@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kill -9`` at each system call of a write, and at random for ``KVOFFLOAD_KILL_SECONDS`` (600 for a long test)."""
+"""``kill -9`` at system calls of a write, and at random. For a longer run, call the script by hand with more kills."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.sizes import by_size
 
 NOT_PERMITTED = 77  # as in the script
-SECONDS = float(os.environ.get("KVOFFLOAD_KILL_SECONDS", "4"))
+STRIDE = by_size(quick=5, thorough=1)
+KILLS = by_size(quick=30, thorough=400)
 
 
-@pytest.mark.timeout(300 + 2 * SECONDS)
-@pytest.mark.parametrize("how", [["steps"], ["random", str(SECONDS)]], ids=["each call", "at random"])
+@pytest.mark.parametrize(("how", "number"), [("steps", STRIDE), ("random", KILLS)], ids=["by calls", "at random"])
 @pytest.mark.parametrize("block_bytes", [3000, 65536], ids=["small", "paged"])
-def test_killed_writers_leave_nothing_wrong(how: list[str], block_bytes: int, tmp_path: Path) -> None:
+def test_killed_writers_leave_nothing_wrong(how: str, number: int, block_bytes: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("store_killer.py")
-    command = [sys.executable, str(script), how[0], str(tmp_path / "kv"), str(block_bytes), *how[1:]]
+    command = [sys.executable, str(script), how, str(tmp_path / "kv"), str(block_bytes), str(number)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == NOT_PERMITTED:
         pytest.skip(f"this host does not permit tracing: {done.stdout.strip()}")

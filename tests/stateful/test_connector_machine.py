@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.sizes import by_size
 from tests.stateful.chaos import LENGTHS, MAX_NEW, Chaos, Setup
 
 from kvoffload.metrics import add_stats
@@ -95,7 +96,7 @@ def disturb(chaos: Chaos, what: str, rank: int) -> None:
 
 
 TestConnectorMachine = ConnectorMachine.TestCase
-TestConnectorMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestConnectorMachine.settings = settings(max_examples=by_size(quick=20, thorough=200), stateful_step_count=40)
 
 
 def soak(seed: int, rounds: int) -> Chaos:
@@ -121,7 +122,8 @@ def soak(seed: int, rounds: int) -> Chaos:
 
 
 def test_soak() -> None:
-    total = Counter(add_stats(soak(seed, 120).engine.connector.get_stats() for seed in range(60)))
+    seeds = range(by_size(quick=20, thorough=120))
+    total = Counter(add_stats(soak(seed, 120).engine.connector.get_stats() for seed in seeds))
     # The runs must have been where it hurts; otherwise passing means little.
     for sample in [
         ("hit_tokens",),

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from tests.sizes import by_size
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu import CPUOffloadingManager
@@ -236,4 +237,6 @@ def snapshot(manager: CPUOffloadingManager) -> Any:
 def test_manager(policy: str, threshold: int) -> None:
     machine = type("Machine", (ManagerMachine,), {"policy": policy, "threshold": threshold})
 
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=by_size(quick=40, thorough=300), stateful_step_count=50)
+    )

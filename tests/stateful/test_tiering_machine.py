@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.sizes import by_size
 from tests.tiering.rig import Rig, content, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
@@ -416,4 +417,4 @@ class TieringMachine(RuleBasedStateMachine):
 
 
 TestTieringMachine = TieringMachine.TestCase
-TestTieringMachine.settings = settings(max_examples=200, stateful_step_count=60)
+TestTieringMachine.settings = settings(max_examples=by_size(quick=60, thorough=600), stateful_step_count=60)

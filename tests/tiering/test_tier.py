@@ -141,7 +141,7 @@ def make() -> Iterator[Callable[..., Rig]]:
         rig.tier.shutdown()
         gc.collect()
         rig.view.release()  # raises if a thread or a job still refers to it
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := [t for t in threading.enumerate() if t not in before]:
         assert time.monotonic() < deadline, f"threads left behind: {left}"
         time.sleep(0.01)

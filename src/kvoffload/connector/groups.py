@@ -8,6 +8,7 @@ first token.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGe
     )
 
 
-def hit_unit_tokens(groups: Sequence[GroupGeometry]) -> int:
+@functools.cache
+def hit_unit_tokens(groups: tuple[GroupGeometry, ...]) -> int:
     """Hits end at multiples of this: a boundary of every group."""
     return math.lcm(*(group.hit_align_tokens for group in groups))

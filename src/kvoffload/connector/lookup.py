@@ -60,7 +60,7 @@ def find_hit(
     ``computed_tokens`` when there is nothing to add, and ``None`` when a block of the longest hit is "not yet": ask
     again in a later step.
     """
-    unit = hit_unit_tokens(groups)
+    unit = hit_unit_tokens(tuple(groups))
     bound = min(max_tokens, *(keys * group.block_tokens for keys, group in zip(num_keys, groups, strict=True)))
     hit = bound // unit * unit
     answers = [_GroupAnswers(group, ask) for group in groups]

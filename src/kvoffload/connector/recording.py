@@ -155,7 +155,7 @@ class RequestRecording:
             state.extend_keys(self._geometry)
             prompt_tokens = state.request.num_prompt_tokens
             keys = state.groups[self._finest.index].keys[: prompt_tokens // self._finest.block_tokens]
-            self._recorder.arrived(state.request_id, self._clock(), keys, prompt_tokens)
+            self._recorder.arrived(state.context.req_id, self._clock(), keys, prompt_tokens)
         except Exception:  # noqa: BLE001 - recording must never disturb a step
             self._give_up()
 
@@ -164,7 +164,7 @@ class RequestRecording:
             return
         try:
             request = state.request
-            self._recorder.finished(state.request_id, max(request.num_tokens - request.num_prompt_tokens, 0))
+            self._recorder.finished(state.context.req_id, max(request.num_tokens - request.num_prompt_tokens, 0))
         except Exception:  # noqa: BLE001 - recording must never disturb a step
             self._give_up()
 

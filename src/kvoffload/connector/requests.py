@@ -63,14 +63,15 @@ class RequestOffloadState:
     asked: bool = False
     """The engine asked for hits, and has not reported yet which GPU blocks it allocated upon the answer."""
     finished: bool = False
+    num_hashes: int = 0
+    """Block hashes that ``extend_keys`` has seen."""
     _own_keys: set[OffloadKey] = field(default_factory=set)
-
-    @property
-    def request_id(self) -> str:
-        return self.context.req_id
 
     def extend_keys(self, geometry: Sequence[GroupGeometry]) -> None:
         hashes = self.request.block_hashes
+        if len(hashes) == self.num_hashes:
+            return
+        self.num_hashes = len(hashes)
         for group, state in zip(geometry, self.groups, strict=True):
             group.extend_keys(state.keys, hashes)
 

@@ -84,7 +84,7 @@ class OffloadingConnectorScheduler:
             self._finish(state)
 
     def _finish(self, state: RequestOffloadState) -> None:
-        del self._requests[state.request_id]
+        del self._requests[state.context.req_id]
         state.finished = True
         if self._recording is not None:
             self._recording.finished(state)
@@ -220,11 +220,11 @@ class OffloadingConnectorScheduler:
         state.load_job_id = job.job_id
         if source is None:
             state.failed_keys.update(keys)
-            self._lost_loads.append(TransferJob(job.job_id, state.request_id, destination, destination))
+            self._lost_loads.append(TransferJob(job.job_id, state.context.req_id, destination, destination))
             return
         for key in keys:
             self._loading.setdefault(key, job.job_id)
-        self._loads.append(TransferJob(job.job_id, state.request_id, source, destination))
+        self._loads.append(TransferJob(job.job_id, state.context.req_id, source, destination))
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -301,11 +301,11 @@ class OffloadingConnectorScheduler:
             state.load_job_id = None
             if job.success:
                 state.computed_tokens = state.hit_tokens
-                loaded.add(state.request_id)
+                loaded.add(state.context.req_id)
             else:
                 state.failed_keys.update(job.keys)
                 state.start_offers_after(state.computed_tokens, self._geometry)
-                failed[state.request_id] = job.gpu_block_ids
+                failed[state.context.req_id] = job.gpu_block_ids
         return LoadOutcome(frozenset(loaded), failed)
 
     def _end_load(self, job: JobRecord) -> None:

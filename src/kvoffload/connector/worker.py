@@ -28,6 +28,8 @@ class OffloadingConnectorWorker:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._log = RateLimitedLog(logger)
         self._waiting_stores: list[TransferJob] = []
+        self._num_open = 0
+        """Transfers that a handler has started and not returned yet."""
         # Loads in flight on this rank, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
         self._results: list[TransferResult] = []
@@ -92,6 +94,7 @@ class OffloadingConnectorWorker:
         media = job.source.medium(), job.destination.medium()
         try:
             self._handlers[media].transfer_async(job.job_id, (job.source, job.destination))
+            self._num_open += 1
         except Exception:  # noqa: BLE001 - this is the boundary
             # The boundary between a broken handler and the engine's step: the transfer failed, the step goes on.
             self._log.exception(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
@@ -102,8 +105,11 @@ class OffloadingConnectorWorker:
             handler.wait(job_ids)
 
     def _poll(self) -> None:
+        if not self._num_open:
+            return
         for handler in dict.fromkeys(self._handlers.values()):
             for result in handler.get_finished():
+                self._num_open -= 1
                 self._end(result)
 
     def _end(self, result: TransferResult) -> None:

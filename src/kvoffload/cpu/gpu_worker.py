@@ -4,31 +4,17 @@ region that holds the offloaded blocks."""
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
 
-from kvoffload.base import (
-    CanonicalKVCaches,
-    Direction,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingHandler,
-    TransferResult,
-)
-from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.host import copy_to_device, copy_to_host
-from kvoffload.cpu.copy.native import native_mover
-from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
-from kvoffload.cpu.copy.queue import CopyPlan, Extent, TransferQueue
+from kvoffload.base import CanonicalKVCaches, OffloadingHandler
+from kvoffload.cpu.copy.host import make_host_handlers
+from kvoffload.cpu.copy.plan import CopyLayout, PageRef
 from kvoffload.errors import LayoutError
 
 __all__ = ["copy_layout", "make_handlers"]
-
-CopyRuns = Callable[[Runs], None]
 
 
 def make_handlers(
@@ -56,12 +42,7 @@ def make_handlers(
         raise LayoutError(
             f"KV caches on {sorted(devices)} cannot be offloaded; they must all lie on 'cuda' or on 'cpu'."
         )
-    native_mover()  # compiled while the engine starts, not during the first load
-    keep_alive = (kv_caches, kv_view)
-    queue = TransferQueue(num_threads or max(1, min(4, os.cpu_count() or 1)))
-    store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)
-    load = HostHandler(queue, Direction.LOAD, layout, copy_to_device, keep_alive)
-    return {("GPU", "CPU"): store, ("CPU", "GPU"): load}
+    return make_host_handlers(kv_caches, kv_view, layout, num_threads or max(1, min(4, os.cpu_count() or 1)))
 
 
 def copy_layout(
@@ -103,45 +84,3 @@ def _check_tensor(tensor: torch.Tensor, page_bytes: int) -> None:
         )
     if page_bytes > tensor.shape[1]:
         raise LayoutError(f"A page of {page_bytes} bytes does not fit a tensor row of {tensor.shape[1]} bytes.")
-
-
-class HostHandler(OffloadingHandler):
-    """One direction of copies within host memory, over a queue that both directions share.
-
-    A CPU engine computes on the worker's own thread, so compute submitted before ``transfer_async`` has ended.
-    """
-
-    def __init__(
-        self, queue: TransferQueue, direction: Direction, layout: CopyLayout, copy_runs: CopyRuns, keep_alive: object
-    ) -> None:
-        self._queue = queue
-        self._direction = direction
-        self._layout = layout
-        self._copy_runs = copy_runs
-        self._keep_alive: object = keep_alive
-
-    def __repr__(self) -> str:
-        return f"HostHandler({self._direction.value}, {self._queue!r})"
-
-    def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
-        gpu, cpu = spec if self._direction is Direction.STORE else spec[::-1]
-        if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
-            raise TypeError(f"A {self._direction.value} goes between GPU and CPU blocks, not {spec!r}.")
-        extent = Extent(frozenset(cpu.block_ids.tolist()), frozenset(gpu.block_ids.tolist()))
-        self._queue.submit(job_id, self._direction, extent, lambda: self._plan(gpu, cpu))
-
-    def get_finished(self) -> list[TransferResult]:
-        return self._queue.take_finished(self._direction)
-
-    def wait(self, job_ids: Collection[int]) -> None:
-        self._queue.wait(job_ids)
-
-    def shutdown(self) -> None:
-        self._queue.shutdown()
-        self._keep_alive = None
-
-    def _plan(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> CopyPlan:
-        runs = plan_runs(self._layout, gpu, cpu)
-        runs = runs.in_order_of(runs.device if self._direction is Direction.STORE else runs.host)
-        parts = runs.split(self._queue.num_threads)
-        return CopyPlan([functools.partial(self._copy_runs, part) for part in parts], runs.num_bytes)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves the requests of a trace, one at a time, through a manager called as the connector calls it.
 
-Whole blocks only, the last token never part of a hit, hits touched and loaded, what was computed offered chunk by
-chunk in portions that find room, the whole prefix touched at the end. ``tests/integration/test_simulator_agrees.py``
-compares it with the reference engine and the connector, block for block. Clock and manager are the caller's: virtual
-ones make it a simulator (``driver.py``), a real manager over real memory a replay (``bench/placement.py``).
+Only whole blocks count, and the last token is never part of a hit. Hits are touched and loaded. Computed blocks are
+offered chunk by chunk, in portions by the connector's own rule, and the whole prefix is touched at the end.
+``tests/integration/test_simulator_agrees.py`` compares it with the reference engine and the connector, block for block.
+The caller supplies clock and manager: with virtual ones it is a simulator (``driver.py``), with a real manager over
+real memory it is a replay (``bench/placement.py``).
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ __all__ = ["Clock", "Hit", "Server"]
 
 
 class Clock(Protocol):
-    """Seconds that go by only when told to, or real ones."""
+    """Virtual seconds, which pass only in ``advance_to``, or real ones."""
 
     @property
     def now_s(self) -> float: ...
 
     def advance_to(self, time_s: float) -> None:
-        """Returns when it is ``time_s`` or later."""
+        """Returns when the time is ``time_s`` or later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Blocks that one request found, each counted for the highest place that had it at once."""
+    """Blocks that one request found. Each counts for the highest tier that had it when the request arrived."""
 
     device: int
     host: int
@@ -43,9 +44,9 @@ class Hit:
 
 
 class Server:
-    """``wait`` is called while blocks come up from below, and returns when it may be worth asking again.
+    """``wait`` is called while blocks are promoted, and returns when it may be worth asking again.
 
-    ``accesses`` (whole blocks asked for) and ``prefill_s`` (time computed) are sums so far.
+    ``accesses`` (whole blocks asked for) and ``prefill_s`` (seconds of prefill) are totals so far.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Server:
         offers = self._prefill(path, total_hit, prompt, output, context)
         if self._device is not None:
             self._device.release()
-        # The portions were stored head first, each more recent than the one before: the head must outlive the tail.
+        # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
         if path:
             manager.touch(path, context)
         manager.on_request_finished(context)
@@ -106,7 +107,7 @@ class Server:
         return Hit(on_device, min(in_host, hit), hit - min(in_host, hit))
 
     def _found_below(self, path: list[OffloadKey], context: ReqContext) -> tuple[int, int]:
-        """(blocks that host memory had at once, length of the hit once everything has come up)."""
+        """(blocks that host memory had at first, length of the hit once all promotions have ended)."""
         answers = self._manager.lookup_prefix(path, context)
         in_host = next((at for at, answer in enumerate(answers) if answer is not True), len(answers))
         while None in answers:
@@ -117,8 +118,10 @@ class Server:
         return in_host, sum(answer is True for answer in answers)
 
     def _prefill(self, path: list[OffloadKey], first: int, prompt: int, output: int, context: ReqContext) -> _Offers:
-        """Computes what was no hit, and offers the blocks of each chunk when it is done; what was refused then, again
-        whenever the request has filled another block by decoding."""
+        """Computes the rest of the prompt, and offers the blocks of each chunk when it is computed.
+
+        Blocks that were refused are offered again whenever decoding has filled another block.
+        """
         clock, block_tokens = self._clock, self._trace.block_tokens
         tokens = prompt - first * block_tokens
         begin_s, seconds = clock.now_s, tokens / self._prefill_tokens_per_s
@@ -157,8 +160,8 @@ class _Portion(NamedTuple):
 
 
 class _Offers:
-    """One request's offers for store. A store ends when the step's plan is made (``complete``), as one does that takes
-    less than a step."""
+    """One request's offers for store. A store ends when the next step is planned (``complete``), as one that takes less
+    than a step does."""
 
     def __init__(self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext) -> None:
         self._manager, self._path, self._context = manager, path, context
@@ -186,7 +189,7 @@ class _Offers:
         return bool(output.evicted_keys) and not set(self._path).isdisjoint(output.evicted_keys)
 
     def complete(self) -> None:
-        """What was offered has been copied."""
+        """Ends the stores in flight."""
         if self._in_flight:
             self._manager.complete_store(self._in_flight, self._context)
             self._in_flight = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory without a device: real bytes that are a function of what they stand for, and a pool that caches.
+"""Device memory without a device: bytes that are a function of what they stand for, and a pool with a prefix cache.
 
 There is no model. "Computing" a GPU block writes bytes derived from the tokens up to its end, the KV group and the
-rank; so any block can be judged by looking at it.
+rank. So the bytes of any block show whether they are right.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a run of tokens and everything before it."""
+    """The hash of some tokens and everything before them."""
     return hashlib.blake2b(parent + repr(tuple(tokens)).encode(), digest_size=16).digest()
 
 
 def page_of(prefix_hash: bytes, group: int, rank: int, page_bytes: int) -> Bytes:
-    """What a GPU block that ends a prefix must hold."""
+    """The right bytes of a GPU block that ends a prefix."""
     seed = hashlib.blake2b(prefix_hash + bytes((group, rank)), digest_size=32).digest()
     return np.resize(np.frombuffer(seed, dtype=np.uint8), page_bytes)
 
 
 class DevicePool:
-    """GPU block ids, shared by all groups, with a prefix cache: a freed block keeps its content, and can be had back by
-    its hash, until it is handed out again, least recently freed first."""
+    """GPU block ids, shared by all groups, with a prefix cache.
+
+    A freed block keeps its content, and can be found by its hash, until it is allocated again: least recently freed
+    first.
+    """
 
     def __init__(self, num_gpu_blocks: int) -> None:
         self.num_gpu_blocks = num_gpu_blocks
@@ -50,7 +53,7 @@ class DevicePool:
         return self._cached
 
     def take(self, n: int) -> list[int] | None:
-        """``n`` GPU blocks to write, or ``None`` if there are not so many."""
+        """``n`` GPU blocks to write, or ``None`` if fewer are free."""
         if n > len(self._free):
             return None
         ids: list[int] = []
@@ -74,7 +77,7 @@ class DevicePool:
             self._free[block_id] = None
 
     def name(self, block_id: int, prefix_hash: bytes, group: int) -> None:
-        """The block is full and valid: others may share it. The first of several equal ones is kept."""
+        """Adds a full, valid block to the prefix cache. Of several equal ones, the first is kept."""
         if (prefix_hash, group) not in self._cached and block_id not in self._name:
             self._cached[prefix_hash, group] = block_id
             self._name[block_id] = (prefix_hash, group)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small engine without a model, for testing connectors: requests, scheduling, preemption, device prefix cache.
 
-It speaks to kvoffload through ``connector/engine.py`` alone and frees GPU blocks the moment it may, also while
-transfers use them. Its bytes are real, and ``check`` judges every GPU block it believes in; a connector that mixes
-up order, ids or groups is caught by the block it damaged.
+It uses kvoffload only through ``connector/engine.py``, and frees GPU blocks as soon as it may, also while transfers use
+them. Its bytes are real, and ``check`` verifies every GPU block that counts as valid. So a connector that mixes up
+order, ids or groups is caught by the block it damaged.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 __all__ = ["FakeEngine", "FakeRequest", "Status"]
 
 WorkerFactory = Callable[[int, Bytes], OffloadingConnectorWorker]
-"""(rank, that rank's device memory as (GPU blocks, page bytes)) -> its worker, registered."""
+"""(rank, its device memory as (GPU blocks, page bytes)) -> its worker, with the memory registered."""
 
 
 class FakeEngine:
-    """Call ``add``, ``abort`` and ``step`` in any order; ``check`` after each.
+    """Call ``add``, ``abort`` and ``step`` in any order, and ``check`` after each.
 
-    ``chunk_tokens`` bounds what one request computes in a step. By default every rank has a ``ManualHandler``
-    (``handlers[rank]``), whose transfers end when the test runs them; ``make_worker`` puts real ones there.
+    One request computes at most ``chunk_tokens`` in a step. By default every rank has a ``ManualHandler``
+    (``handlers[rank]``), whose transfers end when the test runs them; ``make_worker`` makes workers with real ones.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FakeEngine:
         self.running: list[FakeRequest] = []
         self.finished: list[FakeRequest] = []
         self.computed_total = 0
-        """Tokens computed since the start, those computed again included."""
+        """Tokens computed since the start, including those computed again."""
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
         self._prefixes: dict[bytes, tuple[FakeRequest, int]] = {}
@@ -99,7 +99,7 @@ class FakeEngine:
         return request
 
     def abort(self, request: FakeRequest) -> None:
-        """At any stage; its GPU blocks are free at once."""
+        """Ends a request at any stage. Its GPU blocks are free at once."""
         if request.status is not Status.FINISHED:
             self._finish(request)
 
@@ -124,7 +124,7 @@ class FakeEngine:
     # ---------------------------------------------------------------------------------------------- step
 
     def step(self) -> None:
-        """One engine step, as real ones do it: schedule, tell the workers, compute, collect."""
+        """One engine step, in the order of real ones: schedule, send to the workers, compute, collect."""
         preempted: set[str] = set()
         scheduled = self._schedule_running(preempted)
         if not preempted:
@@ -145,7 +145,7 @@ class FakeEngine:
         scheduled: list[tuple[FakeRequest, ScheduledRequest]] = []
         for request in tuple(self.running):
             if request not in self.running:
-                continue  # preempted for the sake of an earlier one
+                continue  # preempted in favour of an earlier one
             n = min(self._chunk_tokens, request.num_tokens - request.computed_tokens)
             while (new := self._grow(request, request.computed_tokens + n)) is None:
                 if self._reclaim_from_waiting():
@@ -161,7 +161,7 @@ class FakeEngine:
         return scheduled
 
     def _reclaim_from_waiting(self) -> bool:
-        """Takes the blocks of a request whose load has ended and that waits on; else it could starve the running."""
+        """Frees the blocks of a request that still waits after its load, since it could starve the running ones."""
         for request in reversed(self.waiting):
             if request.has_blocks and request.status is Status.WAITING:
                 self._free_blocks(request)
@@ -181,7 +181,7 @@ class FakeEngine:
         for request in tuple(self.waiting):
             if request.status is Status.LOADING or len(self.running) >= self._max_running:
                 continue
-            # One that cannot be admitted holds up those behind it, but none that holds loaded blocks already.
+            # A request that cannot be admitted delays those behind it, but none that has loaded blocks already.
             if pool_is_short and not request.has_blocks:
                 continue
             external = 0
@@ -198,10 +198,10 @@ class FakeEngine:
             n = 0 if external else min(self._chunk_tokens, request.num_tokens - request.computed_tokens)
             assert external or n > 0, "a hit must leave a token to compute"
             until = request.computed_tokens + external + n
-            # What the load brings is freed by its own window, before anything is computed.
+            # The windows move to the end of the load before anything is computed, so they end there.
             new = self._grow(request, until, keep_from=request.computed_tokens + external)
             if new is None:
-                # Also what was loaded is let go: requests that hold blocks while they wait for more could all wait.
+                # Loaded blocks are freed, too: if requests kept blocks while they wait for more, all could wait.
                 self._free_blocks(request)
                 request.computed_tokens = 0
                 pool_is_short = True
@@ -228,7 +228,7 @@ class FakeEngine:
         return tuple(tuple(table) for table in request.tables)
 
     def _device_hit(self, request: FakeRequest) -> tuple[int, list[list[int]]]:
-        """The longest prefix the device itself can continue from, by trying all: (tokens, tables)."""
+        """The longest prefix in the device's cache, by trying all: (tokens, tables)."""
         unit = int(np.lcm.reduce([group.gpu_block_tokens for group in self.groups]))
         for hit in range((request.num_tokens - 1) // unit * unit, 0, -unit):
             tables = [self._cached_table(request, group, hit) for group in self.groups]
@@ -250,8 +250,8 @@ class FakeEngine:
         return table
 
     def _grow(self, request: FakeRequest, until: int, keep_from: int | None = None) -> list[list[int]] | None:
-        """Frees what fell out of the windows, then takes GPU blocks up to ``until`` tokens; the new ones by group, or
-        ``None`` (nothing taken) if the pool cannot give them. ``keep_from``: tokens the windows end at."""
+        """Frees what left the windows, then takes GPU blocks up to ``until`` tokens. Returns the new ones by group, or
+        ``None``, with nothing taken, if the pool has too few. ``keep_from``: tokens at which the windows end."""
         at = request.computed_tokens if keep_from is None else keep_from
         wanted: list[list[bool]] = []
         for group, table in zip(self.groups, request.tables, strict=True):
@@ -296,7 +296,7 @@ class FakeEngine:
         request.extend_hashes()
 
     def _name_blocks(self, request: FakeRequest) -> None:
-        """Full GPU blocks enter the device's prefix cache."""
+        """Adds full GPU blocks to the device's prefix cache."""
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.gpu_block_tokens
             for n in range(min(request.computed_tokens // size, len(table))):
@@ -326,7 +326,7 @@ class FakeEngine:
             assert lost - {NO_BLOCK} <= invalid, "a GPU block that was not loaded counts as valid"
             if all(group.kind is GroupKind.FULL_ATTENTION for group in self.groups):
                 self._keep_blocks(request, request.valid_tokens)
-            else:  # windows were moved on to the end of the hit
+            else:  # the windows moved to the end of the hit
                 self._free_blocks(request)
                 request.computed_tokens = 0
 
@@ -339,7 +339,7 @@ class FakeEngine:
     # --------------------------------------------------------------------------------------------- check
 
     def _check_context(self, request: FakeRequest, num_tokens: int) -> None:
-        """Every GPU block that continuing after ``num_tokens`` reads holds what it must."""
+        """Verifies every GPU block that computing after ``num_tokens`` reads."""
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.gpu_block_tokens
             for n in range(group.first_needed_token(num_tokens) // size, -(-num_tokens // size)):
@@ -354,7 +354,7 @@ class FakeEngine:
             assert right, f"wrong bytes: group {group}, rank {rank}, GPU block {block_id}, {what}"
 
     def check(self) -> None:
-        """Judges all GPU blocks the engine believes in, and checks the books of pool and connector."""
+        """Verifies all GPU blocks that count as valid, and the invariants of pool and connector."""
         self.pool.check_invariants()
         self.connector.check_invariants()
         for (prefix_hash, group), block_id in self.pool.cached.items():
@@ -363,7 +363,7 @@ class FakeEngine:
             self._check_context(request, request.computed_tokens)
 
     def check_slot(self, key: OffloadKey, slot: int) -> None:
-        """The slot of a ready block holds, on every rank, what a hit on it may read."""
+        """Verifies the slot of a ready block, on every rank, as far as a hit may read it."""
         group = self.groups[get_offload_group_idx(key)]
         request, end = self._prefixes[get_offload_block_hash(key)]
         block = end // group.block_tokens - 1

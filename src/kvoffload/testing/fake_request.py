@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the fake engine: tokens, the hashes of their prefixes, and where they stand."""
+"""The requests of the fake engine: tokens, hashes of their prefixes, and status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class FakeRequest:
-    """A prompt and what was generated after it; satisfies ``EngineRequest``."""
+    """A prompt and the tokens generated after it. Satisfies ``EngineRequest``."""
 
     request_id: str
     tokens: list[int]
@@ -32,10 +32,10 @@ class FakeRequest:
     block_hashes: list[bytes] = field(default_factory=list)
     status: Status = Status.WAITING
     tables: list[list[int]] = field(default_factory=list)
-    """GPU blocks by group; empty lists while it has none."""
+    """GPU blocks by group. Empty while it has none."""
     computed_tokens: int = 0
     valid_tokens: int = 0
-    """While loading: tokens that are on the device whether or not the load succeeds."""
+    """While loading: tokens that are on the device even if the load fails."""
     table_is_new: bool = True
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class FakeRequest:
             self.block_hashes.append(chain_hash(parent, self.tokens[n * step : (n + 1) * step]))
 
     def prefix_hash(self, num_tokens: int) -> bytes:
-        """Of the first ``num_tokens`` tokens: the block hash where one ends there."""
+        """The hash of the first ``num_tokens`` tokens: the block hash, if a block ends there."""
         full, rest = divmod(num_tokens, self.hash_tokens)
         parent = self.block_hashes[full - 1] if full else b""
         return chain_hash(parent, self.tokens[num_tokens - rest : num_tokens]) if rest else parent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secondary tier with real bytes whose every trouble is planned by the test."""
+"""A secondary tier with real bytes. The test decides when its jobs end, and which of them fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FakeTier", "TierCall"]
 
 
 class TierCall(NamedTuple):
-    """One call the tier received: its name, the request's id, the keys and the job, where there are any."""
+    """One call of the tier: the method, the request's id, and the keys and the job if it has any."""
 
     name: str
     req_id: str | None
@@ -28,13 +28,12 @@ class TierCall(NamedTuple):
 
 
 class FakeTier(SecondaryTierManager):
-    """Holds blocks in a dict and copies real bytes to and from the primary tier's memory. No threads.
+    """Holds blocks in a dict, and copies real bytes to and from the primary tier's memory. No threads.
 
-    Jobs wait in ``jobs`` until the test ends them: ``finish(...)`` copies and tells, all or some, with or without
-    success; ``tear=True`` writes garbage into the slots of a load first, as a broken read does. With
-    ``at_once=True`` every job ends well within its submit. ``answers`` overrides ``lookup`` for single keys
-    (``None``: never found out). ``capacity`` drops the blocks written longest ago. While ``hangs``, ``drain_jobs``
-    gives up and leaves its jobs in flight. ``log`` has every call that concerns a request, in order.
+    Jobs wait in ``jobs`` until the test calls ``finish``; with ``at_once=True`` each job ends within its submit.
+    ``answers`` overrides ``lookup`` for single keys (``None``: the tier never finds out). With a ``capacity``, the
+    blocks written longest ago are evicted. While ``hangs`` is true, ``drain_jobs`` leaves the jobs in flight. ``log``
+    has every call that concerns a request, in order.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class FakeTier(SecondaryTierManager):
     def __repr__(self) -> str:
         return f"FakeTier({self.tier_type!r}, blocks={len(self.blocks)}, jobs={list(self.jobs)})"
 
-    # What the test does.
+    # For the test.
 
     def put(self, keys: Iterable[OffloadKey], blocks: Iterable[bytes]) -> None:
-        """Places blocks in the tier as if an earlier process had stored them."""
+        """Adds blocks to the tier as if an earlier process had stored them."""
         self.blocks.update(zip(keys, blocks, strict=True))
 
     def finish(
@@ -76,10 +75,11 @@ class FakeTier(SecondaryTierManager):
         lose: Collection[OffloadKey] = (),
         tear: bool = False,
     ) -> list[int]:
-        """Ends jobs (all of them by default) in the given order.
+        """Ends jobs (by default all) in the given order, and returns their ids.
 
-        Without ``success`` nothing is copied; the keys in ``lose`` fail alone, as do loads of blocks that are not
-        here. ``tear`` scribbles over the slots of whatever load fails.
+        With ``success=False`` the jobs fail and nothing is copied. Otherwise only the keys in ``lose`` fail, and loads
+        of blocks that the tier does not have. With ``tear``, failed loads leave garbage in their slots, as a torn read
+        does.
         """
         ended = list(self.jobs) if job_ids is None else list(job_ids)
         for job_id in ended:
@@ -97,7 +97,7 @@ class FakeTier(SecondaryTierManager):
         """The calls of one method, in order."""
         return [call for call in self.log if call.name == name]
 
-    # The tier itself.
+    # The interface of a tier.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if key in self.answers:

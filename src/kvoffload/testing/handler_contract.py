@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pair of offloading handlers must do, as tests to inherit. Real bytes: what a GPU block holds is random, so a
-wrong block, slot, page or offset is visible."""
+"""What a pair of offloading handlers must do, as tests to inherit. GPU blocks have random bytes, so that a wrong block,
+slot, page or offset is visible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True)
 class HandlerRig:
-    """A pair of handlers, and a side door to the device memory under them."""
+    """A pair of handlers, and direct access to the device memory below them."""
 
     store: OffloadingHandler
     load: OffloadingHandler
@@ -43,21 +43,21 @@ class HandlerRig:
 
 
 def collect(handler: OffloadingHandler, job_ids: Sequence[int], timeout_s: float = 30.0) -> dict[int, TransferResult]:
-    """Polls until every job was told; fails if one is told twice, is unknown, or is not told in time."""
+    """Polls until every job has a result. Fails if a job is unknown, has two results, or has none in time."""
     found: dict[int, TransferResult] = {}
     deadline = time.monotonic() + timeout_s
     while len(found) < len(job_ids):
         for result in handler.get_finished():
             assert result.job_id in job_ids, f"{result} was never asked for"
-            assert result.job_id not in found, f"{result} was told twice"
+            assert result.job_id not in found, f"{result} was returned twice"
             found[result.job_id] = result
-        assert time.monotonic() < deadline, f"told {sorted(found)} of {sorted(job_ids)}"
+        assert time.monotonic() < deadline, f"{sorted(found)} of {sorted(job_ids)} ended in time"
         time.sleep(0.0005)
     return found
 
 
 class HandlerContract:
-    """Inherit in a class whose name starts with ``Test`` and supply ``make_rig``: at least 16 GPU blocks, 8 slots, and
+    """Inherit in a class whose name starts with ``Test``, and supply ``make_rig``: at least 16 GPU blocks, 8 slots, and
     ``group_pages`` for every group."""
 
     def make_rig(self) -> HandlerRig:

@@ -20,33 +20,36 @@ __all__ = ["OffloadingManagerContract", "fold_events"]
 
 
 def fold_events(resident: set[OffloadKey], events: Collection[OffloadingEvent]) -> None:
-    """Applies ``events`` to ``resident``; a block that appears twice, or leaves without being there, fails."""
+    """Applies ``events`` to ``resident``. Fails if a block is added twice, or removed while it is absent."""
     for event in events:
         for one in event.keys:
             if event.removed:
-                assert one in resident, f"{one.hex()} left without having been there"
+                assert one in resident, f"{one.hex()} was removed while it was absent"
                 resident.remove(one)
             else:
-                assert one not in resident, f"{one.hex()} appeared twice"
+                assert one not in resident, f"{one.hex()} was added twice"
                 resident.add(one)
 
 
-def _places(spec: LoadStoreSpec) -> list[int]:
+def _slots(spec: LoadStoreSpec) -> list[int]:
     assert isinstance(spec, BlockIDsLoadStoreSpec)
-    places: list[int] = spec.block_ids.tolist()
-    return places
+    slots: list[int] = spec.block_ids.tolist()
+    return slots
 
 
 class OffloadingManagerContract:
-    """Inherit in a class whose name starts with ``Test`` and supply ``make_manager``. The first tier's slots are
-    block ids, and nothing lies in tiers below it that a test did not store."""
+    """Inherit in a class whose name starts with ``Test``, and supply ``make_manager``.
+
+    Its transfers name slots by block id (``BlockIDsLoadStoreSpec``). Tiers below the primary tier, if there are any,
+    hold only what a test stored.
+    """
 
     def make_manager(self, num_blocks: int) -> OffloadingManager:
-        """A new manager with room for ``num_blocks``, events on, that stores at once."""
+        """A new manager with ``num_blocks`` slots and events enabled, which stores a block at its first request."""
         raise NotImplementedError
 
     def check(self, manager: OffloadingManager) -> None:
-        """Runs after each test's last step; override to add checks of the manager's books."""
+        """Called at the end of each test. Override it to check the manager's invariants."""
 
     def _request(self, manager: OffloadingManager, name: str = "r") -> ReqContext:
         context = ReqContext(name)
@@ -67,12 +70,12 @@ class OffloadingManagerContract:
         assert output is not None
         assert output.keys_to_store == keys(1, 2)
         assert output.evicted_keys == []
-        assert len({*_places(output.store_spec)}) == 2
+        assert len({*_slots(output.store_spec)}) == 2
         assert manager.lookup(key(1), context) is None
         manager.complete_store(output.keys_to_store, context)
         assert manager.lookup_prefix(keys(1, 2, 3, 1), context) == [True, True, False]
         load = manager.prepare_load(keys(2, 1), context)
-        assert _places(load) == _places(output.store_spec)[::-1]
+        assert _slots(load) == _slots(output.store_spec)[::-1]
         manager.complete_load(keys(2, 1), context)
         self.check(manager)
 
@@ -167,7 +170,7 @@ class OffloadingManagerContract:
         assert output is not None
         assert output.keys_to_store == []
         manager.complete_store([], context)
-        assert _places(manager.prepare_load([], context)) == []
+        assert _slots(manager.prepare_load([], context)) == []
         manager.complete_load([], context)
         manager.touch([], context)
         assert manager.lookup_prefix([], context) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A handler over numpy arrays whose transfers run when the test says so: late, in another order, or failing."""
+"""A handler over numpy arrays. The test runs its transfers: late, in another order, or with a failure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _GARBAGE = 0xEE
 
 
 class ManualHandler(OffloadingHandler):
-    """Copies between GPU blocks and slots, both directions, one GPU block at a time, plainly.
+    """Copies between GPU blocks and slots, in both directions, one GPU block at a time.
 
-    ``gpu``: (GPU blocks, page bytes); ``slots``: (slots, bytes of this rank's slice). A transfer reads and writes at
-    the moment of ``run`` or ``wait``, not when it is started: bytes that were overwritten in between come out wrong,
-    as they would with a device queue that lags behind.
+    ``gpu`` is (GPU blocks, page bytes), ``slots`` is (slots, bytes of this rank's slice). A transfer reads and writes
+    in ``run`` or ``wait``, not when it is started. So bytes that were overwritten in between are wrong, as with a
+    device queue that lags behind.
     """
 
     def __init__(self, gpu: Bytes, slots: Bytes, page_bytes: tuple[int, ...], factor: int) -> None:
@@ -42,7 +42,7 @@ class ManualHandler(OffloadingHandler):
         self._pending: dict[int, tuple[LoadStoreSpec, LoadStoreSpec]] = {}
         self._finished: list[TransferResult] = []
         self.refuse_next = False
-        """Makes the next ``transfer_async`` raise, as a broken device would."""
+        """Makes the next ``transfer_async`` raise, as with a broken device."""
 
     @property
     def pending(self) -> list[int]:
@@ -55,7 +55,7 @@ class ManualHandler(OffloadingHandler):
         self._pending[job_id] = spec
 
     def run(self, job_id: int, success: bool = True) -> None:
-        """Does a pending transfer now. A failing one leaves garbage in its destination."""
+        """Ends a pending transfer now. If it fails, its destination has garbage."""
         source, destination = self._pending.pop(job_id)
         num_bytes = 0
         for read, write in self._pages(source, destination):
@@ -97,7 +97,7 @@ class ManualHandler(OffloadingHandler):
 
 
 class ManualSpec(OffloadingSpec):
-    """One rank's manual handler as a spec, so that the real worker drives it."""
+    """One rank's manual handler as a spec, for the real worker."""
 
     def __init__(self, manager: OffloadingManager, handler: ManualHandler) -> None:
         self._manager = manager

@@ -14,7 +14,7 @@ __all__ = ["CachePolicyContract", "PolicyDriver"]
 
 
 class PolicyDriver:
-    """Does to a policy what the manager does, so that a test says ``store`` and ``pin``."""
+    """Calls a policy as ``SlotTable`` does, so that a test can say ``store`` and ``pin``."""
 
     def __init__(self, policy: CachePolicy) -> None:
         self.policy = policy
@@ -23,7 +23,7 @@ class PolicyDriver:
         self._next_slot = 0
 
     def reserve(self, arriving: Collection[OffloadKey], evict: int = 0, block: type[BlockStatus] = BlockStatus) -> bool:
-        """Inserts distinct absent keys, given head to tail, as in flight; whether ``evict`` victims were found."""
+        """Evicts ``evict`` blocks and inserts distinct absent keys, head to tail, in flight. ``False`` if it cannot."""
         arrivals = list(arriving)[::-1]
         victims = self._evict(evict, frozenset(), incoming=arrivals)
         if victims is None:
@@ -62,14 +62,14 @@ class PolicyDriver:
         if victims is None:
             return None
         for victim, block in victims:
-            assert self.blocks.pop(victim) is block, "evict() answered another block than was inserted"
+            assert self.blocks.pop(victim) is block, "evict() returned another block than was inserted"
         return [victim for victim, _ in victims]
 
     def idle(self) -> set[OffloadKey]:
         return {one for one, block in self.blocks.items() if block.is_idle}
 
     def drain(self) -> list[OffloadKey]:
-        """Evicts every idle block, one by one: the order."""
+        """Evicts every idle block, one by one. Returns them in that order."""
         order = []
         while self.idle():
             victims = self.evict(1)
@@ -80,7 +80,7 @@ class PolicyDriver:
 
 
 class _Watched(BlockStatus):
-    """A block that counts how often its pins are looked at."""
+    """Counts how often the pins of all such blocks are read."""
 
     __slots__ = ("_pins",)
     looks = 0
@@ -96,19 +96,19 @@ class _Watched(BlockStatus):
 
 
 class CachePolicyContract:
-    """Inherit in a class whose name starts with ``Test`` and supply ``make_policy``::
+    """Inherit in a class whose name starts with ``Test``, and supply ``make_policy``::
 
         class TestMyPolicy(CachePolicyContract):
             def make_policy(self, capacity):
                 return MyPolicy(capacity)
 
-    The two class attributes say which of the optional promises the policy makes.
+    The two class attributes say which optional promises the policy makes.
     """
 
     uses_matter = True
-    """``touch`` makes a block outlive untouched ones (false for FIFO)."""
+    """A touched block outlives untouched ones. False for FIFO."""
     steps_over_once = True
-    """A pinned block costs evictions one step in all, however long it stays pinned."""
+    """Evictions step over a pinned block once in all, however long it stays pinned."""
 
     def make_policy(self, capacity: int) -> CachePolicy:
         raise NotImplementedError
@@ -176,7 +176,7 @@ class CachePolicyContract:
         assert len(driver.policy) == 1
 
     def test_a_refused_eviction_changes_nothing(self) -> None:
-        """Two policies live the same life, but one is asked for too much now and then."""
+        """Two policies get the same calls, but one also gets evictions that it must refuse."""
         rng = random.Random(7)
         for _ in range(30):
             left, right = self.make_driver(12), self.make_driver(12)
@@ -190,7 +190,7 @@ class CachePolicyContract:
                 self._release_all(driver)
             assert left.drain() == right.drain()
 
-    def test_a_random_life_keeps_exactly_what_was_not_evicted(self) -> None:
+    def test_random_calls_keep_exactly_what_was_not_evicted(self) -> None:
         rng = random.Random(11)
         driver = self.make_driver(10)
         for _ in range(1500):
@@ -228,8 +228,8 @@ class CachePolicyContract:
         assert len(left.policy) == 3
         assert left.drain() == right.drain()
 
-    def test_a_block_that_is_idle_again_takes_its_old_place(self) -> None:
-        """Being stepped over is no use: once unpinned, blocks go in the order they would have gone in anyway."""
+    def test_a_block_that_is_idle_again_is_evicted_in_its_old_order(self) -> None:
+        """Stepping over a pinned block does not count as a use of it, so the order stays as it was."""
         left, right = self.make_driver(12), self.make_driver(12)
         for driver in (left, right):
             driver.store(keys(1, 2, 3, 4))
@@ -247,7 +247,7 @@ class CachePolicyContract:
         assert left.drain() == left_out(right.drain(), evicted)
 
     def test_the_next_victims_are_those_that_new_blocks_evict(self) -> None:
-        """For a policy that can tell: asking changes nothing, and the answer comes true."""
+        """For a policy with ``next_victims``: it changes nothing, and ``evict`` takes out the blocks that it named."""
         rng = random.Random(5)
         for _ in range(20):
             left, right = self.make_driver(12), self.make_driver(12)
@@ -256,19 +256,19 @@ class CachePolicyContract:
                 return
             for _ in range(50):
                 self._same_random_step(left, right, rng)
-                told = left.policy.next_victims(rng.randint(0, 12))
-                assert told is not None
-                assert len(set(told)) == len(told)
-                assert set(told) <= left.idle()
+                named = left.policy.next_victims(rng.randint(0, 12))
+                assert named is not None
+                assert len(set(named)) == len(named)
+                assert set(named) <= left.idle()
             num = rng.randint(0, len(left.idle()))
-            told = left.policy.next_victims(num)
-            assert told is not None
+            named = left.policy.next_victims(num)
+            assert named is not None
             victims = left._evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
             assert victims is not None
-            assert {*told} == {victim for victim, _ in victims}
+            assert {*named} == {victim for victim, _ in victims}
             victims = right._evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
             assert victims is not None
-            assert {*told} == {victim for victim, _ in victims}, "asking changed the order"
+            assert {*named} == {victim for victim, _ in victims}, "asking changed the order"
             assert left.policy.next_victims(100) is not None
 
     def test_pinned_blocks_are_stepped_over_once(self) -> None:

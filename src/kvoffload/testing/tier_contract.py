@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of every ``SecondaryTierManager``, as tests. Subclass ``SecondaryTierContract`` in a test file and
-implement ``make_tier``; pytest collects it.
+"""What every ``SecondaryTierManager`` must do, as tests. Subclass ``SecondaryTierContract`` in a test module and
+implement ``make_tier``::
 
     class TestMyTier(SecondaryTierContract):
         def make_tier(self, primary_kv_view):
@@ -32,7 +32,7 @@ def _content(key: OffloadKey) -> bytes:
 
 
 class _Primary:
-    """Primary memory, and the jobs of one tier."""
+    """The primary tier's memory, and jobs for one tier."""
 
     def __init__(self) -> None:
         self.memory = bytearray(NUM_SLOTS * BLOCK_BYTES)
@@ -54,7 +54,10 @@ class _Primary:
 
 
 class SecondaryTierContract:
-    """Stores and loads real bytes through the tier. ``timeout_s`` bounds every wait; no test measures time."""
+    """Stores and loads real bytes through the tier. No wait takes longer than ``timeout_s``, and no test measures time.
+
+    ``wants_whole_requests`` says whether the tier asks for ``REQUEST_LEVEL``.
+    """
 
     timeout_s = 30.0
     wants_whole_requests = False
@@ -64,11 +67,11 @@ class SecondaryTierContract:
         raise NotImplementedError
 
     def forget(self, tier: SecondaryTierManager, names: Sequence[OffloadKey]) -> bool:
-        """A side door: makes blocks unreadable without a call of the tier. ``False``: this tier has no such door."""
+        """Makes blocks unreadable without a call of the tier. Returns ``False`` if this tier has no such side door."""
         return False
 
     def progress(self, tier: SecondaryTierManager) -> None:
-        """Lets the tier work for a moment. The default is enough for a tier with threads."""
+        """Lets the tier work for a moment. The default suffices for a tier with threads."""
         time.sleep(0.001)
 
     # ------------------------------------------------------------------------------------------------- helpers
@@ -99,7 +102,7 @@ class SecondaryTierContract:
         return results
 
     def _find(self, tier: SecondaryTierManager, key: OffloadKey, context: ReqContext) -> bool:
-        """Asks step after step until the answer is not ``None``."""
+        """Asks in each step until the answer is not ``None``."""
         deadline = time.monotonic() + self.timeout_s
         while (found := tier.lookup(key, context)) is None:
             tier.on_schedule_end()
@@ -121,7 +124,7 @@ class SecondaryTierContract:
     def _load(
         self, primary: _Primary, tier: SecondaryTierManager, names: Sequence[OffloadKey], context: ReqContext
     ) -> set[OffloadKey]:
-        """Loads into the upper half of the slots, and checks the bytes of every block that the result calls good."""
+        """Loads into the upper half of the slots. Verifies and returns the blocks that succeeded."""
         slots = [NUM_SLOTS // 2 + n for n in range(len(names))]
         primary.fill(slots, [b"\xee" * BLOCK_BYTES] * len(names))
         job = primary.job(names, slots, is_promotion=True, context=context)

@@ -280,8 +280,10 @@ class TieringOffloadingManager(OffloadingManager):
         """
         written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
         for key in keys:
+            if key not in self._storing:
+                continue
             block = self.primary_tier.slots.get(key)
-            if key not in self._storing or (block is not None and not block.is_ready):
+            if block is not None and not block.is_ready:
                 continue
             request = self._storing.pop(key)
             request.stores_in_flight -= 1

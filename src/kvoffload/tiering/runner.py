@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
@@ -76,11 +76,8 @@ class IoResult:
     """What the work raised; only if it ``FAILED``."""
     is_last: bool
     """The task has no other open slice: it has ended."""
-
-    @property
-    def outcomes(self) -> list[bool]:
-        """Of the slice's items; all ``False`` unless it is ``DONE``."""
-        return self.task.outcomes[self.start : self.stop]
+    outcomes: Sequence[bool]
+    """Of the slice's items; all ``False`` unless it is ``DONE``."""
 
 
 class TierRunner:
@@ -167,12 +164,13 @@ class TierRunner:
         while self._ended:
             part, status, outcomes, error = self._ended.popleft()
             task = part.task
-            if status is IoStatus.DONE:
-                task.outcomes[part.start : part.stop] = outcomes
+            if status is not IoStatus.DONE:
+                outcomes = [False] * (part.stop - part.start)
+            task.outcomes[part.start : part.stop] = outcomes
             task.num_open_slices -= 1
             self._num_open_slices -= 1
             self._backlog[task.queue] -= part.stop - part.start
-            results.append(IoResult(task, part.start, part.stop, status, error, not task.num_open_slices))
+            results.append(IoResult(task, part.start, part.stop, status, error, not task.num_open_slices, outcomes))
         return results + self._check_deadlines()
 
     def _check_deadlines(self) -> list[IoResult]:
@@ -194,7 +192,7 @@ class TierRunner:
             for queue in self._queues[: IoQueue.UPKEEP]:
                 while queue and queue[0].since_s < late_since_s:
                     self._cancel(queue.popleft())
-        return [IoResult(part.task, part.start, part.stop, IoStatus.OVERDUE, None, False) for part in overdue]
+        return [IoResult(part.task, part.start, part.stop, IoStatus.OVERDUE, None, False, ()) for part in overdue]
 
     def num_overdue(self, queues: Iterable[IoQueue] = tuple(IoQueue)) -> int:
         """Slices that are overdue and still run."""

@@ -401,7 +401,7 @@ class StoreTier(SecondaryTierManager):
         return [True]
 
     def _scan_ended(self, result: IoResult) -> None:
-        self._scan_is_done = result.outcomes == [True]
+        self._scan_is_done = all(result.outcomes)
         if result.status is IoStatus.FAILED:
             _log.warning("Tier %r could not be scanned, so each block is asked for: %s", self.tier_type, result.error)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both ways of moving runs, over every alignment, against numpy; and who may run meanwhile."""
+"""Both ways of moving runs, at every alignment, against numpy. Other threads may run meanwhile."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_numba_that_cannot_compile_costs_speed_and_a_warning(
 
 @pytest.mark.parametrize("move", MOVERS)
 def test_other_threads_run_meanwhile(move: Callable[..., None]) -> None:
-    """Half of a copy is never seen by a thread that waits for the GIL until its end."""
+    """This thread, which needs the GIL, sees half of a copy only if the copy releases it."""
     pages = np.ones(64 << 20, dtype=np.uint8)
     copies = np.zeros_like(pages)
     offsets = np.arange(0, len(pages), 4096, dtype=np.int64)

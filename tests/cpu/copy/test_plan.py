@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vectorised plan against an oracle that places every byte by the layout's definition."""
+"""The vectorised plan against an oracle that maps every byte by the layout's definition."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order and endings of the copy queue, with gates instead of sleeps."""
+"""Order and results of the transfer queue, with gates instead of sleeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def extent(slots: set[int], gpu_blocks: set[int]) -> Extent:
 
 
 class Gate:
-    """A job that says when it runs and ends when it is let."""
+    """A job that signals when it runs, and ends when the test lets it."""
 
     def __init__(self, log: list[str], name: str, num_bytes: int = 5) -> None:
         self.running, self.go = threading.Event(), threading.Event()
@@ -156,7 +156,7 @@ def test_shutdown_waits_for_what_runs_and_fails_the_rest() -> None:
     assert ends(queue, LOAD) == {9: False}
 
 
-def test_many_jobs_on_few_blocks_end_once_each_in_an_order_none_can_tell(queue: TransferQueue) -> None:
+def test_many_jobs_on_few_blocks_end_once_each_as_if_one_after_another(queue: TransferQueue) -> None:
     """Stores append to a slot's history and loads copy it: the outcome must equal running the jobs one by one."""
     slots: dict[int, list[int]] = {slot: [] for slot in range(3)}
     blocks: dict[int, list[int]] = {block: [block] for block in range(3)}
@@ -181,5 +181,5 @@ def test_many_jobs_on_few_blocks_end_once_each_in_an_order_none_can_tell(queue: 
             copy(expected_slots, slot, expected_blocks, block, job)().parts[0]()
     queue.wait(range(300))
     assert (slots, blocks) == (expected_slots, expected_blocks)
-    told = [result.job_id for direction in Direction for result in queue.take_finished(direction)]
-    assert sorted(told) == list(range(300))
+    ended = [result.job_id for direction in Direction for result in queue.take_finished(direction)]
+    assert sorted(ended) == list(range(300))

@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.sizes import by_size
 
 from kvoffload.cpu.policies.arc import ARCCachePolicy
 from kvoffload.testing import CachePolicyContract, PolicyDriver, key, keys
@@ -100,7 +101,7 @@ def test_single_accesses_are_the_papers(capacity: int, trace: list[int]) -> None
 def test_a_long_mixed_trace_is_the_papers() -> None:
     rng = random.Random(3)
     trace: list[int] = []
-    while len(trace) < 20_000:
+    while len(trace) < by_size(quick=5_000, thorough=20_000):
         if rng.random() < 0.1:
             start = rng.randrange(200)
             trace += range(start, start + 60)  # a scan

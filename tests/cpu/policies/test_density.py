@@ -8,6 +8,7 @@ from itertools import pairwise, zip_longest
 
 import numpy as np
 import pytest
+from tests.sizes import by_size
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
@@ -235,7 +236,7 @@ def test_a_prefix_is_never_outlived_by_its_tail() -> None:
     cache = Cache(DensityCachePolicy(capacity), capacity)
     paths = [[100 * path + step for step in range(generator.randrange(2, 12))] for path in range(80)]
     broken = 0
-    for _ in range(3000):
+    for _ in range(by_size(quick=1000, thorough=3000)):
         path = paths[min(int(generator.expovariate(0.04)), 79)]
         cache.use(path[: generator.randrange(1, len(path) + 1)])
         broken += sum(later in cache and earlier not in cache for p in paths for earlier, later in pairwise(p))
@@ -368,10 +369,11 @@ class TestHitDensity:
         assert found[1, 0] == pytest.approx(found[0, 0], rel=0.05)
 
     def test_follows_a_bounded_number_of_keys(self) -> None:
-        model = HitDensity(100_000)
+        num_blocks = by_size(quick=20_000, thorough=100_000)
+        model = HitDensity(num_blocks)
         block = BlockStatus(0)
         block.policy_state = Chunk(1)
-        for now in range(1, 3_000_000):
+        for now in range(1, 30 * num_blocks):
             block.key = key(now)
             model.used([block.key], [block], now)
         assert 4000 < len(model._samples) <= 4097

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A spec from outside, named in the configuration: host memory whose answers can be put off."""
+"""A spec from outside the package, named in the configuration: host memory whose answers can be deferred."""
 
 from __future__ import annotations
 

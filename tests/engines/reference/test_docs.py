@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of docs/reference-engine.md runs as it stands there."""
+"""The code in docs/reference-engine.md runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of the device's KV cache against a plain record of what every block holds."""
+"""The device's KV cache against a plain record of every block's content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nothing(groups: int) -> PrefixHit:
 
 
 def needed(window: int | None, num_tokens: int) -> range:
-    """The blocks that a token after ``num_tokens`` attends to: by listing its keys, one by one."""
+    """The blocks to which a token after ``num_tokens`` attends, by listing its keys one by one."""
     keys = [key for key in range(num_tokens) if window is None or key > num_tokens - window]
     blocks = {key // BLOCK for key in keys}
     return range(min(blocks, default=num_tokens // BLOCK), num_tokens // BLOCK)
@@ -126,9 +126,9 @@ def test_what_is_found_is_what_was_computed_and_no_longer_prefix_exists(seed: in
 
 
 def compute(cache: KVCache, contents: list[dict[int, bytes]], request: Request, start: int, stop: int) -> None:
-    for held, table in zip(contents, cache.table(request), strict=True):
+    for content, table in zip(contents, cache.table(request), strict=True):
         for index in range(start // BLOCK, -(-stop // BLOCK)):
-            held[table[index]] = request.block_hashes[index] if (index + 1) * BLOCK <= stop else b"partial"
+            content[table[index]] = request.block_hashes[index] if (index + 1) * BLOCK <= stop else b"partial"
     request.num_computed_tokens = stop
     cache.name_computed(request)
 
@@ -140,9 +140,9 @@ def check_hit(
     request: Request,
     hit: PrefixHit,
 ) -> None:
-    for group, held, table in zip(groups, contents, hit.block_ids, strict=True):
+    for group, content, table in zip(groups, contents, hit.block_ids, strict=True):
         for index in needed(group.sliding_window_tokens, hit.num_tokens):
-            assert held[table[index]] == request.block_hashes[index]
+            assert content[table[index]] == request.block_hashes[index]
     for blocks in range(hit.num_tokens // BLOCK + 1, (request.num_tokens - 1) // BLOCK + 1):
         found = [
             pool.find(request.block_hashes[index]) is not None

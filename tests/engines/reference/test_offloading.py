@@ -24,7 +24,7 @@ def config(**more: Any) -> OffloadingConfig:
 
 
 def chat(engine: Engine, conversations: int = 5, turns: int = 3, seed: int = 0) -> list[list[int]]:
-    """Interleaved multi-turn conversations; the tokens of every turn. Far more than ``OPTIONS`` holds on the device."""
+    """Interleaved multi-turn conversations, far larger than the device's pool. Returns the tokens of every turn."""
     rng = random.Random(seed)
     histories = random_prompts(conversations, 14, 22, seed)
     outputs = []
@@ -99,7 +99,7 @@ def test_preemption_goes_together_with_offloading() -> None:
 
 
 class Flaky(OffloadingHandler):
-    """A real handler of which some transfers fail: loads after scribbling over what they were to fill."""
+    """A real handler whose transfers fail now and then. A failing load first overwrites its GPU blocks with garbage."""
 
     def __init__(self, inner: OffloadingHandler, engine: Engine, rng: random.Random, share: float) -> None:
         self._inner, self._engine, self._rng, self._share = inner, engine, rng, share

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who goes first, who waits for what, and what the connector is told of it."""
+"""Which requests go first, which wait, and the steps that the connector gets."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ ONE = SamplingParams(max_tokens=1)
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[EngineStep]:
-    """What the connector was told, step by step."""
-    told: list[EngineStep] = []
+    """The steps that the connector gets."""
+    steps: list[EngineStep] = []
     build = OffloadingConnectorScheduler.build_connector_meta
     monkeypatch.setattr(
         OffloadingConnectorScheduler,
         "build_connector_meta",
-        lambda self, step: (told.append(step), build(self, step))[1],
+        lambda self, step: (steps.append(step), build(self, step))[1],
     )
-    return told
+    return steps
 
 
-def test_a_request_that_is_told_to_wait_holds_up_nobody() -> None:
+def test_a_request_that_must_wait_delays_no_other() -> None:
     first, second, third = random_prompts(3, 20, 20)
     with Engine(tiny_model("llama"), OPTIONS, CONFIG) as engine:
         manager = engine._spec.get_manager()  # type: ignore[union-attr]

@@ -37,9 +37,9 @@ class Plan:
     refuse_to_start: float = 0.0
     """Transfers that raise when they are started."""
     lag_polls: int = 0
-    """Results are withheld for up to so many polls."""
+    """Results are withheld for up to this many polls."""
     corrupt_loads: int = 0
-    """So many next loads succeed with wrong bytes in their first GPU block."""
+    """This many of the next loads succeed with wrong bytes in their first GPU block."""
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def happens(self, probability: float) -> bool:

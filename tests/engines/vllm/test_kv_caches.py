@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout an engine may hand over, checked by writing through the engine's tensors and reading through ours."""
+"""Every layout an engine may have, checked by writing through the engine's tensors and reading through ours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's configuration in, our layout or a reason out.
+"""From vLLM's configuration to our layout, or to a refusal with its reason.
 
 Plain objects stand in for vLLM's configuration, whose attributes ``test_interface`` checks; KV groups are vLLM's own
 classes, so those tests run in the lane.

@@ -24,8 +24,8 @@ from tests.engines.vllm.prompts import BLOCK_TOKENS, NEW_TOKENS, Prompt, long_pr
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-PLACES = 200
-"""In the CPU tier: six of the eight prompts, so that blocks are also removed."""
+CPU_SLOTS = 200
+"""The CPU tier has room for six of the eight prompts, so that blocks are also removed."""
 BLOCK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
 
 
@@ -62,7 +62,7 @@ class Server:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.events = f"ipc://{directory / 'events'}"
         self.log = directory / "server.log"
-        extra = {"cpu_bytes_to_use": PLACES * BLOCK_BYTES, "self_describing_kv_events": True}
+        extra = {"cpu_bytes_to_use": CPU_SLOTS * BLOCK_BYTES, "self_describing_kv_events": True}
         command = [
             *(str(Path(sys.executable).with_name("vllm")), "serve", model),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
@@ -177,7 +177,7 @@ def ask(client: Any, prompt: Prompt) -> tuple[list[int], int]:
 
 
 def first_events(subscriber: Subscriber, client: Any) -> list[dict[str, Any]]:
-    """Asks small things until an event arrives: a subscription takes a moment, and nothing tells when it stands."""
+    """Sends small requests until an event arrives: nothing signals when the subscription is ready."""
     for n in range(40):
         ask(client, Prompt(f"small{n}", random_tokens(9000 + n, BLOCK_TOKENS)))
         if events := subscriber.receive(250):
@@ -221,7 +221,7 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
     assert metrics["hit_tokens"] >= 3 * 992  # of the last prompts, one may have been on the device still
     assert metrics["load_jobs|ok"] >= 3
     assert metrics["store_jobs|ok"] > 0
-    assert metrics["primary_blocks"] == PLACES
+    assert metrics["primary_blocks"] == CPU_SLOTS
     assert metrics["primary_blocks_evicted"] > 0
     assert metrics["jobs_in_flight"] == 0
 

@@ -18,7 +18,7 @@ PAGE_BYTES = 2 * 32 * 2 * 64 * 4
 
 
 def assert_idle(state: dict[str, Any]) -> None:
-    """Nothing leaked: no job, no request, no pinned slot, no GPU block still held."""
+    """Nothing leaked: no job, request, pinned slot or GPU block is left."""
     assert {name: value for name, value in state.items() if name != "used_blocks"} == {
         "jobs": 0,
         "requests": 0,
@@ -64,7 +64,8 @@ def test_failures_cost_a_recomputation_and_corruption_would_be_noticed(
 ) -> None:
     seen = run_child("faults", model=llama.path, extra=EXTRA)
 
-    # One GPU block with wrong bytes, told as a success: the comparison sees it. So it would see anything below.
+    # One GPU block with wrong bytes, reported as a success: the comparison notices it. So it would notice all that
+    # follows.
     assert llama_baseline.wrong(seen["corrupted"]) == ["long0"]
     for wave in seen["waves"]:
         assert llama_baseline.wrong(wave["answers"]) == []
@@ -106,7 +107,7 @@ def test_hybrid_model(gemma: SmallModel, gemma_baseline: Baseline) -> None:
 
 
 def test_two_ranks_share_every_block(llama: SmallModel, llama_baseline: Baseline) -> None:
-    """Each rank's heads go to its slice of the row; what rank 1 fails is recomputed on both."""
+    """Each rank's heads go to its slice of the slot; what rank 1 fails is recomputed on both."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "KVOFFLOAD_TEST_FAULTS": "1:0.3"}
     seen = run_child("two_ranks", model=llama.path, extra=EXTRA, environment=environment)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a paged KV cache, in the place where transformers' models call theirs.
+"""Attention over a paged KV cache, registered with transformers as an attention function for its models.
 
-transformers hands every extra keyword argument of a model's forward down to the attention function that is
-registered under the model's ``attn_implementation``. That is how a layer finds this step's ``PagedStep``. The
-step's tokens are packed into one row, request after request, so a batch needs no padding.
+transformers passes every extra keyword argument of a model's forward down to the attention function that the model's
+``attn_implementation`` names. That is how a layer gets this step's ``PagedStep``. The step's tokens are packed into one
+row, request after request, so that a batch needs no padding.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ ATTENTION_NAME = "kvoffload_paged"
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the tokens of one request attend to, in one group."""
+    """The tokens that one request's tokens attend to, in one group."""
 
     first: int
     stop: int
-    """Its tokens in the packed row: ``first:stop``."""
+    """The request's tokens are ``first:stop`` of the packed row."""
     blocks: torch.Tensor
     """GPU blocks to gather, int64."""
     skip: int
     length: int
-    """Of the gathered tokens, ``skip:skip + length`` are the context; the last of them is the row's last token."""
+    """Of the gathered tokens, ``skip:skip + length`` are the context. The last of them is the request's last token."""
     mask: torch.Tensor | None
-    """(tokens, context) bool; ``None`` where each token sees the whole context."""
+    """(tokens, context) bool, or ``None`` if each token attends to the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,14 @@ class GroupStep:
     """(num_blocks, 2, layers, block_tokens, kv_heads, head_dim): keys at 0, values at 1."""
     write_blocks: torch.Tensor
     write_offsets: torch.Tensor
-    """Where the keys and values of each packed token go."""
+    """GPU block, and position in it, for the keys and values of each packed token."""
     contexts: tuple[Context, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
+    """What ``paged_attention`` needs in one step."""
+
     groups: tuple[GroupStep, ...]
     layer_positions: Sequence[LayerPosition]
     """By layer of the model."""
@@ -65,7 +67,7 @@ def plan_step(
     windows: Sequence[int | None],
     layer_positions: Sequence[LayerPosition],
 ) -> PagedStep:
-    """The tensors all layers share in one step. ``windows`` by group, in tokens."""
+    """The tensors that all layers share in one step. ``windows`` by group, in tokens."""
     groups = []
     for index, (pool, window) in enumerate(zip(pools, windows, strict=True)):
         blocks: list[int] = []
@@ -92,7 +94,7 @@ def plan_step(
 def _context(
     table: Sequence[int], block_tokens: int, first: int, start: int, stop: int, window: int | None, device: torch.device
 ) -> Context:
-    """For the tokens at positions ``start:stop`` of a request, packed from ``first`` on."""
+    """The context of a request's tokens ``start:stop``, which are packed from ``first`` on."""
     oldest = 0 if window is None else max(0, start - window + 1)
     first_block = oldest // block_tokens
     blocks = torch.tensor(table[first_block : -(-stop // block_tokens)], device=device)
@@ -117,8 +119,11 @@ def paged_attention(
     paged_step: PagedStep,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``query`` (1, heads, tokens, head_dim), ``key`` and ``value`` (1, kv_heads, tokens, head_dim), positions applied.
-    Writes the new keys and values first, then attends. Returns (1, tokens, heads, head_dim)."""
+    """Writes the new keys and values to the pool, then attends. Returns (1, tokens, heads, head_dim).
+
+    ``query`` is (1, heads, tokens, head_dim), ``key`` and ``value`` are (1, kv_heads, tokens, head_dim), all with
+    positions applied.
+    """
     layer = paged_step.layer_positions[int(module.layer_idx)]  # type: ignore[arg-type]
     group = paged_step.groups[layer.group]
     keys, values = group.pool[:, 0, layer.index], group.pool[:, 1, layer.index]
@@ -143,5 +148,5 @@ def _gather(pages: torch.Tensor, context: Context) -> torch.Tensor:
     return tokens[context.skip : context.skip + context.length].transpose(0, 1)[None]
 
 
-# No mask function is registered under the name: transformers then builds none, and ours come with the step.
+# No mask function is registered under the name, so transformers builds no mask. The step brings its own.
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

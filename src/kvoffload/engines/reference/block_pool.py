@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU blocks of one KV group: who uses them, what they hold, and which free one to overwrite next."""
+"""The GPU blocks of one KV group: their users, their content, and which free one to overwrite next."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Ids 0 … ``num_blocks`` - 1. A block is used (reference count above 0) or free; a free one keeps its content,
-    and can be found by its hash, until it is taken for something else: least recently freed first."""
+    """Block ids from 0 to ``num_blocks`` - 1. A block is used (its reference count is above 0) or free.
+
+    A free block keeps its content, and can be found by its hash, until it is taken for other content. The least
+    recently freed block is taken first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._references = [0] * num_blocks
@@ -29,14 +32,14 @@ class BlockPool:
         return len(self._free)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block that holds this content."""
+        """The block with this content."""
         return self._block_of.get(block_hash)
 
     def is_free(self, block: int) -> bool:
         return self._references[block] == 0
 
     def take(self, count: int) -> list[int]:
-        """``count`` free blocks, whose content is forgotten. The caller has looked at ``num_free``."""
+        """Takes ``count`` free blocks, and forgets their content. There must be enough (``num_free``)."""
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -46,14 +49,15 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more user for each of these, free or not."""
+        """Adds a user to each of these blocks, free or not."""
         for block in blocks:
             if not self._references[block]:
                 del self._free[block]
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less. The tail is freed first, hence overwritten first: it is worth nothing without the head."""
+        """Removes a user from each of these blocks. The tail is freed first, and so overwritten first: it is worth
+        nothing without the head."""
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was released too often"
@@ -61,13 +65,13 @@ class BlockPool:
                 self._free[block] = None
 
     def name(self, block: int, block_hash: bytes) -> None:
-        """``block`` now holds this content. Of two blocks with the same content the first stays the one to be found."""
+        """Records the content of ``block``. If another block has the same content already, ``find`` keeps that one."""
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def forget_all(self) -> None:
-        """No content can be found any more; users keep their blocks."""
+        """Forgets all content. Users keep their blocks."""
         self._block_of.clear()
         self._hash_of.clear()
 
@@ -77,7 +81,7 @@ class BlockPool:
             del self._block_of[block_hash]
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
-        """For tests. ``tables`` are the block tables of all requests that have one."""
+        """For tests. ``tables`` are the block tables of all requests."""
         users = Counter(block for table in tables for block in table if block != NO_BLOCK)
         assert self._references == [users[block] for block in range(len(self._references))]
         assert set(self._free) == {block for block, count in enumerate(self._references) if not count}

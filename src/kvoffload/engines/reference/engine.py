@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference engine: a scheduler, a worker and, between either and kvoffload, one half of the connector."""
+"""The reference engine: a scheduler and a worker, each with its side of kvoffload's connector."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EngineOptions:
     """GPU blocks of each KV group."""
     block_tokens: int = 16
     max_batch_tokens: int = 512
-    """Tokens computed per step at most: longer prompts are prefilled in chunks."""
+    """The most tokens that a step computes. Longer prompts are prefilled in chunks."""
     max_requests: int = 16
     prefix_caching: bool = True
 
@@ -53,8 +53,8 @@ class EngineOptions:
 class Engine:
     """Serves a transformers causal LM, step by step, on the caller's thread.
 
-    With ``offloading`` (and prefix caching) finished blocks are copied to the primary tier and come back when the
-    device no longer holds them. ``shutdown`` (or ``with``) releases what that takes.
+    With ``offloading`` (and prefix caching), full blocks are copied to the primary tier, and loaded from there when the
+    device no longer has them. ``shutdown`` (or ``with``) releases the memory and threads for that.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class Engine:
         cache_salt: str = "",
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> Request:
-        """Queues a request; its tokens appear in ``Request.output_token_ids`` as ``step`` is called."""
+        """Queues a request. Each ``step`` may append to its ``Request.output_token_ids``."""
         sampling = sampling or SamplingParams()
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ConfigError(f"There is a request {request_id!r} already; choose another id.")
         if not prompt_token_ids:
             raise ConfigError("A prompt needs at least one token.")
-        # The last token's keys and values are never needed.
+        # Nothing attends to the last token, so it needs no keys and values.
         most = len(prompt_token_ids) + sampling.max_tokens - 1
         room = self.options.num_blocks * self.options.block_tokens
         if most > room:
@@ -139,7 +139,7 @@ class Engine:
         return request
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at whatever stage; one that has ended or never was is ignored."""
+        """Ends a request at any stage. Ignores requests that have ended, and unknown ids."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, State.ABORTED)
@@ -153,8 +153,10 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ steps
 
     def step(self) -> list[Request]:
-        """Schedules, computes and collects once. Returns the requests that finished. Never waits for a transfer,
-        except for one whose GPU blocks are needed again."""
+        """Schedules, computes and collects results once. Returns the requests that finished.
+
+        Waits for a transfer only if its GPU blocks are needed again.
+        """
         plan = self._scheduler.schedule()
         if self._connector is not None and self._worker is not None:
             meta: ConnectorMeta = self._connector.build_connector_meta(plan.for_connector)
@@ -167,7 +169,7 @@ class Engine:
             finished = self._compute(plan)
             self._finish(finished)
         if not plan.scheduled:
-            time.sleep(_PAUSE_S)  # only transfers are under way: leave them the processor
+            time.sleep(_PAUSE_S)  # only transfers run: leave them the processor
         return finished
 
     def _compute(self, plan: StepPlan) -> list[Request]:
@@ -176,7 +178,7 @@ class Engine:
         tokens = iter(self._runner.sample(plan.scheduled, self._runner.compute(plan.scheduled)))
         finished = []
         for each in plan.scheduled:
-            yields_token = each.yields_token  # of before the token is appended
+            yields_token = each.yields_token  # false once the token is appended
             self._scheduler.advance(each)
             if yields_token:
                 token = next(tokens)
@@ -200,17 +202,17 @@ class Engine:
         while self.has_requests or (self._connector is not None and self._connector.has_pending_work()):
             self.step()
 
-    # ------------------------------------------------------------------------------------------------ whole
+    # --------------------------------------------------------------------------------------- the whole engine
 
     def reset_cache(self, *, device: bool = True, offloaded: bool = True) -> None:
-        """Forgets cached blocks on the device, below it, or both. Requests that run keep what they use."""
+        """Forgets cached blocks on the device, offloaded ones, or both. Running requests keep the blocks they use."""
         if device:
             self._kv_cache.forget_all()
         if offloaded and self._connector is not None:
             self._connector.reset_cache()
 
     def shutdown(self) -> None:
-        """Waits for transfers and releases everything. Idempotent; the engine must not be used afterwards."""
+        """Waits for transfers and releases everything. Idempotent. The engine cannot be used afterwards."""
         if self._worker is not None:
             self._worker.shutdown()
         if self._connector is not None:
@@ -219,7 +221,7 @@ class Engine:
             self._spec.shutdown()
 
     def check_invariants(self) -> None:
-        """For tests: everything that must hold between two steps."""
+        """For tests: asserts everything that must hold between two steps."""
         self._scheduler.check_invariants()
         if self._connector is not None:
             self._connector.check_invariants()

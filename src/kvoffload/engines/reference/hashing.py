@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix-chained block hashes: the identity of a block's content, the same in every process and on every machine."""
+"""Prefix-chained block hashes: they identify a block's content, and are the same in every process and on every
+machine."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def root_hash(cache_salt: str = "") -> bytes:
 
 
 def extend_block_hashes(hashes: list[bytes], root: bytes, tokens: Sequence[int], block_tokens: int) -> None:
-    """Appends the hashes of the blocks of ``tokens`` that became full since the last call; 32 bytes each.
+    """Appends the hashes, of 32 bytes, of the blocks of ``tokens`` that became full since the last call.
 
     A hash covers its block's tokens and, through its parent's hash, all tokens before them.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The books of the device's KV cache: block tables of requests over the pools of all groups, and prefix hits."""
+"""The device's KV cache: block tables of requests over the pools of all groups, and prefix hits."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["KVCache", "PrefixHit"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A prefix that the device holds: its length, and by group the block table that covers it."""
+    """A prefix in the device's cache: its length, and its block table by group."""
 
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
 
 
 class KVCache:
-    """Every group has a pool of its own with ``num_blocks`` blocks; all groups have the same ``block_tokens``.
+    """Every group has its own pool of ``num_blocks`` blocks. All groups have the same ``block_tokens``.
 
-    A sliding-window group has ``NO_BLOCK`` in its table where a *hit* did not bring what lies before its window.
-    Blocks that leave the window while a request runs are kept until it ends: simpler, and only memory.
+    The table of a sliding-window group has ``NO_BLOCK`` for blocks before the window that a *hit* did not need. Blocks
+    that leave the window while a request runs are kept until it ends: that is simpler, and costs only memory.
     """
 
     def __init__(self, groups: tuple[KVGroupLayout, ...], num_blocks: int, prefix_caching: bool = True) -> None:
@@ -44,7 +44,7 @@ class KVCache:
         return tuple(tuple(table) for table in self._tables[request.request_id])
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest prefix on the device, in whole blocks and short of the last token, which must be computed."""
+        """The longest prefix on the device, in whole blocks, without the last token, which must be computed."""
         most = (request.num_tokens - 1) // self._block_tokens if self._prefix_caching else 0
         hashes = request.block_hashes[:most]
         for pool, group in zip(self._pools, self._groups, strict=True):
@@ -61,20 +61,23 @@ class KVCache:
         return PrefixHit(0, tuple(() for _ in self._groups))
 
     def _window(self, group: int, hashes: list[bytes]) -> tuple[int, ...] | None:
-        """The table of one group for this prefix, if it holds all that a continuation needs."""
+        """The table of one group for this prefix, or ``None`` if a block that a continuation needs is missing."""
         first = self._first_needed_block(group, len(hashes) * self._block_tokens)
         found = [self._pools[group].find(name) for name in hashes[first:]]
         blocks = [block for block in found if block is not None]
         return (*[NO_BLOCK] * first, *blocks) if len(blocks) == len(found) else None
 
     def _first_needed_block(self, group: int, num_tokens: int) -> int:
-        """The block with the first token that the token after ``num_tokens`` may attend to."""
+        """The block of the first token to which the token after ``num_tokens`` attends."""
         window = self._groups[group].sliding_window_tokens
         return 0 if window is None else max(0, num_tokens - window + 1) // self._block_tokens
 
     def admit(self, request: Request, hit: PrefixHit, loaded_tokens: int, num_tokens: int) -> bool:
-        """Gives the request a table: the hit's blocks, then fresh ones for ``num_tokens`` in all, of which a load will
-        fill those up to ``loaded_tokens``. ``False``, with nothing changed, if a pool has too few."""
+        """Gives the request a table for ``num_tokens``: the hit's blocks, then fresh ones.
+
+        A load will fill the fresh ones up to ``loaded_tokens``. Returns ``False``, with nothing changed, if a pool has
+        too few free blocks.
+        """
         plans = []
         for group, (pool, own) in enumerate(zip(self._pools, hit.block_ids, strict=True)):
             holes = 0
@@ -94,8 +97,10 @@ class KVCache:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
-        """Fresh blocks, by group, so that the request has room for ``num_tokens`` in all; ``None``, with nothing
-        changed, if a pool has too few."""
+        """Adds blocks until the request has room for ``num_tokens``, and returns the new ones by group.
+
+        Returns ``None``, with nothing changed, if a pool has too few free blocks.
+        """
         tables = self._tables[request.request_id]
         count = max(0, -(-num_tokens // self._block_tokens) - len(tables[0]))
         if any(pool.num_free < count for pool in self._pools):
@@ -106,7 +111,7 @@ class KVCache:
         return fresh
 
     def name_computed(self, request: Request) -> None:
-        """Full blocks whose tokens are computed can be found by other requests from now on."""
+        """Lets other requests find the full blocks of computed tokens."""
         first, stop = self._named[request.request_id], request.num_computed_tokens // self._block_tokens
         if not self._prefix_caching or stop <= first:
             return
@@ -117,7 +122,7 @@ class KVCache:
         self._named[request.request_id] = stop
 
     def release(self, request: Request) -> None:
-        """The request gives its blocks back; what they hold can still be found."""
+        """Releases the request's blocks. Their content can still be found."""
         tables = self._tables.pop(request.request_id)
         del self._named[request.request_id]
         for pool, table in zip(self._pools, tables, strict=True):
@@ -128,7 +133,7 @@ class KVCache:
             pool.forget_all()
 
     def check_invariants(self, request_ids: set[str] | None = None) -> None:
-        """For tests: every block has as many users as tables name it, and only ``request_ids`` have tables."""
+        """For tests: reference counts equal the tables, and exactly ``request_ids`` have tables."""
         assert request_ids is None or request_ids == set(self._tables) == set(self._named)
         for group, pool in enumerate(self._pools):
             pool.check_invariants(tables[group] for tables in self._tables.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformers configuration says about the KV cache: its groups, its page sizes, its identity."""
+"""From a transformers configuration to the layout of the KV cache: groups, page sizes, identity."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from kvoffload.errors import LayoutError
 __all__ = ["FAMILIES", "KVShape", "LayerPosition", "engine_layout", "fingerprint", "kv_shape"]
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""``model_type``s whose attention is the plain kind that ``attention.py`` computes, each checked by a test."""
+"""``model_type``s whose attention ``attention.py`` computes. A test checks each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPosition:
-    """Where a layer's keys and values lie."""
+    """Where a layer's keys and values lie: the KV group, and the index among the layers of that group."""
 
     group: int
     index: int
-    """Among the layers of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV cache of a model. Layers with the same window form a group; full attention comes first."""
+    """The KV cache of a model. Layers with the same window form a group; full attention is the first."""
 
     windows: tuple[int | None, ...]
     """By group: the sliding window in tokens, or ``None`` for full attention."""
@@ -46,7 +45,7 @@ class KVShape:
 
 
 def kv_shape(config: Any) -> KVShape:
-    """Reads a transformers configuration. Raises ``LayoutError`` for families this engine does not compute."""
+    """Reads a transformers configuration. Raises ``LayoutError`` for families that this engine cannot compute."""
     if config.model_type not in FAMILIES:
         raise LayoutError(
             f"The reference engine runs {', '.join(FAMILIES)}; {config.model_type!r} is another family, "
@@ -75,7 +74,7 @@ def _window(config: Any, layer: int) -> int | None:
 
 
 def engine_layout(shape: KVShape, block_tokens: int, dtype: torch.dtype, identity: dict[str, str]) -> EngineLayout:
-    """The record both halves of the connector are built from. One worker, stable hashes."""
+    """The layout from which both sides of the connector are made. One worker, stable hashes."""
     token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     groups = tuple(
         KVGroupLayout(
@@ -95,7 +94,7 @@ def engine_layout(shape: KVShape, block_tokens: int, dtype: torch.dtype, identit
 
 
 def fingerprint(config: Any, parameters: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Names a model by what it is rather than by where it was found: its configuration and a sample of each weight."""
+    """Identifies a model by its configuration and a sample of each weight, wherever it was loaded from."""
     digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
     for name, parameter in parameters:
         sample = parameter.detach().flatten()[:256].float().cpu().numpy().tobytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models to serve: a random Llama made on the spot, or any supported one from a folder or the hub."""
+"""Models to serve: a random Llama, or any supported model from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def build_random_model(
 ) -> Any:
     """A float32 Llama with random weights, the same for the same arguments. Needs no network.
 
-    The weights are scaled so that the next token depends on the context, not on the last token alone: attention is
-    sharper, and its output larger next to the embeddings, than with the usual initialisation. A single wrong block
-    then changes the tokens, while rounding (different batches and chunks) stays far below the logits' distances.
+    The weights are scaled so that the next token depends on the context, not on the last token alone. Attention is
+    sharper than with the usual initialisation, and its output is larger next to the embeddings. So a single wrong block
+    changes the tokens, while rounding (other batches, other chunks) stays far below the differences between logits.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +56,7 @@ def build_random_model(
         model = LlamaForCausalLM(config)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
-                # Each matrix keeps the size of what it is given, times the gain of its place.
+                # Each matrix keeps the size of its input, times the gain of its role.
                 gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
                 parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5)
         model.model.embed_tokens.weight.normal_(0.0, 1.0)
@@ -68,7 +68,7 @@ _GAINS = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "down_proj": 0.7}
 
 
 def load_model(path_or_id: str, *, dtype: str = "float32", device: str = "cpu") -> Any:
-    """A causal LM from a folder or the hub. Raises ``ConfigError`` where it cannot be had or is not supported."""
+    """A causal LM from a folder or the hub. Raises ``ConfigError`` if it cannot be loaded or is not supported."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if dtype not in _DTYPES:
@@ -85,7 +85,7 @@ def load_model(path_or_id: str, *, dtype: str = "float32", device: str = "cpu") 
 
 
 def use_paged_attention(model: Any) -> Any:
-    """Makes a transformers causal LM attend over the engine's KV pool. It no longer runs outside of the engine."""
+    """Makes a transformers causal LM attend over the engine's KV pool. It no longer runs outside the engine."""
     kv_shape(model.config)
     model.set_attn_implementation(ATTENTION_NAME)
     return model.eval()

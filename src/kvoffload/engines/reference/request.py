@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One generation request: what the client asked for, and how far it has come."""
+"""A generation request: what the client asked for, and its progress."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SamplingParams:
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_k: int = 0
-    """Choose among so many most likely tokens; 0 means all."""
+    """Choose among this many of the most likely tokens; 0 means all."""
     seed: int = 0
-    """Of this request's own random numbers: the same seed gives the same tokens, whatever else runs."""
+    """For this request's own random numbers: the same seed gives the same tokens, whatever else runs."""
     stop_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class State(Enum):
     WAITING = "waiting"
     """Has no GPU blocks."""
     LOADING = "loading"
-    """Has GPU blocks that a load is filling; computes nothing meanwhile."""
+    """Has GPU blocks that a load is filling, and computes nothing meanwhile."""
     RUNNING = "running"
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -48,9 +48,9 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Satisfies ``connector.EngineRequest``. Owned by the engine's scheduler; clients read it.
+    """Satisfies ``connector.EngineRequest``. The engine's scheduler owns it; clients only read it.
 
-    Of its tokens, the first ``num_computed_tokens`` have their keys and values on the device.
+    The keys and values of its first ``num_computed_tokens`` tokens are on the device.
     """
 
     request_id: str
@@ -65,11 +65,11 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     device_hit_tokens: int = 0
-    """At first admission: what the device's prefix cache held."""
+    """Found in the device's prefix cache at the first admission."""
     external_hit_tokens: int = 0
-    """At first admission: what offloaded blocks supplied beyond that."""
+    """Found in offloaded blocks beyond that, at the first admission."""
     margins: list[float] = field(default_factory=list, init=False)
-    """By generated token: how far the best logit was above the second best."""
+    """By generated token: the best logit minus the second best."""
     top_logits: list[float] = field(default_factory=list, init=False)
     """By generated token: the best logit."""
     arrival_s: float = field(default_factory=time.perf_counter)
@@ -107,7 +107,7 @@ class Request:
         return self.first_token_s - self.arrival_s
 
     def append(self, token: int, top_logit: float, margin: float) -> bool:
-        """Takes the next token in; whether it is the last."""
+        """Appends the next token. Returns whether it is the last."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter()
         self.tokens.append(token)
@@ -120,7 +120,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A request's part of one step."""
+    """One request in one step."""
 
     request: Request
     num_computed_tokens: int
@@ -128,7 +128,7 @@ class Scheduled:
     num_tokens: int
     """To compute in the step."""
     block_ids: BlockIds
-    """Its whole block tables, by group."""
+    """The request's whole block tables, by group."""
 
     @property
     def yields_token(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker: owns the model and the KV pool, runs forward passes, chooses tokens."""
+"""The worker: owns the model and the KV pools, runs forward passes, chooses tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ModelRunner", "Token"]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A chosen token, with the best logit and its distance to the second best."""
+    """A chosen token, with the best logit and the difference to the second best."""
 
     token_id: int
     top_logit: float
@@ -28,7 +28,7 @@ class Token:
 
 
 class ModelRunner:
-    """One device, one thread. A group's pool is one tensor in which a GPU block is one contiguous page of all its
+    """One device, one thread. The pool of a group is one tensor, in which a GPU block is one contiguous page of all
     layers, so that offloading copies large pieces."""
 
     def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_tokens: int) -> None:
@@ -41,7 +41,7 @@ class ModelRunner:
             for group in range(len(shape.windows))
         ]
         try:
-            # Zeroed, for the sake of reproducible failures; nothing reads what was not written.
+            # Zeroed so that failures are reproducible. Nothing reads what was not written.
             self.pools = tuple(torch.zeros(size, dtype=model.dtype, device=self._device) for size in sizes)
         except RuntimeError as exc:
             raise CapacityError(f"A KV pool of {num_blocks} blocks does not fit on {self._device}; use fewer.") from exc
@@ -57,8 +57,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
-        """Runs the model over the scheduled tokens, which fills their places in the pools. Returns float32 logits
-        (requests that yield a token, vocab), in order."""
+        """Runs the model over the scheduled tokens, which writes their keys and values to the pools.
+
+        Returns float32 logits, (requests that yield a token, vocab), in order.
+        """
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -72,7 +74,7 @@ class ModelRunner:
             input_ids=torch.tensor([ids], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
             use_cache=False,
-            # No request yields a token: one row that nobody reads, as an empty choice is not every model's strength.
+            # If no request yields a token, compute one row that nobody reads: not every model accepts an empty choice.
             logits_to_keep=torch.tensor(last or [0], device=self._device),
             paged_step=plan_step(scheduled, self.pools, self._shape.windows, self._shape.layer_positions),
         )
@@ -102,5 +104,5 @@ class ModelRunner:
         return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
     def forget(self, request: Request) -> None:
-        """The request ended."""
+        """Drops the state of a request that ended."""
         self._generators.pop(request.request_id, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: which requests compute how many tokens in the next step, and who waits for what."""
+"""Continuous batching: which requests compute how many tokens in the next step, and which ones wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Scheduler", "SchedulerCounts", "StepPlan"]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what the model computes, and the same told to the connector."""
+    """One step, as the model computes it and as the connector takes it."""
 
     scheduled: tuple[Scheduled, ...]
     for_connector: EngineStep
@@ -28,13 +28,14 @@ class StepPlan:
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Since the start. Prompt tokens are counted at a request's first admission."""
+    """Counts since the start. Prompt tokens are counted at a request's first admission."""
 
     prompt_tokens: int = 0
     device_hit_tokens: int = 0
     external_hit_tokens: int = 0
     computed_tokens: int = 0
-    """All that the model computed: prompts, generated tokens, and what preemptions and failed loads cost."""
+    """All tokens the model computed: of prompts, generated ones, and those repeated after preemptions and failed
+    loads."""
     preemptions: int = 0
     failed_loads: int = 0
     steps: int = 0
@@ -42,19 +43,21 @@ class SchedulerCounts:
 
 @dataclass(slots=True)
 class _Step:
-    """What is being decided."""
+    """The step that is being decided."""
 
     budget: int
+    """Tokens it may still compute."""
     scheduled: list[Scheduled] = field(default_factory=list)
-    told: list[ScheduledRequest] = field(default_factory=list)
+    for_connector: list[ScheduledRequest] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
 
 
 class Scheduler:
-    """First come, first served. Running requests go before waiting ones; when GPU blocks run out, the request
-    admitted last gives its own back and computes them anew later (or finds them in a cache).
+    """First come, first served. Running requests go before waiting ones.
 
-    A request that loads, or that the connector asks to wait, holds up nobody behind it.
+    When GPU blocks run out, the request admitted last is preempted: it gives up its blocks, and later finds them in a
+    cache or computes them again. A request that loads, or that the connector asks to wait, does not delay those behind
+    it.
     """
 
     def __init__(
@@ -69,9 +72,9 @@ class Scheduler:
         self._max_requests = max_requests
         self._connector = connector
         self._waiting: deque[Request] = deque()
-        self._loading: dict[str, tuple[Request, int]] = {}  # with the tokens it has once they are loaded
+        self._loading: dict[str, tuple[Request, int]] = {}  # with its computed tokens once they are loaded
         self._running: list[Request] = []
-        self._fresh_tables: set[str] = set()  # the connector has not heard of their tables in a step yet
+        self._fresh_tables: set[str] = set()  # no step has reported their tables to the connector yet
         self.counts = SchedulerCounts()
 
     def __repr__(self) -> str:
@@ -95,7 +98,7 @@ class Scheduler:
         if not step.preempted:
             self._admit_waiting(step)
         self.counts.steps += 1
-        return StepPlan(tuple(step.scheduled), EngineStep(tuple(step.told), frozenset(step.preempted)))
+        return StepPlan(tuple(step.scheduled), EngineStep(tuple(step.for_connector), frozenset(step.preempted)))
 
     def _schedule_running(self, step: _Step) -> None:
         position = 0
@@ -104,7 +107,7 @@ class Scheduler:
             count = min(step.budget, request.num_tokens - request.num_computed_tokens)
             fresh = self._kv_cache.grow(request, request.num_computed_tokens + count)
             if fresh is None:
-                # The victim is never in this step yet: requests are scheduled from the front of the list.
+                # The victim is not in this step yet: requests are scheduled from the front of the list.
                 self._preempt(self._running.pop(), step)
                 continue
             self._put(step, request, count, fresh)
@@ -160,14 +163,14 @@ class Scheduler:
         table = self._kv_cache.table(request)
         is_new = request.request_id in self._fresh_tables
         self._fresh_tables.discard(request.request_id)
-        told = table if is_new else fresh
+        new_blocks = table if is_new else fresh
         computed = request.num_computed_tokens
         step.scheduled.append(Scheduled(request, computed, count, table))
-        step.told.append(ScheduledRequest(request.request_id, told, computed, count, is_new))
+        step.for_connector.append(ScheduledRequest(request.request_id, new_blocks, computed, count, is_new))
         step.budget -= count
 
     def _count_admission(self, request: Request, times: int = 1) -> None:
-        """A request's first admission; ``times=-1`` takes it back, when what it promised failed to load."""
+        """Counts a request's first admission. ``times=-1`` takes that back, after its load has failed."""
         self.counts.prompt_tokens += times * request.num_prompt_tokens
         self.counts.device_hit_tokens += times * request.device_hit_tokens
         self.counts.external_hit_tokens += times * request.external_hit_tokens
@@ -175,21 +178,21 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------- after a step
 
     def advance(self, each: Scheduled) -> None:
-        """The tokens of one scheduled request have been computed."""
+        """Records that the tokens of one scheduled request have been computed."""
         each.request.num_computed_tokens += each.num_tokens
         self.counts.computed_tokens += each.num_tokens
         self._kv_cache.name_computed(each.request)
 
     def take_outcome(self, outcome: LoadOutcome) -> None:
-        """Loads that ended: their requests go on, or, after a failure, start over without what failed."""
+        """Continues the requests whose load ended. Those whose load failed start over, without what failed."""
         for request_id in outcome.loaded_request_ids:
             request, num_tokens = self._loading.pop(request_id)
             request.num_computed_tokens = num_tokens
             self._kv_cache.name_computed(request)
             self._run(request)
         for request_id in outcome.failed_loads:
-            # Nothing of the load is trusted. The connector remembers what failed, so the next admission makes
-            # progress; its device hit, if any, is found again.
+            # Nothing of the load is trusted. The connector remembers what failed, so the next admission makes progress.
+            # The device hit, if any, is found again.
             request, _ = self._loading.pop(request_id)
             self._kv_cache.release(request)
             self._fresh_tables.discard(request_id)
@@ -201,8 +204,10 @@ class Scheduler:
             self.counts.failed_loads += 1
 
     def end(self, request: Request, state: State) -> None:
-        """Finished or aborted, at any stage. Its GPU blocks are free at once: the connector fences those that a
-        transfer still uses."""
+        """Ends a request that finished or was aborted, at any stage.
+
+        Its GPU blocks are free at once: the connector fences those that a transfer still uses.
+        """
         match request.state:
             case State.WAITING:
                 self._waiting.remove(request)
