@@ -59,7 +59,7 @@ METRICS: dict[str, Metric] = _table(
         # connector
         Metric("lookup_tokens", _C, "Prompt tokens that the engine's own prefix cache did not have."),
         Metric("hit_tokens", _C, "Prompt tokens that offloaded blocks supplied, out of lookup_tokens."),
-        Metric("lookups_deferred", _C, "Lookups that told the engine to ask again in the next step."),
+        Metric("lookups_deferred", _C, "Lookups that asked the engine to come back in the next step."),
         Metric("load_jobs", _C, "Finished loads, by outcome.", ("outcome",)),
         Metric("store_jobs", _C, "Finished stores, by outcome.", ("outcome",)),
         Metric("load_bytes", _C, "Bytes copied from the primary tier to the device, summed over ranks."),

@@ -109,7 +109,7 @@ class Rig:
         self.tiers[tier].put(blocks, map(content, blocks))
 
     def finish(self, **how: Any) -> None:
-        """Ends every job of every tier, and lets the manager hear of it."""
+        """Ends every job of every tier, and has the manager take that in."""
         for tier in self.tiers:
             tier.finish(**how)
         self.step()
