@@ -76,8 +76,9 @@ def simulate(
     per_token = token_bytes(model, kv_bytes)
     if stretch <= 0:
         raise ConfigError(f"--stretch must be positive, not {stretch:g}.")
-    speeds = [parse_bytes(text, name) for text, name in ((load_speed, "--load-speed"),)]
-    speeds += [parse_bytes(disk_read_speed, "--disk-read-speed"), parse_bytes(disk_write_speed, "--disk-write-speed")]
+    load_bytes_per_s = parse_bytes(load_speed, "--load-speed")
+    disk_read_bytes_per_s = parse_bytes(disk_read_speed, "--disk-read-speed")
+    disk_write_bytes_per_s = parse_bytes(disk_write_speed, "--disk-write-speed")
     loaded = [load_one(trace, block_tokens, max_requests) for trace in traces]
     jobs: list[tuple[Trace, list[SimConfig]]] = []
     for trace in loaded:
@@ -94,9 +95,9 @@ def simulate(
                         policy=name,
                         store_threshold=store_threshold,
                         prefill_tokens_per_s=prefill_speed,
-                        load_bytes_per_s=speeds[0],
-                        disk_read_bytes_per_s=speeds[1],
-                        disk_write_bytes_per_s=speeds[2],
+                        load_bytes_per_s=load_bytes_per_s,
+                        disk_read_bytes_per_s=disk_read_bytes_per_s,
+                        disk_write_bytes_per_s=disk_write_bytes_per_s,
                         cascade=mode,
                     )
                     for name in policies

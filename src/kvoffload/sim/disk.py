@@ -129,9 +129,8 @@ class SimDisk(SecondaryTierManager):
         return bool(self._reads or self._writes or self._refused)
 
     def drain_jobs(self) -> None:
-        while (end_s := self.next_end_s()) is not None:
+        if (end_s := self.next_end_s()) is not None:
             self._clock.advance_to(end_s)
-            break
 
     def shutdown(self) -> None:
         self._reads.clear()

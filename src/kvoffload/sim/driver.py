@@ -117,27 +117,20 @@ class SimResult:
     def token_hit_rate(self) -> float:
         return (self.gpu_hit_tokens + self.cpu_hit_tokens + self.disk_hit_tokens) / max(self.input_tokens, 1)
 
-    @property
-    def offload_hit_rate(self) -> float:
-        """Blocks that host memory and disk added to those that the device had."""
-        return (self.cpu_hit_blocks + self.disk_hit_blocks) / max(self.accesses, 1)
-
 
 def simulate(
     trace: Trace,
     config: SimConfig,
     *,
     keys: Sequence[OffloadKey] | None = None,
-    progress: Callable[[int], object] | None = None,
     on_request: Callable[[int, int, int, int], object] | None = None,
 ) -> SimResult:
     """Replays ``trace`` on ``config``. The same input gives the same result, to the last bit.
 
-    ``keys``: ``trace.keys()``, to share it between replays. ``progress`` is called now and then with the accesses done
-    so far. ``on_request`` is called after each request with its index and the blocks that the device, host memory and
-    the disk supplied.
+    ``keys``: ``trace.keys()``, to share it between replays. ``on_request`` is called after each request with its index
+    and the blocks that the device, host memory and the disk supplied.
     """
-    return _Driver(trace, config, trace.keys() if keys is None else keys, progress, on_request).run()
+    return _Driver(trace, config, trace.keys() if keys is None else keys, on_request).run()
 
 
 class _Driver:
@@ -148,11 +141,9 @@ class _Driver:
         trace: Trace,
         config: SimConfig,
         keys: Sequence[OffloadKey],
-        progress: Callable[[int], object] | None,
         on_request: Callable[[int, int, int, int], object] | None,
     ) -> None:
-        self._trace, self._config, self._keys = trace, config, keys
-        self._progress, self._on_request = progress, on_request
+        self._trace, self._config, self._on_request = trace, config, on_request
         self._clock = VirtualClock()
         self._disk: SimDisk | None = None
         self._manager: OffloadingManager
@@ -192,12 +183,8 @@ class _Driver:
         )
 
     def run(self) -> SimResult:
-        reported = 0
-        for request, end in enumerate(self._trace.offsets[1:].tolist()):
+        for request in range(len(self._trace)):
             self._serve(request)
-            if self._progress is not None and end - reported > 20_000:
-                self._progress(end)
-                reported = end
         self._manager.shutdown()
         return self._result()
 

@@ -29,7 +29,7 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_runs
 from kvoffload.cpu.copy.queue import Extent
 
-__all__ = ["CudaHandler", "PinnedRegion", "make_cuda_handlers"]
+__all__ = ["PinnedRegion", "make_cuda_handlers"]
 
 logger = logging.getLogger(__name__)
 

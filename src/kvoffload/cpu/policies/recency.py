@@ -206,9 +206,7 @@ class Sweep:
         rank = self._base + len(self.victims) - len(self._ranks) + len(self._gaps)
         self._list.next_rank = rank + 1
         self._gaps.append(rank)
-        if block.pins:
-            self._list.skipped[key] = _Skipped(block, rank)
-        else:
-            skipped = self._list.skipped[key] = _Skipped(block, rank)
+        skipped = self._list.skipped[key] = _Skipped(block, rank)
+        if not block.pins:
             skipped.queued = True
             self._deferred.append((rank, key))
