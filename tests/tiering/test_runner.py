@@ -79,7 +79,7 @@ def test_too_few_outcomes_are_an_error(runner: TierRunner) -> None:
 
 
 def test_queues_are_served_in_order(clock: ManualClock) -> None:
-    runner, gate, order = TierRunner("one", 1, clock=clock), threading.Event(), []
+    runner, gate, order = TierRunner("one", 1, timeout_s=30, clock=clock), threading.Event(), []
 
     def task(queue: IoQueue, name: str) -> IoTask:
         def work(start: int, stop: int) -> list[bool]:
@@ -157,7 +157,7 @@ def test_an_overdue_slice_is_returned_once_and_stays_open(runner: TierRunner, cl
 
 
 def test_shutdown_returns_how_many_threads_hang(clock: ManualClock) -> None:
-    runner, gate = TierRunner("hung", 2, clock=clock), threading.Event()
+    runner, gate = TierRunner("hung", 2, timeout_s=30, clock=clock), threading.Event()
     begun = threading.Event()
     runner.submit(IoTask(IoQueue.LOAD, 1, lambda start, stop: [begun.set() or gate.wait()]), 1)
     begun.wait()

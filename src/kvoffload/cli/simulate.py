@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
-from kvoffload.sim.driver import SimConfig
+from kvoffload.sim.driver import PREFILL_TOKENS_PER_S, SimConfig
 from kvoffload.sim.kv_size import model_kv_bytes_per_token
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, table
@@ -52,8 +53,10 @@ def simulate(
     ] = None,
     store_threshold: Annotated[
         int, typer.Option(min=0, help="Store a block at the n-th request that asks for it.")
-    ] = 1,
-    prefill_speed: Annotated[float, typer.Option(help="Tokens that the device prefills per second.")] = 20_000.0,
+    ] = DEFAULTS.store_threshold,
+    prefill_speed: Annotated[
+        float, typer.Option(help="Tokens that the device prefills per second.")
+    ] = PREFILL_TOKENS_PER_S,
     load_speed: Annotated[str, typer.Option(help="Bytes loaded from host memory to the device per second.")] = "25GB",
     disk_read_speed: Annotated[str, typer.Option(help="Bytes read from disk per second.")] = "5GB",
     disk_write_speed: Annotated[str, typer.Option(help="Bytes written to disk per second.")] = "3GB",

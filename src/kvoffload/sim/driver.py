@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffload.base import OffloadingManager, OffloadKey
+from kvoffload.config import DEFAULTS
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.sim.device_cache import DeviceCache
@@ -33,7 +34,10 @@ from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
-__all__ = ["SimConfig", "SimResult", "simulate"]
+__all__ = ["PREFILL_TOKENS_PER_S", "SimConfig", "SimResult", "simulate"]
+
+PREFILL_TOKENS_PER_S = 20_000.0
+"""Default speed of prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class SimConfig:
     gpu_blocks: int = 0
     disk_blocks: int = 0
     policy: str = "lru"
-    store_threshold: int = 1
-    prefill_tokens_per_s: float = 20_000.0
+    store_threshold: int = DEFAULTS.store_threshold
+    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     load_bytes_per_s: float = 25e9
     load_latency_s: float = 50e-6
     disk_read_bytes_per_s: float = 5e9
@@ -57,7 +61,7 @@ class SimConfig:
     disk_latency_s: float = 200e-6
     chunk_tokens: int = 8192
     """Tokens prefilled between two offers of computed blocks."""
-    max_wait_s: float = 10.0
+    max_wait_s: float = DEFAULTS.max_wait_s
     """Seconds a request waits for promotions at most."""
     cascade: CascadeMode = "on_store"
     """When blocks are written to the disk."""

@@ -18,6 +18,7 @@ from kvoffload.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats, add_stats
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
@@ -57,9 +58,9 @@ class TieringOffloadingManager(OffloadingManager):
         primary_tier: CPUPrimaryTierOffloadingManager,
         secondary_tiers: Sequence[SecondaryTierManager] | None = None,
         *,
-        max_wait_s: float = 10.0,
-        claim_share: float = 0.75,
-        promotion_share: float = 0.75,
+        max_wait_s: float = DEFAULTS.max_wait_s,
+        claim_share: float = DEFAULTS.claim_share,
+        promotion_share: float = DEFAULTS.promotion_share,
         cascade: Sequence[CascadeMode] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -91,7 +91,7 @@ class TierRunner:
     """
 
     def __init__(
-        self, name: str, threads: int, *, timeout_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+        self, name: str, threads: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_threads = threads
         self._timeout_s = timeout_s
