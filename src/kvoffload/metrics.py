@@ -17,7 +17,7 @@ Sample = tuple[str, ...]
 """A metric's name, then its label values in the order of ``Metric.labels``."""
 
 Stats = dict[Sample, float]
-"""Values by sample, for example ``{("tier_hits", "fs"): 12}``."""
+"""Values by sample, for example ``{("tier_blocks_loaded", "fs"): 12}``."""
 
 
 class Kind(Enum):
