@@ -101,7 +101,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.on_request_finished(req_context)
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
-            return  # ended before, or never announced: a tier is informed of an end once, after a beginning
+            return  # it ended before, or was never announced: tiers are informed of each end once
         if self._promotions.queue:
             self._promotions.submit(request)
         self._waiting.end(request)
@@ -190,7 +190,7 @@ class TieringOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forgets every block of the primary tier; the tiers below keep theirs.
 
-        Tiers are drained first, each for as long as it is willing to wait. Slots that an unfinished job may still touch
+        Tiers are drained first, each until its own deadline. Slots that an unfinished job may still touch
         stay reserved until it ends.
         """
         for tier in self._tiers:
@@ -231,7 +231,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.shutdown()
 
     def check_invariants(self) -> None:
-        """Recomputes every book from scratch. For tests: O(everything)."""
+        """Recomputes every count from scratch. For tests: O(everything)."""
         self.primary_tier.check_invariants()
         self._promotions.check_invariants()
         self._cascades.check_invariants()
@@ -275,9 +275,9 @@ class TieringOffloadingManager(OffloadingManager):
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored.
 
-        While a write from before a reset overlaps with one from after it, the primary tier publishes neither until both
-        have ended. So a store has ended when its block is no longer in flight, and the end that makes it so may be that
-        of a late promotion.
+        A store has ended when its block is no longer in flight. That may be later than its own end: while a write from
+        before a reset overlaps with it, the primary tier publishes neither until both have ended. The last of them may
+        be a late promotion.
         """
         written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
         for key in keys:

@@ -61,7 +61,7 @@ class _Slice:
     since_s: float
     """When it was queued; once it runs, when it began."""
     is_overdue: bool = False
-    """It has run for too long, and ``take_results`` has said so."""
+    """It has run for too long, and ``take_results`` has returned that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +175,7 @@ class TierRunner:
 
     def _check_deadlines(self) -> list[IoResult]:
         """Cancels slices that have been queued for more than ``timeout_s``. Returns a result for each slice that has
-        been running for longer, once. Looks 20 times in ``timeout_s`` at most."""
+        been running for longer, once. Checks at most 20 times per ``timeout_s``."""
         now_s = self._clock()
         if now_s < self._next_check_s:
             return []

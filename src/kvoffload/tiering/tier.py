@@ -72,9 +72,10 @@ class StoreTier(SecondaryTierManager):
       together with the other unknown keys of the step. An absent key is ``False``; after a while the store is asked for
       it again in the background. ``exclusive`` says that no other process writes to the store's namespace: once the
       store has been scanned, an unknown key is ``False`` at once.
-    * A circuit breaker for reads and one for writes leave a store alone that keeps failing or hangs. There are two
-      because a full disk can still be read. While reads are off, lookups are ``False`` and loads fail; while writes are
-      off, stores are dropped. The tier probes reads by a call of its own, and writes by the first slice of a job.
+    * Two circuit breakers, one for reads and one for writes, stop the calls to a store that keeps failing or hangs.
+      There are two because a full disk can still be read. While reads are off, lookups are ``False`` and loads fail;
+      while writes are off, stores are dropped. The tier probes reads by a call of its own, and writes by the first
+      slice of a job.
     * A job whose I/O hangs has no result, because its slots may still be written.
     """
 
@@ -204,7 +205,8 @@ class StoreTier(SecondaryTierManager):
         self._submit(task, self._slice_blocks_of(task.num_items), ended)
 
     def _slice_blocks_of(self, num_blocks: int) -> int:
-        """Few enough that all threads share a job, and that no slice delays the next job for long."""
+        """Blocks per slice of a job: so few that all threads share the job, and that no slice delays the next one
+        long."""
         return min(self._max_slice_blocks, -(-num_blocks // self._runner.num_threads))
 
     def _transfer_of(

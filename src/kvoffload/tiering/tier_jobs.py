@@ -129,7 +129,7 @@ class TierJobs:
 
     def __init__(self) -> None:
         self.in_flight: dict[int, TierJob] = {}
-        """By id, for others to look at."""
+        """By id. Others only read it."""
         self._num_by_tier: Counter[GuardedTier] = Counter()
         self._last_id = 0
 
