@@ -103,7 +103,7 @@ class Rig:
     def wait_for_results(self) -> None:
         """Waits until the result of a submitted lookup or load, if there is any, can be taken, and does not take it."""
         runner, end = self.tier._runner, time.monotonic() + 30
-        while not runner.has_results and runner.backlog(IoQueue.LOOKUP) + runner.backlog(IoQueue.LOAD):
+        while not runner.ended and runner.backlog(IoQueue.LOOKUP) + runner.backlog(IoQueue.LOAD):
             assert time.monotonic() < end, "the store hangs"
             time.sleep(0.001)
 
@@ -319,7 +319,7 @@ def test_a_block_evicted_by_the_next_of_its_own_job_is_not_present(make) -> None
 def test_an_eviction_queued_while_results_are_taken_is_not_lost(make, monkeypatch) -> None:
     rig = make(max_blocks=1).start()
     rig.store_blocks(keys_of(1))
-    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.until(lambda: not rig.tier._runner.num_open_slices)
     rig.gate.close_gate("write")
     rig.submit(keys_of(2), [2], load=False)
     rig.gate.wait_for_arrivals(1)
@@ -381,7 +381,7 @@ def test_failing_reads_turn_reads_alone_off_until_a_probe_succeeds(make) -> None
     assert len(rig.store.calls) == num_calls + 1, "the tier makes no call of a store that it does not use"
     rig.clock.advance(1.5)  # a probe goes through, and fails
     rig.until(lambda: rig.store.calls[-1][0] == "contains")
-    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.until(lambda: not rig.tier._runner.num_open_slices)
     rig.store.broken = {}
     rig.clock.advance(1.5)
     rig.step()
@@ -510,11 +510,11 @@ def test_a_tier_asks_for_whole_requests_if_its_policy_says_so(make) -> None:
 
 def test_touches_reach_the_store_together_and_rarely(make) -> None:
     rig = make().start()
-    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.until(lambda: not rig.tier._runner.num_open_slices)
     for _ in range(10):
         rig.tier.touch(keys_of(1, 2, 3))
         rig.step()
-        rig.until(lambda: rig.tier._runner.is_idle)
+        rig.until(lambda: not rig.tier._runner.num_open_slices)
 
     def touches() -> int:
         return sum(call == ("touch", tuple(keys_of(1, 2, 3))) for call in rig.store.calls)

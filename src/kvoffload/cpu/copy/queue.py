@@ -69,7 +69,7 @@ class TransferQueue:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._job_ended = threading.Condition(self._lock)
@@ -81,11 +81,7 @@ class TransferQueue:
         self._threads: list[threading.Thread] = []
 
     def __repr__(self) -> str:
-        return f"TransferQueue(threads={self._num_threads}, open={sorted(self._open)})"
-
-    @property
-    def num_threads(self) -> int:
-        return self._num_threads
+        return f"TransferQueue(threads={self.num_threads}, open={sorted(self._open)})"
 
     def submit(self, job_id: int, direction: Direction, extent: Extent, make_plan: Callable[[], CopyPlan]) -> None:
         """Queues a job. It fails at once if its id is open already, or after ``shutdown``."""
@@ -131,7 +127,7 @@ class TransferQueue:
 
     def _start_threads(self) -> None:
         if not self._threads:
-            names = (f"kvoffload-copy-{number}" for number in range(self._num_threads))
+            names = (f"kvoffload-copy-{number}" for number in range(self.num_threads))
             self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
             for thread in self._threads:
                 thread.start()
