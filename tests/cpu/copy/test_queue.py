@@ -127,7 +127,7 @@ def test_a_job_waits_for_its_neighbours_only_however_many_are_open() -> None:
     assert gate.running.wait(30)
     for job_id in range(1, 2000):
         queue.submit(job_id, STORE if job_id % 2 else LOAD, extent({1, 2}, {1, 2}), lambda: CopyPlan([], 0))
-    assert sum(len(job.blocked) for job in queue._open.values()) == 1999
+    assert sum(len(job.blocked) for job in queue._open.values()) < 2 * 2000
     gate.go.set()
     queue.wait(range(2000))
     queue.shutdown()
