@@ -72,7 +72,7 @@ class IoResult:
     start: int
     stop: int
     status: IoStatus
-    error: Exception | None
+    error: BaseException | None
     """What the work raised; only if it ``FAILED``."""
     is_last: bool
     """The task has no other open slice: it has ended."""
@@ -101,7 +101,7 @@ class TierRunner:
         self._io_queued, self._upkeep_queued = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queues: tuple[deque[_Slice], ...] = tuple(deque() for _ in IoQueue)
         self._running: dict[_Slice, None] = {}
-        self.ended: deque[tuple[_Slice, IoStatus, list[bool], Exception | None]] = deque()
+        self.ended: deque[tuple[_Slice, IoStatus, list[bool], BaseException | None]] = deque()
         """Slices for ``take_results`` to return; others only look whether there are any."""
         self._is_closing = False
         # These belong to the thread that submits. The backlog counts items whose result was not taken, by queue.
@@ -260,11 +260,12 @@ class TierRunner:
             del part, ended
 
     @staticmethod
-    def _run(part: _Slice) -> tuple[_Slice, IoStatus, list[bool], Exception | None]:
+    def _run(part: _Slice) -> tuple[_Slice, IoStatus, list[bool], BaseException | None]:
         try:
             outcomes = part.task.work(part.start, part.stop)
             if len(outcomes) != part.stop - part.start:
                 raise ValueError(f"{len(outcomes)} outcomes for {part.stop - part.start} blocks")
-        except Exception as exc:  # noqa: BLE001 - the boundary where a store's exception becomes a failed task
+        except BaseException as exc:  # noqa: BLE001 - the boundary where a store's exception becomes a failed task
+            # Not only Exception: a native client's panic may be neither, and must not end the thread.
             return part, IoStatus.FAILED, [], exc
         return part, IoStatus.DONE, outcomes, None

@@ -301,7 +301,7 @@ class StoreTier(SecondaryTierManager):
         self._poll()
         self._slots = None
         if not num_hung:
-            closing = threading.Thread(target=self._store.close, name=f"kvoffload-{self.tier_type}-close", daemon=True)
+            closing = threading.Thread(target=self._close_store, name=f"kvoffload-{self.tier_type}-close", daemon=True)
             closing.start()
             closing.join(self._limits.drain_timeout_s)
             num_hung = int(closing.is_alive())
@@ -311,6 +311,12 @@ class StoreTier(SecondaryTierManager):
                 self.tier_type,
                 num_hung,
             )
+
+    def _close_store(self) -> None:
+        try:
+            self._store.close()
+        except BaseException as exc:  # noqa: BLE001 - in a thread of its own, where nobody else would report it
+            _log.warning("Tier %r: its store failed to close: %s", self.tier_type, exc)
 
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()
