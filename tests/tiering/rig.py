@@ -52,7 +52,7 @@ class Memory:
 def quiesce(tier: SecondaryTierManager) -> None:
     """Returns when the threads of a ``StoreTier`` have nothing left to do, lookups and the scan included."""
     assert isinstance(tier, StoreTier)
-    while not tier._runner.is_idle:
+    while tier._runner.num_open_slices:
         time.sleep(0.0002)
         tier._poll()
 

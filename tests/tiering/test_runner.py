@@ -50,7 +50,7 @@ def test_every_item_gets_its_outcome_once(runner: TierRunner) -> None:
     assert [result.is_last for result in results] == [False] * 14 + [True]
     assert done == Counter(range(100))
     assert task.outcomes == [index % 3 == 0 for index in range(100)]
-    assert runner.is_idle
+    assert not runner.num_open_slices
     assert runner.backlog(IoQueue.LOAD) == 0
 
 
@@ -140,11 +140,11 @@ def test_an_overdue_slice_is_returned_once_and_stays_open(runner: TierRunner, cl
     assert [(result.task, result.status, result.is_last) for result in overdue] == [(task, IoStatus.OVERDUE, False)] * 2
     assert runner.num_overdue((IoQueue.LOAD,)) == 2
     assert runner.num_overdue((IoQueue.STORE,)) == 0
-    assert runner.has_results
+    assert runner.ended
     (result,) = runner.take_results()
     assert result.task is late
     assert (result.status, result.error) == (IoStatus.CANCELLED, None)
-    assert not runner.has_results
+    assert not runner.ended
     clock.advance(100)
     assert runner.take_results() == []
     assert not runner.drain(0.01)
@@ -193,7 +193,7 @@ def test_in_any_mixture_each_slice_ends_once(seed: int, clock: ManualClock) -> N
     assert runner.shutdown(30) == 0
     ended.update(ends(runner))
     assert set(ended.values()) == {1}
-    assert runner.is_idle
+    assert not runner.num_open_slices
     assert all(task.num_open_slices == 0 for task in tasks)
     assert {task_id for task_id, _ in ended} == {id(task) for task in tasks}
     assert [runner.backlog(queue) for queue in IoQueue] == [0] * 4

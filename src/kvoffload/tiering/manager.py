@@ -284,8 +284,8 @@ class TieringOffloadingManager(OffloadingManager):
             if key not in self._storing:
                 continue
             block = self.primary_tier.slots.get(key)
-            if block is not None and not block.is_ready:
-                continue
+            if block is not None and block.pins < 0:
+                continue  # still in flight
             request = self._storing.pop(key)
             request.stores_in_flight -= 1
             ready = written.setdefault(id(request), (request, []))[1]

@@ -135,14 +135,16 @@ class StoreTier(SecondaryTierManager):
         answer: bool | None = False
         if self._reads.is_closed:
             answer = self._index.lookup(key, self._exclusive and self._scan_is_done and not self._scanned)
-            if answer is None and self._runner.has_results:
+            if answer is None and self._runner.ended:
                 # The store may have answered since the last step; otherwise the request would wait for one step more.
                 self._take_results()
                 return self.lookup(key, req_context)
         self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
 
-    def _submit_lookups(self, keys: list[OffloadKey]) -> None:
+    def _submit_lookups(self) -> None:
+        keys = self._index.take_keys_to_ask()
+
         def ended(result: IoResult) -> None:
             asked = keys[result.start : result.stop]
             self._record(self._reads, result, asked[0])
@@ -254,8 +256,8 @@ class StoreTier(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         self._poll()
-        if keys := self._index.take_keys_to_ask():
-            self._submit_lookups(keys)
+        if self._index.to_ask:
+            self._submit_lookups()
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_INTERVAL_S
             self._submit_touches()
@@ -301,7 +303,7 @@ class StoreTier(SecondaryTierManager):
         self._poll()
         self._slots = None
         if not num_hung:
-            closing = threading.Thread(target=self._store.close, name=f"kvoffload-{self.tier_type}-close", daemon=True)
+            closing = threading.Thread(target=self._close_store, name=f"kvoffload-{self.tier_type}-close", daemon=True)
             closing.start()
             closing.join(self._limits.drain_timeout_s)
             num_hung = int(closing.is_alive())
@@ -311,6 +313,12 @@ class StoreTier(SecondaryTierManager):
                 self.tier_type,
                 num_hung,
             )
+
+    def _close_store(self) -> None:
+        try:
+            self._store.close()
+        except BaseException as exc:  # noqa: BLE001 - in a thread of its own, where nobody else would report it
+            _log.warning("Tier %r: its store failed to close: %s", self.tier_type, exc)
 
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()
@@ -350,7 +358,7 @@ class StoreTier(SecondaryTierManager):
         # thread queues after this loop is not lost; the next call removes the key.
         while self._evicted:
             self._index.remove(self._evicted.popleft())
-        for result in self._runner.take_results():
+        for result in self._runner.take_results() if self._runner.num_open_slices else ():
             if result.status is IoStatus.OVERDUE:
                 breaker = self._reads if result.task.queue in _READ_QUEUES else self._writes
                 self._record_failure(breaker, "A call hangs.", is_grave=True)
