@@ -19,7 +19,7 @@ from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.driver import PREFILL_TOKENS_PER_S, SimConfig
 from kvoffload.sim.kv_size import model_kv_bytes_per_token
-from kvoffload.sim.plot import check_target, write_plot
+from kvoffload.sim.plot import check_folder, check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, table
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
@@ -206,8 +206,8 @@ def _policies(text: str) -> list[str]:
 def _check_targets(json_file: Path | None, plot: Path | None) -> None:
     if plot is not None:
         check_target(plot)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise ConfigError(f"There is no folder {str(json_file.resolve().parent)!r} to write {json_file.name!r} to.")
+    if json_file is not None:
+        check_folder(json_file)
 
 
 def _print(reports: Sequence[Report]) -> None:

@@ -43,7 +43,7 @@ class PresenceIndex:
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asking: set[OffloadKey] = set()
         self.to_ask: list[OffloadKey] = []
-        """Keys that the store is to be asked for; take them with ``take_keys_to_ask``."""
+        """Keys to ask the store for. Others only test whether there are any; ``take_keys_to_ask`` takes them."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
         self._events: list[OffloadingEvent] = []

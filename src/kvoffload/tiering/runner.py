@@ -102,7 +102,7 @@ class TierRunner:
         self._queues: tuple[deque[_Slice], ...] = tuple(deque() for _ in IoQueue)
         self._running: dict[_Slice, None] = {}
         self.ended: deque[tuple[_Slice, IoStatus, list[bool], BaseException | None]] = deque()
-        """Slices for ``take_results`` to return; others only look whether there are any."""
+        """Slices whose results ``take_results`` will return. Others only test whether there are any."""
         self._is_closing = False
         # These belong to the thread that submits. The backlog counts items whose result was not taken, by queue.
         self._backlog = [0] * len(IoQueue)

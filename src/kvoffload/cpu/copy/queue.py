@@ -58,8 +58,8 @@ class _QueuedTransfer:
 class _Memory:
     """The open jobs that use each slot, or each GPU block: the last that writes it, and those that read it since.
 
-    A job that uses an id waits for these alone. They wait for all before them, so each order is kept, and a job costs
-    O(ids) however many are open.
+    A job that uses an id waits for these alone. Since they wait for the conflicting jobs before them, all conflicting
+    jobs run in the order of submission. A job costs O(ids), however many are open.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Memory:
         self._readers: dict[int, dict[_QueuedTransfer, None]] = {}
 
     def write(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
-        """``job`` will write ``ids``; the jobs that it waits for."""
+        """Records that ``job`` will write ``ids``. Yields the jobs that it waits for."""
         for each in ids:
             readers = self._readers.pop(each, None)
             if readers:
@@ -77,7 +77,7 @@ class _Memory:
             self._writer[each] = job
 
     def read(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
-        """``job`` will read ``ids``; the jobs that it waits for."""
+        """Records that ``job`` will read ``ids``. Yields the jobs that it waits for."""
         for each in ids:
             if each in self._writer:
                 yield self._writer[each]
