@@ -137,9 +137,11 @@ class Server:
             if self._device is not None:
                 self._device.fill(path, stop)
         clock.advance_to(begin_s + seconds)
-        blocks = -(-max(prompt + output - 1, prompt) // block_tokens)
         if self._device is not None:
-            self._device.grow(blocks)
+            # All tokens but the last have KV; a partial block takes a whole one.
+            self._device.grow(-(-max(prompt + output - 1, prompt) // block_tokens))
+        # The stores of the last chunk end when another step is planned: one that computes the rest of the prompt beyond
+        # its whole blocks, or one that decodes.
         last_step = first + (max(tokens, 1) - 1) // (self._chunk_blocks * block_tokens) * self._chunk_blocks
         if output > 1 or last_step >= len(path):
             offers.complete()

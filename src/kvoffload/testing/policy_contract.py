@@ -18,14 +18,15 @@ class PolicyDriver:
 
     def __init__(self, policy: CachePolicy) -> None:
         self.policy = policy
-        self._evict = with_options(policy.evict, "incoming")
+        self.policy_evict = with_options(policy.evict, "incoming")
+        """``policy.evict``, called with ``incoming`` whether or not the policy has that parameter."""
         self.blocks: dict[OffloadKey, BlockStatus] = {}
         self._next_slot = 0
 
     def reserve(self, arriving: Collection[OffloadKey], evict: int = 0, block: type[BlockStatus] = BlockStatus) -> bool:
         """Evicts ``evict`` blocks and inserts distinct absent keys, head to tail, in flight. ``False`` if it cannot."""
         arrivals = list(arriving)[::-1]
-        victims = self._evict(evict, frozenset(), incoming=arrivals)
+        victims = self.policy_evict(evict, frozenset(), incoming=arrivals)
         if victims is None:
             return False
         for victim, _ in victims:
@@ -263,10 +264,10 @@ class CachePolicyContract:
             num = rng.randint(0, len(left.idle()))
             named = left.policy.next_victims(num)
             assert named is not None
-            victims = left._evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
+            victims = left.policy_evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
             assert victims is not None
             assert {*named} == {victim for victim, _ in victims}
-            victims = right._evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
+            victims = right.policy_evict(num, frozenset(), incoming=[key(1000 + n) for n in range(num)])
             assert victims is not None
             assert {*named} == {victim for victim, _ in victims}, "asking changed the order"
             assert left.policy.next_victims(100) is not None

@@ -55,6 +55,7 @@ class Lookups:
         look, context = self._primary.lookup, request.context
         is_impatient = self._waiting.is_over(request)
         answers = [] if is_impatient else self._claimed_head(request, keys)
+        # A claimed block may have been evicted all the same. It is then a miss to be promoted, already looked up once.
         if was_evicted := answers[-1:] == [False]:
             answers.pop()
         run: dict[OffloadKey, GuardedTier] = {}
