@@ -179,19 +179,23 @@ class StoreOffers:
         Also decides when the request has something to offer again. Blocks for which there is no room are offered anew
         when the request has filled another one.
         """
-        limit = min(done_tokens, state.request.num_tokens)
-        if self._prompt_only:
-            limit = min(limit, state.request.num_prompt_tokens)
+        most = self._max_tokens(state)
+        limit = min(done_tokens, state.request.num_tokens, most)
         state.extend_keys(self._geometry)
         stores: list[TransferJob] = []
         if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
             # Not in every step: a full tier must cost a call per block, not per step.
             state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
-        elif state.portions.evicts_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
+        elif state.portions.evicts_itself or limit == most:
             state.next_offer_tokens = UNLIMITED
         else:
             state.wait_for_next_block(self._geometry)
         return stores
+
+    def _max_tokens(self, state: RequestOffloadState) -> int:
+        """Tokens of the request that may be stored, counted from its first."""
+        most = state.request.num_prompt_tokens if self._prompt_only else UNLIMITED
+        return most if state.limits.max_offload_tokens is None else min(most, state.limits.max_offload_tokens)
 
     def _offer_portions(
         self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, epoch: int, stores: list[TransferJob]
@@ -224,5 +228,6 @@ class StoreOffers:
             logger.error("A manager prepared blocks that were not offered, or in another order; they are not stored.")
             self._manager.complete_store(output.keys_to_store, state.context, success=False)
             return
+        state.stores(output.keys_to_store)
         job = self._jobs.begin(Direction.STORE, state, output.keys_to_store, source.block_ids.tolist(), epoch)
         stores.append(TransferJob(job.job_id, state.context.req_id, source, output.store_spec))
