@@ -21,7 +21,7 @@ test: lint       ## lint, types and every test but the vLLM lane, in its quick s
 	@$(PYTEST) $(ARGS)
 
 test-all: lint   ## the same in the thorough size, with the tests that are long on purpose
-	@KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1800 -o faulthandler_timeout=1500 $(ARGS)
+	@KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1200 -o faulthandler_timeout=1000 $(ARGS)
 
 test-vllm:       ## the tests that run the real vLLM, in an environment of their own
 	@scripts/test-vllm $(ARGS)

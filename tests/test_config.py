@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
+from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, parse_config
+from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError, LayoutError
+from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
 
 def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:
@@ -15,6 +18,13 @@ def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:
     assert config.cpu_bytes == 1 << 30
     assert config.eviction_policy == "density"
     assert mapping == {"cpu_bytes_to_use": "1GiB"}
+
+
+def test_the_managers_fixed_signatures_have_the_configurations_defaults() -> None:
+    for manager in (CPUOffloadingManager, CPUPrimaryTierOffloadingManager):
+        parameters = inspect.signature(manager).parameters
+        for name in ("store_threshold", "max_tracker_size"):
+            assert parameters[name].default == getattr(DEFAULTS, name)
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,8 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 @dataclass(slots=True)
 class PrepareStoreOutput:
-    """``prepare_store``'s answer: which of the offered keys to write (in the order of ``store_spec``'s blocks),
-    where, and which keys were evicted for it."""
+    """The result of ``prepare_store``: the offered keys that are to be written, where to write each (``store_spec``, in
+    the same order), and the keys evicted to make room."""
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
@@ -209,8 +209,8 @@ class OffloadingManager(ABC):
     and once per step ``on_schedule_end`` and ``take_events``. ``complete_*`` may arrive after
     ``on_request_finished``: a transfer outlives its request, which is why those two need no request context.
 
-    No method blocks, does I/O or raises because a tier is broken: a failure is a miss. Obligations are abstract in
-    pairs, so that a subclass cannot forget the half that gives a pin back; only true options have defaults.
+    No method blocks, does I/O or raises because a tier is broken: a failure is a miss. Methods that take pins or slots
+    and methods that give them back are all abstract, so that a subclass forgets neither. Only options have defaults.
     """
 
     @abstractmethod
@@ -232,7 +232,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pins ``keys`` (all of which ``lookup`` called ``True`` in this step) and says where they lie, in order."""
+        """Pins ``keys``, each of which ``lookup`` found (``True``) in this step. Returns where they lie, in order."""
 
     @abstractmethod
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
@@ -256,7 +256,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request arrives; says how its blocks are to be offered. Abstract, so that no manager forgets it."""
+        """A request arrives. Returns how its blocks are to be offered. Abstract, so that no manager forgets it."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """No more ``lookup`` or ``prepare_*`` for this request; transfers in flight may still complete."""
@@ -303,14 +303,14 @@ class TransferResult(NamedTuple):
     num_bytes: int = 0
     """Bytes moved, 0 on failure."""
     seconds: float = 0.0
-    """From the start of the copy itself (not of its waiting) to its end."""
+    """Duration of the copy itself, without the time in the queue."""
 
 
 class OffloadingHandler(ABC):
     """Moves blocks in one direction, for one pair (source medium, destination medium). Lives in a worker.
 
-    All methods are called from the worker's own thread and none but ``wait`` and ``shutdown`` blocks. A transfer
-    that fails is a ``TransferResult`` with ``success=False``, never an exception.
+    The worker's own thread calls all methods. Only ``wait`` and ``shutdown`` block. A transfer that fails is a
+    ``TransferResult`` with ``success=False``, never an exception.
     """
 
     @abstractmethod

@@ -19,6 +19,7 @@ from kvoffload.errors import ConfigError, LayoutError, suggest
 from kvoffload.units import parse_bytes
 
 __all__ = [
+    "DEFAULTS",
     "EngineLayout",
     "GroupKind",
     "KVGroupLayout",
@@ -68,6 +69,11 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def cpu_bytes(self) -> int:
         """``cpu_bytes_to_use`` as a number of bytes."""
         return parse_bytes(self.cpu_bytes_to_use, "cpu_bytes_to_use")
+
+
+DEFAULTS = OffloadingConfig(cpu_bytes_to_use=0)
+"""The default of every key but ``cpu_bytes_to_use``, which has none. Other modules take the defaults of such options
+from here. ``CPUOffloadingManager`` has a fixed signature that states two of them again; a test compares them."""
 
 
 def parse_struct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:

@@ -17,7 +17,7 @@ Sample = tuple[str, ...]
 """A metric's name, then its label values in the order of ``Metric.labels``."""
 
 Stats = dict[Sample, float]
-"""Values by sample, for example ``{("tier_hits", "fs"): 12}``."""
+"""Values by sample, for example ``{("tier_blocks_loaded", "fs"): 12}``."""
 
 
 class Kind(Enum):
@@ -63,7 +63,7 @@ METRICS: dict[str, Metric] = _table(
             "Prompt tokens looked up: not in the engine's own prefix cache, up to the request's limit.",
         ),
         Metric("hit_tokens", _C, "Prompt tokens that offloaded blocks supplied, out of lookup_tokens."),
-        Metric("lookups_deferred", _C, "Lookups that told the engine to ask again in the next step."),
+        Metric("lookups_deferred", _C, "Lookups that asked the engine to come back in the next step."),
         Metric("load_jobs", _C, "Finished loads, by outcome.", ("outcome",)),
         Metric("store_jobs", _C, "Finished stores, by outcome.", ("outcome",)),
         Metric("load_bytes", _C, "Bytes copied from the primary tier to the device, summed over ranks."),

@@ -19,8 +19,8 @@ class Registry(Generic[T]):
 
     A value comes from one of three sources: the value itself (``register``); a dotted ``"module:attribute"``, imported
     on first use, so that a registry can name what needs torch without importing it; or an installed distribution,
-    through an entry point. Code wins over entry points. A broken entry point raises only when its own name is asked
-    for.
+    through an entry point. A name registered in code hides an entry point of that name. A broken entry point raises
+    only when its own name is asked for.
 
     Not thread-safe: fill it at import time.
     """

@@ -83,7 +83,7 @@ def test_gc_keeps_a_quota_sweeps_and_the_server_works_on(server, tmp_path: Path,
     (dead / "1").write_bytes(b"half")
     code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "5KiB")
     assert code == 0
-    assert "9 blocks deleted, 1 dead writers" in out
+    assert "9 blocks deleted, 1 directories of dead writers removed" in out
     assert not dead.exists()
     assert len(block_files(tmp_path)) == 4
     (key,) = keys_of(50)

@@ -152,7 +152,7 @@ def test_a_load_that_cannot_be_pins_nothing(policy: str) -> None:
     assert store(manager, 3, 4).evicted_keys == keys(1)
 
 
-def test_events_are_told_in_order_and_fold_to_the_resident_set(policy: str) -> None:
+def test_events_are_recorded_in_order_and_fold_to_the_resident_set(policy: str) -> None:
     manager = CPUOffloadingManager(2, policy, enable_events=True)
     store(manager, 1, 2)
     output = manager.prepare_store(keys(3), REQ)

@@ -98,7 +98,7 @@ def test_nothing_of_a_shared_region_is_on_the_mount_once_all_have_mapped_it(name
         region.close()
 
 
-def test_processes_that_disagree_are_told_so(name: str) -> None:
+def test_processes_that_disagree_are_refused(name: str) -> None:
     first = join(name, 4, 4096, num_processes=2)
     with pytest.raises(ConfigError, match="disagree"):
         join(name, 5, 4096, num_processes=2)

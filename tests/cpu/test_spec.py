@@ -77,7 +77,7 @@ def test_the_budget_becomes_blocks_and_is_never_exceeded() -> None:
         ({"spec_module_path": "kvoffload.specs", "spec_name": "SPECS"}, "not an OffloadingSpec"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_allocated(values: dict[str, Any], message: str) -> None:
+def test_mistakes_are_refused_before_anything_is_allocated(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec(**values)
 

@@ -37,9 +37,9 @@ class Rig:
 
 def test_a_link_queues_transfers() -> None:
     link = Link(bytes_per_s=10.0, latency_s=1.0)
-    assert link.book(5.0, 20) == 8.0
-    assert link.book(6.0, 10) == 10.0
-    assert link.book(20.0, 0) == 20.0
+    assert link.queue(5.0, 20) == 8.0
+    assert link.queue(6.0, 10) == 10.0
+    assert link.queue(20.0, 0) == 20.0
 
 
 def test_a_block_is_there_once_the_clock_has_passed_the_end_of_its_write() -> None:

@@ -101,14 +101,6 @@ def test_a_threshold_writes_less(shared_trace: Callable[..., Trace]) -> None:
     assert twice.stored_blocks < everything.stored_blocks / 2
 
 
-def test_progress_reaches_far(shared_trace: Callable[..., Trace]) -> None:
-    trace = shared_trace("mooncake_conversation")
-    told: list[int] = []
-    replay_policy(trace, "lru", 100, progress=told.append)
-    assert told == sorted(told)
-    assert told[-1] > trace.num_accesses * 0.6
-
-
 @pytest.mark.parametrize("trace_name", TRACES)
 @pytest.mark.parametrize(("policy", "name"), [("lru", "LRU"), ("arc", "ARC")])
 @pytest.mark.parametrize("share", [1, 10])

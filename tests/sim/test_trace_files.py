@@ -167,7 +167,7 @@ def test_block_size_is_found_or_stated(tmp_path: Path, lines: list[dict[str, Any
     assert load_trace(write(tmp_path / "t.jsonl", *lines)).block_tokens == tokens
 
 
-def test_block_size_that_cannot_be_told(tmp_path: Path) -> None:
+def test_block_size_that_is_ambiguous(tmp_path: Path) -> None:
     usual = write(tmp_path / "usual.jsonl", line(input_length=1, hash_ids=[1]))
     assert load_trace(usual).block_tokens == 512
     several = write(tmp_path / "several.jsonl", line(input_length=130, hash_ids=[1, 2]))

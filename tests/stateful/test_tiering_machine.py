@@ -24,7 +24,7 @@ CHAINS = ("a", "b")
 LENGTH = 7
 UNIVERSE = [key for name in CHAINS for key in prefix(LENGTH, of=name)]
 MAX_WAIT_S = 5.0
-WRITE_BEHIND = "kvoffload:write-back"
+WRITE_BACK = "kvoffload:write-back"
 
 chains = st.sampled_from(CHAINS)
 lengths = st.integers(1, LENGTH)
@@ -153,7 +153,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     def ask(self, context: ReqContext, blocks: list[OffloadKey], load: bool) -> None:
         answers = self.manager.lookup_prefix(blocks, context)
-        self._hear_events()
+        self._take_events()
         assert len(answers) == len(blocks) or answers[-1] is False
         for key, answer in zip(blocks, answers):
             self._check_answer(key, answer, context)
@@ -187,7 +187,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.waited_s[req_id] += self.rig.clock() - self.began_asking.pop(req_id)
 
     def _is_late(self, key: OffloadKey) -> bool:
-        """Whether a promotion from before the last reset still writes ``key`` somewhere, as far as has been heard."""
+        """Whether a promotion from before the last reset still writes ``key`` somewhere, as far as is known."""
         return any(
             key in job.metadata.keys and number in self.late_jobs
             for number, job in self.manager._jobs.in_flight.items()
@@ -206,7 +206,7 @@ class TieringMachine(RuleBasedStateMachine):
     def prepare_store(self, context: ReqContext, offered: list[OffloadKey]) -> None:
         output = self.manager.prepare_store(offered, context)
         self._wait_ends(context.req_id)
-        self._hear_events()
+        self._take_events()
         if output is None:
             return
         assert not set(output.keys_to_store) & self.resident
@@ -224,11 +224,15 @@ class TieringMachine(RuleBasedStateMachine):
         self.manager.complete_store(transfer.keys, transfer.context if named else None, success)
         if success and not transfer.is_stale and not overlap and not self._was_ambiguous:
             for tier, start, mode in zip(self.rig.tiers, before, self.cascade):
-                told = [key for call in tier.log[start:] if call.req_id == transfer.context.req_id for key in call.keys]
+                submitted = [
+                    key for call in tier.log[start:] if call.req_id == transfer.context.req_id for key in call.keys
+                ]
                 if mode == "on_store" or tier.policy is OffloadPolicy.REQUEST_LEVEL:
-                    assert set(transfer.keys) <= set(told), "a completed store goes to every tier that asked for it"
+                    assert set(transfer.keys) <= set(submitted), (
+                        "a completed store goes to every tier that asked for it"
+                    )
                 else:
-                    assert not set(transfer.keys) & set(told), "not stored on its way in"
+                    assert not set(transfer.keys) & set(submitted), "not stored on its way in"
 
     # --------------------------------------------------------------------------------------------- steps, tiers
 
@@ -240,10 +244,10 @@ class TieringMachine(RuleBasedStateMachine):
             for tier in self.rig.tiers
         ]
         self._expect_submits(self.manager.on_schedule_end, everything=True)
-        self._hear_events()  # of promotions that ended, and may be next to go already
+        self._take_events()  # of promotions that ended, and may be next to go already
         for tier, mode, there, writing, start in zip(self.rig.tiers, self.cascade, below, being_written, seen):
             for call in tier.log[start:]:
-                if call.req_id == WRITE_BEHIND:
+                if call.req_id == WRITE_BACK:
                     assert mode == "on_evict" and call.name in ("submit_store", "touch")
                     assert set(call.keys) <= self.resident
                     if call.name == "touch":
@@ -253,7 +257,7 @@ class TieringMachine(RuleBasedStateMachine):
                     assert not set(call.keys) & writing, "nor what is being written"
 
     def _is_behind(self, job: JobMetadata) -> bool:
-        return job.req_context.req_id == WRITE_BEHIND and job.job_id not in self.late_jobs
+        return job.req_context.req_id == WRITE_BACK and job.job_id not in self.late_jobs
 
     def _expect_submits(self, call, *, everything: bool = False) -> None:  # type: ignore[no-untyped-def]
         seen = [len(tier.log) for tier in self.rig.tiers]
@@ -279,7 +283,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     def lose_patience(self, context: ReqContext, blocks: list[OffloadKey]) -> None:
         answers = self.manager.lookup_prefix(blocks, context)
-        self._hear_events()
+        self._take_events()
         if None in answers:
             for key, answer in zip(blocks, answers):
                 self._check_answer(key, answer, context)
@@ -296,7 +300,7 @@ class TieringMachine(RuleBasedStateMachine):
             transfer.is_stale = True
         self.late_jobs |= {job_id for tier in self.rig.tiers for job_id in tier.jobs}
         self.queued.clear()
-        self._hear_events(is_reset=True)
+        self._take_events(is_reset=True)
         assert not self.resident
 
     # ---------------------------------------------------------------------------------------------- invariants
@@ -305,7 +309,7 @@ class TieringMachine(RuleBasedStateMachine):
     def _was_ambiguous(self) -> bool:
         return bool(self.rig.primary.slots._orphans)
 
-    def _hear_events(self, is_reset: bool = False) -> None:
+    def _take_events(self, is_reset: bool = False) -> None:
         for tier, unseen in zip(self.rig.tiers, self.never_below):
             unseen.difference_update(tier.blocks)
         for event in self.manager.take_events():
@@ -327,7 +331,7 @@ class TieringMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.manager.check_invariants()
-        self._hear_events()
+        self._take_events()
         ready = {key for key in UNIVERSE if (block := self.rig.primary.slots.get(key)) is not None and block.is_ready}
         assert ready == self.resident
 
@@ -353,7 +357,7 @@ class TieringMachine(RuleBasedStateMachine):
         assert not set(written) & read
 
     @invariant()
-    def tiers_hear_of_each_end_once_and_last(self) -> None:
+    def each_tier_is_informed_of_an_end_once_and_last(self) -> None:
         for tier in self.rig.tiers:
             ended: set[str | None] = set()
             for call in tier.log:
@@ -383,17 +387,17 @@ class TieringMachine(RuleBasedStateMachine):
             self.rig.finish()
         assert not self.manager.has_pending_work()
         for tier in self.rig.tiers:
-            told = sorted(str(call.req_id) for call in tier.calls("on_request_finished"))
-            assert told == sorted(f"r{n + 1}" for n in range(self.started))
+            ended = sorted(str(call.req_id) for call in tier.calls("on_request_finished"))
+            assert ended == sorted(f"r{n + 1}" for n in range(self.started))
         stats = self.manager.get_stats()
         assert stats["primary_blocks_pinned",] == 0
-        self._hear_events()
+        self._take_events()
         assert self.least_dropped <= stats["cascades", "dropped"] <= self.most_dropped
         assert stats["primary_blocks_used",] == len({*map(bytes, self._resident_now())})
         self.manager.shutdown()
         for tier, mode in zip(self.rig.tiers, self.cascade):
             begun, ended = (
-                [call.req_id for call in tier.calls(name)].count(WRITE_BEHIND)
+                [call.req_id for call in tier.calls(name)].count(WRITE_BACK)
                 for name in ("on_new_request", "on_request_finished")
             )
             assert begun == ended == (mode == "on_evict")
@@ -401,7 +405,7 @@ class TieringMachine(RuleBasedStateMachine):
                 assert self.resident <= tier.blocks.keys(), "a clean end leaves everything below"
 
     def _resident_now(self) -> set[OffloadKey]:
-        self._hear_events()
+        self._take_events()
         return self.resident
 
     def _everybody_is_answered(self) -> None:

@@ -52,7 +52,7 @@ class Memory:
 def quiesce(tier: SecondaryTierManager) -> None:
     """Returns when the threads of a ``StoreTier`` have nothing left to do, lookups and the scan included."""
     assert isinstance(tier, StoreTier)
-    while not tier._runner.is_idle:
+    while tier._runner.num_open_slices:
         time.sleep(0.0002)
         tier._poll()
 
@@ -109,7 +109,7 @@ class Rig:
         self.tiers[tier].put(blocks, map(content, blocks))
 
     def finish(self, **how: Any) -> None:
-        """Ends every job of every tier, and lets the manager hear of it."""
+        """Ends every job of every tier, and has the manager take that in."""
         for tier in self.tiers:
             tier.finish(**how)
         self.step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 1, 3 and 4: what goes down, in whose name, and what a tier hears of a request's end."""
+"""Laws 1, 3 and 4: what cascades, in whose name, and when a tier is informed of a request's end."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_the_end_comes_after_queued_promotions() -> None:
     assert names(rig, "r") == ["on_new_request", "submit_load", "on_request_finished"]
 
 
-def test_the_end_is_told_once_also_for_a_request_that_never_ran() -> None:
+def test_a_tier_is_informed_once_also_for_a_request_that_never_ran() -> None:
     rig = Rig(policies=(BLOCK, REQUEST))
     request = rig.start("r")
     rig.manager.on_request_finished(request)

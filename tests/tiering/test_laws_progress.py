@@ -144,7 +144,7 @@ def test_a_waiting_request_whose_blocks_are_taken_again_and_again_still_ends(cac
     assert answers == [False]
 
 
-def test_what_a_request_was_told_is_not_evicted_for_another_ones_promotion() -> None:
+def test_what_a_request_hit_is_not_evicted_for_another_ones_promotion() -> None:
     rig = Rig(num_blocks=20)
     rig.store(keys(0), rig.start("w"))
     rig.below(keys(1))
@@ -153,7 +153,7 @@ def test_what_a_request_was_told_is_not_evicted_for_another_ones_promotion() -> 
     assert rig.ask(prefix(2), first) == [True, None]
     rig.step()
     rig.finish()
-    rig.manager.touch(prefix(18, of="old"), second)  # what was told is the least recently used now
+    rig.manager.touch(prefix(18, of="old"), second)  # its hits are the least recently used now
     rig.below(keys(0, of="q"))
     assert rig.ask(keys(0, of="q"), second) == [None]
     rig.step()
@@ -430,13 +430,13 @@ def test_contexts_that_were_never_announced_work_too() -> None:
     assert content(keys(1)[0]) == rig.tier.blocks[keys(1)[0]]
 
 
-def test_has_pending_work_until_every_job_is_told() -> None:
+def test_has_pending_work_until_every_job_is_taken() -> None:
     rig = Rig()
     request = rig.start("r")
     rig.store(keys(0), request, finish=False)
     assert rig.manager.has_pending_work()
     rig.tier.finish()
-    assert rig.manager.has_pending_work(), "ended, but not told"
+    assert rig.manager.has_pending_work(), "ended, but not taken"
     rig.step()
     assert not rig.manager.has_pending_work()
 

@@ -50,7 +50,7 @@ def test_every_item_gets_its_outcome_once(runner: TierRunner) -> None:
     assert [result.is_last for result in results] == [False] * 14 + [True]
     assert done == Counter(range(100))
     assert task.outcomes == [index % 3 == 0 for index in range(100)]
-    assert runner.is_idle
+    assert not runner.num_open_slices
     assert runner.backlog(IoQueue.LOAD) == 0
 
 
@@ -79,7 +79,7 @@ def test_too_few_outcomes_are_an_error(runner: TierRunner) -> None:
 
 
 def test_queues_are_served_in_order(clock: ManualClock) -> None:
-    runner, gate, order = TierRunner("one", 1, clock=clock), threading.Event(), []
+    runner, gate, order = TierRunner("one", 1, timeout_s=30, clock=clock), threading.Event(), []
 
     def task(queue: IoQueue, name: str) -> IoTask:
         def work(start: int, stop: int) -> list[bool]:
@@ -140,11 +140,11 @@ def test_an_overdue_slice_is_returned_once_and_stays_open(runner: TierRunner, cl
     assert [(result.task, result.status, result.is_last) for result in overdue] == [(task, IoStatus.OVERDUE, False)] * 2
     assert runner.num_overdue((IoQueue.LOAD,)) == 2
     assert runner.num_overdue((IoQueue.STORE,)) == 0
-    assert runner.has_results
+    assert runner.ended
     (result,) = runner.take_results()
     assert result.task is late
     assert (result.status, result.error) == (IoStatus.CANCELLED, None)
-    assert not runner.has_results
+    assert not runner.ended
     clock.advance(100)
     assert runner.take_results() == []
     assert not runner.drain(0.01)
@@ -157,7 +157,7 @@ def test_an_overdue_slice_is_returned_once_and_stays_open(runner: TierRunner, cl
 
 
 def test_shutdown_returns_how_many_threads_hang(clock: ManualClock) -> None:
-    runner, gate = TierRunner("hung", 2, clock=clock), threading.Event()
+    runner, gate = TierRunner("hung", 2, timeout_s=30, clock=clock), threading.Event()
     begun = threading.Event()
     runner.submit(IoTask(IoQueue.LOAD, 1, lambda start, stop: [begun.set() or gate.wait()]), 1)
     begun.wait()
@@ -193,7 +193,7 @@ def test_in_any_mixture_each_slice_ends_once(seed: int, clock: ManualClock) -> N
     assert runner.shutdown(30) == 0
     ended.update(ends(runner))
     assert set(ended.values()) == {1}
-    assert runner.is_idle
+    assert not runner.num_open_slices
     assert all(task.num_open_slices == 0 for task in tasks)
     assert {task_id for task_id, _ in ended} == {id(task) for task in tasks}
     assert [runner.backlog(queue) for queue in IoQueue] == [0] * 4

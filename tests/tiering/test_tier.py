@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.runner import IoQueue
 from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_BYTES = 64
@@ -103,7 +106,7 @@ class Rig:
     def wait_for_results(self) -> None:
         """Waits until the result of a submitted lookup or load, if there is any, can be taken, and does not take it."""
         runner, end = self.tier._runner, time.monotonic() + 30
-        while not runner.has_results and runner.backlog(IoQueue.LOOKUP) + runner.backlog(IoQueue.LOAD):
+        while not runner.ended and runner.backlog(IoQueue.LOOKUP) + runner.backlog(IoQueue.LOAD):
             assert time.monotonic() < end, "the store hangs"
             time.sleep(0.001)
 
@@ -124,6 +127,22 @@ class Rig:
     @property
     def is_in_use(self) -> bool:
         return self.stat("tier_healthy") == 1
+
+
+class Panic(BaseException):
+    """As a native client raises it: no ``Exception``."""
+
+
+class PanickingStore(StoreWrapper):
+    """Panics in one method, while ``method`` names it."""
+
+    method = ""
+
+    def __getattribute__(self, name: str) -> Any:
+        return self.panic if name == super().__getattribute__("method") else super().__getattribute__(name)
+
+    def panic(self, *arguments: object) -> Any:
+        raise Panic(self.method)
 
 
 @pytest.fixture
@@ -319,7 +338,7 @@ def test_a_block_evicted_by_the_next_of_its_own_job_is_not_present(make) -> None
 def test_an_eviction_queued_while_results_are_taken_is_not_lost(make, monkeypatch) -> None:
     rig = make(max_blocks=1).start()
     rig.store_blocks(keys_of(1))
-    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.until(lambda: not rig.tier._runner.num_open_slices)
     rig.gate.close_gate("write")
     rig.submit(keys_of(2), [2], load=False)
     rig.gate.wait_for_arrivals(1)
@@ -381,7 +400,7 @@ def test_failing_reads_turn_reads_alone_off_until_a_probe_succeeds(make) -> None
     assert len(rig.store.calls) == num_calls + 1, "the tier makes no call of a store that it does not use"
     rig.clock.advance(1.5)  # a probe goes through, and fails
     rig.until(lambda: rig.store.calls[-1][0] == "contains")
-    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.until(lambda: not rig.tier._runner.num_open_slices)
     rig.store.broken = {}
     rig.clock.advance(1.5)
     rig.step()
@@ -510,11 +529,11 @@ def test_a_tier_asks_for_whole_requests_if_its_policy_says_so(make) -> None:
 
 def test_touches_reach_the_store_together_and_rarely(make) -> None:
     rig = make().start()
-    rig.until(lambda: rig.tier._runner.is_idle)
+    rig.until(lambda: not rig.tier._runner.num_open_slices)
     for _ in range(10):
         rig.tier.touch(keys_of(1, 2, 3))
         rig.step()
-        rig.until(lambda: rig.tier._runner.is_idle)
+        rig.until(lambda: not rig.tier._runner.num_open_slices)
 
     def touches() -> int:
         return sum(call == ("touch", tuple(keys_of(1, 2, 3))) for call in rig.store.calls)
@@ -536,3 +555,33 @@ def test_memory_with_gaps_between_its_rows(make) -> None:
     assert rig.wait(rig.submit([key], [6], load=True)).success
     assert bytes(backing[6, :BLOCK_BYTES]) == block_of(key, BLOCK_BYTES)
     assert not backing[:, BLOCK_BYTES:].any()
+
+
+@pytest.mark.parametrize("method", ["contains", "write", "read_into", "scan", "touch", "take_evicted", "close"])
+def test_a_panic_in_a_store_ends_the_job_and_not_the_thread(
+    make, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make()
+    rig.store = panicking = PanickingStore(rig.store)
+    panicking.method = method
+    rig.start()
+    keys = keys_of(1, 2)
+    with caplog.at_level(logging.WARNING):
+        stored = rig.store_blocks(keys)
+        assert stored.success is (method not in ("write", "take_evicted"))
+        assert rig.ask_until_answered(keys_of(50)) == [False]
+        if stored.success:
+            # Lookups that panic again and again turn reading off.
+            assert rig.load_blocks(keys).success is (method not in ("contains", "read_into", "take_evicted"))
+        rig.tier.touch(keys)
+        rig.clock.advance(2)
+        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        if method == "close":
+            rig.tier.shutdown()
+            assert "failed to close" in caplog.text
+            return
+    panicking.method = ""
+    rig.clock.advance(100)
+    rig.until(lambda: rig.is_in_use)
+    assert rig.store_blocks(keys_of(7, 8)).success
+    assert rig.load_blocks(keys_of(7, 8)).success, "all threads are alive and the tier is in use again"

@@ -37,7 +37,7 @@ def fill(rig: Rig, first: int, last: int) -> None:
 
 
 def settle(rig: Rig) -> None:
-    """A step that submits, and one that hears of the end."""
+    """A step that submits, and one that takes in the end."""
     rig.step()
     rig.finish()
 

@@ -23,7 +23,6 @@ def main(argv: list[str] | None = None) -> None:
     app = typer.Typer(
         name="kvoffload", help="KV-cache offloading for LLM servers.", no_args_is_help=True, add_completion=False
     )
-    app.callback()(_version_callback)
     for name in _COMMANDS:
         importlib.import_module(f"kvoffload.cli.{name}").register(app)
     try:
@@ -31,7 +30,3 @@ def main(argv: list[str] | None = None) -> None:
     except (ConfigError, MissingExtraError) as exc:
         print(f"kvoffload: {exc}", file=sys.stderr)
         sys.exit(2)
-
-
-def _version_callback() -> None:
-    """KV-cache offloading for LLM servers."""

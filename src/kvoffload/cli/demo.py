@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.demo.report import print_comparison, print_setting
 from kvoffload.errors import ConfigError, MissingExtraError
@@ -43,7 +44,7 @@ def demo(
     cpu_gib: Annotated[
         float | None, typer.Option(help="GiB of host memory to offload to. By default room for the whole chat.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = "density",
+    policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = DEFAULTS.eviction_policy,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per offloaded block, a multiple of 16.")] = 16,
     disk: Annotated[
         Path | None, typer.Option(help="Folder to offload to as well; the chat is then served again after a restart.")

@@ -12,9 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvoffload.cli.simulate import TRACE_HELP, load_one, token_bytes
+from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import SimConfig
+from kvoffload.sim.driver import PREFILL_TOKENS_PER_S, SimConfig
 from kvoffload.sim.kv_size import kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
@@ -45,8 +46,10 @@ def plan(
     cpu_price: Annotated[float, typer.Option(help="Price of a GiB of host memory.")] = 4.0,
     disk_price: Annotated[float, typer.Option(help="Price of a GiB of disk.")] = 0.1,
     gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the trace that the device's own cache holds.")] = 0,
-    policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = "density",
-    prefill_speed: Annotated[float, typer.Option(help="Tokens that the device prefills per second.")] = 20_000.0,
+    policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = DEFAULTS.eviction_policy,
+    prefill_speed: Annotated[
+        float, typer.Option(help="Tokens that the device prefills per second.")
+    ] = PREFILL_TOKENS_PER_S,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, if that is ambiguous.")] = None,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Requests to read, from the first on.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")] = None,

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
-from kvoffload.sim.driver import SimConfig
+from kvoffload.sim.driver import PREFILL_TOKENS_PER_S, SimConfig
 from kvoffload.sim.kv_size import model_kv_bytes_per_token
-from kvoffload.sim.plot import check_target, write_plot
+from kvoffload.sim.plot import check_folder, check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, table
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
@@ -52,8 +53,10 @@ def simulate(
     ] = None,
     store_threshold: Annotated[
         int, typer.Option(min=0, help="Store a block at the n-th request that asks for it.")
-    ] = 1,
-    prefill_speed: Annotated[float, typer.Option(help="Tokens that the device prefills per second.")] = 20_000.0,
+    ] = DEFAULTS.store_threshold,
+    prefill_speed: Annotated[
+        float, typer.Option(help="Tokens that the device prefills per second.")
+    ] = PREFILL_TOKENS_PER_S,
     load_speed: Annotated[str, typer.Option(help="Bytes loaded from host memory to the device per second.")] = "25GB",
     disk_read_speed: Annotated[str, typer.Option(help="Bytes read from disk per second.")] = "5GB",
     disk_write_speed: Annotated[str, typer.Option(help="Bytes written to disk per second.")] = "3GB",
@@ -76,8 +79,9 @@ def simulate(
     per_token = token_bytes(model, kv_bytes)
     if stretch <= 0:
         raise ConfigError(f"--stretch must be positive, not {stretch:g}.")
-    speeds = [parse_bytes(text, name) for text, name in ((load_speed, "--load-speed"),)]
-    speeds += [parse_bytes(disk_read_speed, "--disk-read-speed"), parse_bytes(disk_write_speed, "--disk-write-speed")]
+    load_bytes_per_s = parse_bytes(load_speed, "--load-speed")
+    disk_read_bytes_per_s = parse_bytes(disk_read_speed, "--disk-read-speed")
+    disk_write_bytes_per_s = parse_bytes(disk_write_speed, "--disk-write-speed")
     loaded = [load_one(trace, block_tokens, max_requests) for trace in traces]
     jobs: list[tuple[Trace, list[SimConfig]]] = []
     for trace in loaded:
@@ -94,9 +98,9 @@ def simulate(
                         policy=name,
                         store_threshold=store_threshold,
                         prefill_tokens_per_s=prefill_speed,
-                        load_bytes_per_s=speeds[0],
-                        disk_read_bytes_per_s=speeds[1],
-                        disk_write_bytes_per_s=speeds[2],
+                        load_bytes_per_s=load_bytes_per_s,
+                        disk_read_bytes_per_s=disk_read_bytes_per_s,
+                        disk_write_bytes_per_s=disk_write_bytes_per_s,
                         cascade=mode,
                     )
                     for name in policies
@@ -202,8 +206,8 @@ def _policies(text: str) -> list[str]:
 def _check_targets(json_file: Path | None, plot: Path | None) -> None:
     if plot is not None:
         check_target(plot)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise ConfigError(f"There is no folder {str(json_file.resolve().parent)!r} to write {json_file.name!r} to.")
+    if json_file is not None:
+        check_folder(json_file)
 
 
 def _print(reports: Sequence[Report]) -> None:

@@ -108,7 +108,7 @@ def gc(
     dead = store.sweep()
     evicted, used_bytes = store.shrink(limit)
     _console.print(
-        f"{evicted:,} blocks deleted, {dead:,} dead writers cleaned up after, {format_bytes(used_bytes)} in use."
+        f"{evicted:,} blocks deleted, {dead:,} directories of dead writers removed, {format_bytes(used_bytes)} in use."
     )
     if limit is not None and used_bytes > limit:
         _console.print("The quota is still exceeded: by other files in the folder, or because a server is writing.")

@@ -147,13 +147,13 @@ def offer_in_portions(
         output = manager.prepare_store(keys, context) if keys else None
         if keys and output is None:
             state.max_blocks = max(1, portion.largest // 4)
-            # What room there was is taken. The rest is offered anew when the request has filled another block.
+            # The room there was is taken. The rest is offered anew when the request has filled another block.
             if accepted or portion.largest == 1:
                 return False
             continue
         accepted = True
         state.max_blocks = min(UNLIMITED, state.max_blocks * 4)
-        # The prompt is longer than the tier. Its tail is worth nothing without the head that it would evict.
+        # Whoever evicts its own blocks is longer than the tier. The tail is worth nothing without the head it evicts.
         state.evicts_itself = accept(portion, output)
     return True
 
@@ -173,9 +173,8 @@ class StoreOffers:
     def offer(
         self, state: RequestOffloadState, computed_tokens: int, done_tokens: int, epoch: int
     ) -> list[TransferJob]:
-        """Offers the blocks that are full once this step has computed up to ``done_tokens``.
+        """Offers the blocks that are full once this step has computed up to ``done_tokens``. Returns their stores.
 
-        Returns the stores, which start at the end of the step.
         Also decides when the request has something to offer again. Blocks for which there is no room are offered anew
         when the request has filled another one.
         """

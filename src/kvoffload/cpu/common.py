@@ -9,7 +9,7 @@ __all__ = ["CPULoadStoreSpec"]
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Slots of the primary tier; ``block_ids`` are row indices of its region."""
+    """Slots of the primary tier; ``block_ids`` are slot numbers."""
 
     __slots__ = ()
 

@@ -23,24 +23,25 @@ __all__ = ["CPUOffloadingManager"]
 
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
 _RUN = 64
-"""Blocks of a prefix that one call of the policy looks up: a miss at its head costs no more than this."""
+"""Blocks that ``lookup_prefix`` asks the policy for in one call. A miss at the head of a prefix costs one such call."""
 
 
 class CPUOffloadingManager(OffloadingManager):
     """Decides which blocks the primary tier's ``num_blocks`` slots hold.
 
     ``cache_policy`` names a registered policy (``UnknownNameError`` lists the choices). ``enable_events`` records what
-    appears and leaves, for ``take_events``. With ``store_threshold`` of 2 or more a block is stored once so many
-    requests asked for it; ``max_tracker_size`` bounds the keys counted (``ReuseFilter``). Raises ``ConfigError`` for
-    numbers that cannot work.
+    appears and leaves, for ``take_events``. With a ``store_threshold`` of 2 or more, a block is not stored before that
+    many requests have asked for it; ``max_tracker_size`` bounds the keys counted (``ReuseFilter``). Raises
+    ``ConfigError`` for numbers that cannot work.
 
-    A block is *in flight* from ``prepare_store`` to ``complete_store``: ``lookup`` says ``None``, and it is neither
-    loaded nor evicted. A block that ``prepare_load`` pinned is not evicted until as many ``complete_load`` came.
+    A block is *in flight* from ``prepare_store`` to ``complete_store``: ``lookup`` returns ``None``, and the block is
+    neither loaded nor evicted. Each ``prepare_load`` pins a block until its ``complete_load``. A pinned block is not
+    evicted.
 
     The keys of one ``prepare_store`` are consecutive blocks of a prefix, head first; later blocks are evicted first.
-    Across calls the caller's ``touch`` of the whole prefix makes it so.
+    A prefix that takes several calls gets this order when the caller touches all of it.
 
-    ``reset_cache`` forgets all blocks at once; ``SlotTable.reset`` says what becomes of transfers in flight. The reuse
+    ``reset_cache`` forgets all blocks at once; ``SlotTable`` describes what becomes of transfers in flight. The reuse
     filter keeps its counts: they are about requests, not blocks.
     """
 
@@ -86,8 +87,8 @@ class CPUOffloadingManager(OffloadingManager):
         return True if block.pins >= 0 else None
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        # The policy is asked for runs of keys; the filter counts up to and including the first miss, as the loop of
-        # ``lookup`` does.
+        # The policy looks up runs of keys, but the filter counts only up to and including the first miss, as a loop of
+        # ``lookup`` would.
         get_all, reuse = self.slots.get_all, self._filter
         answers: list[bool | None] = []
         answer = answers.append
@@ -103,8 +104,8 @@ class CPUOffloadingManager(OffloadingManager):
         return answers
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Marks a prefix as just used. An announced request uses a block once, as the reuse filter has it: what it
-        stored or touched before moves in the order, and policies that count uses do not count it again."""
+        """Marks a prefix as just used. All that an announced request does with a block is one use of it: a block that
+        it stored or touched before becomes the most recent again, but policies do not count another use."""
         used = self._used.get(req_context.req_id) if req_context is not None else None
         if used is None:
             self.slots.touch(keys)
@@ -129,11 +130,11 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, claimed: Collection[OffloadKey] = _NO_KEYS
     ) -> PrepareStoreOutput | None:
-        """``claimed`` (which answers ``in`` in O(1)) holds blocks to evict only if there is no other room."""
+        """Evicts blocks in ``claimed`` only if there is no other room. ``claimed`` answers ``in`` in O(1)."""
         if self._filter is None:
             wanted = keys
         else:
-            # Counted even if there is no room below: the request did ask.
+            # Counted even if no room is found: the request did ask.
             wanted = self._filter.offered(keys, req_context)
         protected: Collection[OffloadKey] = set(keys) if wanted is not keys else _NO_KEYS
         reserved = self.slots.reserve(wanted, Union(protected, claimed)) if claimed else None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory this process may still take.
 
-A large allocation checks first. It then fails with a sentence instead of an out-of-memory kill or a bus error.
+A large allocation is checked against it first, so that it fails with a clear message instead of an out-of-memory kill
+or a bus error.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ __all__ = ["Orphans", "Overlap"]
 
 @dataclass(slots=True)
 class Overlap:
-    """Transfers of one kind (reads or writes) of one key that began before a reset, and the slots they hold.
+    """Transfers of one kind (reads or writes) of one key that began before a reset, and the slots they use.
 
     The end of a transfer names its key only. Once the key has a block again, an end may be the old transfer's or the
     new one's, and taking one for the other would free a slot that is still being read or written. So nothing of this
@@ -54,7 +54,7 @@ class Orphans:
         overlap.begun += 1 if block.pins < 0 else block.pins
 
     def slots(self) -> list[BlockStatus]:
-        """Every slot still held."""
+        """The slots of all overlaps."""
         return [
             block for overlaps in (self.reads, self.writes) for overlap in overlaps.values() for block in overlap.slots
         ]

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
 
 __all__ = ["ReuseFilter"]
@@ -38,7 +39,7 @@ class ReuseFilter:
     (and 128,000 keys), it drops the keys that the tracker no longer has.
     """
 
-    def __init__(self, threshold: int, max_tracker_size: int = 64_000) -> None:
+    def __init__(self, threshold: int, max_tracker_size: int = DEFAULTS.max_tracker_size) -> None:
         """``threshold`` is the number of requests, at least 2; ``max_tracker_size`` the number of keys, at least 1.
 
         Raises ``ConfigError`` for smaller ones.

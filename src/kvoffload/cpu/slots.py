@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block lies in which slot of the primary tier, who pins it, and whether it is written. Order is the policy's."""
+"""The slots of the primary tier: which block each holds, how often it is pinned, and whether it is ready to be read."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class SlotTable:
 
     The keys of one ``reserve`` are consecutive blocks of a prefix, head first; later blocks are evicted first.
 
-    ``reset`` forgets all blocks at once. Slots of transfers in flight are handed out again only after those transfers
-    have ended, and these publish nothing. A forgotten key may be reserved again at once. While old and new transfers
-    of one key and kind overlap, nobody can say whose end it is, so the last of them ends them all
+    ``reset`` forgets all blocks at once. A slot of a transfer in flight is used again only after that transfer has
+    ended, and the transfer publishes nothing. A forgotten key may be reserved again at once. While old and new
+    transfers of one key and kind overlap, nobody can say whose end it is, so the last of them ends them all
     (``kvoffload.cpu.orphans``).
 
     With ``enable_events`` the table records what appears and what leaves, in the order in which it becomes true.
@@ -44,9 +44,9 @@ class SlotTable:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}: give the primary tier more memory.")
         self.num_blocks = num_blocks
         self.policy = policy = make_policy(num_blocks)
-        """Its blocks belong to this table; others only ask it for the order (``next_victims``)."""
+        """Keeps the order of the blocks. Others only call its ``next_victims``: this table makes all changes."""
         self.get = policy.get
-        """The block called ``key``, or ``None``. Only to look at: the table alone changes it."""
+        """The block called ``key``, or ``None``. Callers only read it: the table alone changes blocks."""
         self.get_all = policy.get_all
         self.num_stored = 0
         """Blocks published so far."""
@@ -56,9 +56,9 @@ class SlotTable:
         self._medium = CPULoadStoreSpec.medium()
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._slots: list[BlockStatus] = []
-        """Every slot handed out so far, by its id; those beyond are fresh."""
+        """Every slot used so far, by its id. Slots beyond them were never used."""
         self._free: list[BlockStatus] = []
-        """Slots handed out before and free now; the last is the next."""
+        """Slots that were used and are free now. The last one is the next to be used."""
         self._orphans = Orphans()
         self._num_in_flight = 0
         self._num_read = 0
@@ -119,8 +119,8 @@ class SlotTable:
         raise AssertionError(f"block {key.hex()} cannot be read: it is {state}")
 
     def unpin(self, keys: Collection[OffloadKey]) -> None:
-        """Gives back what one ``pin`` of these keys took. For keys that a reset forgot, the old block's pins go first;
-        unknown keys are ignored."""
+        """Gives back what one ``pin`` of these keys took. Where reads from before and after a reset overlap, the last
+        end gives back the pins of all. Ignores unknown keys."""
         if self._orphans.reads:
             keys = [key for key in keys if not self._unpin_ambiguous(key)]
         newly_idle = 0
@@ -136,7 +136,7 @@ class SlotTable:
         self.policy.released(keys)
 
     def _unpin_ambiguous(self, key: OffloadKey) -> bool:
-        """Whether ``key`` has reads from before a reset, and this end was counted with theirs."""
+        """Counts the end of a read if reads of ``key`` from before a reset are open. Returns whether there were any."""
         overlap = self._orphans.reads.get(key)
         if overlap is None:
             return False
@@ -232,7 +232,8 @@ class SlotTable:
     def _split_ambiguous(
         self, keys: Collection[OffloadKey], success: bool
     ) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """(keys whose end is their block's own, keys whose new block is lost with the old one's failure)."""
+        """Counts the ends of writes that overlap with writes from before a reset. Returns (keys whose writes end now,
+        keys to abandon, because one of their overlapping writes failed)."""
         clear: list[OffloadKey] = []
         lost: list[OffloadKey] = []
         for key in keys:
@@ -251,7 +252,7 @@ class SlotTable:
         return clear, lost
 
     def _take_slots(self, n: int) -> list[BlockStatus]:
-        """``n`` slots: the lowest fresh ones first, then freed ones."""
+        """``n`` slots: first those never used, from the lowest on, then freed ones."""
         first = len(self._slots)
         blocks = [BlockStatus(slot) for slot in range(first, min(first + n, self.num_blocks))]
         self._slots += blocks

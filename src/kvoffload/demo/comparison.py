@@ -24,7 +24,6 @@ __all__ = [
     "compare",
     "judge",
     "measure",
-    "run_way",
 ]
 
 
@@ -162,7 +161,7 @@ def _way_as_json(result: WayResult, turns: int) -> dict[str, Any]:
     }
 
 
-def run_way(
+def _run_way(
     model: Any,
     options: EngineOptions,
     way: Way,
@@ -193,9 +192,9 @@ def compare(
     on_turn: Callable[[str, Turn], None] = lambda *_: None,
 ) -> Comparison:
     """Runs every way, after a short warm-up that is not measured."""
-    run_way(model, options, ways[0], replace(workload, conversations=1, turns=1))
+    _run_way(model, options, ways[0], replace(workload, conversations=1, turns=1))
     results = tuple(
-        run_way(model, options, way, workload, lambda turn, name=way.name: on_turn(name, turn))  # type: ignore[misc]
+        _run_way(model, options, way, workload, lambda turn, name=way.name: on_turn(name, turn))  # type: ignore[misc]
         for way in ways
     )
     return Comparison(workload, options, results, judge(results))

@@ -38,7 +38,7 @@ class Link:
     def seconds(self, num_bytes: int) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
-    def book(self, now_s: float, num_bytes: int) -> float:
+    def queue(self, now_s: float, num_bytes: int) -> float:
         """Queues a transfer and returns the time of its end."""
         self.free_at_s = max(now_s, self.free_at_s) + self.seconds(num_bytes)
         return self.free_at_s
@@ -97,14 +97,14 @@ class SimDisk(SecondaryTierManager):
             self._refused.append(JobResult(job.job_id, success=False))
             return
         wanted = reserved.keys_to_store
-        end_s = self._write_link.book(self._clock(), len(wanted) * self._block_size_bytes)
+        end_s = self._write_link.queue(self._clock(), len(wanted) * self._block_size_bytes)
         self._writes.append((end_s, job, wanted))
 
     def submit_load(self, job: JobMetadata) -> None:
         found = [key for key in job.keys if self._index.lookup(key, job.req_context) is True]
         self._index.prepare_load(found, job.req_context)
         self._index.touch(found[::-1])
-        end_s = self._read_link.book(self._clock(), len(found) * self._block_size_bytes)
+        end_s = self._read_link.queue(self._clock(), len(found) * self._block_size_bytes)
         self._reads.append((end_s, job, found))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -129,9 +129,8 @@ class SimDisk(SecondaryTierManager):
         return bool(self._reads or self._writes or self._refused)
 
     def drain_jobs(self) -> None:
-        while (end_s := self.next_end_s()) is not None:
+        if (end_s := self.next_end_s()) is not None:
             self._clock.advance_to(end_s)
-            break
 
     def shutdown(self) -> None:
         self._reads.clear()

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffload.base import OffloadingManager, OffloadKey
+from kvoffload.config import DEFAULTS
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.sim.device_cache import DeviceCache
@@ -33,7 +34,10 @@ from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
-__all__ = ["SimConfig", "SimResult", "simulate"]
+__all__ = ["PREFILL_TOKENS_PER_S", "SimConfig", "SimResult", "simulate"]
+
+PREFILL_TOKENS_PER_S = 20_000.0
+"""Default speed of prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class SimConfig:
     gpu_blocks: int = 0
     disk_blocks: int = 0
     policy: str = "lru"
-    store_threshold: int = 1
-    prefill_tokens_per_s: float = 20_000.0
+    store_threshold: int = DEFAULTS.store_threshold
+    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     load_bytes_per_s: float = 25e9
     load_latency_s: float = 50e-6
     disk_read_bytes_per_s: float = 5e9
@@ -57,7 +61,7 @@ class SimConfig:
     disk_latency_s: float = 200e-6
     chunk_tokens: int = 8192
     """Tokens prefilled between two offers of computed blocks."""
-    max_wait_s: float = 10.0
+    max_wait_s: float = DEFAULTS.max_wait_s
     """Seconds a request waits for promotions at most."""
     cascade: CascadeMode = "on_store"
     """When blocks are written to the disk."""
@@ -117,27 +121,20 @@ class SimResult:
     def token_hit_rate(self) -> float:
         return (self.gpu_hit_tokens + self.cpu_hit_tokens + self.disk_hit_tokens) / max(self.input_tokens, 1)
 
-    @property
-    def offload_hit_rate(self) -> float:
-        """Blocks that host memory and disk added to those that the device had."""
-        return (self.cpu_hit_blocks + self.disk_hit_blocks) / max(self.accesses, 1)
-
 
 def simulate(
     trace: Trace,
     config: SimConfig,
     *,
     keys: Sequence[OffloadKey] | None = None,
-    progress: Callable[[int], object] | None = None,
     on_request: Callable[[int, int, int, int], object] | None = None,
 ) -> SimResult:
     """Replays ``trace`` on ``config``. The same input gives the same result, to the last bit.
 
-    ``keys``: ``trace.keys()``, to share it between replays. ``progress`` is called now and then with the accesses done
-    so far. ``on_request`` is called after each request with its index and the blocks that the device, host memory and
-    the disk supplied.
+    ``keys``: ``trace.keys()``, to share it between replays. ``on_request`` is called after each request with its index
+    and the blocks that the device, host memory and the disk supplied.
     """
-    return _Driver(trace, config, trace.keys() if keys is None else keys, progress, on_request).run()
+    return _Driver(trace, config, trace.keys() if keys is None else keys, on_request).run()
 
 
 class _Driver:
@@ -148,11 +145,9 @@ class _Driver:
         trace: Trace,
         config: SimConfig,
         keys: Sequence[OffloadKey],
-        progress: Callable[[int], object] | None,
         on_request: Callable[[int, int, int, int], object] | None,
     ) -> None:
-        self._trace, self._config, self._keys = trace, config, keys
-        self._progress, self._on_request = progress, on_request
+        self._trace, self._config, self._on_request = trace, config, on_request
         self._clock = VirtualClock()
         self._disk: SimDisk | None = None
         self._manager: OffloadingManager
@@ -192,12 +187,8 @@ class _Driver:
         )
 
     def run(self) -> SimResult:
-        reported = 0
-        for request, end in enumerate(self._trace.offsets[1:].tolist()):
+        for request in range(len(self._trace)):
             self._serve(request)
-            if self._progress is not None and end - reported > 20_000:
-                self._progress(end)
-                reported = end
         self._manager.shutdown()
         return self._result()
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["DTYPE_BYTES", "kv_bytes_per_token", "model_kv_bytes_per_token"]
+__all__ = ["kv_bytes_per_token", "model_kv_bytes_per_token"]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> int:
@@ -58,6 +58,6 @@ def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:
 
 
 def _dtype_bytes(dtype: str) -> int:
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPE_BYTES)}.")
-    return DTYPE_BYTES[dtype]
+    if dtype not in _DTYPE_BYTES:
+        raise ConfigError(f"Unknown dtype {dtype!r}; choose one of {', '.join(_DTYPE_BYTES)}.")
+    return _DTYPE_BYTES[dtype]

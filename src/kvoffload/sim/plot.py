@@ -15,7 +15,7 @@ from kvoffload.sim.report import as_page, best_policy, curve, knee_of
 from kvoffload.sim.sweep import Report
 from kvoffload.units import format_bytes
 
-__all__ = ["check_target", "write_plot"]
+__all__ = ["check_folder", "check_target", "write_plot"]
 
 _COLOURS = ("#1f6fb4", "#d9730d", "#2f9e44", "#8b5cf6", "#c2255c", "#0b7285", "#868e96")
 _GREY = "#495057"
@@ -25,9 +25,14 @@ def check_target(path: Path) -> None:
     """Raises ``ConfigError`` or ``MissingExtraError`` if ``write_plot`` could not write to ``path``. Call it first."""
     if path.suffix.lower() not in {".png", ".html"}:
         raise ConfigError(f"A plot is a .png or .html file, not {path.name!r}.")
+    check_folder(path)
+    _pyplot()
+
+
+def check_folder(path: Path) -> None:
+    """Raises ``ConfigError`` if there is no folder to write the file ``path`` to."""
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"There is no folder {str(path.resolve().parent)!r} to write {path.name!r} to.")
-    _pyplot()
 
 
 def write_plot(reports: Sequence[Report], path: Path) -> None:

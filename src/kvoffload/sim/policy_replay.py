@@ -9,10 +9,11 @@ replay a flat stream of accesses, so figures can be compared. Manager and policy
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.config import DEFAULTS
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.sim.trace import Trace
 
@@ -47,21 +48,19 @@ def replay_policy(
     policy: str,
     capacity_blocks: int,
     *,
-    store_threshold: int = 1,
+    store_threshold: int = DEFAULTS.store_threshold,
     keys: Sequence[OffloadKey] | None = None,
-    progress: Callable[[int], object] | None = None,
 ) -> ReplayResult:
     """Replays ``trace`` through a ``CPUOffloadingManager`` of ``capacity_blocks``.
 
-    ``keys``: ``trace.keys()``, to share it between replays. ``progress`` is called now and then with the accesses done
-    so far.
+    ``keys``: ``trace.keys()``, to share it between replays.
     """
     manager = CPUOffloadingManager(capacity_blocks, policy, store_threshold=store_threshold)
     # LRU evicts the same blocks at once as one by one. Policies that learn do so between two evictions.
     most_at_once = capacity_blocks if policy == "lru" else 1
     table = trace.keys() if keys is None else keys
     offsets = trace.offsets.tolist()
-    hits = hit_tokens = reported = 0
+    hits = hit_tokens = 0
     for request, (start, end) in enumerate(itertools.pairwise(offsets)):
         context = ReqContext(str(request))
         manager.on_new_request(context)
@@ -72,9 +71,6 @@ def replay_policy(
         hit_tokens += trace.tokens_in(request, found)
         _use(manager, path, found, context, most_at_once)
         manager.on_request_finished(context)
-        if progress is not None and end - reported > 100_000:
-            progress(end)
-            reported = end
     stats = manager.get_stats()
     return ReplayResult(
         policy=policy,

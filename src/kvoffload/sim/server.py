@@ -44,7 +44,8 @@ class Hit:
 
 
 class Server:
-    """``wait`` is called while blocks are promoted, and returns when it may be worth asking again.
+    """Serves requests, one per call of ``serve``. While blocks are promoted it calls ``wait``, which returns when it
+    may be worth looking them up again.
 
     ``accesses`` (whole blocks asked for) and ``prefill_s`` (seconds of prefill) are totals so far.
     """
@@ -90,7 +91,7 @@ class Server:
             self._device.admit(path, on_device, total_hit)
         if loaded:
             manager.prepare_load(loaded, context)
-            clock.advance_to(self._load_link.book(clock.now_s, len(loaded) * self._block_bytes))
+            clock.advance_to(self._load_link.queue(clock.now_s, len(loaded) * self._block_bytes))
         if total_hit:
             manager.touch(path[:total_hit], context)
         if loaded:
@@ -102,7 +103,7 @@ class Server:
         if path:
             manager.touch(path, context)
         manager.on_request_finished(context)
-        offers.complete()  # of a request that ended with the step that computed its prompt
+        offers.complete()  # if the request ended with the step that computed its prompt
         self.accesses += whole
         return Hit(on_device, min(in_host, hit), hit - min(in_host, hit))
 
@@ -160,8 +161,8 @@ class _Portion(NamedTuple):
 
 
 class _Offers:
-    """One request's offers for store. A store ends when the next step is planned (``complete``), as one that takes less
-    than a step does."""
+    """One request's offers for store. Each store takes less than a step: ``complete``, called before the next step is
+    planned, ends it."""
 
     def __init__(self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext) -> None:
         self._manager, self._path, self._context = manager, path, context

@@ -84,13 +84,13 @@ class FakeTier(SecondaryTierManager):
         ended = list(self.jobs) if job_ids is None else list(job_ids)
         for job_id in ended:
             job = self.jobs.pop(job_id)
-            doomed = set(job.keys) if not success else set(lose) & set(job.keys)
+            failed_keys = set(job.keys) if not success else set(lose) & set(job.keys)
             if job.is_promotion:
-                doomed |= {key for key in job.keys if key not in self.blocks}
-            self._copy(job, doomed, tear)
-            partial = doomed and doomed != set(job.keys)
-            good = tuple(key for key in job.keys if key not in doomed)
-            self._results.append(JobResult(job_id, not doomed, good if partial else None))
+                failed_keys |= {key for key in job.keys if key not in self.blocks}
+            self._copy(job, failed_keys, tear)
+            partial = failed_keys and failed_keys != set(job.keys)
+            good = tuple(key for key in job.keys if key not in failed_keys)
+            self._results.append(JobResult(job_id, not failed_keys, good if partial else None))
         return ended
 
     def calls(self, name: str) -> list[TierCall]:
@@ -150,13 +150,13 @@ class FakeTier(SecondaryTierManager):
         if self.at_once:
             self.finish([job.job_id])
 
-    def _copy(self, job: JobMetadata, doomed: set[OffloadKey], tear: bool) -> None:
+    def _copy(self, job: JobMetadata, failed_keys: set[OffloadKey], tear: bool) -> None:
         size = self.block_bytes
         flat = self.primary_kv_view.cast("B") if self.primary_kv_view.c_contiguous else None
         assert flat is not None, "FakeTier needs primary memory without gaps between rows"
         for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True):
             row = flat[slot * size : (slot + 1) * size]
-            if key in doomed:
+            if key in failed_keys:
                 if tear and job.is_promotion:
                     row[: size // 2 or 1] = b"\xa5" * (size // 2 or 1)
             elif job.is_promotion:

@@ -78,7 +78,7 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """``True``: a load should succeed. ``False``: not here. ``None``: being found out; ask again next step."""
+        """``True``: a load should succeed. ``False``: not here. ``None``: not known yet; ask again in the next step."""
 
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
@@ -94,7 +94,7 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request arrives; says whether this tier wants all of its blocks."""
+        """A request arrives. Returns whether this tier wants all of its blocks."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """No more submits for this request; its jobs may still be in flight."""

@@ -24,7 +24,7 @@ class Cascades:
         self._primary = primary
         self._jobs = jobs
         self.parked: dict[OffloadKey, list[RequestState]] = {}
-        """Blocks that are being written, and the requests for which they are then cascaded; for others to look at."""
+        """Blocks that are being written, with the requests they will be cascaded for. Others only read it."""
         self._blocks_written = 0
         self._blocks_failed = 0
 

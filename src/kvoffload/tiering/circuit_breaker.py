@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A circuit breaker: leaves something that keeps failing alone, and probes it now and then."""
+"""A circuit breaker: no calls to something that keeps failing, but now and then a probe."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class CircuitBreaker:
         return f"CircuitBreaker({self.name!r}, {state}, failures={self._failures})"
 
     def begin_probe(self) -> bool:
-        """Whether it is open and a probe is due. The caller then makes one, and reports its end or cancels it; until
-        then no other is due."""
+        """Whether the breaker is open and a probe is due. If so, the caller makes one, and records its end or cancels
+        it. Until then no other is due."""
         if self.is_closed or self._is_probing or self._clock() < self._next_probe_s:
             return False
         self._is_probing = True
         return True
 
     def cancel_probe(self) -> None:
-        """The probe was never made; another is due at once. Does nothing if there is none."""
+        """The probe was never made, so another is due at once. Does nothing if there is none."""
         self._is_probing = False
 
     def record_success(self) -> bool:
-        """A call worked. Whether that closed the breaker."""
+        """A call succeeded. Returns whether that closed the breaker."""
         was_open = not self.is_closed
         self.is_closed = True
         self._failures = 0
@@ -63,7 +63,7 @@ class CircuitBreaker:
         return was_open
 
     def record_failure(self, *, is_grave: bool = False) -> bool:
-        """A call failed. Whether that opened the breaker; a grave failure always does."""
+        """A call failed. Returns whether that opened the breaker. A grave failure opens it at once."""
         self._failures += 1
         if self.is_closed and not is_grave and self._failures < self._threshold:
             return False

@@ -18,6 +18,7 @@ from kvoffload.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats, add_stats
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
@@ -57,9 +58,9 @@ class TieringOffloadingManager(OffloadingManager):
         primary_tier: CPUPrimaryTierOffloadingManager,
         secondary_tiers: Sequence[SecondaryTierManager] | None = None,
         *,
-        max_wait_s: float = 10.0,
-        claim_share: float = 0.75,
-        promotion_share: float = 0.75,
+        max_wait_s: float = DEFAULTS.max_wait_s,
+        claim_share: float = DEFAULTS.claim_share,
+        promotion_share: float = DEFAULTS.promotion_share,
         cascade: Sequence[CascadeMode] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,7 +101,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.on_request_finished(req_context)
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
-            return  # ended before, or never announced: a tier is informed of an end once, after a beginning
+            return  # it ended before, or was never announced: tiers are informed of each end once
         if self._promotions.queue:
             self._promotions.submit(request)
         self._waiting.end(request)
@@ -189,7 +190,7 @@ class TieringOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forgets every block of the primary tier; the tiers below keep theirs.
 
-        Tiers are drained first, each for as long as it is willing to wait. Slots that an unfinished job may still touch
+        Tiers are drained first, each until its own deadline. Slots that an unfinished job may still touch
         stay reserved until it ends.
         """
         for tier in self._tiers:
@@ -230,7 +231,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.shutdown()
 
     def check_invariants(self) -> None:
-        """Recomputes every book from scratch. For tests: O(everything)."""
+        """Recomputes every count from scratch. For tests: O(everything)."""
         self.primary_tier.check_invariants()
         self._promotions.check_invariants()
         self._cascades.check_invariants()
@@ -274,17 +275,17 @@ class TieringOffloadingManager(OffloadingManager):
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored.
 
-        While a write from before a reset overlaps with one from after it, the primary tier publishes neither until both
-        have ended. So a store has ended when its block is no longer in flight, and the end that makes it so may be that
-        of a late promotion.
+        A store has ended when its block is no longer in flight. That may be later than its own end: while a write from
+        before a reset overlaps with it, the primary tier publishes neither until both have ended. The last of them may
+        be a late promotion.
         """
         written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
         for key in keys:
             if key not in self._storing:
                 continue
             block = self.primary_tier.slots.get(key)
-            if block is not None and not block.is_ready:
-                continue
+            if block is not None and block.pins < 0:
+                continue  # still in flight
             request = self._storing.pop(key)
             request.stores_in_flight -= 1
             ready = written.setdefault(id(request), (request, []))[1]

@@ -101,54 +101,48 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         )
 
 
-class FileSystemOptions(StoreOptions, frozen=True, kw_only=True):
-    """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``."""
+class _BoundedOptions(StoreOptions, frozen=True, kw_only=True):
+    max_bytes: int | str | None = None
+    """Most bytes of the store, for all namespaces: a number, or text with a unit. Default: no bound."""
+
+    @property
+    def bound_bytes(self) -> int | None:
+        return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
+
+
+class FileSystemOptions(_BoundedOptions, frozen=True, kw_only=True):
+    """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``. ``max_bytes`` is a quota on all files below ``path``."""
 
     is_persistent: ClassVar[bool] = True
 
     path: str
-    max_bytes: int | str | None = None
-    """Quota on all files below ``path``, of all namespaces: bytes, or text with a unit. Default: none."""
     durability: Literal["none", "fsync"] = "none"
-
-    @property
-    def bound_bytes(self) -> int | None:
-        return None if self.max_bytes is None else parse_bytes(self.max_bytes)
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
         if not self.path:
             raise ConfigError("path of the 'fs' tier is empty; name a directory.")
-        if self.max_bytes is not None:
-            max_bytes = parse_bytes(self.max_bytes, "max_bytes of the 'fs' tier")
-            if block_bytes and max_bytes < 2 * BlockFormat("", block_bytes).file_bytes:
-                raise ConfigError(
-                    f"max_bytes of the 'fs' tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
-                )
+        max_bytes = self.bound_bytes
+        if max_bytes is not None and block_bytes and max_bytes < 2 * BlockFormat("", block_bytes).file_bytes:
+            raise ConfigError(
+                f"max_bytes of the 'fs' tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
+            )
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        max_bytes = None if self.max_bytes is None else parse_bytes(self.max_bytes, "max_bytes")
-        return FileSystemStore(self.path, block_bytes, namespace, max_bytes, durability=self.durability)
+        return FileSystemStore(self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability)
 
 
-class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
+class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
     """``{"type": "memory", "max_bytes": "8GiB"}``: for tests and trials, because it is host memory too."""
-
-    max_bytes: int | str | None = None
-
-    @property
-    def bound_bytes(self) -> int | None:
-        return None if self.max_bytes is None else parse_bytes(self.max_bytes)
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
-        if self.max_bytes is not None:
-            max_bytes = parse_bytes(self.max_bytes, "max_bytes of the 'memory' tier")
-            if block_bytes and max_bytes < block_bytes:
-                raise ConfigError(f"max_bytes of the 'memory' tier is {max_bytes}, less than a block ({block_bytes}).")
+        max_bytes = self.bound_bytes
+        if max_bytes is not None and block_bytes and max_bytes < block_bytes:
+            raise ConfigError(f"max_bytes of the 'memory' tier is {max_bytes}, less than a block ({block_bytes}).")
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        return MemoryStore(block_bytes, None if self.max_bytes is None else parse_bytes(self.max_bytes))
+        return MemoryStore(block_bytes, self.bound_bytes)
 
 
 STORES: Registry[type[StoreOptions]] = Registry("secondary tier type", "kvoffload.stores")

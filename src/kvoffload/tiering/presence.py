@@ -42,7 +42,8 @@ class PresenceIndex:
         # Absent keys, and from when on each is worth asking for again.
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asking: set[OffloadKey] = set()
-        self._to_ask: list[OffloadKey] = []
+        self.to_ask: list[OffloadKey] = []
+        """Keys to ask the store for. Others only test whether there are any; ``take_keys_to_ask`` takes them."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
         self._events: list[OffloadingEvent] = []
@@ -69,24 +70,22 @@ class PresenceIndex:
             if self._clock() >= refresh_at_s:
                 # The answer stays False meanwhile: a request must not be put off again and again for the same key.
                 self._absent[key] = self._clock() + self._absent_ttl_s
-                self._to_ask.append(key)
+                self.to_ask.append(key)
             return False
         if (is_complete and not self._has_forgotten) or len(self._asking) >= _MAX_ASKING:
             return False
         self._asking.add(key)
-        self._to_ask.append(key)
+        self.to_ask.append(key)
         return None
 
     @property
     def is_asking(self) -> bool:
         """Keys are to be asked for, or were answered ``None`` and the store has not answered yet."""
-        return bool(self._to_ask or self._asking)
+        return bool(self.to_ask or self._asking)
 
     def take_keys_to_ask(self) -> list[OffloadKey]:
         """The keys to ask the store for. The caller reports each by ``record_answer`` or ``record_no_answer``."""
-        keys = self._to_ask
-        if keys:
-            self._to_ask = []
+        keys, self.to_ask = self.to_ask, []
         return keys
 
     def record_answer(self, key: OffloadKey, is_present: bool) -> None:

@@ -142,9 +142,9 @@ class Lookups:
     def _certain_room(self, request: RequestState) -> int:
         """Blocks that are certain to find a slot, within all limits, if promoted for ``request`` now."""
         slots, claims = self._primary.slots, self._claims
-        # Its hits become claims once it waits. Claimed blocks may be idle, except those in flight.
-        hits = len(request.hits) if request.waiting_since is None else 0
+        hits = len(request.hits) if request.waiting_since is None else 0  # they become claims when it begins to wait
         num_claimed = len(claims)
+        # Blocks that are neither busy nor claimed. A block that is being promoted is both, and is subtracted once.
         unclaimed = slots.num_blocks - slots.num_busy - (num_claimed - len(self._promotions))
         limit = min(claims.max_per_request - len(request.claims), claims.max_total - num_claimed)
         return min(unclaimed, limit) - hits
@@ -200,7 +200,7 @@ class Promotions:
         self._jobs = jobs
         self._on_reserved = on_reserved
         self.queue: dict[tuple[int, int], _Batch] = {}
-        """Loads to submit, by tier and request; for others to look at."""
+        """Loads to submit, by tier and request. Others only read it."""
         self._wanted_by: dict[OffloadKey, RequestState] = {}
         self._reserved_since_refresh = 0
         self.refused = Counter({"claim_share": 0, "promotion_share": 0, "no_room": 0})
@@ -228,7 +228,8 @@ class Promotions:
 
     def begin_all(self, request: RequestState, run: Mapping[OffloadKey, GuardedTier]) -> bool:
         """``begin`` for each of ``run``, none of which a limit refuses: all of them, or none."""
-        # The first key gets the slot of the first victim and is inserted first, as if they came one by one.
+        # A reservation inserts its last key first. Reversed, the first key of the run is inserted first and gets the
+        # first victim's slot, as if the keys came one by one.
         slots = self._reserve(request, list(run)[::-1])
         if slots is None:
             self.refused["no_room"] += 1
@@ -300,8 +301,8 @@ class Promotions:
 
     def _reserve(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[int] | None:
         """A slot for each of ``keys``, none of them a claimed block's."""
-        # Claimed blocks are moved to the far end of the policy's order, or each eviction would step over them again:
-        # when they become claimed, and once more when a quarter of the tier was replaced since.
+        # Each eviction steps over the claimed blocks that it meets. To keep them out of its way they become the most
+        # recent when they are claimed, and again whenever a quarter of the tier has been replaced.
         claimed = self._claims.take_new()
         self._reserved_since_refresh += len(keys)
         if self._reserved_since_refresh > self._primary.num_blocks // 4:

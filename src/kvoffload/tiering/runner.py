@@ -61,7 +61,7 @@ class _Slice:
     since_s: float
     """When it was queued; once it runs, when it began."""
     is_overdue: bool = False
-    """It has run for too long, and ``take_results`` has said so."""
+    """It has run for too long, and ``take_results`` has returned that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ class IoResult:
     start: int
     stop: int
     status: IoStatus
-    error: Exception | None
+    error: BaseException | None
     """What the work raised; only if it ``FAILED``."""
     is_last: bool
     """The task has no other open slice: it has ended."""
@@ -91,7 +91,7 @@ class TierRunner:
     """
 
     def __init__(
-        self, name: str, threads: int, *, timeout_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+        self, name: str, threads: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_threads = threads
         self._timeout_s = timeout_s
@@ -101,11 +101,13 @@ class TierRunner:
         self._io_queued, self._upkeep_queued = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queues: tuple[deque[_Slice], ...] = tuple(deque() for _ in IoQueue)
         self._running: dict[_Slice, None] = {}
-        self._ended: deque[tuple[_Slice, IoStatus, list[bool], Exception | None]] = deque()
+        self.ended: deque[tuple[_Slice, IoStatus, list[bool], BaseException | None]] = deque()
+        """Slices whose results ``take_results`` will return. Others only test whether there are any."""
         self._is_closing = False
-        # These three belong to the thread that submits. The backlog counts items whose result was not taken, by queue.
+        # These belong to the thread that submits. The backlog counts items whose result was not taken, by queue.
         self._backlog = [0] * len(IoQueue)
-        self._num_open_slices = 0
+        self.num_open_slices = 0
+        """Slices that are queued or running, or whose result was not taken."""
         self._next_check_s = 0.0
         io = (IoQueue.LOOKUP, IoQueue.LOAD, IoQueue.STORE), self._io_queued
         upkeep = (IoQueue.UPKEEP,), self._upkeep_queued
@@ -126,16 +128,6 @@ class TierRunner:
         """``shutdown`` was called. Long work looks here now and then, and stops."""
         return self._is_closing
 
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is queued or running, and every result was taken."""
-        return not self._num_open_slices
-
-    @property
-    def has_results(self) -> bool:
-        """``take_results`` would return something. Takes no lock."""
-        return bool(self._ended)
-
     def backlog(self, queue: IoQueue) -> int:
         """Items submitted to ``queue`` whose results were not taken."""
         return self._backlog[queue]
@@ -150,32 +142,30 @@ class TierRunner:
         task.outcomes = [False] * task.num_items
         task.num_open_slices = len(slices)
         self._backlog[task.queue] += task.num_items
-        self._num_open_slices += len(slices)
+        self.num_open_slices += len(slices)
         with self._lock:
             self._queues[task.queue].extend(slices)
             (self._upkeep_queued if task.queue is IoQueue.UPKEEP else self._io_queued).notify(len(slices))
 
     def take_results(self) -> list[IoResult]:
         """The slices that ended since the last call, each once, with the outcomes of their items filled in; and those
-        that became ``OVERDUE``. Cheap if nothing is open."""
-        if not self._num_open_slices:
-            return []
+        that became ``OVERDUE``."""
         results = []
-        while self._ended:
-            part, status, outcomes, error = self._ended.popleft()
+        while self.ended:
+            part, status, outcomes, error = self.ended.popleft()
             task = part.task
             if status is not IoStatus.DONE:
                 outcomes = [False] * (part.stop - part.start)
             task.outcomes[part.start : part.stop] = outcomes
             task.num_open_slices -= 1
-            self._num_open_slices -= 1
+            self.num_open_slices -= 1
             self._backlog[task.queue] -= part.stop - part.start
             results.append(IoResult(task, part.start, part.stop, status, error, not task.num_open_slices, outcomes))
         return results + self._check_deadlines()
 
     def _check_deadlines(self) -> list[IoResult]:
         """Cancels slices that have been queued for more than ``timeout_s``. Returns a result for each slice that has
-        been running for longer, once. Looks 20 times in ``timeout_s`` at most."""
+        been running for longer, once. Checks at most 20 times per ``timeout_s``."""
         now_s = self._clock()
         if now_s < self._next_check_s:
             return []
@@ -239,7 +229,7 @@ class TierRunner:
                 self._cancel(self._queues[queue].popleft())
 
     def _cancel(self, part: _Slice) -> None:
-        self._ended.append((part, IoStatus.CANCELLED, [], None))
+        self.ended.append((part, IoStatus.CANCELLED, [], None))
         self._slice_ended.notify_all()
 
     def _begin_next(self, queues: tuple[IoQueue, ...]) -> _Slice | None:
@@ -264,17 +254,18 @@ class TierRunner:
             with self._lock:
                 # Both at once: whoever sees that the slice does not run any more can take its result.
                 del self._running[part]
-                self._ended.append(ended)
+                self.ended.append(ended)
                 self._slice_ended.notify_all()
             # A thread that waits for work must not keep alive the memory that the last slice refers to.
             del part, ended
 
     @staticmethod
-    def _run(part: _Slice) -> tuple[_Slice, IoStatus, list[bool], Exception | None]:
+    def _run(part: _Slice) -> tuple[_Slice, IoStatus, list[bool], BaseException | None]:
         try:
             outcomes = part.task.work(part.start, part.stop)
             if len(outcomes) != part.stop - part.start:
                 raise ValueError(f"{len(outcomes)} outcomes for {part.stop - part.start} blocks")
-        except Exception as exc:  # noqa: BLE001 - the boundary where a store's exception becomes a failed task
+        except BaseException as exc:  # noqa: BLE001 - the boundary where a store's exception becomes a failed task
+            # Not only Exception: a native client's panic may be neither, and must not end the thread.
             return part, IoStatus.FAILED, [], exc
         return part, IoStatus.DONE, outcomes, None

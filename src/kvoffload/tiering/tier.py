@@ -72,9 +72,10 @@ class StoreTier(SecondaryTierManager):
       together with the other unknown keys of the step. An absent key is ``False``; after a while the store is asked for
       it again in the background. ``exclusive`` says that no other process writes to the store's namespace: once the
       store has been scanned, an unknown key is ``False`` at once.
-    * A circuit breaker for reads and one for writes leave a store alone that keeps failing or hangs. There are two
-      because a full disk can still be read. While reads are off, lookups are ``False`` and loads fail; while writes are
-      off, stores are dropped. The tier probes reads by a call of its own, and writes by the first slice of a job.
+    * Two circuit breakers, one for reads and one for writes, stop the calls to a store that keeps failing or hangs.
+      There are two because a full disk can still be read. While reads are off, lookups are ``False`` and loads fail;
+      while writes are off, stores are dropped. The tier probes reads by a call of its own, and writes by the first
+      slice of a job.
     * A job whose I/O hangs has no result, because its slots may still be written.
     """
 
@@ -134,14 +135,16 @@ class StoreTier(SecondaryTierManager):
         answer: bool | None = False
         if self._reads.is_closed:
             answer = self._index.lookup(key, self._exclusive and self._scan_is_done and not self._scanned)
-            if answer is None and self._runner.has_results:
+            if answer is None and self._runner.ended:
                 # The store may have answered since the last step; otherwise the request would wait for one step more.
                 self._take_results()
                 return self.lookup(key, req_context)
         self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
 
-    def _submit_lookups(self, keys: list[OffloadKey]) -> None:
+    def _submit_lookups(self) -> None:
+        keys = self._index.take_keys_to_ask()
+
         def ended(result: IoResult) -> None:
             asked = keys[result.start : result.stop]
             self._record(self._reads, result, asked[0])
@@ -204,7 +207,8 @@ class StoreTier(SecondaryTierManager):
         self._submit(task, self._slice_blocks_of(task.num_items), ended)
 
     def _slice_blocks_of(self, num_blocks: int) -> int:
-        """Few enough that all threads share a job, and that no slice delays the next job for long."""
+        """Blocks per slice of a job: so few that all threads share the job, and that no slice delays the next one
+        long."""
         return min(self._max_slice_blocks, -(-num_blocks // self._runner.num_threads))
 
     def _transfer_of(
@@ -252,8 +256,8 @@ class StoreTier(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         self._poll()
-        if keys := self._index.take_keys_to_ask():
-            self._submit_lookups(keys)
+        if self._index.to_ask:
+            self._submit_lookups()
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_INTERVAL_S
             self._submit_touches()
@@ -299,7 +303,7 @@ class StoreTier(SecondaryTierManager):
         self._poll()
         self._slots = None
         if not num_hung:
-            closing = threading.Thread(target=self._store.close, name=f"kvoffload-{self.tier_type}-close", daemon=True)
+            closing = threading.Thread(target=self._close_store, name=f"kvoffload-{self.tier_type}-close", daemon=True)
             closing.start()
             closing.join(self._limits.drain_timeout_s)
             num_hung = int(closing.is_alive())
@@ -309,6 +313,12 @@ class StoreTier(SecondaryTierManager):
                 self.tier_type,
                 num_hung,
             )
+
+    def _close_store(self) -> None:
+        try:
+            self._store.close()
+        except BaseException as exc:  # noqa: BLE001 - in a thread of its own, where nobody else would report it
+            _log.warning("Tier %r: its store failed to close: %s", self.tier_type, exc)
 
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()
@@ -348,7 +358,7 @@ class StoreTier(SecondaryTierManager):
         # thread queues after this loop is not lost; the next call removes the key.
         while self._evicted:
             self._index.remove(self._evicted.popleft())
-        for result in self._runner.take_results():
+        for result in self._runner.take_results() if self._runner.num_open_slices else ():
             if result.status is IoStatus.OVERDUE:
                 breaker = self._reads if result.task.queue in _READ_QUEUES else self._writes
                 self._record_failure(breaker, "A call hangs.", is_grave=True)

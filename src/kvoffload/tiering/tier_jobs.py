@@ -26,7 +26,8 @@ T = TypeVar("T")
 class GuardedTier:
     """A secondary tier with the same calls, none of which raises.
 
-    An exception becomes the mildest answer, so that no tier can break an engine step. A lookup that raises is
+    An exception becomes the mildest answer, so that no tier can break an engine step. This includes exceptions that are
+    no ``Exception``, such as a native client's panic, but not those that end the process. A lookup that raises is
     ``False``; a submit that raises took no job; a poll that raises found nothing. The first exception of each call is
     logged with its traceback, later ones are only counted (``faults``).
     """
@@ -47,7 +48,9 @@ class GuardedTier:
         # Written out, not through _call: this is the one call that is made per block.
         try:
             return self.tier.lookup(key, req_context)
-        except Exception as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
+        except (KeyboardInterrupt, SystemExit):
+            raise  # the process is to end
+        except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
             self._fault("lookup", exc)
             return False
 
@@ -97,11 +100,13 @@ class GuardedTier:
     def _call(self, name: str, call: Callable[[], T], otherwise: T) -> T:
         try:
             return call()
-        except Exception as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
             self._fault(name, exc)
             return otherwise
 
-    def _fault(self, name: str, exc: Exception) -> None:
+    def _fault(self, name: str, exc: BaseException) -> None:
         self.faults += 1
         if name not in self._reported:
             self._reported.add(name)
@@ -129,7 +134,7 @@ class TierJobs:
 
     def __init__(self) -> None:
         self.in_flight: dict[int, TierJob] = {}
-        """By id, for others to look at."""
+        """By id. Others only read it."""
         self._num_by_tier: Counter[GuardedTier] = Counter()
         self._last_id = 0
 

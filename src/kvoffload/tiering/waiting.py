@@ -15,7 +15,7 @@ __all__ = ["Claims", "RequestState", "WaitingRequests"]
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request, from ``on_new_request`` (or its first use) until its tiers know of its end.
+    """One request, from ``on_new_request`` (or its first call) until its tiers are informed of its end.
 
     A request *waits* from its first answer ``None`` until it loads, runs, ends or has no patience left. Only while it
     waits are its hits its claims.
@@ -71,14 +71,14 @@ class _Claimed:
 class Claims(Collection[OffloadKey]):
     """Blocks that waiting requests protect from eviction, and the limits on them.
 
-    A block is claimed while a waiting request has hit it or has it promoted, and while its promotion is in flight,
-    wanted or not. Each request that waits for a shared block claims it; it counts once. There are two limits, in
-    blocks: ``max_per_request`` on the claims of one request, ``max_total`` on all claimed blocks. A claim is no pin:
-    when a running request's store finds no other room it may evict a claimed block, since waiting requests must never
-    starve running ones.
+    A block is claimed while a waiting request has hit it or has it promoted, and while its promotion is in flight, even
+    if no request waits for it any more. Each request that waits for a shared block claims it; it counts once. There are
+    two limits, in blocks: ``max_per_request`` on the claims of one request, ``max_total`` on all claimed blocks. A
+    claim is no pin: when a running request's store finds no other room it may evict a claimed block, since waiting
+    requests must never starve running ones.
 
-    This is why waiting ends. What a request has hit stays, so its claims only grow, until it has its prefix or meets a
-    limit, beyond which the answer is ``False``.
+    Claims also ensure that each wait makes progress. Blocks that a request has hit stay, so its claims only grow, until
+    it has its whole prefix or meets a limit, beyond which the answer is ``False``.
     """
 
     def __init__(self, num_blocks: int, claim_share: float, promotion_share: float) -> None:
@@ -212,14 +212,14 @@ class WaitingRequests:
         return f"WaitingRequests({len(self._waiting)})"
 
     def record_hit(self, request: RequestState, key: OffloadKey) -> None:
-        """``request`` gets the answer that ``key`` is ready: a claim if it waits, else recorded in case it will."""
+        """``key`` is ready for ``request``. If the request waits, claims the block; else records it in case it will."""
         if request.waiting_since is None:
             request.record_hit(key, self._step)
         else:
             self._claims.claim(request, key)
 
     def is_over(self, request: RequestState) -> bool:
-        """Whether ``request`` may not wait, or not any longer."""
+        """Whether ``request`` has no patience left: it may neither begin to wait nor go on."""
         return request.has_waited_enough(self._clock())
 
     def begin(self, request: RequestState) -> None:

@@ -23,7 +23,7 @@ Submit = Callable[[GuardedTier, Sequence[OffloadKey], ReqContext], None]
 
 
 class _Target:
-    """What is known of one tier: which blocks of the primary tier it has, and which it should get."""
+    """One tier: which blocks of the primary tier it has, and which it should get."""
 
     __slots__ = ("dropped", "in_flight", "queue", "reviews_to_skip", "skipped", "tier", "written")
 
@@ -41,11 +41,11 @@ class _Target:
 class WriteBack:
     """Watches the blocks that the primary tier would evict next, and has those written that a tier lacks.
 
-    *Watched* are the blocks that the next ``window`` reservations would evict. A review looks at them once a quarter of
-    the window was reserved since the last review, or sooner if blocks were evicted unwritten. A step without
-    reservations costs nothing. The window is 1/32 of the primary tier, since a block that is written too early lies in
-    both tiers. It doubles, up to half of the primary tier and 4096 blocks, while more than 5 % of the reservations
-    evict an unwritten block, and shrinks again slowly.
+    The blocks that the next ``window`` reservations would evict are *watched*. A review looks at them after each
+    quarter of a window of reservations, or sooner if blocks were evicted unwritten. A step without reservations costs
+    nothing. The window is 1/32 of the primary tier, since a block that is written too early lies in both tiers. It
+    doubles, up to half of the primary tier and 4096 blocks, while more than 5 % of the reservations evict an unwritten
+    block, and shrinks again slowly.
 
     A block is written once as long as it stays watched. When it comes back to the window later, the tier is asked
     again, since it may have evicted the block. If the tier still has it, that is a use of it: a block that leaves the
@@ -55,7 +55,7 @@ class WriteBack:
     No eviction waits for any of this. A block that is evicted unwritten is dropped, and counted. A block is pinned
     while it is written; for each tier no more blocks are pinned than the largest window has.
 
-    The jobs belong to no client's request but to ``context``, of whose begin and end each tier is informed.
+    The jobs belong to no client's request but to ``context``. Tiers are informed of its begin and its end.
     """
 
     def __init__(self, primary: CPUPrimaryTierOffloadingManager, tiers: Iterable[GuardedTier], submit: Submit) -> None:
@@ -72,7 +72,7 @@ class WriteBack:
         self._review_number = 0
         self._is_closed = False
         for target in self._targets:
-            target.tier.wants_whole_request(self.context)
+            target.tier.wants_whole_request(self.context)  # announces it; the answer does not matter
 
     def __repr__(self) -> str:
         queued = sum(len(target.queue) for target in self._targets)
@@ -108,7 +108,7 @@ class WriteBack:
                 self._write(target)
 
     def end(self, job: TierJob) -> None:
-        """A job has ended. Whoever it was for, the tier has its blocks now."""
+        """A job of any request has ended: the tier has the blocks that succeeded."""
         target = next((target for target in self._targets if target.tier is job.tier), None)
         if target is None:
             return

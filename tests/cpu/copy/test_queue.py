@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator
 
@@ -80,6 +82,54 @@ def test_a_job_waits_for_those_it_conflicts_with_and_for_no_others(
         assert second.running.wait(30)
     first.go.set()
     queue.wait([1, 2])
+    queue.shutdown()
+
+
+def conflicts(first: tuple[Direction, Extent], second: tuple[Direction, Extent]) -> bool:
+    """Whether one writes what the other touches, by definition."""
+    (one, left), (other, right) = first, second
+    slots = bool(left.slots & right.slots) and (STORE in (one, other))
+    return slots or (bool(left.gpu_blocks & right.gpu_blocks) and LOAD in (one, other))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_mixture_keeps_every_order_that_matters(seed: int) -> None:
+    chance = random.Random(seed)
+    queue, log, lock = TransferQueue(4), [], threading.Lock()  # type: tuple[TransferQueue, list[tuple[str, int]], Any]
+
+    def copy(job_id: int) -> CopyPlan:
+        def run() -> None:
+            with lock:
+                log.append(("begins", job_id))
+            with lock:
+                log.append(("ends", job_id))
+
+        return CopyPlan([run], 1)
+
+    jobs: list[tuple[Direction, Extent]] = []
+    for job_id in range(60):
+        some = [set(chance.sample(range(12), chance.randint(1, 3))) for _ in range(2)]
+        jobs.append((chance.choice([LOAD, STORE]), extent(*some)))
+        queue.submit(job_id, *jobs[-1], functools.partial(copy, job_id))
+    queue.wait(range(60))
+    for later, earlier in itertools.combinations(reversed(range(60)), 2):
+        if conflicts(jobs[earlier], jobs[later]):
+            assert log.index(("ends", earlier)) < log.index(("begins", later))
+    assert not any(vars(memory)[name] for memory in (queue._slots, queue._gpu_blocks) for name in vars(memory))
+    queue.shutdown()
+
+
+def test_a_job_waits_for_its_neighbours_only_however_many_are_open() -> None:
+    """Thousands of jobs on the same blocks form a chain, not a mesh: submitting one costs what it touches."""
+    queue, log = TransferQueue(1), []  # type: tuple[TransferQueue, list[str]]
+    gate = Gate(log, "first")
+    queue.submit(0, STORE, extent({1, 2}, {1, 2}), gate.plan)
+    assert gate.running.wait(30)
+    for job_id in range(1, 2000):
+        queue.submit(job_id, STORE if job_id % 2 else LOAD, extent({1, 2}, {1, 2}), lambda: CopyPlan([], 0))
+    assert sum(len(job.blocked) for job in queue._open.values()) < 2 * 2000
+    gate.go.set()
+    queue.wait(range(2000))
     queue.shutdown()
 
 

@@ -134,10 +134,10 @@ def test_victims_are_those_of_the_definition(seed: int) -> None:
             excess = max(len(blocks) + len(absent) - capacity, 0)
             if excess > len(driver.idle() - {*path}):
                 continue
-            shield = {*path} if step % 3 else set()
-            victims = policy.evict(excess, shield, absent[::-1])
+            protected = {*path} if step % 3 else set()
+            victims = policy.evict(excess, protected, absent[::-1])
             assert victims is not None
-            assert [one for one, _ in victims] == plain.evict(excess, driver.idle() - shield)
+            assert [one for one, _ in victims] == plain.evict(excess, driver.idle() - protected)
             for one, _ in victims:
                 del blocks[one]
             plain.insert(absent, policy._past_uses.recall(absent))
@@ -278,13 +278,13 @@ def test_an_eviction_that_fails_changes_nothing(protect: bool) -> None:
     for block in blocks:
         assert block is not None
         block.pins = 0 if protect else 1
-    shield = {key(5), key(150)} if protect else set()
-    assert cache.policy.evict(299, shield) is None
+    protected = {key(5), key(150)} if protect else set()
+    assert cache.policy.evict(299, protected) is None
     cache.policy.check_invariants()
     assert len(cache.policy) == 300
     first = cache.policy.evict(2, ())
     assert [k for k, _ in first or ()] == [key(1), key(2)]
-    assert len(cache.policy.evict(296, shield) or ()) == 296
+    assert len(cache.policy.evict(296, protected) or ()) == 296
     assert 5 in cache and 150 in cache
 
 

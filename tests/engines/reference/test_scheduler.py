@@ -65,7 +65,7 @@ def test_requests_are_admitted_in_order_and_their_number_is_bounded() -> None:
     assert admitted == requests
 
 
-def test_a_step_computes_no_more_tokens_than_it_may_and_tells_the_connector_all(steps: list[EngineStep]) -> None:
+def test_a_step_computes_no_more_tokens_than_it_may_and_the_connector_gets_all_of_it(steps: list[EngineStep]) -> None:
     tables: dict[str, list[int]] = {}
     with Engine(tiny_model("llama"), OPTIONS, CONFIG) as engine:
         for prompt in random_prompts(9, 10, 60, seed=8):

@@ -29,7 +29,7 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_runs
 from kvoffload.cpu.copy.queue import Extent
 
-__all__ = ["CudaHandler", "PinnedRegion", "make_cuda_handlers"]
+__all__ = ["PinnedRegion", "make_cuda_handlers"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class _Device:
         self._storages = _flat_storages(kv_caches)
 
     def conflicting(self, job_direction: Direction, extent: Extent) -> list[_SubmittedTransfer]:
-        """Open jobs that must end before one of ``extent`` starts. Jobs of its own direction are in stream order."""
+        """Open jobs that must end before a job on ``extent`` starts. The stream orders the jobs of one direction."""
         other = Direction.LOAD if job_direction is Direction.STORE else Direction.STORE
         return [
             job

@@ -24,7 +24,7 @@ from kvoffload.base import (
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.native import native_mover
-from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_runs
+from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_parts
 from kvoffload.cpu.copy.queue import CopyPlan, Extent, TransferQueue
 
 __all__ = ["copy_to_device", "copy_to_host", "make_host_handlers", "move_one_by_one"]
@@ -81,10 +81,8 @@ class HostHandler(OffloadingHandler):
         self._keep_alive = None
 
     def _plan(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> CopyPlan:
-        runs = plan_runs(self._layout, gpu, cpu)
-        runs = runs.in_order_of(runs.device if self._direction is Direction.STORE else runs.host)
-        parts = runs.split(self._queue.num_threads)
-        return CopyPlan([functools.partial(self._copy_runs, part) for part in parts], runs.num_bytes)
+        parts, num_bytes = plan_parts(self._layout, gpu, cpu, self._direction, self._queue.num_threads)
+        return CopyPlan([functools.partial(self._copy_runs, part) for part in parts], num_bytes)
 
 
 def copy_to_host(runs: Runs) -> None:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import GPULoadStoreSpec
+from kvoffload.base import Direction, GPULoadStoreSpec
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.errors import TransferError
 
-__all__ = ["CopyLayout", "PageRef", "Runs", "plan_runs"]
+__all__ = ["CopyLayout", "PageRef", "Runs", "plan_parts", "plan_runs"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -146,6 +146,16 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) 
     if cpu_start != len(cpu.block_ids):
         raise TransferError(f"A transfer names {len(cpu.block_ids)} slots, and needs {cpu_start}.")
     return _merge(_concatenate(device), _concatenate(host), _concatenate(lengths))
+
+
+def plan_parts(
+    layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, direction: Direction, num_parts: int
+) -> tuple[list[Runs], int]:
+    """The runs of a copy within host memory, by ascending addresses of its source, in at most ``num_parts`` parts; and
+    their bytes together. Raises as ``plan_runs`` does."""
+    runs = plan_runs(layout, gpu, cpu)
+    runs = runs.in_order_of(runs.device if direction is Direction.STORE else runs.host)
+    return runs.split(num_parts), runs.num_bytes
 
 
 def _append_pages(

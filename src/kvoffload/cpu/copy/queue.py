@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import Direction, TransferResult
@@ -45,20 +45,54 @@ class _QueuedTransfer:
     direction: Direction
     make_plan: Callable[[], CopyPlan]
     extent: Extent
-    blockers: set[_QueuedTransfer] = field(default_factory=set)
+    num_blockers: int = 0
+    """Open jobs that must end before this one starts."""
+    blocked: list[_QueuedTransfer] = field(default_factory=list)
+    """Later jobs that wait for this one, in the order of submission."""
     num_bytes: int = 0
     open_parts: int = 0
     failed: bool = False
     started_s: float = 0.0
 
-    def conflicts_with(self, earlier: _QueuedTransfer) -> bool:
-        """Stores read GPU blocks and write slots, loads the reverse. Two stores may share GPU blocks, and two loads
-        may share slots; all else that both touch is a conflict."""
-        slots_meet = not self.extent.slots.isdisjoint(earlier.extent.slots)
-        gpu_blocks_meet = not self.extent.gpu_blocks.isdisjoint(earlier.extent.gpu_blocks)
-        if self.direction is not earlier.direction:
-            return slots_meet or gpu_blocks_meet
-        return slots_meet if self.direction is Direction.STORE else gpu_blocks_meet
+
+class _Memory:
+    """The open jobs that use each slot, or each GPU block: the last that writes it, and those that read it since.
+
+    A job that uses an id waits for these alone. Since they wait for the conflicting jobs before them, all conflicting
+    jobs run in the order of submission. A job costs O(ids), however many are open.
+    """
+
+    def __init__(self) -> None:
+        self._writer: dict[int, _QueuedTransfer] = {}
+        self._readers: dict[int, dict[_QueuedTransfer, None]] = {}
+
+    def write(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
+        """Records that ``job`` will write ``ids``. Yields the jobs that it waits for."""
+        for each in ids:
+            readers = self._readers.pop(each, None)
+            if readers:
+                yield from readers  # which wait for the last writer
+            elif each in self._writer:
+                yield self._writer[each]
+            self._writer[each] = job
+
+    def read(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
+        """Records that ``job`` will read ``ids``. Yields the jobs that it waits for."""
+        for each in ids:
+            if each in self._writer:
+                yield self._writer[each]
+            self._readers.setdefault(each, {})[job] = None
+
+    def release(self, job: _QueuedTransfer, ids: Iterable[int]) -> None:
+        """``job`` has ended."""
+        for each in ids:
+            if self._writer.get(each) is job:
+                del self._writer[each]
+            readers = self._readers.get(each)
+            if readers is not None and job in readers:
+                del readers[job]
+                if not readers:
+                    del self._readers[each]
 
 
 class TransferQueue:
@@ -69,11 +103,12 @@ class TransferQueue:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._job_ended = threading.Condition(self._lock)
         self._open: dict[int, _QueuedTransfer] = {}
+        self._slots, self._gpu_blocks = _Memory(), _Memory()
         self._ready: dict[Direction, deque[_QueuedTransfer]] = {direction: deque() for direction in Direction}
         self._parts: deque[tuple[_QueuedTransfer, Callable[[], None]]] = deque()
         self._finished: dict[Direction, list[TransferResult]] = {direction: [] for direction in Direction}
@@ -81,11 +116,7 @@ class TransferQueue:
         self._threads: list[threading.Thread] = []
 
     def __repr__(self) -> str:
-        return f"TransferQueue(threads={self._num_threads}, open={sorted(self._open)})"
-
-    @property
-    def num_threads(self) -> int:
-        return self._num_threads
+        return f"TransferQueue(threads={self.num_threads}, open={sorted(self._open)})"
 
     def submit(self, job_id: int, direction: Direction, extent: Extent, make_plan: Callable[[], CopyPlan]) -> None:
         """Queues a job. It fails at once if its id is open already, or after ``shutdown``."""
@@ -95,9 +126,16 @@ class TransferQueue:
                 self._finished[direction].append(TransferResult(job_id, success=False))
                 return
             self._start_threads()
-            job.blockers.update(earlier for earlier in self._open.values() if job.conflicts_with(earlier))
+            # Stores read GPU blocks and write slots, loads the reverse.
+            if direction is Direction.STORE:
+                blockers = {*self._slots.write(job, extent.slots), *self._gpu_blocks.read(job, extent.gpu_blocks)}
+            else:
+                blockers = {*self._slots.read(job, extent.slots), *self._gpu_blocks.write(job, extent.gpu_blocks)}
+            for blocker in blockers:
+                blocker.blocked.append(job)
+            job.num_blockers = len(blockers)
             self._open[job_id] = job
-            if not job.blockers:
+            if not blockers:
                 self._ready[direction].append(job)
                 self._has_work.notify()
 
@@ -117,7 +155,7 @@ class TransferQueue:
         with self._lock:
             self._closing = True
             for job in [job for job in self._open.values() if not job.started_s]:
-                del self._open[job.job_id]
+                self._remove(job)
                 self._finished[job.direction].append(TransferResult(job.job_id, success=False))
             for ready in self._ready.values():
                 ready.clear()
@@ -131,7 +169,7 @@ class TransferQueue:
 
     def _start_threads(self) -> None:
         if not self._threads:
-            names = (f"kvoffload-copy-{number}" for number in range(self._num_threads))
+            names = (f"kvoffload-copy-{number}" for number in range(self.num_threads))
             self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
             for thread in self._threads:
                 thread.start()
@@ -184,15 +222,19 @@ class TransferQueue:
             if not job.open_parts:
                 self._end(job)
 
-    def _end(self, job: _QueuedTransfer) -> None:
+    def _remove(self, job: _QueuedTransfer) -> None:
         del self._open[job.job_id]
+        self._slots.release(job, job.extent.slots)
+        self._gpu_blocks.release(job, job.extent.gpu_blocks)
+
+    def _end(self, job: _QueuedTransfer) -> None:
+        self._remove(job)
         seconds = time.monotonic() - job.started_s
         result = TransferResult(job.job_id, not job.failed, 0 if job.failed else job.num_bytes, seconds)
         self._finished[job.direction].append(result)
-        for later in self._open.values():
-            if job in later.blockers:
-                later.blockers.discard(job)
-                if not later.blockers:
-                    self._ready[later.direction].append(later)
-                    self._has_work.notify()
+        for later in job.blocked:
+            later.num_blockers -= 1
+            if not later.num_blockers and not self._closing:
+                self._ready[later.direction].append(later)
+                self._has_work.notify()
         self._job_ended.notify_all()

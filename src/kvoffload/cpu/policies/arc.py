@@ -74,11 +74,11 @@ class ARCCachePolicy(CachePolicy):
     def _refresh(self, keys: Iterable[OffloadKey]) -> None:
         """Makes blocks the most recent of their own list, tail first."""
         for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
-            for order in (self.recent, self.frequent):
-                if key in order.blocks:
-                    order.blocks.move_to_end(key)
-                elif order.skipped and (block := order.pop(key)) is not None:
-                    order.blocks[key] = block
+            for recency in (self.recent, self.frequent):
+                if key in recency.blocks:
+                    recency.blocks.move_to_end(key)
+                elif recency.skipped and (block := recency.pop(key)) is not None:
+                    recency.blocks[key] = block
 
     def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
         recent, frequent = self.recent, self.frequent
@@ -172,9 +172,9 @@ class ARCCachePolicy(CachePolicy):
     def _evict_for_ghosts(
         self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]
     ) -> Victims | None:
-        """Does on numbers what the paper does for each of ``incoming``, some of which are ghosts, then acts.
+        """For ``incoming`` with ghosts: takes the paper's steps, key by key, on the lengths of the lists, then evicts.
 
-        The first ``len(incoming) - n`` find a free slot.
+        The first ``len(incoming) - n`` keys have free slots.
         """
         recent, frequent = self.recent.sweep(protected), self.frequent.sweep(protected)
         t1, b1 = len(self.recent), len(self.recent_ghosts)

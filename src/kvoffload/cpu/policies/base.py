@@ -74,7 +74,7 @@ class CachePolicy(ABC):
 
     The abstract methods are all that a policy needs. It may leave out the parameters ``counts`` and ``incoming`` if it
     has no use for them. The other methods are options: ``get_all`` and ``insert_all`` may be faster than their loops,
-    ``released`` spares a policy from stepping over the same pinned block twice, and ``next_victims`` lets lower tiers
+    ``released`` saves a policy from stepping over the same pinned block twice, and ``next_victims`` lets lower tiers
     write blocks before they are evicted.
     """
 
@@ -131,7 +131,8 @@ class CachePolicy(ABC):
     def next_victims(self, n: int) -> list[OffloadKey] | None:
         """The ``n`` idle blocks (or all there are) that ``n`` new blocks would evict now, in about that order.
 
-        Changes nothing, and costs O(n + blocks stepped over). ``None``, whatever ``n``: this policy cannot say.
+        Changes nothing, and costs O(n + blocks stepped over). A policy that cannot name them returns ``None`` for every
+        ``n``.
         """
         return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recency order whose eviction steps over a pinned block once, however long it stays pinned."""
+"""A recency list whose evictions step over a pinned block once, however long it stays pinned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RecencyList:
     ``blocks`` has them in that order, except those that a sweep stepped over because they were pinned or protected.
     These are in ``skipped``, each with its rank; the heap ``returned`` has those of them that may be idle again.
     Every skipped block is less recent than every one in ``blocks``, and ranks order the skipped ones, so the order is
-    exact at all times, while a pinned block costs one step in all and O(log skipped) when it comes back.
+    always exact. A pinned block costs one step in all, and O(log skipped) when it is idle again.
 
     Callers on a hot path may read ``blocks`` (and ``skipped`` when it is not empty) directly.
     """
@@ -62,7 +62,7 @@ class RecencyList:
         return block
 
     def pop(self, key: OffloadKey) -> BlockStatus | None:
-        """Takes ``key`` out of the order."""
+        """Takes ``key`` out of the list."""
         block = self.blocks.pop(key, None)
         if block is None and self.skipped:
             skipped = self.skipped.pop(key, None)
@@ -122,9 +122,10 @@ class RecencyList:
 
 
 class Sweep:
-    """One eviction's walk over an order, least recent first. Ends with exactly one of ``commit`` and ``undo``.
+    """One eviction's walk over a recency list, least recent first. Ends with exactly one of ``commit`` and ``undo``.
 
-    What it steps over is skipped either way, which does not change the order, so that the next sweep starts behind it.
+    After either, the blocks that it stepped over are skipped. That keeps their order, and the next sweep meets only
+    those that may be idle.
     """
 
     __slots__ = ("_base", "_deferred", "_gaps", "_list", "_protected", "_ranks", "victims")
@@ -140,7 +141,7 @@ class Sweep:
         self._deferred: list[tuple[int, OffloadKey]] = []  # protected ones, out of the heap for now
 
     def take(self, n: int) -> int:
-        """Takes up to ``n`` more idle, unprotected blocks out of the order; says how many there were."""
+        """Takes up to ``n`` more idle, unprotected blocks out of the list. Returns how many it found."""
         recency, victims = self._list, self.victims
         before = len(victims)
         if recency.returned:
@@ -191,7 +192,7 @@ class Sweep:
             rank, key = entry = heappop(heap)
             skipped = recency.skipped.get(key)
             if skipped is None:
-                continue  # used or removed since it was queued; skipped again it cannot be, before the heap is empty
+                continue  # used or removed since it was queued. It is not skipped again before the heap is empty.
             if skipped.block.pins:
                 skipped.queued = False  # pinned again: released() will queue it again
             elif key in self._protected:
@@ -206,9 +207,7 @@ class Sweep:
         rank = self._base + len(self.victims) - len(self._ranks) + len(self._gaps)
         self._list.next_rank = rank + 1
         self._gaps.append(rank)
-        if block.pins:
-            self._list.skipped[key] = _Skipped(block, rank)
-        else:
-            skipped = self._list.skipped[key] = _Skipped(block, rank)
+        skipped = self._list.skipped[key] = _Skipped(block, rank)
+        if not block.pins:
             skipped.queued = True
             self._deferred.append((rank, key))

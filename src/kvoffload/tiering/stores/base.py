@@ -17,7 +17,7 @@ class StoreStats:
     """A store's own counts: the bytes as of now, the others since it was opened."""
 
     used_bytes: int = 0
-    """Bytes held, as far as this process knows."""
+    """Bytes of all blocks, as far as this process knows."""
     corrupt_blocks: int = 0
     evicted_blocks: int = 0
 

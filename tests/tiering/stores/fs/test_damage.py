@@ -122,7 +122,7 @@ def test_a_directory_in_place_of_a_file(open_store, tmp_path: Path, size: int) -
     assert read(store, OTHER, size) == block_of(OTHER, size)
 
 
-def test_damage_to_the_usage_file_costs_nothing(open_store, tmp_path: Path) -> None:
+def test_damage_to_the_control_directory_costs_nothing(open_store, tmp_path: Path) -> None:
     store = open_store(max_bytes=room_for(4))
     write(store, KEY)
     usage_file = tmp_path / "kv" / CONTROL_DIR / "ledger"

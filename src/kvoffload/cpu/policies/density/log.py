@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recency order as a log: a use only appends, and what it made stale is skipped later."""
+"""A recency list kept as a log: a use only appends an entry, and the stale entry it leaves is dropped later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Chunk", "Skipped", "UseLog"]
 _FULL = 128
 """A chunk this long takes no further batch."""
 _CHUNK_WEIGHT = 16
-"""Entries that would take the memory that an empty chunk does."""
+"""Memory of an empty chunk, counted in entries."""
 
 
 class Chunk:
@@ -78,7 +78,7 @@ class UseLog:
     def __init__(self, class_: int, waiting: dict[OffloadKey, Skipped]) -> None:
         self.class_ = class_
         self.weight = 0
-        """Of all chunks, in entries."""
+        """Memory of all chunks, counted in entries."""
         # The order is skipped, _clean, _rest. ``tidy`` moves chunks from _rest to _clean.
         self._clean: deque[Chunk] = deque()
         self._rest: deque[Chunk] = deque()
@@ -89,8 +89,8 @@ class UseLog:
         """Protected ones, out of the heap until the eviction is over."""
 
     def open(self, apart_from: object = None) -> Chunk:
-        """The chunk that ``append`` will put blocks in; not ``apart_from``, for blocks that have an
-        entry there. The caller makes it the ``policy_state`` of each."""
+        """Returns the chunk that the next ``append`` fills. It is never ``apart_from``, in which the blocks to append
+        have entries already. The caller sets their ``policy_state`` to it."""
         if self._rest:
             last = self._rest[-1]
             if len(last.times) < _FULL and last is not apart_from:
@@ -101,7 +101,7 @@ class UseLog:
         return chunk
 
     def append(self, blocks: Sequence[BlockStatus], begin: int) -> None:
-        """Blocks used at ``begin`` and the ticks after it."""
+        """Adds blocks that were used one after the other, the first at time ``begin``."""
         if blocks:
             chunk = self._rest[-1]
             chunk.blocks += blocks
@@ -109,9 +109,9 @@ class UseLog:
             self.weight += len(blocks)
 
     def leave(self, block: BlockStatus) -> None:
-        """Takes a block out that may come back at once."""
+        """Takes a block out. It may be inserted again at once."""
         if self._rest and block.policy_state is self._rest[-1]:
-            # Its old entry must not come to life with the new one: no more of this chunk.
+            # A new entry in this chunk would make the old one live again, so the chunk takes no more blocks.
             self._rest.append(Chunk(self.class_))
             self.weight += _CHUNK_WEIGHT
         block.policy_state = None
@@ -141,8 +141,8 @@ class UseLog:
         return None
 
     def take(self, n: int, until: float, protected: Collection[OffloadKey], victims: list[BlockStatus]) -> None:
-        """Moves up to ``n`` blocks to ``victims`` that were last used by ``until``, least recent first: at least the
-        one that ``head`` has just found, perhaps not all."""
+        """Moves blocks last used at or before ``until`` to ``victims``, least recent first: at least the one that
+        ``head`` has just found, and at most ``n``. It may stop early, so callers call ``head`` and ``take`` in turn."""
         if self.skipped:
             victims.append(heappop(self.skipped)[1].block)
             return
@@ -165,7 +165,7 @@ class UseLog:
                     self._step_over(Skipped(self.class_, times[at], block))
 
     def put_back(self, entry: Chunk | Skipped, victims: Iterable[BlockStatus]) -> None:
-        """Undoes ``take`` of those of ``victims`` that ``entry`` had; they are less recent than all in the chunks."""
+        """Undoes ``take`` for those of ``victims`` that came from ``entry``. They become skipped blocks."""
         if isinstance(entry, Skipped):
             self.queue(entry)
             return
@@ -175,7 +175,8 @@ class UseLog:
                 self.queue(Skipped(self.class_, times[id(block)], block))
 
     def end_eviction(self) -> bool:
-        """The eviction is over: what was protected is not any more. Whether anything was."""
+        """Ends an eviction. The protected blocks that it stepped over take part in the next one. Returns whether there
+        were any."""
         if not self._deferred:
             return False
         while self._deferred:
@@ -201,10 +202,10 @@ class UseLog:
                         yield time, block
 
     def tidy(self) -> int:
-        """Drops the stale entries of the next chunk, round and round; says how many it looked at."""
+        """Drops the stale entries of one chunk, of each in turn. Returns how many entries it looked at."""
         rest = self._rest
         if len(rest) < 2:
-            # All but the last are done, so the round is: what was clean is to be looked at again.
+            # All but the last chunk are clean: the round is over. The next round begins with the oldest chunk.
             self._clean += rest
             self._clean, self._rest = rest, self._clean
             rest.clear()

@@ -30,7 +30,7 @@ RISEN = [
 (R. Morris, "Counting large numbers of events in small registers", 1978), so blocks need no counters. Where a class
 rises, all below it rise too: with one draw for all blocks of a path, a head never falls behind its tail."""
 CERTAIN = 1
-"""The draw in which only those classes rise that do in any."""
+"""The draw in which only those classes rise that rise in every draw."""
 
 _BUCKETS_PER_OCTAVE = 2
 _FINEST = 64
@@ -75,7 +75,7 @@ class HitDensity:
         self._samples: OrderedDict[OffloadKey | None, tuple[int, int]] = OrderedDict()
         """Class and time of the use since which a key is followed, least recent first."""
         self._gap = max(-(-self._horizon // _SAMPLES), 1)
-        """Of each ``_gap`` uses in a row, one at random begins to be followed."""
+        """One use in each ``_gap`` consecutive uses, chosen at random, begins to be followed."""
         self.clear()
 
     def clear(self) -> None:
@@ -89,13 +89,13 @@ class HitDensity:
         self._next_pick = 1
         recency = (1.0 / np.cumsum(self._widths)).tolist()
         self.values: list[list[float]] = [recency] * NUM_CLASSES
-        """``values[class][bucket]``. Falls along both rows (age) and up columns (fewer uses)."""
+        """``values[class][bucket]``. Falls with age (bucket), rises with uses (class)."""
 
     def used(
         self, keys: Collection[OffloadKey | None], blocks: Sequence[BlockStatus], begin: int, all_count: bool = True
     ) -> None:
-        """``blocks`` were used at ``begin`` and the ticks after it, and are of their classes from now on. ``keys`` has
-        their keys, and perhaps more. ``all_count``: otherwise those being written do not."""
+        """``blocks`` were used one after the other, the first at time ``begin``, and have their new classes already.
+        ``keys`` has their keys, and perhaps others. Without ``all_count``, uses of blocks in flight do not count."""
         samples, now = self._samples, begin + len(blocks)
         if not all_count or len(keys) != len(blocks):
             keys = [block.key for block in blocks if all_count or block.pins >= 0]
@@ -130,16 +130,17 @@ class HitDensity:
             self._num_events += 1
 
     def forget(self, key: OffloadKey) -> None:
-        """The last use did not come about."""
+        """Stops following ``key``: its store failed, so its last use did not happen."""
         self._samples.pop(key, None)
 
 
 def densities(
     used: npt.NDArray[np.float64], lost: npt.NDArray[np.float64], widths: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Values by (class, age bucket) from counts of both ends a block's wait can have, each at its age.
+    """Values by (class, age bucket). ``used`` counts the blocks that were used again at each age, ``lost`` those that
+    were given up at it.
 
-    ``used`` and ``lost`` have shape (classes, buckets); ``widths`` is the length of each bucket.
+    Both have shape (classes, buckets); ``widths`` is the length of each bucket.
     """
     at_risk = np.cumsum((used + lost)[:, ::-1], axis=1)[:, ::-1]
     everyone = used.sum(axis=0) / (at_risk.sum(axis=0) + 1)
@@ -160,18 +161,18 @@ def densities(
 
 
 def _sums_ahead(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Along each row, the sum of all terms from each on; one more column for the empty sum."""
+    """Along each row, the sums of each term and all after it. One more column, of zeros, stands for no terms."""
     sums = np.zeros((terms.shape[0], terms.shape[1] + 1))
     np.cumsum(terms[:, ::-1], axis=1, out=sums[:, -2::-1])
     return sums
 
 
 class UseCounts:
-    """Classes (``hit_density``) by key, kept for at least the last ``size`` remembered and at most about twice as many.
+    """The classes of evicted blocks by key, of at least the last ``size`` remembered and at most about twice as many.
 
-    Two generations: when the young one is full it becomes the old one, and the old one is forgotten at once, though its
-    memory is given back little by little. That forgets in the order of remembering, which matters here: tails are
-    evicted before their heads, so a head never loses its count while its tail keeps it.
+    There are two generations. When the young one is full it becomes the old one. The old one is forgotten at once, but
+    its memory is freed little by little. So keys are forgotten in the order in which they were remembered. Tails are
+    evicted before their heads, so a head never loses its class while its tail keeps it.
     """
 
     __slots__ = ("_leaving", "_old", "_young", "size")
@@ -181,7 +182,7 @@ class UseCounts:
         self._young: dict[OffloadKey, int] = {}
         self._old: dict[OffloadKey, int] = {}
         self._leaving: dict[OffloadKey, int] = {}
-        """A forgotten generation, of which as many are dropped as are remembered: a million at once would take long."""
+        """A forgotten generation. Each key remembered drops one of these: to free a million at once would take long."""
 
     def __repr__(self) -> str:
         return f"UseCounts({len(self._young)} of {self.size} in the young generation)"
@@ -201,7 +202,7 @@ class UseCounts:
                 drop()
 
     def recall(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """The classes last remembered of the first of ``keys``, up to one that is not known."""
+        """The classes remembered for ``keys``, up to the first key that is not known."""
         young, old = self._young.get, self._old.get
         found: list[int] = []
         for key in keys:

@@ -126,8 +126,8 @@ class DensityCachePolicy(CachePolicy):
         # A path consists of few runs: consecutive blocks that leave one chunk together and enter one chunk together.
         # The invariant: ``blocks[start:at]`` have ``chunk`` as their state already, and are not in ``log`` yet. A run
         # ends where a block leaves another chunk than ``source``, or is being written. It is appended as a whole, with
-        # the ticks that its blocks would have got one by one. ``apart_from``: a block that moves within one chunk
-        # would have two live entries there.
+        # the times that its blocks would have got one by one. It never enters the chunk that it leaves
+        # (``apart_from``): its blocks would have two live entries there.
         for at, block in enumerate(blocks):
             if block.policy_state is not source or block.pins < 0:
                 if at:
@@ -147,8 +147,8 @@ class DensityCachePolicy(CachePolicy):
         return blocks, all_ready
 
     def _tidy(self) -> None:
-        """Bounds what the logs take at about twice what their live entries would, a little at a time: it looks at three
-        times as much as was added."""
+        """Keeps the logs' memory below about twice that of their live entries, in small steps: each looks at three
+        times as many entries as were added since the last."""
         logs, enough = self._logs, 3 * len(self._blocks) // 2 + _SLACK
         weight = sum(log.weight for log in logs)
         budget, rounds = 3 * (weight - self._tidied_weight), 0

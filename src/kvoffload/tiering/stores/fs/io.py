@@ -67,8 +67,8 @@ class FileIO:
         """Writes a block to ``temporary`` (absolute; absent, or a file of the right size) and publishes it as
         ``path``. Sets its mtime to ``stamp_ns``.
 
-        Returns whether the bytes reserved for the file are in use now: not if another process was first. Raises
-        ``OSError``, and removes ``temporary`` then.
+        Returns whether the bytes reserved for the file are in use now. They are not if another writer was first. If
+        it raises ``OSError``, ``temporary`` is gone.
         """
         try:
             self._write(temporary, key, payload, stamp_ns)

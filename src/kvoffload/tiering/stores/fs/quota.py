@@ -126,7 +126,7 @@ class Quota:
         return reservation
 
     def release(self, reservation: Reservation, published: Mapping[str, int], num_unused: int) -> None:
-        """Ends a reservation. ``published`` maps the paths now in place to their times of use; the bytes of
+        """Ends a reservation. ``published`` maps the paths of published files to their times of use; the bytes of
         ``num_unused`` files are free again."""
         try:
             if num_unused:
@@ -303,7 +303,7 @@ class Quota:
             account.used_bytes = total_bytes
 
     def _count(self) -> int:
-        """For a usage file that cannot be trusted. Reserved files that are in place count twice: never too little."""
+        """For a usage file that cannot be trusted. Published files with a reservation count twice: never too little."""
         with self._lock:
             reserved_bytes = self._reserved_bytes
         return USAGE_FILE_BYTES + reserved_bytes + sum(file.size_bytes for files in walk(self._root) for file in files)

@@ -131,10 +131,10 @@ class FileSystemStore(BlockStore):
     def stats(self) -> StoreStats:
         return StoreStats(self._quota.used_bytes, self._num_bad, self._quota.num_evicted)
 
-    # Helpers. Paths are relative to the root.
+    # --------------------------------------------------------------------------------------------------- helpers
 
     def _find(self, paths: Sequence[str], errors: BatchErrors) -> list[bool]:
-        """Which files are there with the right size."""
+        """Which files are there with the right size. Here and below, paths are relative to the root."""
         found = list[bool]()
         for path in paths:
             try:
@@ -164,12 +164,12 @@ class FileSystemStore(BlockStore):
             for (path, index), temporary, stamp_ns in zip(new.items(), reservation.temporaries, reservation.stamps_ns):
                 try:
                     is_added = self._io.write(temporary, path, keys[index], payloads[path], stamp_ns)
-                except OSError as exc:
-                    errors.add(exc)
-                    num_unused += 1
-                else:
                     published[path] = stamp_ns
-                    num_unused += not is_added
+                except OSError as exc:
+                    is_added = False
+                    errors.add(exc)
+                if not is_added:
+                    num_unused += 1
         finally:
             self._quota.release(reservation, published, num_unused)
         if self._durable:
