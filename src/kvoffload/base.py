@@ -80,6 +80,8 @@ class ReqContext:
 
     req_id: str
     kv_transfer_params: dict[str, Any] | None = None
+    reads_cache: bool = True
+    """``False``: the request wants all of its prompt computed. It looks nothing up, and its offers are no reuse."""
 
 
 class OffloadPolicy(Enum):

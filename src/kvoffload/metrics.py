@@ -57,7 +57,11 @@ METRICS: dict[str, Metric] = _table(
         Metric("primary_stores_refused", _C, "Calls of prepare_store refused because there was no room."),
         Metric("reuse_filtered_blocks", _C, "Blocks not stored because too few requests had asked for them so far."),
         # connector
-        Metric("lookup_tokens", _C, "Prompt tokens that the engine's own prefix cache did not have."),
+        Metric(
+            "lookup_tokens",
+            _C,
+            "Prompt tokens looked up: not in the engine's own prefix cache, up to the request's limit.",
+        ),
         Metric("hit_tokens", _C, "Prompt tokens that offloaded blocks supplied, out of lookup_tokens."),
         Metric("lookups_deferred", _C, "Lookups that asked the engine to come back in the next step."),
         Metric("load_jobs", _C, "Finished loads, by outcome.", ("outcome",)),

@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.connector.test_lookup import full, geometry, sliding, state
+from hypothesis import given, settings
+from tests.connector.test_lookup import Case, boundary_ok, cases, full, geometry, needed_tokens, sliding, state
+from tests.sizes import by_size
 
 from kvoffload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 from kvoffload.connector import NO_BLOCK
+from kvoffload.connector.groups import hit_unit_tokens
 from kvoffload.errors import ConfigError
 
 
@@ -70,3 +73,37 @@ def test_a_block_that_left_the_device_has_no_source() -> None:
     (single,) = geometry(state())
     assert single.source_gpu_blocks(0, [3], 4) == [3]
     assert single.source_gpu_blocks(0, [3, 4], 5) is None
+
+
+# ------------------------------------------------------------------------------------------------ reachable blocks
+
+
+@settings(max_examples=by_size(quick=100, thorough=1000))
+@given(cases())
+def test_the_reachable_blocks_are_those_that_some_hit_needs(case: Case) -> None:
+    groups, _, _, most = case
+    unit = hit_unit_tokens(groups)
+    # Whoever shares a block may share all before it, be longer, and end anywhere. So every aligned length is a hit.
+    hits = [hit for hit in range(1, most + 2 * unit + 1) if all(boundary_ok(group, hit) for group in groups)]
+    for group in groups:
+        needed = {token // group.block_tokens for hit in hits for token in needed_tokens(group, 0, hit)}
+        for block in range(most // group.block_tokens):
+            assert group.is_reachable(block, unit) == (block in needed)
+
+
+def test_a_window_beside_larger_blocks_is_reachable_only_before_their_boundaries() -> None:
+    attention, window = geometry(full(16), sliding(8))
+    unit = hit_unit_tokens((attention, window))
+    assert unit == 16
+    assert [block for block in range(8) if window.is_reachable(block, unit)] == [2, 3, 6, 7]
+    assert all(attention.is_reachable(block, unit) for block in range(8))
+
+
+def test_of_small_states_beside_larger_blocks_only_one_is_reachable() -> None:
+    groups = geometry(full(16), state(4))
+    assert [block for block in range(8) if groups[1].is_reachable(block, hit_unit_tokens(groups))] == [3, 7]
+
+
+def test_a_window_of_one_token_needs_no_earlier_one() -> None:
+    (window,) = geometry(sliding(1))
+    assert not any(window.is_reachable(block, 4) for block in range(8))

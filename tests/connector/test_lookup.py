@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.sizes import by_size
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
-from kvoffload.connector.groups import GroupGeometry, geometry_of
+from kvoffload.connector.groups import GroupGeometry, geometry_of, hit_unit_tokens
 from kvoffload.connector.lookup import find_hit
 
 Answers = list[list[bool | None]]
@@ -113,6 +113,8 @@ def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
     hit = find_hit(groups, [len(each) for each in answers], tier.ask, computed, most)
     assert hit == by_trying_all(groups, answers, computed, most)
     assert len(tier.asked) == len(set(tier.asked)), "a block was asked for twice"
+    unit = hit_unit_tokens(groups)
+    assert all(groups[group].is_reachable(block, unit) for group, block in tier.asked), "asked for what nobody stores"
 
 
 def test_a_deferred_block_does_not_stop_the_questions() -> None:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.connector.rig import SLIDING, STATE, Request, Rig, key
 
 from kvoffload.base import OffloadPolicy
+from kvoffload.config import GroupKind, KVGroupLayout
 from kvoffload.connector import NO_BLOCK
 
 
@@ -141,6 +143,37 @@ def test_what_fell_out_of_the_window_is_passed_over() -> None:
     rig.ask(request)
     rig.alloc(request, [NO_BLOCK, NO_BLOCK, 2, 3, 4])
     assert stored(rig.step(rig.run(request, [NO_BLOCK, NO_BLOCK, 2, 3, 4], computed=0))) == [[2, 3]]
+
+
+COARSE = KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 64)
+NARROW = KVGroupLayout(GroupKind.SLIDING_WINDOW, 4, 64, sliding_window_tokens=8)
+
+
+@pytest.mark.parametrize("policy", OffloadPolicy)
+def test_window_blocks_that_no_hit_can_use_are_not_stored(policy: OffloadPolicy) -> None:
+    rig = Rig(groups=(COARSE, NARROW), policy=policy)
+    request = rig.arrive(Request("r", 37))
+    rig.ask(request)
+    tables = [0, 1, 2], list(range(10, 20))
+    rig.alloc(request, *tables)
+    for tokens in range(4, 37, 4):
+        # In chunks, so that windows are there while their blocks are offered.
+        meta = rig.step(rig.run(request, *tables, computed=tokens - 4, tokens=tokens, new=tokens == 4))
+        rig.end(*meta.stores)
+    # Hits end at 16 and 32, and look back at tokens 9 to 15 and 25 to 31.
+    window = [key(n, group=1) for n in (2, 3, 6, 7)]
+    offered = [each for keys in rig.manager.offered for each in keys]
+    assert [each for each in offered if each in [key(n, group=1) for n in range(9)]] == window
+    assert len(offered) == 2 + 4
+    rig.finish(request)
+    other = rig.arrive(Request("o", 40))
+    assert rig.ask(other) == (32, True)
+    rig.alloc(other, [0, 1, 2], list(range(10, 20)), external=32)
+    (load,) = rig.step().loads
+    assert load.destination.group_sizes == (2, 2)
+    rig.end(load)
+    rig.finish(other)
+    rig.assert_drained()
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

@@ -31,6 +31,20 @@ def test_a_request_counts_a_key_once_however_it_asks() -> None:
     assert reuse.offered(keys(2, 1, 3), second) == keys(2, 1)
 
 
+def test_offers_of_a_request_that_reads_no_cache_do_not_count_but_are_filtered() -> None:
+    reuse = ReuseFilter(2)
+    unread = ReqContext("u", reads_cache=False)
+    reuse.on_new_request(unread)
+    assert reuse.offered(keys(1, 2), unread) == []
+    assert reuse.count(key(1)) == 0
+    for name in "ab":
+        reuse.offered(keys(1), announced(reuse, name))
+    assert reuse.offered(keys(1, 2), unread) == keys(1)
+    assert reuse.count(key(1)) == 2
+    reuse.on_request_finished(unread)
+    reuse.check_invariants()
+
+
 def test_interleaved_retries_do_not_inflate() -> None:
     reuse = ReuseFilter(3)
     contexts = [announced(reuse, name) for name in "ab"]

@@ -36,7 +36,11 @@ BlockIds = tuple[Sequence[int], ...]
 
 class EngineRequest(Protocol):
     """A request as the engine's scheduler knows it. The connector only reads it, and drops it at
-    ``request_finished``."""
+    ``request_finished``.
+
+    It may also have ``skip_reading_prefix_cache: bool``. If that is true when the request arrives, the request is not
+    looked up, and the engine never asks twice.
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -53,7 +57,8 @@ class EngineRequest(Protocol):
     def num_prompt_tokens(self) -> int: ...
 
     @property
-    def kv_transfer_params(self) -> dict[str, Any] | None: ...
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What the client sent along. ``connector/limits.py`` has the keys that the connector reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,18 @@ class GroupGeometry:
             return range(0)
         return range(needed.start // self.factor, -(-needed.stop // self.factor))
 
+    def is_reachable(self, block: int, unit_tokens: int) -> bool:
+        """Whether some hit needs ``block``. Hits end at multiples of ``unit_tokens`` (``hit_unit_tokens``).
+
+        A later request may share any part of this prefix and be longer, so every multiple is a possible hit. A window
+        or a state looks back the least from the first multiple at or behind the block's end. If that hit does not need
+        the block, none does.
+        """
+        if self.kind is GroupKind.FULL_ATTENTION:
+            return True
+        hit_tokens = -(-(block + 1) * self.block_tokens // unit_tokens) * unit_tokens
+        return block in self.blocks_for_hit(0, hit_tokens)
+
     def first_gpu_block(self, block: int) -> int:
         """The first GPU block of ``block`` that any hit can need. Earlier ones in the block are don't-care.
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class RateLimitedLog:
-    """Logs the exception being handled, with its traceback, at most once every ``every_s`` seconds; counts the rest."""
+    """Logs at most once every ``every_s`` seconds, and counts the rest."""
 
     def __init__(
         self, logger: logging.Logger, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
@@ -39,11 +39,19 @@ class RateLimitedLog:
         self._unlogged = 0
 
     def exception(self, what: str) -> None:
+        """Logs the exception being handled, with its traceback."""
+        self._log(self._logger.exception, "%s (%d earlier failures were not logged)", what)
+
+    def warning(self, what: str) -> None:
+        """Logs one line."""
+        self._log(self._logger.warning, "%s (%d earlier warnings were not logged)", what)
+
+    def _log(self, log: Callable[[str, str, int], None], text: str, what: str) -> None:
         now_s = self._clock()
         if now_s < self._silent_until_s:
             self._unlogged += 1
             return
-        self._logger.exception("%s (%d earlier failures were not logged)", what, self._unlogged)
+        log(text, what, self._unlogged)
         self._silent_until_s, self._unlogged = now_s + self._every_s, 0
 
 

@@ -21,7 +21,7 @@ from kvoffload.base import (
     PrepareStoreOutput,
     ReqContext,
 )
-from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
 from kvoffload.connector.requests import UNLIMITED, PortionState, RequestOffloadState
@@ -47,9 +47,10 @@ class Offer:
     """A portion of a request's blocks, group after group, each head to tail."""
 
     blocks: tuple[OfferedBlock, ...]
-    """Those whose bytes are on the device."""
+    """Those whose bytes are on the device, and that a hit can need."""
     cursors: tuple[int, ...]
-    """The groups' cursors once this was accepted. Blocks that left the device are passed over for good."""
+    """The groups' cursors once this was accepted. Blocks that left the device, or that no hit can need, are passed over
+    for good."""
     largest: int
     """Blocks of the group with most of them, those passed over included; at least 1."""
 
@@ -68,8 +69,9 @@ def plan_offer(
     """The next blocks to offer, at most ``max_blocks`` of each group, or ``None`` if no group has any.
 
     A block can be offered when its tokens are computed by the end of this step (``limit_tokens``), and its key and its
-    GPU blocks are known. ``computed_tokens`` are those before this step.
+    GPU blocks are known. ``computed_tokens`` are those before this step. Blocks that no hit can need are passed over.
     """
+    unit = hit_unit_tokens(tuple(geometry))
     blocks: list[OfferedBlock] = []
     cursors: list[int] = []
     largest = 0
@@ -79,6 +81,8 @@ def plan_offer(
         largest = max(largest, stop - own.cursor)
         cursors.append(stop)
         for block in range(own.cursor, stop):
+            if not group.is_reachable(block, unit):
+                continue
             ids = group.source_gpu_blocks(block, own.gpu_block_ids, computed_tokens)
             if ids is not None:
                 blocks.append(OfferedBlock(own.keys[block], group.index, block, tuple(ids)))
@@ -109,7 +113,7 @@ class Portion(Protocol):
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
-        """Head to tail, group after group; empty if no block of the portion is on the device any more."""
+        """Head to tail, group after group; empty if no block of the portion can be stored."""
 
     @property
     def largest(self) -> int:
@@ -174,19 +178,23 @@ class StoreOffers:
         Also decides when the request has something to offer again. Blocks for which there is no room are offered anew
         when the request has filled another one.
         """
-        limit = min(done_tokens, state.request.num_tokens)
-        if self._prompt_only:
-            limit = min(limit, state.request.num_prompt_tokens)
+        most = self._max_tokens(state)
+        limit = min(done_tokens, state.request.num_tokens, most)
         state.extend_keys(self._geometry)
         stores: list[TransferJob] = []
         if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
             # Not in every step: a full tier must cost a call per block, not per step.
             state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
-        elif state.portions.evicts_itself or (self._prompt_only and limit == state.request.num_prompt_tokens):
+        elif state.portions.evicts_itself or limit == most:
             state.next_offer_tokens = UNLIMITED
         else:
             state.wait_for_next_block(self._geometry)
         return stores
+
+    def _max_tokens(self, state: RequestOffloadState) -> int:
+        """Tokens of the request that may be stored, counted from its first."""
+        most = state.request.num_prompt_tokens if self._prompt_only else UNLIMITED
+        return most if state.limits.max_offload_tokens is None else min(most, state.limits.max_offload_tokens)
 
     def _offer_portions(
         self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, epoch: int, stores: list[TransferJob]
@@ -219,5 +227,6 @@ class StoreOffers:
             logger.error("A manager prepared blocks that were not offered, or in another order; they are not stored.")
             self._manager.complete_store(output.keys_to_store, state.context, success=False)
             return
+        state.stores(output.keys_to_store)
         job = self._jobs.begin(Direction.STORE, state, output.keys_to_store, source.block_ids.tolist(), epoch)
         stores.append(TransferJob(job.job_id, state.context.req_id, source, output.store_spec))

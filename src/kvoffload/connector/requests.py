@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.connector.engine import BlockIds, EngineRequest
 from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.limits import RequestLimits
 
 __all__ = ["UNLIMITED", "GroupState", "PortionState", "RequestOffloadState"]
 
@@ -46,6 +47,7 @@ class RequestOffloadState:
     context: ReqContext
     policy: OffloadPolicy
     groups: tuple[GroupState, ...]
+    limits: RequestLimits = field(default_factory=RequestLimits)
     computed_tokens: int = 0
     """Tokens on the device at admission: its own prefix cache's hit, and after a load the loaded ones too."""
     hit_tokens: int = 0
@@ -66,6 +68,8 @@ class RequestOffloadState:
     num_hashes: int = 0
     """Block hashes that ``extend_keys`` has seen."""
     _own_keys: set[OffloadKey] = field(default_factory=set)
+    _stored_keys: set[OffloadKey] = field(default_factory=set)
+    """Keys that this request stored; only known if it reads no cache."""
 
     def extend_keys(self, geometry: Sequence[GroupGeometry]) -> None:
         hashes = self.request.block_hashes
@@ -96,6 +100,16 @@ class RequestOffloadState:
                 state.cursor = hit_tokens // group.block_tokens
         self.portions.evicts_itself = False
         self.wait_for_next_block(geometry)
+
+    def stores(self, keys: Iterable[OffloadKey]) -> None:
+        """A store of ``keys`` begins."""
+        if not self.context.reads_cache:
+            self._stored_keys.update(keys)
+
+    def keys_in_use(self) -> list[OffloadKey]:
+        """What to touch when the whole prefix was used. A request that reads no cache uses only what it stored."""
+        keys = [key for state in self.groups for key in state.keys]
+        return keys if self.context.reads_cache else [key for key in keys if key in self._stored_keys]
 
     def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether any of ``keys`` belongs to this request. O(keys) but for blocks that became full since last time."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from kvoffload.base import (
@@ -17,7 +18,9 @@ from kvoffload.base import (
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry, geometry_of
+from kvoffload.connector.guard import RateLimitedLog
 from kvoffload.connector.jobs import JobRecord, JobTable
+from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.lookup import find_hit
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers
@@ -27,6 +30,8 @@ from kvoffload.errors import TransferError
 from kvoffload.metrics import Sample, Stats, add_stats
 
 __all__ = ["OffloadingConnectorScheduler"]
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadingConnectorScheduler:
@@ -44,6 +49,7 @@ class OffloadingConnectorScheduler:
         self._jobs = JobTable(layout.num_ranks)
         self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only)
         self._recording = RequestRecording(config.record_trace, self._geometry) if config.record_trace else None
+        self._log = RateLimitedLog(logger)
         self._epoch = 0
         # Decided since the last build_connector_meta, and sent with the next one.
         self._loads: list[TransferJob] = []
@@ -69,9 +75,14 @@ class OffloadingConnectorScheduler:
             return state
         if state is not None:  # the engine uses the id again, without request_finished
             self._finish(state)
-        context = ReqContext(request.request_id, request.kv_transfer_params)
+        params = request.kv_transfer_params
+        limits, problems = RequestLimits.parse(params)
+        if problems:
+            self._log.warning(" ".join(problems))
+        reads_cache = not getattr(request, "skip_reading_prefix_cache", False)
+        context = ReqContext(request.request_id, params if isinstance(params, dict) else None, reads_cache)
         policy = self._manager.on_new_request(context).policy
-        state = RequestOffloadState(request, context, policy, tuple(GroupState() for _ in self._geometry))
+        state = RequestOffloadState(request, context, policy, tuple(GroupState() for _ in self._geometry), limits)
         self._requests[request.request_id] = state
         if self._recording is not None:
             self._recording.arrived(state)
@@ -89,9 +100,9 @@ class OffloadingConnectorScheduler:
         if self._recording is not None:
             self._recording.finished(state)
         self._cancel_load(state)
-        if any(group.gpu_block_ids for group in state.groups):
+        if any(group.gpu_block_ids for group in state.groups) and (keys := state.keys_in_use()):
             # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
-            self._manager.touch([key for group in state.groups for key in group.keys], state.context)
+            self._manager.touch(keys, state.context)
         self._manager.on_request_finished(state.context)
 
     def _cancel_load(self, state: RequestOffloadState) -> None:
@@ -112,6 +123,10 @@ class OffloadingConnectorScheduler:
         engine must compute something.
         """
         state = self._state_of(request)
+        if not state.context.reads_cache:
+            state.computed_tokens = num_computed_tokens
+            state.asked = True
+            return 0, False
         hit: int | None = None
         # A request may have one load or several stores in flight, never both. So one that was preempted waits for its
         # old transfers.
@@ -131,11 +146,15 @@ class OffloadingConnectorScheduler:
             [len(group.keys) for group in state.groups],
             lambda group, blocks: self._ask(state, group, blocks),
             computed_tokens,
-            state.request.num_tokens - 1,
+            min(state.request.num_tokens - 1, computed_tokens + self._max_load_tokens(state)),
         )
         if hit is not None and hit > computed_tokens and self._should_await_load(state, computed_tokens, hit):
             return None
         return hit
+
+    def _max_load_tokens(self, state: RequestOffloadState) -> int:
+        most = state.limits.max_load_tokens
+        return state.request.num_tokens if most is None else most
 
     def _ask(self, state: RequestOffloadState, group: int, blocks: range) -> Sequence[bool | None]:
         keys: Sequence[OffloadKey] = state.groups[group].keys[blocks.start : blocks.stop]
@@ -177,11 +196,13 @@ class OffloadingConnectorScheduler:
         state.asked = False
         state.extend_keys(self._geometry)
         hit_tokens = state.hit_tokens = state.computed_tokens + num_external_tokens
-        self._count(("lookup_tokens",), max(0, request.num_tokens - state.computed_tokens))
-        self._count(("hit_tokens",), num_external_tokens)
-        if num_external_tokens > 0:
-            self._begin_load(state, hit_tokens)
-        self._touch(state, hit_tokens)
+        if state.context.reads_cache:
+            not_computed = max(0, request.num_tokens - state.computed_tokens)
+            self._count(("lookup_tokens",), min(not_computed, self._max_load_tokens(state)))
+            self._count(("hit_tokens",), num_external_tokens)
+            if num_external_tokens > 0:
+                self._begin_load(state, hit_tokens)
+            self._touch(state, hit_tokens)
         state.start_offers_after(hit_tokens, self._geometry)
 
     def _touch(self, state: RequestOffloadState, hit_tokens: int) -> None:

@@ -29,6 +29,9 @@ class ReuseFilter:
     lookups and offers of that key do not count, so retries do not inflate the count. A new prefix of any length that
     fits the tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
 
+    *A request that reads no cache* (``ReqContext.reads_cache``) does not count. Its offers are stored where enough
+    other requests have asked.
+
     *A request that was never announced* counts with each of its lookups, and with none of its offers.
 
     The tracker keeps the ``max_tracker_size`` most recently counted keys. For each announced request the filter
@@ -90,7 +93,7 @@ class ReuseFilter:
 
     def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """Counts the offer. Returns, in order, those of ``keys`` that enough requests have asked for."""
-        counted = self._counted_by.get(req_context.req_id)
+        counted = self._counted_by.get(req_context.req_id) if req_context.reads_cache else None
         counts, threshold = self._counts, self.threshold
         admitted = []
         for key in keys:

@@ -31,7 +31,8 @@ ATTRIBUTES = {
     ("vllm.v1.core.sched.output", "NewRequestData"): "req_id block_ids num_computed_tokens",
     ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",
     ("vllm.v1.request", "Request"): (
-        "request_id block_hashes num_tokens num_prompt_tokens kv_transfer_params all_token_ids lora_request"
+        "request_id block_hashes num_tokens num_prompt_tokens kv_transfer_params all_token_ids lora_request "
+        "skip_reading_prefix_cache mm_features"
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
     ("vllm.v1.core.block_pool", "BlockPool"): "null_block",
@@ -63,8 +64,10 @@ ATTRIBUTES = {
     ),
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
-        "kv_cache_spec_sliding_window"
+        "kv_cache_spec_sliding_window extra_keys"
     ),
+    ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): "identifier mm_position",
+    ("vllm.lora.request", "LoRARequest"): "adapter_id name",
     ("vllm.distributed.kv_events", "BlockRemoved"): "block_hashes medium group_idx",
     (BASE, "KVConnectorTransferResults"): "finished_recving failed_recving",
     (METRICS, "KVConnectorStats"): "data to_dict",

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvoffload.base import OffloadingEvent, OffloadKey, make_offload_key
+from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
+from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.metrics import METRICS
 
@@ -30,12 +34,25 @@ def hashes_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
 
-def request(name: str, num_hashes: int, lora: Any = None) -> Any:
+def request(name: str, num_hashes: int, lora: Any = None, salt: str | None = None, images: Any = ()) -> Any:
     return SimpleNamespace(
+        cache_salt=salt,
+        mm_features=list(images),
+        prompt_embeds=None,
         request_id=name,
         block_hashes=[f"{name}-{n}".encode() for n in range(num_hashes)],
         all_token_ids=list(range(100, 100 + 4 * num_hashes + 2)),
         lora_request=lora,
+    )
+
+
+class Pixels:
+    """Megabytes, in a real request."""
+
+
+def image(identifier: str, offset: int, length: int) -> Any:
+    return SimpleNamespace(
+        identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length), data=Pixels()
     )
 
 
@@ -63,7 +80,7 @@ def test_plain_events_name_hashes_only_one_event_per_group() -> None:
 
 def test_described_events_carry_tokens_parent_and_size_of_the_block_that_can_be_fetched() -> None:
     translator = EventTranslator(LAYOUT, factor=2, describe=True)
-    lora = SimpleNamespace(adapter_id=7, name="tuned")
+    lora = SimpleNamespace(adapter_id=7, name="tuned", lora_name="tuned", lora_path="/adapters/7")
     translator.track(request("a", 4, lora))
     first, second, plain = translator.translate([stored(key("a", 1), key("a", 3)), stored(key("unknown", 1))])
     assert (first.block_hashes, first.parent_block_hash, first.block_size) == ([b"a-1"], None, 8)
@@ -71,7 +88,51 @@ def test_described_events_carry_tokens_parent_and_size_of_the_block_that_can_be_
     assert (second.block_hashes, second.parent_block_hash) == ([b"a-3"], b"a-1")
     assert second.token_ids == list(range(108, 116))
     assert (second.lora_id, second.lora_name) == (7, "tuned")
-    assert (plain.block_size, plain.token_ids) == (0, [])
+    assert second.extra_keys == [("tuned",)]
+    assert (plain.block_size, plain.token_ids, plain.extra_keys) == (0, [], None)
+
+
+def test_described_events_carry_what_else_went_into_the_hash() -> None:
+    translator = EventTranslator(LAYOUT, factor=2, describe=True)
+    asked = request("a", 8, salt="tenant", images=[image("cat", 3, 4), image("dog", 14, 6)])
+    translator.track(asked)
+
+    def extras() -> list[Any]:
+        return [event.extra_keys for event in translator.translate([stored(*(key("a", n) for n in (1, 3, 5, 7)))])]
+
+    # By block of 8 tokens: the image's offset counts from the block's first token; the salt goes into the first block.
+    expected = [[(("cat", 3), "tenant")], [(("dog", 6),)], [(("dog", -2),)], [None]]
+    assert extras() == expected
+    translator.finish(asked)
+    assert extras() == expected, "stores end after their request"
+
+
+def test_extra_keys_are_those_of_vllms_own_events() -> None:
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+
+    lora = SimpleNamespace(adapter_id=7, name="tuned", lora_name="tuned", lora_path="/adapters/7")
+    asked = request("a", 5, lora, "tenant", [image("cat", 1, 2), image("dog", 3, 6), image("cat", 12, 4)])
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+    translator.track(asked)
+    own, image_index = [], 0
+    for first in range(0, 20, 4):
+        extra, image_index = generate_block_hash_extra_keys(asked, first, first + 4, image_index)
+        own.append(extra)
+    events = translator.translate([stored(*(key("a", n) for n in range(5)))])
+    assert [event.extra_keys[0] for event in events] == to_event_extra_keys(own)
+
+
+def test_finished_requests_are_tracked_without_their_images() -> None:
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+    asked = request("a", 2, images=[image("cat", 0, 4)])
+    data = weakref.ref(asked.mm_features[0].data)
+    translator.track(asked)
+    translator.finish(asked)
+    del asked
+    gc.collect()
+    assert data() is None
+    (event,) = translator.translate([stored(key("a", 0))])
+    assert event.extra_keys == [(("cat", 0),)]
 
 
 def test_windows_are_never_described() -> None:
@@ -95,7 +156,83 @@ def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end
     (event,) = translator.translate([stored(key("a", 1))])
     assert event.block_size == 0
     assert len(translator._origins) == 512
-    assert not translator._num_tracked_hashes
+    assert not translator._live
+
+
+def test_blocks_of_generated_tokens_are_described_while_their_request_runs() -> None:
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+    growing = request("a", 1)
+    translator.track(growing)
+    growing.block_hashes.append(b"a-1")
+    (event,) = translator.translate([stored(key("a", 1))])
+    assert (event.block_size, event.parent_block_hash, event.token_ids) == (4, b"a-0", [104, 105])
+
+
+def test_an_id_used_again_is_another_request() -> None:
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+    old, new = request("old", 3), request("new", 2)
+    old.request_id = new.request_id = "same"
+    translator.track(old)
+    translator.track(new)
+    keys = key("new", 0), key("new", 1), key("old", 2)
+    assert [event.block_size for event in translator.translate([stored(*keys)])] == [4, 4, 4]
+    translator.finish(new)
+    for n in range(512):
+        translator.finish(request(f"r{n}", 1))
+    assert not translator._live
+    (event,) = translator.translate([stored(*keys)])
+    assert event.block_size == 0
+
+
+# ----------------------------------------------------------------------------------------- the adapter's scheduler side
+
+
+def test_blocks_promoted_before_their_request_is_admitted_are_described() -> None:
+    from kvoffload.config import OffloadingConfig
+    from kvoffload.engines.vllm.connector import _SchedulerSide
+
+    class Promoting(CPUOffloadingManager):
+        """Has a tier below it that brings each block one step after it was looked up."""
+
+        def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+            output = self.prepare_store(keys, req_context)
+            assert output is not None
+            self.complete_store(output.keys_to_store, req_context)
+            return [None] * len(keys)
+
+    manager = Promoting(8, enable_events=True)
+    config = OffloadingConfig(cpu_bytes_to_use=1 << 20, self_describing_kv_events=True)
+    layout = EngineLayout(LAYOUT.groups[:1], 4, "engine")
+    side = _SchedulerSide(SimpleNamespace(get_manager=lambda: manager), layout, config)
+    asked = request("a", 2)
+    asked.num_tokens = asked.num_prompt_tokens = 10
+    asked.kv_transfer_params = None
+    side.on_new_request(asked)
+    assert side.get_num_new_matched_tokens(asked, 0) == (None, False)
+    events = side.take_events()
+    assert [(event.block_size, event.token_ids) for event in events] == [
+        (4, [100, 101, 102, 103]),
+        (4, [104, 105, 106, 107]),
+    ]
+    assert [event.parent_block_hash for event in events] == [None, b"a-0"]
+    # Aborted while it waits: it is forgotten like any other.
+    side.request_finished(asked)
+    assert not side._events._live
+
+
+@pytest.mark.parametrize("call", ["on_new_request", "get_num_new_matched_tokens"])
+def test_a_request_is_tracked_with_whichever_call_comes_first(call: str) -> None:
+    from kvoffload.config import OffloadingConfig
+    from kvoffload.engines.vllm.connector import _SchedulerSide
+
+    config = OffloadingConfig(cpu_bytes_to_use=1 << 20, self_describing_kv_events=True)
+    layout = EngineLayout(LAYOUT.groups[:1], 4, "engine")
+    side = _SchedulerSide(SimpleNamespace(get_manager=lambda: CPUOffloadingManager(8)), layout, config)
+    asked = request("a", 2)
+    asked.num_tokens = asked.num_prompt_tokens = 10
+    asked.kv_transfer_params = None
+    getattr(side, call)(*([asked] if call == "on_new_request" else [asked, 0]))
+    assert len(side._events._origins) == 2
 
 
 def test_a_shared_prefix_stays_tracked_for_the_request_that_still_runs() -> None:

@@ -162,14 +162,14 @@ class Subscriber:
         self._context.term()
 
 
-def ask(client: Any, prompt: Prompt) -> tuple[list[int], int]:
+def ask(client: Any, prompt: Prompt, **kv_transfer_params: Any) -> tuple[list[int], int]:
     """The generated token ids and how many of the prompt's were cached."""
     answer = client.completions.create(
         model="small",
         prompt=list(prompt.token_ids),
         max_tokens=NEW_TOKENS,
         temperature=0,
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "kv_transfer_params": kv_transfer_params},
     )
     details = answer.usage.prompt_tokens_details
     words = answer.choices[0].text.split()
@@ -208,6 +208,9 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
         events = first_events(subscriber, client)
         first = {prompt.name: ask(client, prompt) for prompt in prompts}
         again = {prompt.name: ask(client, prompt) for prompt in prompts[2:6]}
+        limited = Prompt("limited", random_tokens(777, 5 * BLOCK_TOKENS))
+        ask(client, limited, max_offload_tokens=2 * BLOCK_TOKENS + 1, max_load_tokens="a bad value is ignored")
+        ask(client, Prompt("last", random_tokens(778, BLOCK_TOKENS)))  # its steps bring the events of the one before
         events += subscriber.receive()
         metrics = server.metrics()
     finally:
@@ -237,5 +240,7 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
         assert event["block_size"] == BLOCK_TOKENS
         (block_hash,) = event["block_hashes"]
         chain[block_hash] = chain.get(event["parent_block_hash"], ()) + tuple(event["token_ids"])
+    from_limited = [tokens for tokens in chain.values() if tokens[:BLOCK_TOKENS] == limited.token_ids[:BLOCK_TOKENS]]
+    assert max(from_limited, key=len) == limited.token_ids[: 2 * BLOCK_TOKENS]
     whole = {tokens for tokens in chain.values() if len(tokens) == 992}
     assert {prompt.token_ids[:992] for prompt in prompts} <= whole

@@ -144,10 +144,10 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.bind_null_block(gpu_block_pool.null_block.block_id)
 
     def on_new_request(self, request: Any) -> None:
-        self.scheduler.core.on_new_request(request)
+        self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.scheduler.core.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
@@ -251,8 +251,15 @@ class _SchedulerSide:
     def bind_null_block(self, null_block_id: int) -> None:
         self._steps = StepTranslator(self._num_groups, null_block_id)
 
-    def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
+    def on_new_request(self, request: Any) -> None:
         self._events.track(request)
+        self.core.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._events.track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
+        return self.core.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
         self.core.update_state_after_alloc(request, self._steps.block_ids(block_ids), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:

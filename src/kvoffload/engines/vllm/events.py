@@ -2,16 +2,19 @@
 """From kvoffload's events to vLLM's KV events, plain or self-describing.
 
 A plain stored event has only hashes, with block size 0: whoever needs tokens takes them from vLLM's own events of the
-same hashes. Some routers drop those, so ``self_describing_kv_events`` adds token ids, parent hash and block size. Only
-the request has them, so requests are tracked here until the events of their stores have been sent.
+same hashes. Some routers drop those, so ``self_describing_kv_events`` adds token ids, parent hash, block size and what
+else went into the hash. Only the request has them, so requests are tracked here from their arrival until the events of
+their stores have been sent.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from kvoffload.base import OffloadingEvent, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from kvoffload.config import EngineLayout, GroupKind
@@ -22,11 +25,20 @@ _FINISHED_REQUESTS_TRACKED = 512
 """Finished requests that are still tracked, since their last stores end after them. Later stores get a plain event."""
 
 
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """A request, or what is left of a finished one."""
+
+    request: Any
+    num_hashes: int = 0
+    """Of its hashes, those that are known to have come from it."""
+
+
 @dataclass(slots=True)
 class _HashOrigin:
     """A request that has a hash, and the hash's index in it."""
 
-    request: Any
+    tracked: _Tracked
     hash_index: int
 
 
@@ -43,34 +55,54 @@ class EventTranslator:
         ]
         self._kinds = [(group.kind.value, group.sliding_window_tokens) for group in layout.groups]
         self._origins: dict[bytes, _HashOrigin] = {}
-        self._num_tracked_hashes: dict[str, int] = {}
-        self._finished: deque[Any] = deque()
+        self._live: dict[str, _Tracked] = {}
+        self._finished: deque[_Tracked] = deque()
 
     # ------------------------------------------------------------------------------------------ tracked requests
 
     def track(self, request: Any) -> None:
-        """Tracks a request whose blocks may be stored. To be called again as its hashes grow."""
+        """Tracks a request from its arrival on: a lookup may bring its blocks to the CPU tier before it is admitted.
+        Does nothing for one that is tracked already, unless its hashes grew."""
         if not self._describe:
             return
-        hashes = request.block_hashes
-        for index in range(self._num_tracked_hashes.get(request.request_id, 0), len(hashes)):
-            self._origins[bytes(hashes[index])] = _HashOrigin(request, index)
-        self._num_tracked_hashes[request.request_id] = len(hashes)
+        tracked = self._live.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            if tracked is not None:  # the id is used again, without an end
+                self.finish(tracked.request)
+            tracked = self._live[request.request_id] = _Tracked(request)
+        self._add_hashes(tracked)
+
+    def _add_hashes(self, tracked: _Tracked) -> None:
+        hashes = tracked.request.block_hashes
+        for index in range(tracked.num_hashes, len(hashes)):
+            self._origins[bytes(hashes[index])] = _HashOrigin(tracked, index)
+        tracked.num_hashes = len(hashes)
 
     def finish(self, request: Any) -> None:
         if not self._describe:
             return
         self.track(request)
-        self._num_tracked_hashes.pop(request.request_id, None)
-        self._finished.append(request)
+        tracked = self._live.pop(request.request_id)
+        tracked.request = _without_inputs(request)
+        self._finished.append(tracked)
         if len(self._finished) > _FINISHED_REQUESTS_TRACKED:
             self._forget(self._finished.popleft())
 
-    def _forget(self, request: Any) -> None:
-        for each in request.block_hashes:
+    def _forget(self, tracked: _Tracked) -> None:
+        for each in tracked.request.block_hashes:
             found = self._origins.get(bytes(each))
-            if found is not None and found.request is request:
+            if found is not None and found.tracked is tracked:
                 del self._origins[bytes(each)]
+
+    def _origin(self, key: OffloadKey) -> _HashOrigin | None:
+        block_hash = get_offload_block_hash(key)
+        found = self._origins.get(block_hash)
+        if found is None:
+            # A block of generated tokens: only now does anybody ask for the hashes that were added since.
+            for tracked in self._live.values():
+                self._add_hashes(tracked)
+            found = self._origins.get(block_hash)
+        return found
 
     # ---------------------------------------------------------------------------------------------- translation
 
@@ -92,7 +124,7 @@ class EventTranslator:
         for group, keys in _by_group(event.keys):
             plain: list[OffloadKey] = []
             for key in keys:
-                found = self._origins.get(get_offload_block_hash(key)) if self._hashes_per_block[group] else None
+                found = self._origin(key) if self._describe and self._hashes_per_block[group] else None
                 if found is None:
                     plain.append(key)
                 else:
@@ -105,18 +137,19 @@ class EventTranslator:
         # blocks inside it.
         per_block = self._hashes_per_block[group]
         first = origin.hash_index + 1 - per_block
-        hashes, lora = origin.request.block_hashes, origin.request.lora_request
+        request = origin.tracked.request
+        hashes, lora = request.block_hashes, request.lora_request
+        first_token, stop_token = first * self._hash_tokens, (first + per_block) * self._hash_tokens
         return self._event(
             [key],
             group,
             medium,
             parent=_convert(bytes(hashes[first - 1])) if first > 0 else None,
-            token_ids=list(
-                origin.request.all_token_ids[first * self._hash_tokens : (first + per_block) * self._hash_tokens]
-            ),
+            token_ids=list(request.all_token_ids[first_token:stop_token]),
             block_size=per_block * self._hash_tokens,
             lora_id=lora.adapter_id if lora is not None else None,
             lora_name=lora.name if lora is not None else None,
+            extra_keys=_extra_keys(request, first_token, stop_token),
         )
 
     def _event(
@@ -130,6 +163,7 @@ class EventTranslator:
         block_size: int = 0,
         lora_id: int | None = None,
         lora_name: str | None = None,
+        extra_keys: list[Any] | None = None,
     ) -> Any:
         from vllm.distributed.kv_events import BlockStored
 
@@ -142,10 +176,28 @@ class EventTranslator:
             lora_id=lora_id,
             lora_name=lora_name,
             medium=medium,
+            extra_keys=extra_keys,
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
         )
+
+
+def _without_inputs(request: Any) -> Any:
+    """A copy that keeps no images or other inputs alive, only what the extra keys of its blocks are made of."""
+    lean = copy.copy(request)
+    lean.mm_features = [
+        SimpleNamespace(identifier=each.identifier, mm_position=each.mm_position) for each in request.mm_features or ()
+    ]
+    return lean
+
+
+def _extra_keys(request: Any, first_token: int, stop_token: int) -> list[Any] | None:
+    """What beside tokens went into a block's hash: adapter, images, cache salt; as vLLM's own events have it."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+
+    extra_keys, _ = generate_block_hash_extra_keys(request, first_token, stop_token, 0)
+    return cast("list[Any] | None", to_event_extra_keys([extra_keys]))
 
 
 def _by_group(keys: Iterable[OffloadKey]) -> Iterator[tuple[int, list[OffloadKey]]]:
