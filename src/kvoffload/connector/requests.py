@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
-from kvoffload.connector.engine import BlockIds, EngineRequest
+from kvoffload.connector.engine import BlockIds, EngineRequest, ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry
 
 __all__ = ["UNLIMITED", "GroupState", "PortionState", "RequestOffloadState"]
@@ -50,6 +50,10 @@ class RequestOffloadState:
     """Tokens on the device at admission: its own prefix cache's hit, and after a load the loaded ones too."""
     hit_tokens: int = 0
     """The value of ``computed_tokens`` once the load in flight has succeeded."""
+    last_scheduled: ScheduledRequest | None = None
+    """Its part of the last step that computed tokens for it. ``None`` if none has since it was given GPU blocks."""
+    offered_tokens: int = 0
+    """Tokens that were surely computed when it offered blocks last."""
     next_offer_tokens: int = 0
     """No block can be offered before this many tokens are computed. Comparing with it is all an idle step costs."""
     portions: PortionState = field(default_factory=PortionState)
@@ -94,8 +98,22 @@ class RequestOffloadState:
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             for group, state in zip(geometry, self.groups, strict=True):
                 state.cursor = hit_tokens // group.block_tokens
+        self.forget_computed()
         self.portions.evicts_itself = False
         self.wait_for_next_block(geometry)
+
+    def forget_computed(self) -> None:
+        """Nothing that was computed so far may be offered until a step has computed more."""
+        self.last_scheduled, self.offered_tokens = None, 0
+
+    def ready_tokens(self) -> int:
+        """Tokens that are surely computed by the steps so far, whatever step is next.
+
+        The last token may have been generated just now, and what follows it may be drafts that were rejected.
+        """
+        if self.last_scheduled is None:
+            return 0
+        return max(self.offered_tokens, min(self.last_scheduled.done_tokens, self.request.num_tokens - 1))
 
     def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether any of ``keys`` belongs to this request. O(keys) but for blocks that became full since last time."""
@@ -114,6 +132,7 @@ class RequestOffloadState:
     def lose_gpu_blocks(self) -> None:
         """The request was preempted. It waits to be admitted anew, and no longer for a load in flight."""
         self.computed_tokens = self.hit_tokens = 0
+        self.forget_computed()
         self.asked = False
         self.load_job_id = None
         self.awaited_job_id = None
