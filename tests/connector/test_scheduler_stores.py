@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.connector.rig import SLIDING, STATE, Request, Rig, key
+from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
 
 from kvoffload.base import OffloadPolicy
 from kvoffload.config import GroupKind, KVGroupLayout
@@ -12,7 +12,11 @@ from kvoffload.connector import NO_BLOCK
 
 
 def stored(meta: object) -> list[list[int]]:
-    return [job.source.block_ids.tolist() for job in meta.stores]
+    return sources(meta.stores)
+
+
+def sources(stores: object) -> list[list[int]]:
+    return [job.source.block_ids.tolist() for job in stores]
 
 
 # ------------------------------------------------------------------------------------------------- what is offered
@@ -184,19 +188,283 @@ def fill_and_pin(rig: Rig, blocks: int) -> object:
     return rig.admit(Request("full", 4 * blocks, "f"), range(500, 500 + blocks)).stores
 
 
+def decode(rig: Rig, request: Request) -> list[list[int]]:
+    """A step that generates one token into GPU blocks that the request has. Returns what it stores."""
+    request.num_tokens += 1
+    return stored(rig.step(rig.run(request, [], computed=request.num_tokens - 1, new=False)))
+
+
 def test_refused_blocks_are_offered_again_and_the_cursor_stays() -> None:
     rig = Rig(num_blocks=4)
     stores = fill_and_pin(rig, 4)
     request = Request("r", 9)
     assert rig.admit(request, [0, 1, 2]).stores == ()
-    for tokens in (10, 11):
-        request.num_tokens = tokens
-        calls = len(rig.manager.offered)
-        rig.step(rig.run(request, [], computed=tokens - 1, new=False))
-        assert len(rig.manager.offered) == calls, "not again before another block is full"
+    for _ in range(2):
+        rig.manager.offered.clear()
+        assert decode(rig, request) == []
+        assert rig.manager.offered == [[key(0)]], "one block, once a step"
     rig.end(*stores)
-    request.num_tokens = 12
-    assert stored(rig.step(rig.run(request, [], computed=11, new=False))) == [[0], [1, 2]]
+    assert decode(rig, request) == [[0], [1, 2]]
+
+
+def test_refused_blocks_find_room_in_a_step_that_fills_none() -> None:
+    rig = Rig(num_blocks=4)
+    stores = fill_and_pin(rig, 4)
+    request = Request("r", 9)
+    rig.admit(request, [0, 1, 2])
+    rig.end(*stores)
+    assert decode(rig, request) == [[0], [1]]
+    assert decode(rig, request) == []
+    assert decode(rig, request) == [[2]], "then as ever"
+
+
+def test_refused_blocks_find_room_in_a_step_without_their_request() -> None:
+    rig = Rig(num_blocks=4)
+    stores = fill_and_pin(rig, 4)
+    rig.admit(Request("r", 9), [0, 1, 2])
+    rig.end(*stores)
+    assert stored(rig.step()) == [[0], [1]]
+
+
+def test_a_full_tier_costs_one_call_a_step_however_many_requests_it_refused() -> None:
+    rig = Rig(num_blocks=4)
+    stores = fill_and_pin(rig, 4)
+    requests = [Request(f"r{n}", 9, f"s{n}") for n in range(3)]
+    for n, request in enumerate(requests):
+        rig.admit(request, range(10 * n, 10 * n + 3))
+    tried = []
+    for _ in range(6):
+        rig.manager.offered.clear()
+        rig.step(*(rig.run(request, [], computed=8, new=False) for request in requests))
+        tried += rig.manager.offered
+    assert tried == [[key(0, stem=f"s{n % 3}")] for n in range(6)], "oldest refusal first"
+    rig.end(*stores)
+    assert stored(rig.step()) == [[0], [1], [10], [11]], "until one is refused"
+
+
+def test_a_request_that_can_never_find_room_does_not_keep_others_from_being_tried() -> None:
+    rig = Rig(groups=(FULL, STATE, STATE), num_blocks=2)
+    (full,) = rig.admit(Request("full", 8, "f"), [20, 21], [NO_BLOCK] * 2, [NO_BLOCK] * 2).stores
+    rig.admit(Request("wide", 5), [0, 1], [2, 3], [4, 5])  # a block of each group is more than the tier has
+    rig.admit(Request("narrow", 5, "n"), [6, 7], [NO_BLOCK, 8], [NO_BLOCK, 9])
+    rig.end(full)
+    assert rig.step().stores == ()
+    assert stored(rig.step()) == [[6]]
+
+
+def test_refused_blocks_are_offered_at_the_end_too() -> None:
+    rig = Rig(num_blocks=4)
+    stores = fill_and_pin(rig, 4)
+    request = Request("r", 9)
+    rig.admit(request, [0, 1, 2])
+    rig.end(*stores)
+    rig.finish(request)
+    meta = rig.step()
+    assert meta.stores == ()
+    assert sources(meta.final_stores) == [[0], [1]]
+    rig.end(*meta.final_stores)
+    assert rig.ask(rig.arrive(Request("again", 9))) == (8, True)
+
+
+@pytest.mark.parametrize("how", ["preempted", "finished", "reset"])
+def test_refused_blocks_that_are_gone_are_not_offered_again(how: str) -> None:
+    rig = Rig(num_blocks=4)
+    stores = fill_and_pin(rig, 4)
+    request = Request("r", 9)
+    rig.admit(request, [0, 1, 2])
+    rig.manager.offered.clear()
+    match how:
+        case "preempted":
+            rig.step(preempted=["r"])
+        case "finished":
+            rig.finish(request)
+            rig.manager.offered.clear()
+        case "reset":
+            rig.scheduler.reset_cache()
+    rig.end(*stores)
+    rig.step()
+    rig.finish(request)
+    assert rig.step().is_empty()
+    assert rig.manager.offered == []
+
+
+# ------------------------------------------------------------------------------------------------- the last offer
+
+
+def run_ahead(rig: Rig, prompt: int, new_tokens: int, *ids: list[int], extra_steps: int = 0) -> Request:
+    """Serves a request as asynchronous scheduling does: a step is scheduled before the last one's token is known.
+
+    ``extra_steps``: scheduled before the engine sees that the request has ended. The GPU blocks are given at once.
+    """
+    request = rig.arrive(Request("r", prompt))
+    assert rig.ask(request) == (0, False)
+    rig.alloc(request, *ids)
+    rig.end(*rig.step(rig.run(request, *ids)).stores)
+    for n in range(1, new_tokens + extra_steps):
+        rig.end(*rig.step(rig.run(request, computed=prompt + n - 1, tokens=prompt + n, new=False)).stores)
+        if n <= new_tokens:
+            request.num_tokens = prompt + n
+    request.num_tokens = prompt + new_tokens
+    return request
+
+
+@pytest.mark.parametrize("extra_steps", [0, 1])
+@pytest.mark.parametrize(("prompt", "new_tokens", "last"), [(3, 2, 0), (7, 2, 1), (3, 6, 1)])
+def test_the_block_that_the_last_step_fills_is_stored(
+    prompt: int, new_tokens: int, last: int, extra_steps: int
+) -> None:
+    rig = Rig()
+    request = run_ahead(rig, prompt, new_tokens, [0, 1, 2], extra_steps=extra_steps)
+    rig.finish(request)
+    # A step more is scheduled when the last token of the block is known, and stores it as ever.
+    assert rig.scheduler.has_pending_work() == (not extra_steps)
+    meta = rig.step()
+    assert sources(meta.final_stores) == ([] if extra_steps else [[last]])
+    assert meta.stores == ()
+    rig.end(*meta.final_stores)
+    assert rig.ask(rig.arrive(Request("again", 4 * last + 5))) == (4 * last + 4, True)
+
+
+def test_the_last_offer_comes_before_the_end_of_the_request() -> None:
+    rig = Rig()
+    request = run_ahead(rig, 3, 2, [0, 1])
+    rig.finish(request)
+    assert [name for name, _ in rig.manager.calls] == ["on_new_request", "prepare_store", "on_request_finished"]
+    rig.end(*rig.step().final_stores)
+    rig.assert_drained()
+
+
+def test_a_final_store_whose_gpu_blocks_are_handed_out_in_the_next_step_is_flushed_there() -> None:
+    rig = Rig()
+    rig.finish(run_ahead(rig, 3, 2, [0, 1]))
+    other = Request("o", 6, "q")
+    meta = rig.admit(other, [0, 5])
+    (store,) = meta.final_stores
+    assert meta.flush_job_ids == {store.job_id}
+    assert rig.step(rig.run(other, [1], computed=6, new=False)).flush_job_ids == frozenset()
+    rig.end(store, *meta.stores)
+
+
+def test_a_final_store_is_flushed_for_a_load_into_its_gpu_blocks() -> None:
+    rig = Rig()
+    rig.store_prefix(8, stem="q")
+    rig.finish(run_ahead(rig, 3, 2, [0, 1]))
+    other = rig.arrive(Request("o", 9, "q"))
+    assert rig.ask(other) == (8, True)
+    rig.alloc(other, [0, 5, 6], external=8)
+    meta = rig.step()
+    assert meta.flush_job_ids == {meta.final_stores[0].job_id}
+
+
+def test_a_final_store_is_flushed_in_a_later_step_as_any_other() -> None:
+    rig = Rig()
+    rig.finish(run_ahead(rig, 3, 2, [0, 1]))
+    (store,) = rig.step().final_stores
+    assert rig.admit(Request("o", 6, "q"), [0, 5]).flush_job_ids == {store.job_id}
+
+
+def test_nothing_is_stored_that_was_not_computed() -> None:
+    rig = Rig()
+    request = rig.arrive(Request("r", 16))
+    rig.ask(request)
+    rig.alloc(request, range(4))
+    rig.end(*rig.step(rig.run(request, range(4), tokens=6)).stores)
+    rig.finish(request)  # aborted in its prefill
+    assert rig.step().is_empty()
+    assert rig.manager.offered == [[key(0)]]
+
+
+def test_rejected_drafts_are_not_stored() -> None:
+    rig = Rig()
+    request = rig.arrive(Request("r", 6))
+    rig.ask(request)
+    rig.alloc(request, [0, 1, 2])
+    rig.end(*rig.step(rig.run(request, [0, 1, 2])).stores)
+    request.num_tokens = 7
+    rig.end(*rig.step(rig.run(request, computed=6, tokens=10, new=False)).stores)  # 3 drafts
+    request.num_tokens = 8  # all of them rejected: the eighth token was sampled, and has no KV
+    rig.finish(request)
+    assert rig.step().is_empty()
+
+
+@pytest.mark.parametrize("stage", ["arrived", "asked", "allocated", "loading", "lost", "loaded", "failed", "preempted"])
+@pytest.mark.parametrize("policy", list(OffloadPolicy))
+def test_a_request_that_computed_nothing_stores_nothing(policy: OffloadPolicy, stage: str) -> None:
+    rig = Rig(policy=policy)
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 16))
+    stages = ["arrived", "asked", "allocated", "loading", "loaded"]
+    until = stages.index(stage) if stage in stages else 9
+    if until > 0:
+        assert rig.ask(request) == (8, True)
+    if until > 1:
+        rig.alloc(request, range(4), external=8)
+    if until > 2 and stage != "lost":
+        (load,) = rig.step().loads
+        if until > 3:
+            rig.end(load, success=stage != "failed")
+    if stage == "preempted":
+        rig.alloc(request, range(4))
+        rig.end(*rig.step(rig.run(request, range(4), computed=8, tokens=10)).stores)
+        request.num_tokens = 17
+        rig.step(preempted=["r"])
+    rig.manager.offered.clear()
+    rig.finish(request)
+    assert rig.step().final_stores == ()
+    assert rig.manager.offered == []
+
+
+def test_an_id_used_again_without_an_end_stores_nothing_of_the_old_request() -> None:
+    rig = Rig()
+    run_ahead(rig, 3, 2, [0, 1])
+    rig.arrive(Request("r", 5, "q"))
+    assert rig.step().is_empty(), "its GPU blocks may have been written since"
+
+
+def test_after_a_reset_nothing_older_is_stored_at_the_end() -> None:
+    rig = Rig()
+    request = run_ahead(rig, 3, 2, [0, 1])
+    rig.scheduler.reset_cache()
+    rig.finish(request)
+    assert rig.step().is_empty()
+
+
+def test_a_final_store_that_a_reset_overtakes_publishes_nothing() -> None:
+    rig = Rig()
+    rig.finish(run_ahead(rig, 3, 2, [0, 1]))
+    rig.scheduler.reset_cache()
+    rig.end(*rig.step().final_stores)
+    assert rig.scheduler.get_stats()["stale_jobs",] == 1
+    assert rig.ask(rig.arrive(Request("again", 5))) == (0, False)
+
+
+def test_prompt_only_holds_at_the_end() -> None:
+    rig = Rig(prompt_only=True)
+    rig.finish(run_ahead(rig, 3, 2, [0, 1]))
+    assert rig.step().is_empty()
+
+
+def test_request_level_stores_the_last_block_too() -> None:
+    rig = Rig(policy=OffloadPolicy.REQUEST_LEVEL)
+    rig.finish(run_ahead(rig, 7, 2, [0, 1, 2]))
+    assert sources(rig.step().final_stores) == [[1]]
+
+
+def test_the_last_blocks_of_several_groups_and_not_what_left_the_window() -> None:
+    rig = Rig(groups=(FULL, SLIDING, STATE))
+    request = run_ahead(rig, 7, 2, [0, 1, 2], [10, 11, 12], [NO_BLOCK, 21, 22])
+    rig.finish(request)
+    assert sources(rig.step().final_stores) == [[1, 11, 21]]
+    # Blocks that were refused, and that the window has passed since, may have been handed to others.
+    rig = Rig(groups=(SLIDING,), num_blocks=4)
+    stores = fill_and_pin(rig, 4)
+    request = Request("r", 9)
+    rig.admit(request, [0, 1, 2, 3])
+    for _ in range(3):
+        decode(rig, request)
+    rig.end(*stores)
+    rig.finish(request)
+    assert sources(rig.step().final_stores) == [[1], [2]], "with 11 tokens computed, a window of 6 begins at token 6"
 
 
 def test_a_prompt_larger_than_the_tier_is_stored_from_its_head() -> None:

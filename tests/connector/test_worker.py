@@ -67,6 +67,20 @@ def test_a_store_whose_step_was_never_ended_can_still_be_flushed() -> None:
     assert [result.job_id for _, result in rank.worker.get_report().results] == [0]
 
 
+def test_final_stores_start_first_and_can_be_flushed_at_once() -> None:
+    rank = Rank()
+    rank.slots[0] = 9
+    jobs = store(0, 5, 1), store(1, 6, 2)
+    rank.worker.start_step(ConnectorMeta(final_stores=jobs, loads=(load(2, 5, 0),), flush_job_ids=frozenset({0})))
+    assert rank.handler.pending == [1, 2], "the one whose GPU block is handed out again has ended"
+    rank.handler.run(2)
+    assert rank.gpu[5].tolist() == [9] * 4
+    assert rank.slots[1].tolist() == [5] * 4
+    rank.handler.run(1)
+    rank.worker.end_step()
+    assert [result.job_id for _, result in rank.worker.get_report().results] == [0, 2, 1]
+
+
 def test_load_outcomes_for_engines_whose_workers_report_loads() -> None:
     rank = Rank()
     rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1, "a"), load(1, 6, 2, "b"), load(2, 7, 3, "c"))))

@@ -129,6 +129,8 @@ def served(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0, **config: Any) ->
             while not request.is_done:
                 engine.step()
                 end_transfers(engine)
+            engine.step()  # starts the last stores of the request
+            end_transfers(engine)
             hits.append((request.device_hit_tokens // BLOCK_TOKENS, request.external_hit_tokens // BLOCK_TOKENS))
     return hits
 
@@ -136,7 +138,7 @@ def served(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0, **config: Any) ->
 def end_transfers(engine: Engine) -> None:
     assert engine._connector is not None
     assert engine._worker is not None
-    while engine.get_stats()["jobs_in_flight",]:
+    while engine.get_stats()["jobs_in_flight",] > len(engine._connector._final_stores):
         engine._scheduler.take_outcome(engine._connector.update_connector_output(engine._worker.get_report()))
 
 

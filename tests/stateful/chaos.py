@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.connector import ConnectorMeta, EngineStep
 from kvoffload.cpu.manager import CPUOffloadingManager
-from kvoffload.testing.fake_engine import FakeEngine, FakeRequest
+from kvoffload.testing.fake_engine import FakeEngine, FakeRequest, Scheduling
 
 HASH = 2
 FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, 4, 8)
@@ -42,6 +43,8 @@ class Setup:
     pool_tokens: int = 60
     chunk: int = 8
     prompt_only: bool = False
+    scheduling: Scheduling = Scheduling.SYNCHRONOUS
+    reuses_newest: bool = False
 
     @staticmethod
     def random(chance: random.Random) -> Setup:
@@ -54,6 +57,8 @@ class Setup:
             pool_tokens=chance.choice([40, 60, 100]),
             chunk=chance.choice([3, 8, 24]),
             prompt_only=chance.random() < 0.2,
+            scheduling=chance.choice(list(Scheduling)),
+            reuses_newest=chance.random() < 0.5,
         )
 
 
@@ -86,9 +91,22 @@ class Chaos:
             num_slots=setup.num_slots,
             chunk_tokens=setup.chunk,
             max_running=3,
+            scheduling=setup.scheduling,
         )
+        self.engine.pool.reuses_newest = setup.reuses_newest
+        self.final_stores = 0
+        self.final_stores_flushed = 0
+        """Those whose GPU blocks were handed out again in the step that started them."""
+        self._build_meta = self.engine.connector.build_connector_meta
+        self.engine.connector.build_connector_meta = self._count_final_stores  # type: ignore[method-assign]
         self.resident: dict[OffloadKey, None] = {}
         self.count = 0
+
+    def _count_final_stores(self, step: EngineStep) -> ConnectorMeta:
+        meta = self._build_meta(step)
+        self.final_stores += len(meta.final_stores)
+        self.final_stores_flushed += sum(job.job_id in meta.flush_job_ids for job in meta.final_stores)
+        return meta
 
     def arrive(self, stem: int, length: int, new: int, fork: int) -> None:
         """A request of a small alphabet, so that prefixes are shared: stems differ at once, forks in the last token."""

@@ -123,7 +123,8 @@ def soak(seed: int, rounds: int) -> Chaos:
 
 def test_soak() -> None:
     seeds = range(by_size(quick=20, thorough=120))
-    total = Counter(add_stats(soak(seed, 120).engine.connector.get_stats() for seed in seeds))
+    runs = [soak(seed, 120) for seed in seeds]
+    total = Counter(add_stats(run.engine.connector.get_stats() for run in runs))
     # The runs must have been where it hurts; otherwise passing means little.
     for sample in [
         ("hit_tokens",),
@@ -138,3 +139,5 @@ def test_soak() -> None:
         ("primary_blocks_evicted",),
     ]:
         assert total[sample] >= 20, f"{sample} only {total[sample]} times"
+    assert sum(run.final_stores for run in runs) >= 20
+    assert sum(run.final_stores_flushed for run in runs) >= 10

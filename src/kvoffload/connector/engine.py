@@ -13,7 +13,8 @@ engine calls the scheduler side in this order::
 
 and each worker, with what ``build_connector_meta`` returned::
 
-    start_step(meta)       before the forward pass: flush what must end first, start loads
+    start_step(meta)       before the forward pass: start the last stores of ended requests, flush what must end
+                           first, start loads
     end_step()             after the forward pass was submitted: start stores
     get_report()           the transfers that ended since the last call
 """
@@ -74,6 +75,11 @@ class ScheduledRequest:
     """Tokens this step computes."""
     block_table_is_new: bool = False
     """Scheduled for the first time, or resumed after a preemption: earlier block ids are void."""
+
+    @property
+    def done_tokens(self) -> int:
+        """Tokens whose KV is on the device after this step. Too many, if some of them are drafts that are rejected."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
 
 
 @dataclass(frozen=True, slots=True)

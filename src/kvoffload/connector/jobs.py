@@ -37,7 +37,8 @@ class JobRecord:
     num_bytes: int = 0
     seconds: float = 0.0
     submitted: bool = False
-    """Sent to the workers. A job that was not sent yet can still be cancelled."""
+    """Sent to the workers, or a final store, which is sent ahead of any flush. A job that was not submitted yet can
+    still be cancelled, and cannot be flushed."""
     flushed: bool = False
     """Workers wait for it before its GPU blocks are used again, so it has no fences."""
 

@@ -29,15 +29,18 @@ class ConnectorMeta:
     """Start before the forward pass."""
     stores: tuple[TransferJob, ...] = ()
     """Start after the forward pass that writes their blocks has been submitted."""
+    final_stores: tuple[TransferJob, ...] = ()
+    """The last stores of requests that ended since the last step. Earlier steps computed their blocks, and this step
+    may write them for other requests. So they start first, before the flush, which may name them."""
     flush_job_ids: frozenset[int] = frozenset()
-    """Jobs of earlier steps that must end before this step's loads or forward pass touch the device, because their GPU
-    blocks were allocated again."""
+    """Jobs of earlier steps and final stores that must end before this step's loads or forward pass touch the device,
+    because their GPU blocks were allocated again."""
     lost_loads: tuple[TransferJob, ...] = ()
     """Loads whose blocks vanished before they could be pinned. There is nothing to copy, and ``source`` means nothing.
     Every rank reports a failure at once, so that the engine learns of them as of any failed load."""
 
     def is_empty(self) -> bool:
-        return not (self.loads or self.stores or self.flush_job_ids or self.lost_loads)
+        return not (self.loads or self.stores or self.final_stores or self.flush_job_ids or self.lost_loads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ def offer_in_portions(
 
     ``prepare_store`` takes a whole portion or nothing, and the head is worth more than the tail. So a refused portion
     is cut to a quarter and offered again, and an accepted one lets the next be four times larger. A long prompt in a
-    nearly full tier then takes logarithmically many calls, and a full tier one call of one block per block filled.
+    nearly full tier then takes logarithmically many calls, and each later call to a full tier has one block.
     """
     accepted = False
     while not state.evicts_itself and (portion := plan(state.max_blocks)) is not None:
@@ -147,7 +147,7 @@ def offer_in_portions(
         output = manager.prepare_store(keys, context) if keys else None
         if keys and output is None:
             state.max_blocks = max(1, portion.largest // 4)
-            # The room there was is taken. The rest is offered anew when the request has filled another block.
+            # What room there was is taken. The rest is offered anew in a later step.
             if accepted or portion.largest == 1:
                 return False
             continue
@@ -159,7 +159,11 @@ def offer_in_portions(
 
 
 class StoreOffers:
-    """Offers the full blocks of requests to the manager, and decides when a request has something to offer again."""
+    """Offers the full blocks of requests to the manager, and decides when a request has something to offer again.
+
+    A block is offered in the step that fills it (``offer``). If it is refused, or if its key is not known by then, it
+    is offered again: refused ones in later steps (``retry``), all of them when the request ends (``offer_rest``).
+    """
 
     def __init__(
         self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], jobs: JobTable, prompt_only: bool
@@ -169,21 +173,60 @@ class StoreOffers:
         self._jobs = jobs
         self._prompt_only = prompt_only
         self._least_tokens = min(group.block_tokens for group in geometry)
+        # Requests with blocks for which there was no room, in the order of their last refusals.
+        self._refused: dict[RequestOffloadState, None] = {}
+        self._refused_in_step = False
 
-    def offer(
-        self, state: RequestOffloadState, computed_tokens: int, done_tokens: int, epoch: int
-    ) -> list[TransferJob]:
-        """Offers the blocks that are full once this step has computed up to ``done_tokens``. Returns their stores.
+    def __repr__(self) -> str:
+        return f"StoreOffers({len(self._refused)} requests refused)"
 
-        Also decides when the request has something to offer again. Blocks for which there is no room are offered anew
-        when the request has filled another one.
+    def offer(self, state: RequestOffloadState, epoch: int) -> list[TransferJob]:
+        """Offers the blocks that are full at the end of this step, which computes ``state.last_scheduled``.
+
+        Returns the stores, which start at the end of the step. Also decides when the request has something to offer
+        again.
         """
+        assert state.last_scheduled is not None
+        # Drafts may follow the tokens that are known.
+        stores = self._offer(state, min(state.last_scheduled.done_tokens, state.request.num_tokens), epoch)
+        self._refused_in_step |= state in self._refused
+        return stores
+
+    def offer_rest(self, state: RequestOffloadState, epoch: int) -> list[TransferJob]:
+        """Offers all blocks that earlier steps filled and that were not accepted yet. Empty if the request has none on
+        the device."""
+        return self._offer(state, state.ready_tokens(), epoch) if state.last_scheduled is not None else []
+
+    def retry(self, epoch: int) -> list[TransferJob]:
+        """Offers refused blocks again, once at the end of each step, oldest refusal first, until one is refused again.
+
+        So a full tier costs one call of one block per step, and no request can keep others from being tried.
+        """
+        stores: list[TransferJob] = []
+        refused, self._refused_in_step = self._refused_in_step, False
+        while self._refused and not refused:
+            state = next(iter(self._refused))
+            del self._refused[state]
+            stores += self.offer_rest(state, epoch)
+            refused = state in self._refused
+        return stores
+
+    def forget(self, state: RequestOffloadState) -> None:
+        """The request ended, or its GPU blocks are no longer those that it computed."""
+        self._refused.pop(state, None)
+
+    def _offer(self, state: RequestOffloadState, limit: int, epoch: int) -> list[TransferJob]:
+        assert state.last_scheduled is not None
+        computed_tokens, done_tokens = state.last_scheduled.num_computed_tokens, state.last_scheduled.done_tokens
+        state.offered_tokens = limit
         most = self._max_tokens(state)
-        limit = min(done_tokens, state.request.num_tokens, most)
+        limit = min(limit, most)
         state.extend_keys(self._geometry)
         stores: list[TransferJob] = []
+        self._refused.pop(state, None)
         if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
-            # Not in every step: a full tier must cost a call per block, not per step.
+            self._refused[state] = None
+            # A new block does not wait for its turn among the refused ones.
             state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
         elif state.portions.evicts_itself or limit == most:
             state.next_offer_tokens = UNLIMITED

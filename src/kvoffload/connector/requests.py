@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
-from kvoffload.connector.engine import BlockIds, EngineRequest
+from kvoffload.connector.engine import BlockIds, EngineRequest, ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.limits import RequestLimits
 
@@ -52,6 +52,10 @@ class RequestOffloadState:
     """Tokens on the device at admission: its own prefix cache's hit, and after a load the loaded ones too."""
     hit_tokens: int = 0
     """The value of ``computed_tokens`` once the load in flight has succeeded."""
+    last_scheduled: ScheduledRequest | None = None
+    """Its part of the last step that computed tokens for it. ``None`` if none has since it was given GPU blocks."""
+    offered_tokens: int = 0
+    """Tokens that were surely computed when it offered blocks last."""
     next_offer_tokens: int = 0
     """No block can be offered before this many tokens are computed. Comparing with it is all an idle step costs."""
     portions: PortionState = field(default_factory=PortionState)
@@ -98,6 +102,7 @@ class RequestOffloadState:
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             for group, state in zip(geometry, self.groups, strict=True):
                 state.cursor = hit_tokens // group.block_tokens
+        self.forget_computed()
         self.portions.evicts_itself = False
         self.wait_for_next_block(geometry)
 
@@ -110,6 +115,19 @@ class RequestOffloadState:
         """What to touch when the whole prefix was used. A request that reads no cache uses only what it stored."""
         keys = [key for state in self.groups for key in state.keys]
         return keys if self.context.reads_cache else [key for key in keys if key in self._stored_keys]
+
+    def forget_computed(self) -> None:
+        """Nothing that was computed so far may be offered until a step has computed more."""
+        self.last_scheduled, self.offered_tokens = None, 0
+
+    def ready_tokens(self) -> int:
+        """Tokens that are surely computed by the steps so far, whatever step is next.
+
+        The last token may have been generated just now, and what follows it may be drafts that were rejected.
+        """
+        if self.last_scheduled is None:
+            return 0
+        return max(self.offered_tokens, min(self.last_scheduled.done_tokens, self.request.num_tokens - 1))
 
     def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether any of ``keys`` belongs to this request. O(keys) but for blocks that became full since last time."""
@@ -128,6 +146,7 @@ class RequestOffloadState:
     def lose_gpu_blocks(self) -> None:
         """The request was preempted. It waits to be admitted anew, and no longer for a load in flight."""
         self.computed_tokens = self.hit_tokens = 0
+        self.forget_computed()
         self.asked = False
         self.load_job_id = None
         self.awaited_job_id = None

@@ -54,6 +54,7 @@ class OffloadingConnectorScheduler:
         # Decided since the last build_connector_meta, and sent with the next one.
         self._loads: list[TransferJob] = []
         self._lost_loads: list[TransferJob] = []
+        self._final_stores: list[TransferJob] = []
         self._flushes: set[int] = set()
         # Keys that are being loaded to the device, with the job that loads them: the first, if several load the key.
         self._loading: dict[OffloadKey, int] = {}
@@ -89,9 +90,13 @@ class OffloadingConnectorScheduler:
         return state
 
     def request_finished(self, request: EngineRequest) -> None:
-        """The request ended, at any stage. The engine may free its GPU blocks at once. Ignores unknown requests."""
+        """The request ended, at any stage. The engine may free its GPU blocks at once. Ignores unknown requests.
+
+        Blocks that could not be stored yet are offered a last time. The next step's meta has the stores.
+        """
         state = self._requests.get(request.request_id)
         if state is not None:
+            self._offer_last_time(state)
             self._finish(state)
 
     def _finish(self, state: RequestOffloadState) -> None:
@@ -99,11 +104,24 @@ class OffloadingConnectorScheduler:
         state.finished = True
         if self._recording is not None:
             self._recording.finished(state)
+        self._offers.forget(state)
         self._cancel_load(state)
         if any(group.gpu_block_ids for group in state.groups) and (keys := state.keys_in_use()):
             # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
             self._manager.touch(keys, state.context)
         self._manager.on_request_finished(state.context)
+
+    def _offer_last_time(self, state: RequestOffloadState) -> None:
+        """Offers what is left of an ended request, while its GPU blocks still have their content.
+
+        With asynchronous scheduling that is its last full block: the step that fills it is scheduled before its last
+        token is known, and when that token arrives, the request ends.
+        """
+        if state.load_job_id is None:
+            stores = self._offers.offer_rest(state, self._epoch)
+            self._final_stores += stores
+            for transfer in stores:
+                self._jobs[transfer.job_id].submitted = True
 
     def _cancel_load(self, state: RequestOffloadState) -> None:
         """Ends a load that was not sent to the workers yet. One that runs is left to end; its GPU blocks are fenced."""
@@ -194,6 +212,7 @@ class OffloadingConnectorScheduler:
         if not state.asked:
             return  # the second call, after a load: only the blocks are new
         state.asked = False
+        self._offers.forget(state)
         state.extend_keys(self._geometry)
         hit_tokens = state.hit_tokens = state.computed_tokens + num_external_tokens
         if state.context.reads_cache:
@@ -255,20 +274,31 @@ class OffloadingConnectorScheduler:
             if (preempted := self._requests.get(request_id)) is not None:
                 self._flush(self._jobs.flush_for_request(preempted))
                 self._cancel_load(preempted)
+                self._offers.forget(preempted)
                 preempted.lose_gpu_blocks()
         stores: list[TransferJob] = []
         for scheduled in step.scheduled:
             state = self._requests.get(scheduled.request_id)
             if scheduled.block_table_is_new or any(scheduled.new_block_ids):
                 self._take_new_blocks(state, scheduled)
+            if state is None:
+                continue
+            state.last_scheduled = scheduled
             done_tokens = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-            if state is not None and done_tokens >= state.next_offer_tokens and state.load_job_id is None:
-                stores += self._offers.offer(state, scheduled.num_computed_tokens, done_tokens, self._epoch)
+            if done_tokens >= state.next_offer_tokens and state.load_job_id is None:
+                stores += self._offers.offer(state, self._epoch)
+        stores += self._offers.retry(self._epoch)
         self._manager.on_schedule_end()
-        meta = ConnectorMeta(tuple(self._loads), tuple(stores), frozenset(self._flushes), tuple(self._lost_loads))
+        meta = ConnectorMeta(
+            tuple(self._loads),
+            tuple(stores),
+            tuple(self._final_stores),
+            frozenset(self._flushes),
+            tuple(self._lost_loads),
+        )
         for transfer in (*meta.loads, *meta.stores, *meta.lost_loads):
             self._jobs[transfer.job_id].submitted = True
-        self._loads, self._lost_loads, self._flushes = [], [], set()
+        self._loads, self._lost_loads, self._final_stores, self._flushes = [], [], [], set()
         return meta
 
     def _take_new_blocks(self, state: RequestOffloadState | None, scheduled: ScheduledRequest) -> None:
@@ -358,11 +388,14 @@ class OffloadingConnectorScheduler:
 
     def reset_cache(self) -> None:
         """Forgets all offloaded blocks. Jobs in flight become stale: they end as usual, but no block they store is
-        kept.
+        kept. What was computed is not offered again before its request is scheduled again.
 
         A load in flight still brings the right bytes, since its slots stay pinned until it ends.
         """
         self._epoch += 1
+        for state in self._requests.values():
+            self._offers.forget(state)
+            state.forget_computed()
         self._manager.reset_cache()
 
     def get_stats(self) -> Stats:

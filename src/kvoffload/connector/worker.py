@@ -44,10 +44,14 @@ class OffloadingConnectorWorker:
         self._handlers = spec.get_handlers(kv_caches)
 
     def start_step(self, meta: ConnectorMeta) -> None:
-        """Waits for the jobs to flush, then starts the loads. Stores wait until ``end_step``."""
+        """Starts the final stores, waits for the jobs to flush, then starts the loads. Other stores wait until
+        ``end_step``."""
         # Stores of a step that had no ``end_step``: the compute they read has been submitted since, and a flush below
         # may name them.
         self._start_waiting_stores()
+        # A flush may name these too. What they read was computed by steps that have been submitted.
+        for job in meta.final_stores:
+            self._start(job)
         if meta.flush_job_ids:
             self._wait(meta.flush_job_ids)
         for job in meta.loads:

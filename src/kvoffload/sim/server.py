@@ -2,7 +2,8 @@
 """Serves the requests of a trace, one at a time, through a manager called as the connector calls it.
 
 Only whole blocks count, and the last token is never part of a hit. Hits are touched and loaded. Computed blocks are
-offered chunk by chunk, in portions by the connector's own rule, and the whole prefix is touched at the end.
+offered chunk by chunk, in portions by the connector's own rule. Refused ones are offered again in each later step and
+at the end, when the whole prefix is touched.
 ``tests/integration/test_simulator_agrees.py`` compares it with the reference engine and the connector, block for block.
 The caller supplies clock and manager: with virtual ones it is a simulator (``driver.py``), with a real manager over
 real memory it is a replay (``bench/placement.py``).
@@ -121,7 +122,7 @@ class Server:
     def _prefill(self, path: list[OffloadKey], first: int, prompt: int, output: int, context: ReqContext) -> _Offers:
         """Computes the rest of the prompt, and offers the blocks of each chunk when it is computed.
 
-        Blocks that were refused are offered again whenever decoding has filled another block.
+        Blocks that were refused are offered again in each step of decoding, and when the request ends.
         """
         clock, block_tokens = self._clock, self._trace.block_tokens
         tokens = prompt - first * block_tokens
@@ -147,12 +148,15 @@ class Server:
             offers.complete()
         if output > 1:
             self._manager.on_schedule_end()  # decoding goes on in steps
-        for _ in range((prompt + output - 1) // block_tokens - len(path)):
+        for _ in range(output - 1):
             if offers.is_done:
                 break
             offers.offer(len(path))
             self._manager.on_schedule_end()
+            if not offers.in_flight:
+                break  # refused, and no time passes that could make room
             offers.complete()
+        offers.offer(len(path))
         self.prefill_s += seconds
         return offers
 
@@ -175,6 +179,10 @@ class _Offers:
     @property
     def is_done(self) -> bool:
         return self._portions.evicts_itself or self._cursor >= len(self._path)
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._in_flight)
 
     def offer(self, stop: int) -> None:
         """Offers the blocks before ``stop`` that were not accepted yet."""

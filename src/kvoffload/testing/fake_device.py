@@ -33,11 +33,12 @@ class DevicePool:
     """GPU block ids, shared by all groups, with a prefix cache.
 
     A freed block keeps its content, and can be found by its hash, until it is allocated again: least recently freed
-    first.
+    first, or, with ``reuses_newest``, most recently freed first, which is hardest on transfers that still use it.
     """
 
     def __init__(self, num_gpu_blocks: int) -> None:
         self.num_gpu_blocks = num_gpu_blocks
+        self.reuses_newest = False
         self._refs = [0] * num_gpu_blocks
         self._free: dict[int, None] = dict.fromkeys(range(num_gpu_blocks))
         self._cached: dict[tuple[bytes, int], int] = {}
@@ -58,7 +59,7 @@ class DevicePool:
             return None
         ids: list[int] = []
         for _ in range(n):
-            block_id = next(iter(self._free))
+            block_id = next(reversed(self._free) if self.reuses_newest else iter(self._free))
             del self._free[block_id]
             self.forget(block_id)
             self._refs[block_id] = 1

@@ -30,10 +30,10 @@ from kvoffload.connector import (
 )
 from kvoffload.connector.groups import GroupGeometry, geometry_of
 from kvoffload.testing.fake_device import Bytes, DevicePool, page_of
-from kvoffload.testing.fake_request import FakeRequest, Status
+from kvoffload.testing.fake_request import FakeRequest, Scheduling, Status
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 
-__all__ = ["FakeEngine", "FakeRequest", "Status"]
+__all__ = ["FakeEngine", "FakeRequest", "Scheduling", "Status"]
 
 WorkerFactory = Callable[[int, Bytes], OffloadingConnectorWorker]
 """(rank, its device memory as (GPU blocks, page bytes)) -> its worker, with the memory registered."""
@@ -56,6 +56,7 @@ class FakeEngine:
         num_slots: int,
         chunk_tokens: int = 16,
         max_running: int = 4,
+        scheduling: Scheduling = Scheduling.SYNCHRONOUS,
         make_worker: WorkerFactory | None = None,
     ) -> None:
         self.manager = manager
@@ -75,6 +76,9 @@ class FakeEngine:
         """Tokens computed since the start, including those computed again."""
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
+        self._scheduling = scheduling
+        # Asynchronous: what the last step generated, which the scheduler receives after it has scheduled the next.
+        self._undelivered: list[FakeRequest] = []
         self._prefixes: dict[bytes, tuple[FakeRequest, int]] = {}
 
     def _new_pages(self, num_gpu_blocks: int) -> Bytes:
@@ -125,6 +129,7 @@ class FakeEngine:
 
     def step(self) -> None:
         """One engine step, in the order of real ones: schedule, send to the workers, compute, collect."""
+        undelivered, self._undelivered = self._undelivered, []
         preempted: set[str] = set()
         scheduled = self._schedule_running(preempted)
         if not preempted:
@@ -139,6 +144,8 @@ class FakeEngine:
             worker.end_step()
         for request, record in scheduled:
             self._advance(request, record.num_scheduled_tokens)
+        for request in undelivered:
+            self._deliver(request)
         self._collect()
 
     def _schedule_running(self, preempted: set[str]) -> list[tuple[FakeRequest, ScheduledRequest]]:
@@ -146,7 +153,9 @@ class FakeEngine:
         for request in tuple(self.running):
             if request not in self.running:
                 continue  # preempted in favour of an earlier one
-            n = min(self._chunk_tokens, request.num_tokens - request.computed_tokens)
+            n = min(self._chunk_tokens, len(request.tokens) - request.computed_tokens)
+            if n == 0 or (request.is_complete and self._scheduling is Scheduling.ASYNCHRONOUS):
+                continue  # its last token is on its way
             while (new := self._grow(request, request.computed_tokens + n)) is None:
                 if self._reclaim_from_waiting():
                     continue
@@ -287,13 +296,35 @@ class FakeEngine:
     def _advance(self, request: FakeRequest, n: int) -> None:
         request.computed_tokens += n
         self._name_blocks(request)
-        if request.computed_tokens < request.num_tokens:
+        if request.computed_tokens < len(request.tokens):
+            return
+        if self._scheduling is not Scheduling.SYNCHRONOUS:
+            self._generate_ahead(request)
             return
         if request.num_tokens - request.num_prompt_tokens >= request.max_new_tokens:
             self._finish(request)
             return
         request.tokens.append(sum(request.tokens) % 7)
         request.extend_hashes()
+
+    def _generate_ahead(self, request: FakeRequest) -> None:
+        """The device has the next token at once, and the scheduler does not."""
+        if request.is_complete:
+            return  # the step too many
+        if len(request.tokens) - request.num_prompt_tokens < request.max_new_tokens:
+            request.tokens.append(sum(request.tokens) % 7)
+            request.num_hidden += 1
+            request.extend_hashes()
+        request.is_complete = len(request.tokens) - request.num_prompt_tokens >= request.max_new_tokens
+        self._undelivered.append(request)
+
+    def _deliver(self, request: FakeRequest) -> None:
+        """The scheduler receives what a step generated, also if the request was preempted or has ended since."""
+        if request.status is Status.FINISHED:
+            return
+        request.num_hidden = max(request.num_hidden - 1, 0)
+        if request.is_complete and request.num_hidden == 0:
+            self._finish(request)
 
     def _name_blocks(self, request: FakeRequest) -> None:
         """Adds full GPU blocks to the device's prefix cache."""

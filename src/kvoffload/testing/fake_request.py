@@ -9,7 +9,15 @@ from typing import Any
 
 from kvoffload.testing.fake_device import chain_hash
 
-__all__ = ["FakeRequest", "Status"]
+__all__ = ["FakeRequest", "Scheduling", "Status"]
+
+
+class Scheduling(Enum):
+    """When an engine learns the token that a step generates."""
+
+    SYNCHRONOUS = "before the next step is scheduled"
+    ASYNCHRONOUS = "after the next step was scheduled; the last token is expected, as with a limit on new tokens"
+    ASYNCHRONOUS_STOP = "after the next step was scheduled, also the last token: one step too many is computed"
 
 
 class Status(Enum):
@@ -21,7 +29,7 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class FakeRequest:
-    """A prompt and the tokens generated after it. Satisfies ``EngineRequest``."""
+    """A prompt and the tokens generated after it. Satisfies ``EngineRequest``, which does not show hidden tokens."""
 
     request_id: str
     tokens: list[int]
@@ -29,7 +37,9 @@ class FakeRequest:
     hash_tokens: int
     kv_transfer_params: dict[str, Any] | None = None
     num_prompt_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
+    num_hidden: int = 0
+    """Trailing tokens that are on the device, and that the engine's scheduler has not received yet."""
+    all_hashes: list[bytes] = field(default_factory=list)
     status: Status = Status.WAITING
     tables: list[list[int]] = field(default_factory=list)
     """GPU blocks by group. Empty while it has none."""
@@ -37,6 +47,8 @@ class FakeRequest:
     valid_tokens: int = 0
     """While loading: tokens that are on the device even if the load fails."""
     table_is_new: bool = True
+    is_complete: bool = False
+    """All its tokens are generated. It ends when the scheduler has received the last one."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
@@ -44,7 +56,11 @@ class FakeRequest:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) - self.num_hidden
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return self.all_hashes[: self.num_tokens // self.hash_tokens]
 
     @property
     def has_blocks(self) -> bool:
@@ -52,12 +68,12 @@ class FakeRequest:
 
     def extend_hashes(self) -> None:
         step = self.hash_tokens
-        for n in range(len(self.block_hashes), len(self.tokens) // step):
-            parent = self.block_hashes[-1] if self.block_hashes else b""
-            self.block_hashes.append(chain_hash(parent, self.tokens[n * step : (n + 1) * step]))
+        for n in range(len(self.all_hashes), len(self.tokens) // step):
+            parent = self.all_hashes[-1] if self.all_hashes else b""
+            self.all_hashes.append(chain_hash(parent, self.tokens[n * step : (n + 1) * step]))
 
     def prefix_hash(self, num_tokens: int) -> bytes:
         """The hash of the first ``num_tokens`` tokens: the block hash, if a block ends there."""
         full, rest = divmod(num_tokens, self.hash_tokens)
-        parent = self.block_hashes[full - 1] if full else b""
+        parent = self.all_hashes[full - 1] if full else b""
         return chain_hash(parent, self.tokens[num_tokens - rest : num_tokens]) if rest else parent

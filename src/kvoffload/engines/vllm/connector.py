@@ -190,7 +190,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
         # Before this step touches the device: transfers that use GPU blocks which were allocated again must have ended.
-        self.worker.core.start_step(ConnectorMeta(flush_job_ids=kv_connector_metadata.meta.flush_job_ids))
+        # Final stores read such blocks too, so they start here.
+        meta = kv_connector_metadata.meta
+        self.worker.core.start_step(ConnectorMeta(final_stores=meta.final_stores, flush_job_ids=meta.flush_job_ids))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata().meta
