@@ -42,9 +42,7 @@ NEIGHBOURS = {("sim", "engines"), ("engines", "sim"), ("demo", "testing"), ("tes
 TORCH_ROOMS = ("cpu/gpu_worker.py", "cpu/copy/", "engines/", "demo/", "testing/")
 """Where torch may be imported. ``testing`` only inside functions, checked by importing it."""
 
-NOT_IMPORTED_BY_TESTS = {
-    "kvoffload.engines.vllm.connector": "needs vLLM, which loads it by its name: tests/engines/vllm runs it there",
-}
+NOT_IMPORTED_BY_TESTS: dict[str, str] = {}
 """Modules that no test imports, and why."""
 
 
