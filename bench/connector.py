@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.core import Row, interleaved_medians
-from kvoffload.base import OffloadKey, TransferResult, make_offload_key
+from kvoffload.base import OffloadKey, ReqContext, TransferResult, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import (
     ConnectorMeta,
@@ -46,6 +46,7 @@ class Decoding:
         config = OffloadingConfig(cpu_bytes_to_use=1)
         self.scheduler = OffloadingConnectorScheduler(CPUOffloadingManager(num_blocks), layout, config)
         self.requests = [Request(f"request-{n}", 0, prompt_tokens) for n in range(running)]
+        self.num_blocks = num_blocks
         self.next_block = 0
         self.tokens = prompt_tokens
         for request in self.requests:
@@ -55,6 +56,14 @@ class Decoding:
             ids = self.blocks(-(-prompt_tokens // BLOCK))
             self.scheduler.update_state_after_alloc(request, (ids,), 0)
             self.step((ScheduledRequest(request.request_id, (ids,), 0, prompt_tokens, True),))
+
+    def fill(self) -> None:
+        """Refuses all that is offered from now on, since every slot of the tier is pinned."""
+        manager = self.scheduler._manager
+        context = ReqContext("pins")
+        keys = [make_offload_key(f"pin/{n}".encode().ljust(32, b"."), 0) for n in range(self.num_blocks)]
+        manager.on_new_request(context)
+        assert manager.prepare_store(keys, context) is not None
 
     def blocks(self, n: int) -> list[int]:
         self.next_block += n
@@ -93,9 +102,14 @@ def read_records(steps: list[tuple[ScheduledRequest, ...]], limits: dict[str, in
     return run
 
 
-def steps_row(running: int, num_steps: int, rounds: int, repeats: int, case: str) -> Row:
-    """``num_steps`` consecutive decode steps, ``rounds`` times in a repeat. Times are per step."""
+def steps_row(running: int, num_steps: int, rounds: int, repeats: int, case: str, *, full: bool = False) -> Row:
+    """``num_steps`` consecutive decode steps, ``rounds`` times in a repeat. Times are per step.
+
+    ``full``: every request waits for room in a full tier.
+    """
     bench = Decoding(running)
+    if full:
+        bench.fill()
     limits = dict.fromkeys((request.request_id for request in bench.requests), 1 << 40)
     while (bench.tokens + 1) % BLOCK != 1:  # start where a block has just been filled
         bench.step(bench.decode_records())
@@ -167,6 +181,7 @@ def run(short: bool) -> list[Row]:
     return [
         idle,
         share_row(idle),
+        steps_row(64, BLOCK - 2, 2 if short else 20, repeats, "the same, all refused by a full tier", full=True),
         steps_row(64, BLOCK, 1 if short else 4, repeats, "decode, each request stores every 16th step"),
         admission_row(100 if short else 6_250, repeats),
     ]

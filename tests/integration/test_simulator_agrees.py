@@ -129,8 +129,10 @@ def served(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0, **config: Any) ->
             while not request.is_done:
                 engine.step()
                 end_transfers(engine)
-            engine.step()  # starts the last stores of the request
-            end_transfers(engine)
+            assert engine._connector is not None
+            if engine._connector._final_stores:
+                engine.step()
+                end_transfers(engine)
             hits.append((request.device_hit_tokens // BLOCK_TOKENS, request.external_hit_tokens // BLOCK_TOKENS))
     return hits
 

@@ -180,6 +180,10 @@ class StoreOffers:
     def __repr__(self) -> str:
         return f"StoreOffers({len(self._refused)} requests refused)"
 
+    @property
+    def has_refused(self) -> bool:
+        return bool(self._refused)
+
     def offer(self, state: RequestOffloadState, epoch: int) -> list[TransferJob]:
         """Offers the blocks that are full at the end of this step, which computes ``state.last_scheduled``.
 

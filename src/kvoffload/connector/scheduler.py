@@ -287,7 +287,8 @@ class OffloadingConnectorScheduler:
             done_tokens = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
             if done_tokens >= state.next_offer_tokens and state.load_job_id is None:
                 stores += self._offers.offer(state, self._epoch)
-        stores += self._offers.retry(self._epoch)
+        if self._offers.has_refused:
+            stores += self._offers.retry(self._epoch)
         self._manager.on_schedule_end()
         meta = ConnectorMeta(
             tuple(self._loads),

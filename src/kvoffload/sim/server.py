@@ -100,11 +100,17 @@ class Server:
         offers = self._prefill(path, total_hit, prompt, output, context)
         if self._device is not None:
             self._device.release()
+        last_step = offers.end_step()
+        offers.offer(len(path))
         # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
         if path:
             manager.touch(path, context)
         manager.on_request_finished(context)
-        offers.complete()  # if the request ended with the step that computed its prompt
+        if last_step:  # its stores end after the request
+            manager.complete_store(last_step, context)
+        if offers.in_flight:  # the last offer's stores start in another step
+            manager.on_schedule_end()
+            offers.complete()
         self.accesses += whole
         return Hit(on_device, min(in_host, hit), hit - min(in_host, hit))
 
@@ -153,10 +159,7 @@ class Server:
                 break
             offers.offer(len(path))
             self._manager.on_schedule_end()
-            if not offers.in_flight:
-                break  # refused, and no time passes that could make room
             offers.complete()
-        offers.offer(len(path))
         self.prefill_s += seconds
         return offers
 
@@ -183,6 +186,11 @@ class _Offers:
     @property
     def in_flight(self) -> bool:
         return bool(self._in_flight)
+
+    def end_step(self) -> list[OffloadKey]:
+        """The stores that the step started. The caller ends them."""
+        stores, self._in_flight = self._in_flight, []
+        return stores
 
     def offer(self, stop: int) -> None:
         """Offers the blocks before ``stop`` that were not accepted yet."""
