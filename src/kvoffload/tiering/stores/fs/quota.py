@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvoffload.tiering.stores.fs.access import check_directory
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep, unlink_quietly, writers_alive
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES, Account, FileSeen, UsageFile, walk
 
@@ -68,7 +69,8 @@ class Quota:
         self._root = root
         self._max_bytes = max_bytes
         self._staging = staging
-        self._usage_file = UsageFile(root, self._count)
+        self._access = staging.access
+        self._usage_file = UsageFile(root, self._count, staging.access)
         self._lock = threading.Lock()
         self._recency: OrderedDict[str, int] = OrderedDict()
         self._has_walked = False
@@ -147,13 +149,15 @@ class Quota:
         try:
             # The usage file is held, so that nobody counts anew between a deletion and its subtraction.
             with self._usage_file.hold() as account:
+                for directory in {file.path.partition("/")[0] for file in deletions}:
+                    check_directory(self._root, directory, self._access)
                 for file in deletions:
                     self.forget(file.path)
                     if _delete(f"{self._root}/{file.path}", file.inode):
                         count += 1
                         account.subtract(file.size_bytes)
         except OSError:
-            pass  # the root is gone or read-only
+            pass  # the root is gone or read-only, or a link is in the way
         return count
 
     def scan(self) -> Iterator[list[FileSeen]]:
@@ -227,6 +231,7 @@ class Quota:
         self, account: Account, target_bytes: int, protected: Collection[str], reservation: Reservation | None
     ) -> None:
         skipped: list[tuple[str, int]] = []
+        checked = set[str]()
         try:
             while account.used_bytes > target_bytes:
                 with self._lock:
@@ -235,8 +240,14 @@ class Quota:
                     path, stamp_ns = self._recency.popitem(last=False)
                 if path in protected:
                     skipped.append((path, stamp_ns))
-                else:
-                    self._evict_file(account, path, stamp_ns, reservation)
+                    continue
+                if (directory := path.partition("/")[0]) not in checked:
+                    try:
+                        check_directory(self._root, directory, self._access)
+                    except PermissionError:
+                        continue  # not ours to delete from, whatever was there
+                    checked.add(directory)
+                self._evict_file(account, path, stamp_ns, reservation)
         finally:
             with self._lock:
                 for path, stamp_ns in skipped:
@@ -248,7 +259,7 @@ class Quota:
         try:
             status = os.stat(full, follow_symlinks=False)
             used_ns = status.st_mtime_ns
-            if used_ns <= stamp_ns and (reservation is None or not _recycle(full, status, reservation)):
+            if used_ns <= stamp_ns and (reservation is None or not self._recycle(full, status, reservation)):
                 os.unlink(full)
         except FileNotFoundError:
             return
@@ -269,6 +280,23 @@ class Quota:
             self._recency.pop(path, None)
             self._evicted.append(path)
 
+    def _recycle(self, full: str, status: os.stat_result, reservation: Reservation) -> bool:
+        """Renames an evicted file to the reservation's next path, if it fits there.
+
+        Some file systems take longer to make a file anew than to write it. Only a file that no one else owns or has
+        by another name is written over.
+        """
+        is_fit = stat.S_ISREG(status.st_mode) and status.st_size == reservation.file_bytes
+        is_ours = self._access.admits(status) and status.st_nlink == 1
+        if not is_fit or not is_ours or reservation.num_recycled == len(reservation.temporaries):
+            return False
+        try:
+            os.rename(full, reservation.temporaries[reservation.num_recycled])
+        except OSError:
+            return False
+        reservation.num_recycled += 1
+        return True
+
     def _walk(self, account: Account) -> Iterator[list[FileSeen]]:
         """Yields all files. Afterwards ``_recency`` is complete and, if nobody else is at work, ``account`` exact."""
         # The invariant: the count is never below what is on the disk and reserved. So the walk's total replaces it
@@ -276,8 +304,8 @@ class Quota:
         #
         # First ask who is alive, then sweep. A writer that dies between the two counts as alive, so nothing is
         # counted anew while its files lie in its staging directory; one dead before that is swept.
-        is_alone = not writers_alive(self._root, besides=self._staging.path)
-        sweep(self._root)
+        is_alone = not writers_alive(self._root, self._staging.path, self._access)
+        sweep(self._root, self._access)
         with self._lock:
             is_exact = is_alone and not self._reserved_bytes
             self._changes = {}
@@ -321,20 +349,4 @@ def _delete(full: str, inode: int | None) -> bool:
         os.unlink(full)
     except OSError:
         return False
-    return True
-
-
-def _recycle(full: str, status: os.stat_result, reservation: Reservation) -> bool:
-    """Renames an evicted file to the reservation's next path, if it fits there.
-
-    Some file systems take longer to make a file anew than to write it.
-    """
-    is_fit = stat.S_ISREG(status.st_mode) and status.st_size == reservation.file_bytes
-    if not is_fit or reservation.num_recycled == len(reservation.temporaries):
-        return False
-    try:
-        os.rename(full, reservation.temporaries[reservation.num_recycled])
-    except OSError:
-        return False
-    reservation.num_recycled += 1
-    return True
+    return stat.S_ISREG(status.st_mode)  # a link was never counted
