@@ -255,3 +255,13 @@ class TestOwners:
         assert write(store, KEY) == [True]
         assert path.stat().st_uid == 0
         store.close()
+
+
+def test_a_mount_that_maps_user_ids(open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network mount does for root: what we make belongs to somebody else, again and again."""
+    monkeypatch.setattr(os, "geteuid", lambda: 424242)
+    store = open_store(max_bytes=room_for(2))
+    assert write(store, KEY) == [True]
+    again = open_store(max_bytes=room_for(2))
+    assert read(again, KEY) == block_of(KEY, SMALL)
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == [CONTROL_DIR, "="]

@@ -128,16 +128,13 @@ class StoreRoot:
         return sweep(self._root, self._access())
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
-        """Enforces a quota now. If no other process is at work, also counts the bytes anew.
+        """Enforces a quota on what is on the disk now. If no other process is at work, also corrects the count.
 
-        Returns the number of deleted files and the bytes in use.
+        Returns the number of deleted files and the bytes on the disk.
         """
         quota = self._quota(max_bytes)
         try:
-            for _ in quota.scan():
-                pass
-            evicted = 0 if max_bytes is None else quota.shrink(max_bytes)
-            return evicted, quota.used_bytes
+            return quota.shrink(max_bytes)
         finally:
             quota.close()
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvoffload.tiering.stores.fs.access import check_directory
-from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep, unlink_quietly, writers_alive
+from kvoffload.tiering.stores.fs.staging import StagingDirectory, staged_bytes, sweep, unlink_quietly, writers_alive
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES, Account, FileSeen, UsageFile, walk
 
 __all__ = ["Deletion", "Quota", "Reservation"]
@@ -168,12 +168,23 @@ class Quota:
         with self._usage_file.hold() as account:
             yield from self._walk(account)
 
-    def shrink(self, max_bytes: int) -> int:
-        """Evicts files until at most ``max_bytes`` are in use. Returns how many."""
-        before = self.num_evicted
+    def shrink(self, max_bytes: int | None) -> tuple[int, int]:
+        """Walks the root, and evicts files until at most ``max_bytes`` are on the disk. ``None``: evicts nothing.
+
+        Returns how many files it evicted, and the bytes that are left. Writers wait meanwhile.
+        """
+        num_before = self.num_evicted
         with self._usage_file.hold() as account:
-            self._make_room(account, max_bytes, ())
-        return self.num_evicted - before
+            num_bytes = USAGE_FILE_BYTES
+            for files in self._walk(account):
+                num_bytes += sum(file.size_bytes for file in files)
+            num_bytes += staged_bytes(self._root, self._access)
+            # The count may be too high beside other processes, as those that died had reservations. So it says nothing
+            # about what must go, and only follows what does go.
+            counted_bytes = account.used_bytes
+            if max_bytes is not None and num_bytes > max_bytes:
+                self._make_room(account, max(0, counted_bytes - (num_bytes - max_bytes)), ())
+            return self.num_evicted - num_before, num_bytes - (counted_bytes - account.used_bytes)
 
     def take_evicted(self) -> list[str]:
         """The paths evicted since the last call."""
