@@ -92,6 +92,34 @@ def test_gc_keeps_a_quota_sweeps_and_the_server_works_on(server, tmp_path: Path,
     assert run(capsys, "gc", tmp_path)[0] == 0
 
 
+def test_gc_counts_what_is_there_before_it_deletes(server, tmp_path: Path, capsys) -> None:
+    """Beside a running server the usage file may be too high: here a writer died with a reservation of 1 MB."""
+    dead = FileSystemStore(tmp_path, SIZE)
+    dead._quota.reserve(1000, 1000, ())
+    dead._staging._release()  # as the kernel does when a process dies
+    dead.close()
+    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", str(on_disk))
+    assert (code, out.split(" in use")[0]) == (0, "0 blocks deleted, 1 directories of dead writers removed, 14.4 KiB")
+    assert len(block_files(tmp_path)) == 13
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", str(on_disk - 1500))
+    assert (code, out.split(",")[0]) == (0, "2 blocks deleted")
+    assert len(block_files(tmp_path)) == 11
+    (key,) = keys_of(50)
+    assert server.write([key], [memoryview(block_of(key, SIZE))]) == [True]
+
+
+def test_gc_counts_what_servers_are_writing(server, tmp_path: Path, capsys) -> None:
+    (half,) = server._quota.reserve(1, 5000, ()).temporaries
+    Path(half).write_bytes(bytes(5000))
+    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert run(capsys, "gc", tmp_path, "--max-bytes", str(on_disk - 1))[1].startswith("1 blocks deleted")
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "4KiB")
+    assert code == 1
+    assert "still exceeded" in out
+    assert Path(half).exists()
+
+
 @pytest.mark.parametrize(("namespace", "left"), [("(default)", 10), ("", 10), (MODEL, 3)])
 def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: str, left: int) -> None:
     code, out, _ = run(capsys, "clear", tmp_path, namespace)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.users import NOBODY, as_user, needs_root
 
 from kvoffload.cpu.memory_limits import available_bytes
 from kvoffload.cpu.region import SharedOffloadRegion
@@ -19,6 +21,7 @@ from kvoffload.errors import CapacityError, ConfigError
 
 SHM = Path("/dev/shm") / f"tests-of-kvoffload-{os.getpid()}"
 """A mount of our own: engines of other people may be starting on the real one."""
+LOCK = SHM / f"kvoffload-{os.geteuid()}.lock"
 
 
 def leftovers() -> list[str]:
@@ -186,7 +189,7 @@ def test_kill_9_while_the_segment_is_being_made_does_not_stop_the_next_start(nam
     )
     assert partner.stdout is not None
     assert partner.stdout.readline() == "made\n"
-    assert len(leftovers()) == 1
+    assert len(leftovers()) == 2, "the segment and the lock"
     with pytest.raises(CapacityError, match="held the lock"):
         join(name, 8, 4096, num_processes=2, timeout_s=0.05)
     kill(partner)
@@ -224,15 +227,121 @@ def test_a_mount_that_fills_up_between_check_and_allocation_is_refused(
 
 
 def test_a_start_up_lock_that_is_held_is_waited_for_only_so_long(name: str) -> None:
-    import fcntl
-
-    descriptor = os.open(SHM, os.O_RDONLY)
+    descriptor = os.open(LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         with pytest.raises(CapacityError, match="held the lock"):
             join(name, 1, 4096, num_processes=1, timeout_s=0.05)
     finally:
         os.close(descriptor)
+    join(name, 1, 4096, num_processes=1).close()  # and removes the file
+
+
+def test_a_lock_on_the_mount_stalls_nobody(name: str) -> None:
+    """Everybody may lock /dev/shm itself."""
+    descriptor = os.open(SHM, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        join(name, 1, 4096, num_processes=1, timeout_s=0.05).close()
+    finally:
+        os.close(descriptor)
+
+
+def test_a_lock_that_lost_its_name_excludes_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder unlinks the file, releases the lock, and another start makes the file anew."""
+    real, taken = fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not taken:
+            taken.append(descriptor)
+            LOCK.unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    join(name, 1, 4096, num_processes=1).close()
+    assert taken
+
+
+def segment_of(name: str) -> Path:
+    first = join(name, 1, 4096, num_processes=2)
+    (segment,) = (SHM / path for path in leftovers() if "." not in path)
+    join(name, 1, 4096, num_processes=2).close()
+    first.close()
+    return segment
+
+
+@pytest.mark.parametrize("suffix", ["", ".joined", ".draft", ".lock"])
+def test_a_link_leads_nowhere(name: str, tmp_path: Path, suffix: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"p" * 4096)
+    victim.chmod(0o600)
+    segment = segment_of(name)
+    link = LOCK if suffix == ".lock" else segment.with_suffix(suffix)
+    if suffix in (".joined", ".draft"):
+        # Only beside a segment in use is it not just removed.
+        other = os.open(segment, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(other, fcntl.LOCK_SH)
+        os.truncate(segment, 4096)
+        segment.with_suffix(".joined").write_text("1 4096 3")
+        segment.with_suffix(".joined").chmod(0o600)
+        link.unlink(missing_ok=True)
+    link.symlink_to(victim)
+    with pytest.raises(ConfigError, match="not a file of this user's alone"):
+        join(name, 1, 4096, num_processes=3)
+    assert victim.read_bytes() == b"p" * 4096
+    for path in SHM.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o666])
+def test_a_segment_that_others_may_touch_is_neither_joined_nor_removed(name: str, mode: int) -> None:
+    segment = segment_of(name)
+    for path, content in ((segment, bytes(4096)), (segment.with_suffix(".joined"), b"1 4096 2")):
+        path.write_bytes(content)
+        path.chmod(mode)
+    with pytest.raises(ConfigError, match="wrong owner or mode"):
+        join(name, 1, 4096, num_processes=2)
+    join(name + "-other", 1, 4096, num_processes=1).close()
+    assert leftovers() == [segment.name, segment.name + ".joined"]
+    for path in SHM.iterdir():
+        path.unlink()
+
+
+@needs_root
+def test_a_segment_of_another_user_is_neither_joined_nor_removed(name: str) -> None:
+    segment = segment_of(name)
+    SHM.chmod(0o1777)
+
+    def leave() -> None:
+        for path, content in ((segment, bytes(4096)), (segment.with_suffix(".joined"), b"1 4096 2")):
+            path.touch(0o600)
+            path.write_bytes(content)
+        (SHM / "kvoffload-stray.joined").touch(0o600)
+
+    as_user(NOBODY, leave)
+    with pytest.raises(ConfigError, match="not a file of this user's alone"):
+        join(name, 1, 4096, num_processes=2)
+    join(name + "-other", 1, 4096, num_processes=1).close()
+    assert leftovers() == [segment.name, segment.name + ".joined", "kvoffload-stray.joined"]
+    for path in SHM.iterdir():
+        path.unlink()
+
+
+@needs_root
+def test_the_lock_of_another_user_is_another_lock(name: str) -> None:
+    SHM.chmod(0o1777)
+    region = join(name, 1, 4096, num_processes=2)
+
+    def start() -> int:
+        other = SharedOffloadRegion.shared(name, 1, 4096, 1, 0.05, SHM)
+        other.close()
+        return 1
+
+    with open(os.open(LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert as_user(NOBODY, start) == 1
+    join(name, 1, 4096, num_processes=2).close()
+    region.close()
 
 
 def test_available_memory_is_the_least_of_host_and_container(tmp_path: Path) -> None:

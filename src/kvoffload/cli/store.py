@@ -102,7 +102,10 @@ def gc(
         typer.Option(help="Quota to enforce, for example 200GiB. Evicts the least recently used blocks."),
     ] = None,
 ) -> None:
-    """Enforce a quota now, delete what killed writers left behind, and recount the bytes in use."""
+    """Enforce a quota on the files that are there now, and delete what killed writers left behind.
+
+    If no server is at work, also correct the count of bytes in use.
+    """
     limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
     store = StoreRoot(root)
     dead = store.sweep()

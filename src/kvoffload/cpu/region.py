@@ -5,7 +5,8 @@ A shared region has a name on the shared-memory mount only while processes still
 map it unlinks the name, so a crash afterwards leaves nothing behind.
 
 Every process that has mapped the file holds a shared lock on it, and the kernel drops the lock when the process dies.
-So a file that nobody locks belongs to a start that never finished, and the next start reclaims it.
+So a file that nobody locks belongs to a start that never finished, and the next start reclaims it. A file that is not
+this user's alone is neither joined nor removed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 import logging
 import mmap
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,24 +120,62 @@ def _size(num_blocks: int, block_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _exclusive(mount: Path, timeout_s: float) -> Iterator[None]:
-    """Only one process at a time creates, joins or reclaims segments. The lock is on the mount's directory, so that no
-    lock file stays behind."""
+    """Only one process of this user at a time creates, joins or reclaims segments.
+
+    The lock is on a file of our own, so that no other user can hold it. Its holder unlinks it, so whoever gets the lock
+    of a file that has lost its name tries again.
+    """
+    path = mount / f"{_PREFIX}{os.geteuid()}.lock"
     deadline = time.monotonic() + timeout_s
-    descriptor = os.open(mount, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while True:
+    while True:
+        descriptor = _open_own(path, os.O_CREAT)
+        try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise CapacityError(
-                        f"Another process has held the lock on {mount} for {timeout_s:.0f} s; end it and start again."
+                        f"Another process has held the lock {path} for {timeout_s:.0f} s; end it and start again."
                     ) from None
                 time.sleep(0.01)
-        yield
-    finally:
+                continue
+            if not _is_named(path, descriptor):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_named(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _open_own(path: Path, flags: int = 0) -> int:
+    """Opens a file that nobody else may touch, never through a link. Raises ``FileNotFoundError`` if there is none, and
+    ``ConfigError`` for anything else in its place."""
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        raise ConfigError(f"{path} is not a file of this user's alone ({exc.strerror}); remove it.") from exc
+    if not _is_own(os.fstat(descriptor)):
         os.close(descriptor)
+        raise ConfigError(f"{path} is not a file of this user's alone (wrong owner or mode); remove it.")
+    return descriptor
+
+
+def _is_own(status: os.stat_result) -> bool:
+    is_private = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
+    return is_private and status.st_uid == os.geteuid()
 
 
 def _attach(segment: Path, size: int, num_processes: int) -> mmap.mmap:
@@ -143,20 +183,18 @@ def _attach(segment: Path, size: int, num_processes: int) -> mmap.mmap:
     joined_file = segment.with_suffix(".joined")
     terms = f"{size} {num_processes}"
     try:
-        descriptor = os.open(segment, os.O_RDWR | os.O_CLOEXEC)
-        joined, _, expected = joined_file.read_text().partition(" ")
-        if expected != terms:
-            os.close(descriptor)
-            raise ConfigError(
-                f"The processes of one engine disagree about its shared region: {expected!r} and {terms!r} (bytes, "
-                "processes); give all of them the same configuration."
-            )
-        count = int(joined) + 1
+        descriptor = _open_own(segment)
     except FileNotFoundError:
         check_shared_memory(size, segment.parent)
         check_host_memory(size)
         descriptor = _create(segment, size)
         count = 1
+    else:
+        try:
+            count = 1 + _num_joined(joined_file, terms)
+        except BaseException:
+            os.close(descriptor)
+            raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         memory = mmap.mmap(descriptor, size)  # keeps a descriptor of its own, and with it the lock
@@ -166,11 +204,29 @@ def _attach(segment: Path, size: int, num_processes: int) -> mmap.mmap:
         segment.unlink()
         joined_file.unlink(missing_ok=True)
     else:
-        # Renamed into place: a process killed in the middle of writing must not leave half a count.
-        draft = segment.with_suffix(".draft")
-        draft.write_text(f"{count} {terms}")
-        draft.replace(joined_file)
+        _write_joined(joined_file, f"{count} {terms}")
     return memory
+
+
+def _num_joined(joined_file: Path, terms: str) -> int:
+    """How many processes have joined on these ``terms``. Raises ``ConfigError`` if it was on others."""
+    with open(_open_own(joined_file)) as file:
+        joined, _, expected = file.read().partition(" ")
+    if expected != terms:
+        raise ConfigError(
+            f"The processes of one engine disagree about its shared region: {expected!r} and {terms!r} (bytes, "
+            "processes); give all of them the same configuration."
+        )
+    return int(joined)
+
+
+def _write_joined(joined_file: Path, text: str) -> None:
+    # Renamed into place: a process killed in the middle of writing must not leave half a count.
+    draft = joined_file.with_suffix(".draft")
+    with open(_open_own(draft, os.O_CREAT), "w") as file:
+        file.truncate()
+        file.write(text)
+    draft.replace(joined_file)
 
 
 def _create(segment: Path, size: int) -> int:
@@ -189,15 +245,17 @@ def _create(segment: Path, size: int) -> int:
 
 
 def _reclaim(mount: Path) -> None:
-    """Removes segments whose processes are all dead. The caller holds the lock."""
+    """Removes this user's segments whose processes are all dead. The caller holds the lock."""
     for path in mount.glob(f"{_PREFIX}*"):
+        if path.suffix == ".lock":
+            continue
         if path.suffix in (".joined", ".draft"):
-            if not path.with_suffix("").exists():
-                path.unlink(missing_ok=True)
+            if not os.path.lexists(path.with_suffix("")):
+                _unlink_own(path)
             continue
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # another user's, or just unlinked
+            descriptor = _open_own(path)
+        except (FileNotFoundError, ConfigError):  # just unlinked, or another user's
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,6 +264,12 @@ def _reclaim(mount: Path) -> None:
         else:
             logger.info("Reclaiming the shared region %s of a start that never finished.", path.name)
             path.unlink(missing_ok=True)
-            path.with_suffix(".joined").unlink(missing_ok=True)
+            _unlink_own(path.with_suffix(".joined"))
         finally:
             os.close(descriptor)
+
+
+def _unlink_own(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if path.lstat().st_uid == os.geteuid():
+            path.unlink()

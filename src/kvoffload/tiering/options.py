@@ -117,6 +117,8 @@ class FileSystemOptions(_BoundedOptions, frozen=True, kw_only=True):
 
     path: str
     durability: Literal["none", "fsync"] = "none"
+    mode: Literal["private", "group"] = "private"
+    """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
@@ -129,7 +131,9 @@ class FileSystemOptions(_BoundedOptions, frozen=True, kw_only=True):
             )
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        return FileSystemStore(self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability)
+        return FileSystemStore(
+            self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
+        )
 
 
 class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import io as fs_io
 from kvoffload.tiering.stores.fs import quota
+from kvoffload.tiering.stores.fs.access import Access
 from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX, BlockFormat
 
 
@@ -235,9 +236,9 @@ def test_a_scan_finds_all_names_without_opening_a_block(open_store, monkeypatch)
     write(open_store(namespace="other"), *keys_of(30))
     again, real = open_store(namespace="mine", max_bytes=room_for(50)), os.open
 
-    def no_blocks(path: str, *args: int) -> int:
+    def no_blocks(path: str, *args: int, **options: int | None) -> int:
         assert not str(path).endswith(SUFFIX)
-        return real(path, *args)
+        return real(path, *args, **options)
 
     monkeypatch.setattr(os, "open", no_blocks)
     assert sorted(key for batch in again.scan() for key in batch) == sorted(keys_of(*range(20)))
@@ -309,8 +310,8 @@ def test_a_writer_that_dies_during_a_walk_is_still_counted(open_store, tmp_path:
     Path(reservation.temporaries[0]).write_bytes(bytes(BlockFormat("", SMALL).file_bytes))
     real_sweep = quota.sweep
 
-    def sweep_then_die(root: str) -> int:
-        swept = real_sweep(root)
+    def sweep_then_die(root: str, access: Access) -> int:
+        swept = real_sweep(root, access)
         dying._staging._release()  # the lock goes, the files stay
         return swept
 

@@ -86,10 +86,10 @@ def test_one_unreadable_block_is_a_miss_and_stays(open_store, monkeypatch) -> No
 def test_direct_io_falls_back_by_itself(open_store, monkeypatch) -> None:
     real = os.open
 
-    def without_direct(path: str, flags: int, mode: int = 0o777) -> int:
+    def without_direct(path: str, flags: int, mode: int = 0o777, **options: int | None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, mode)
+        return real(path, flags, mode, **options)
 
     monkeypatch.setattr(os, "open", without_direct)
     store = open_store(PAGED)

@@ -7,6 +7,7 @@ All of it works beside running servers, with the same locks and the same count o
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from kvoffload.errors import ConfigError, suggest
+from kvoffload.tiering.stores.fs.access import Access, check_control, check_locks
 from kvoffload.tiering.stores.fs.format import (
     CONTROL_DIR,
     PAGE_BYTES,
@@ -123,24 +125,28 @@ class StoreRoot:
 
     def sweep(self) -> int:
         """Removes the staging directories of dead writers. Returns how many there were."""
-        return sweep(self._root)
+        return sweep(self._root, self._access())
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
-        """Enforces a quota now. If no other process is at work, also counts the bytes anew.
+        """Enforces a quota on what is on the disk now. If no other process is at work, also corrects the count.
 
-        Returns the number of deleted files and the bytes in use.
+        Returns the number of deleted files and the bytes on the disk.
         """
         quota = self._quota(max_bytes)
         try:
-            for _ in quota.scan():
-                pass
-            evicted = 0 if max_bytes is None else quota.shrink(max_bytes)
-            return evicted, quota.used_bytes
+            return quota.shrink(max_bytes)
         finally:
             quota.close()
 
     def _quota(self, max_bytes: int | None) -> Quota:
-        return Quota(self._root, max_bytes, StagingDirectory(self._root))
+        return Quota(self._root, max_bytes, StagingDirectory(self._root, self._access()))
+
+    def _access(self) -> Access:
+        """As the servers on this root have it. Raises ``ConfigError`` if the root is not for us to change."""
+        check_locks(self._root)
+        shared = stat.S_ISGID | stat.S_IRWXG
+        is_group = (self.path / CONTROL_DIR).lstat().st_mode & shared == shared
+        return check_control(self._root, "group" if is_group else "private")
 
 
 def _display_name(directory: str) -> str:
@@ -151,7 +157,8 @@ def is_sound(path: str) -> bool | None:
     """Whether the file at ``path`` holds the block that its path says, byte for byte. ``None`` if it is gone."""
     directory, _, name = path.rsplit(os.sep, 2)
     try:
-        with open(path, "rb", buffering=0) as file:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb", buffering=0) as file:
             header = Header.parse(file.read(PAGE_BYTES))
             if header is None:
                 return False

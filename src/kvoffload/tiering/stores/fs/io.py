@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,10 +17,11 @@ from enum import Enum
 import numpy as np
 
 from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.fs.access import Access, make_directory
 from kvoffload.tiering.stores.fs.format import PAGE_BYTES, BlockFormat
 from kvoffload.tiering.stores.fs.staging import unlink_quietly
 
-__all__ = ["FileIO", "ReadOutcome"]
+__all__ = ["FileIO", "ReadOutcome", "set_used"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PUBLISH_ATTEMPTS = 100
@@ -48,9 +50,10 @@ class FileIO:
     first refusal of an aligned transfer ends it for good, and the transfer continues through the page cache.
     """
 
-    def __init__(self, root: str, layout: BlockFormat, *, durable: bool) -> None:
+    def __init__(self, root: str, layout: BlockFormat, access: Access, *, durable: bool) -> None:
         self._root = root
         self._layout = layout
+        self._access = access
         self._durable = durable
         self._direct = bool(_DIRECT) and layout.is_paged
         self._local = threading.local()
@@ -58,10 +61,10 @@ class FileIO:
     def is_whole(self, path: str) -> bool:
         """Whether a file of the right size is there. Raises ``OSError`` if that cannot be found out."""
         try:
-            status = os.stat(f"{self._root}/{path}")
+            status = os.lstat(f"{self._root}/{path}")
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == self._layout.file_bytes
+        return self._is_whole(status)
 
     def write(self, temporary: str, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> bool:
         """Writes a block to ``temporary`` (absolute; absent, or a file of the right size) and publishes it as
@@ -91,9 +94,13 @@ class FileIO:
         ``stamp_ns``, where that is permitted. Raises ``OSError`` if the file is neither readable nor absent."""
         full = f"{self._root}/{path}"
         try:
-            fd = self._open(full, os.O_RDONLY | os.O_CLOEXEC, payload)
+            fd = self._open(full, os.O_RDONLY, payload)
         except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome.ABSENT, 0
+        except OSError as exc:
+            if exc.errno == errno.ELOOP:
+                return ReadOutcome.ABSENT, 0  # a link is no block; the next write of the block replaces it
+            raise
         try:
             outcome, inode = self._read_open(fd, key, payload)
             if outcome is ReadOutcome.BAD:
@@ -104,7 +111,7 @@ class FileIO:
                 outcome, inode = self._read_open(fd, key, payload)
             if outcome is ReadOutcome.GOOD:
                 try:
-                    os.utime(fd, ns=(stamp_ns, stamp_ns))
+                    set_used(fd, stamp_ns)
                 except OSError:
                     pass  # a read-only file system keeps no order of use; the block is good all the same
                 return outcome, inode
@@ -116,11 +123,14 @@ class FileIO:
     def _write(self, full: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> None:
         header = self._header_buffer()
         header[:] = self._layout.header(key, payload)
-        fd = self._open(full, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, payload)
+        fd = self._open(full, os.O_WRONLY | os.O_CREAT, payload)
         try:
             if not self._move(fd, os.writev, [header, payload]):
                 raise OSError(errno.EIO, "the kernel wrote nothing", full)
-            os.utime(fd, ns=(stamp_ns, stamp_ns))
+            if self._access.is_group:
+                with contextlib.suppress(PermissionError):  # a neighbour's evicted file, which has the mode
+                    os.fchmod(fd, self._access.file_mode)  # the umask took bits away
+            set_used(fd, stamp_ns)
             if self._durable:
                 os.fsync(fd)
         finally:
@@ -151,14 +161,17 @@ class FileIO:
         if not os.path.isdir(self._root):  # never made again here: it may be a mount that went away
             raise FileNotFoundError(f"{self._root} is gone")
         full = f"{self._root}/{directory}"
-        os.makedirs(full, exist_ok=True)
+        for part in (os.path.dirname(full), full):
+            make_directory(part, self._access)
         if self._durable:
             _sync_directory(os.path.dirname(full))
             _sync_directory(self._root)
 
     def _read_open(self, fd: int, key: OffloadKey, payload: memoryview) -> tuple[ReadOutcome, int]:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != self._layout.file_bytes:
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            return ReadOutcome.ABSENT, status.st_ino
+        if not self._is_whole(status):
             return ReadOutcome.BAD, status.st_ino
         header = self._header_buffer()
         if not self._move(fd, os.readv, [header, payload]):
@@ -168,17 +181,23 @@ class FileIO:
         good = header.tobytes() == self._layout.header(key, payload)
         return ReadOutcome.GOOD if good else ReadOutcome.BAD, status.st_ino
 
+    def _is_whole(self, status: os.stat_result) -> bool:
+        is_ours = stat.S_ISREG(status.st_mode) and self._access.admits(status)
+        return is_ours and status.st_size == self._layout.file_bytes
+
     def _open(self, full: str, flags: int, payload: memoryview) -> int:
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, and no wait for a pipe's other end
+        mode = self._access.file_mode
         if self._direct and _address_of(payload) % PAGE_BYTES == 0:
             try:
-                return os.open(full, flags | _DIRECT, 0o644)
+                return os.open(full, flags | _DIRECT, mode)
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
                 self._direct = os.path.isdir(full)  # a directory is refused anywhere, which says nothing of files
                 if flags & os.O_CREAT:
                     unlink_quietly(full)  # some file systems refuse after they made the file
-        return os.open(full, flags, 0o644)
+        return os.open(full, flags, mode)
 
     def _move(self, fd: int, call: Callable[[int, Sequence[memoryview]], int], buffers: list[memoryview]) -> bool:
         """Moves all of ``buffers`` from the current position on. ``False`` if the kernel stopped before the end."""
@@ -213,6 +232,18 @@ class FileIO:
             buffer = memoryview(mmap.mmap(-1, PAGE_BYTES))[: self._layout.header_bytes]
             self._local.header = buffer
         return buffer
+
+
+def set_used(file: str | int, stamp_ns: int) -> None:
+    """Sets the time of use of a path or descriptor, not of what a link leads to. Raises ``OSError``.
+
+    Only a file's owner may choose the time. Others of a group can set it to the present, which is as good.
+    """
+    follow = not isinstance(file, str)
+    try:
+        os.utime(file, ns=(stamp_ns, stamp_ns), follow_symlinks=follow)
+    except PermissionError:
+        os.utime(file, follow_symlinks=follow)
 
 
 def _find_renameat2() -> Callable[..., int] | None:

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep, unlink_quietly, writers_alive
+from kvoffload.tiering.stores.fs.access import check_directory
+from kvoffload.tiering.stores.fs.staging import StagingDirectory, staged_bytes, sweep, unlink_quietly, writers_alive
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES, Account, FileSeen, UsageFile, walk
 
 __all__ = ["Deletion", "Quota", "Reservation"]
@@ -68,7 +69,8 @@ class Quota:
         self._root = root
         self._max_bytes = max_bytes
         self._staging = staging
-        self._usage_file = UsageFile(root, self._count)
+        self._access = staging.access
+        self._usage_file = UsageFile(root, self._count, staging.access)
         self._lock = threading.Lock()
         self._recency: OrderedDict[str, int] = OrderedDict()
         self._has_walked = False
@@ -147,13 +149,15 @@ class Quota:
         try:
             # The usage file is held, so that nobody counts anew between a deletion and its subtraction.
             with self._usage_file.hold() as account:
+                for directory in {file.path.partition("/")[0] for file in deletions}:
+                    check_directory(self._root, directory, self._access)
                 for file in deletions:
                     self.forget(file.path)
                     if _delete(f"{self._root}/{file.path}", file.inode):
                         count += 1
                         account.subtract(file.size_bytes)
         except OSError:
-            pass  # the root is gone or read-only
+            pass  # the root is gone or read-only, or a link is in the way
         return count
 
     def scan(self) -> Iterator[list[FileSeen]]:
@@ -164,12 +168,23 @@ class Quota:
         with self._usage_file.hold() as account:
             yield from self._walk(account)
 
-    def shrink(self, max_bytes: int) -> int:
-        """Evicts files until at most ``max_bytes`` are in use. Returns how many."""
-        before = self.num_evicted
+    def shrink(self, max_bytes: int | None) -> tuple[int, int]:
+        """Walks the root, and evicts files until at most ``max_bytes`` are on the disk. ``None``: evicts nothing.
+
+        Returns how many files it evicted, and the bytes that are left. Writers wait meanwhile.
+        """
+        num_before = self.num_evicted
         with self._usage_file.hold() as account:
-            self._make_room(account, max_bytes, ())
-        return self.num_evicted - before
+            num_bytes = USAGE_FILE_BYTES
+            for files in self._walk(account):
+                num_bytes += sum(file.size_bytes for file in files)
+            num_bytes += staged_bytes(self._root, self._access)
+            # The count may be too high beside other processes, as those that died had reservations. So it says nothing
+            # about what must go, and only follows what does go.
+            counted_bytes = account.used_bytes
+            if max_bytes is not None and num_bytes > max_bytes:
+                self._make_room(account, max(0, counted_bytes - (num_bytes - max_bytes)), ())
+            return self.num_evicted - num_before, num_bytes - (counted_bytes - account.used_bytes)
 
     def take_evicted(self) -> list[str]:
         """The paths evicted since the last call."""
@@ -227,6 +242,7 @@ class Quota:
         self, account: Account, target_bytes: int, protected: Collection[str], reservation: Reservation | None
     ) -> None:
         skipped: list[tuple[str, int]] = []
+        checked = set[str]()
         try:
             while account.used_bytes > target_bytes:
                 with self._lock:
@@ -235,8 +251,14 @@ class Quota:
                     path, stamp_ns = self._recency.popitem(last=False)
                 if path in protected:
                     skipped.append((path, stamp_ns))
-                else:
-                    self._evict_file(account, path, stamp_ns, reservation)
+                    continue
+                if (directory := path.partition("/")[0]) not in checked:
+                    try:
+                        check_directory(self._root, directory, self._access)
+                    except PermissionError:
+                        continue  # not ours to delete from, whatever was there
+                    checked.add(directory)
+                self._evict_file(account, path, stamp_ns, reservation)
         finally:
             with self._lock:
                 for path, stamp_ns in skipped:
@@ -248,7 +270,7 @@ class Quota:
         try:
             status = os.stat(full, follow_symlinks=False)
             used_ns = status.st_mtime_ns
-            if used_ns <= stamp_ns and (reservation is None or not _recycle(full, status, reservation)):
+            if used_ns <= stamp_ns and (reservation is None or not self._recycle(full, status, reservation)):
                 os.unlink(full)
         except FileNotFoundError:
             return
@@ -269,6 +291,23 @@ class Quota:
             self._recency.pop(path, None)
             self._evicted.append(path)
 
+    def _recycle(self, full: str, status: os.stat_result, reservation: Reservation) -> bool:
+        """Renames an evicted file to the reservation's next path, if it fits there.
+
+        Some file systems take longer to make a file anew than to write it. Only a file that no one else owns or has
+        by another name is written over.
+        """
+        is_fit = stat.S_ISREG(status.st_mode) and status.st_size == reservation.file_bytes
+        is_ours = self._access.admits(status) and status.st_nlink == 1
+        if not is_fit or not is_ours or reservation.num_recycled == len(reservation.temporaries):
+            return False
+        try:
+            os.rename(full, reservation.temporaries[reservation.num_recycled])
+        except OSError:
+            return False
+        reservation.num_recycled += 1
+        return True
+
     def _walk(self, account: Account) -> Iterator[list[FileSeen]]:
         """Yields all files. Afterwards ``_recency`` is complete and, if nobody else is at work, ``account`` exact."""
         # The invariant: the count is never below what is on the disk and reserved. So the walk's total replaces it
@@ -276,8 +315,8 @@ class Quota:
         #
         # First ask who is alive, then sweep. A writer that dies between the two counts as alive, so nothing is
         # counted anew while its files lie in its staging directory; one dead before that is swept.
-        is_alone = not writers_alive(self._root, besides=self._staging.path)
-        sweep(self._root)
+        is_alone = not writers_alive(self._root, self._staging.path, self._access)
+        sweep(self._root, self._access)
         with self._lock:
             is_exact = is_alone and not self._reserved_bytes
             self._changes = {}
@@ -321,20 +360,4 @@ def _delete(full: str, inode: int | None) -> bool:
         os.unlink(full)
     except OSError:
         return False
-    return True
-
-
-def _recycle(full: str, status: os.stat_result, reservation: Reservation) -> bool:
-    """Renames an evicted file to the reservation's next path, if it fits there.
-
-    Some file systems take longer to make a file anew than to write it.
-    """
-    is_fit = stat.S_ISREG(status.st_mode) and status.st_size == reservation.file_bytes
-    if not is_fit or reservation.num_recycled == len(reservation.temporaries):
-        return False
-    try:
-        os.rename(full, reservation.temporaries[reservation.num_recycled])
-    except OSError:
-        return False
-    reservation.num_recycled += 1
-    return True
+    return stat.S_ISREG(status.st_mode)  # a link was never counted

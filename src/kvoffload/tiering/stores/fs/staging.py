@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import itertools
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 
+from kvoffload.tiering.stores.fs.access import PRIVATE, Access, make_directory, open_control, open_directory, try_lock
 from kvoffload.tiering.stores.fs.format import CONTROL_DIR, STAGING_PREFIX
 
-__all__ = ["StagingDirectory", "sweep", "unlink_quietly", "writers_alive"]
+__all__ = ["StagingDirectory", "staged_bytes", "sweep", "unlink_quietly", "writers_alive"]
+
+_MAKE_ATTEMPTS = 100
+"""Each failed attempt means another process has swept the new directory before it was locked."""
 
 
 class StagingDirectory:
@@ -21,7 +26,8 @@ class StagingDirectory:
     whoever gets the lock may remove the directory.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, access: Access = PRIVATE) -> None:
+        self.access = access
         self._control = os.path.join(root, CONTROL_DIR)
         self._root = root
         self._lock = threading.Lock()
@@ -36,36 +42,54 @@ class StagingDirectory:
         Makes the directory unless it is there.
         """
         with self._lock:
-            while not self._exists():
+            for _ in range(_MAKE_ATTEMPTS):
+                if self._exists():
+                    return [f"{self.path}/{next(self._numbers)}" for _ in range(count)]
                 self._make()
-            return [f"{self.path}/{next(self._numbers)}" for _ in range(count)]
+            raise OSError(errno.EBUSY, "staging directories are swept again and again", self._control)
 
     def close(self) -> None:
         """Removes the directory."""
         with self._lock:
             if self._exists():
-                _remove(self.path)
+                try:
+                    control = open_control(self._root, self.access)
+                except OSError:
+                    pass
+                else:
+                    _remove(os.path.basename(self.path), self._fd, control)
+                    os.close(control)
             self._release()
 
     def _make(self) -> None:
         self._release()
         if not os.path.isdir(self._root):
             raise FileNotFoundError(f"{self._root} is gone")
-        os.makedirs(self._control, exist_ok=True)
-        self.path = os.path.join(self._control, STAGING_PREFIX + secrets.token_hex(8))
-        os.mkdir(self.path)
+        make_directory(self._control, self.access)
+        name = STAGING_PREFIX + secrets.token_hex(8)
+        self.path = os.path.join(self._control, name)
+        control = open_control(self._root, self.access)
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            make_directory(self.path, self.access)
+            self._fd = open_directory(name, control)
+            is_locked = try_lock(self._fd)
         except FileNotFoundError:
             return  # swept before it was locked
-        if not _try_lock(self._fd):
+        except OSError:
+            if self._fd >= 0:
+                _remove(name, self._fd, control)
+            self._release()
+            raise
+        finally:
+            os.close(control)
+        if not is_locked:
             self._release()  # another process holds the lock and is about to sweep it
 
     def _exists(self) -> bool:
         if self._fd < 0:
             return False
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+            return os.path.samestat(os.lstat(self.path), os.fstat(self._fd))
         except FileNotFoundError:
             return False
 
@@ -75,38 +99,45 @@ class StagingDirectory:
             self._fd = -1
 
 
-def sweep(root: str) -> int:
+def sweep(root: str, access: Access = PRIVATE) -> int:
     """Removes the staging directories of dead writers. Returns how many there were."""
     num_dead = 0
-    for path in _staging_directories(root):
+    for name, fd, control in _staging_directories(root, access):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if _try_lock(fd):
-                _remove(path)
+            if fd is not None and try_lock(fd):
+                _remove(name, fd, control)
                 num_dead += 1
-        finally:
-            os.close(fd)
+        except OSError:
+            continue  # what cannot be locked is not known to be dead
     return num_dead
 
 
-def writers_alive(root: str, besides: str = "") -> bool:
+def writers_alive(root: str, besides: str = "", access: Access = PRIVATE) -> bool:
     """Whether a writer is at work on the root, other than the one with the staging directory ``besides``."""
-    for path in _staging_directories(root):
-        if path == besides:
+    own = os.path.basename(besides)
+    for name, fd, _ in _staging_directories(root, access):
+        if name == own:
             continue
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if not _try_lock(fd):
+            if fd is None or not try_lock(fd):
                 return True
-        finally:
-            os.close(fd)
+        except OSError:
+            return True  # what cannot be locked is not known to be dead
     return False
+
+
+def staged_bytes(root: str, access: Access = PRIVATE) -> int:
+    """The bytes of all writers' incomplete files."""
+    total_bytes = 0
+    for _, fd, _ in _staging_directories(root, access):
+        if fd is None:
+            continue
+        for name in os.listdir(fd):
+            try:
+                total_bytes += os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
+            except OSError:
+                continue  # published meanwhile
+    return total_bytes
 
 
 def unlink_quietly(path: str) -> None:
@@ -117,26 +148,39 @@ def unlink_quietly(path: str) -> None:
         pass
 
 
-def _staging_directories(root: str) -> list[str]:
-    control = os.path.join(root, CONTROL_DIR)
+def _staging_directories(root: str, access: Access) -> Iterator[tuple[str, int | None, int]]:
+    """Name and descriptor of each staging directory, and the control directory's. They are closed afterwards.
+
+    A link is skipped. A directory that cannot be opened has ``None``.
+    """
     try:
-        return [os.path.join(control, name) for name in os.listdir(control) if name.startswith(STAGING_PREFIX)]
+        control = open_control(root, access)
     except OSError:
-        return []
-
-
-def _try_lock(fd: int) -> bool:
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False  # held, or a file system without locks, where no writer ever counts as dead
-    return True
+        for name in os.listdir(control):
+            if not name.startswith(STAGING_PREFIX):
+                continue
+            try:
+                fd = open_directory(name, control)
+            except PermissionError:
+                yield name, None, control
+                continue
+            except OSError:
+                continue  # gone meanwhile, a link or a file
+            try:
+                yield name, fd, control
+            finally:
+                os.close(fd)
+    finally:
+        os.close(control)
 
 
-def _remove(path: str) -> None:
+def _remove(name: str, fd: int, control: int) -> None:
+    """Removes the staging directory ``name``, open as ``fd``. Through descriptors, so that no link leads elsewhere."""
     try:
-        for name in os.listdir(path):
-            os.unlink(os.path.join(path, name))
-        os.rmdir(path)
+        for file in os.listdir(fd):
+            os.unlink(file, dir_fd=fd)
+        os.rmdir(name, dir_fd=control)
     except OSError:
         pass  # already gone, or not permitted: the next sweep tries again

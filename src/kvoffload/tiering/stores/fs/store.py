@@ -11,8 +11,9 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.fs.access import check_directory, check_root
 from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of, parse_name
-from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
+from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, set_used
 from kvoffload.tiering.stores.fs.quota import Deletion, Quota
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
@@ -31,8 +32,11 @@ class FileSystemStore(BlockStore):
     ``durability="fsync"`` a block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose or
     tear recent blocks, and verification turns those into misses.
 
-    Several processes of one host may share a root. It is made only here: if it goes away later, calls raise
-    ``StoreError`` until it is back. Blocks of a prefix are best given head to tail.
+    Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
+    read and write as well. Links under the root are never followed, and a root of another user is refused.
+
+    Several processes of one host may share a root. Its file system must have locks. It is made only here: if it goes
+    away later, calls raise ``StoreError`` until it is back. Blocks of a prefix are best given head to tail.
     """
 
     def __init__(
@@ -43,7 +47,10 @@ class FileSystemStore(BlockStore):
         max_bytes: int | None = None,
         *,
         durability: Literal["none", "fsync"] = "none",
+        mode: Literal["private", "group"] = "private",
     ) -> None:
+        if mode not in ("private", "group"):
+            raise ConfigError(f"mode must be 'private' or 'group', not {mode!r}.")
         if durability not in ("none", "fsync"):
             raise ConfigError(f"durability must be 'none' or 'fsync', not {durability!r}.")
         if block_bytes < 1:
@@ -56,35 +63,40 @@ class FileSystemStore(BlockStore):
             )
         self._root = os.path.abspath(os.fspath(root))
         self._layout = layout
+        access = check_root(self._root, mode)
         try:
-            os.makedirs(self._root, exist_ok=True)
+            check_directory(self._root, layout.directory, access)
         except OSError as exc:
-            raise ConfigError(f"The store's directory {self._root} cannot be made: {exc.strerror}.") from exc
+            raise ConfigError(f"{exc.filename} {exc.strerror}; remove it, or choose another directory.") from exc
+        self._access = access
         self._durable = durability == "fsync"
-        self._io = FileIO(self._root, layout, durable=self._durable)
-        self._staging = StagingDirectory(self._root)
+        self._io = FileIO(self._root, layout, access, durable=self._durable)
+        self._staging = StagingDirectory(self._root, access)
         self._quota = Quota(self._root, max_bytes, self._staging)
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
         self._num_bad = 0
-        sweep(self._root)
+        sweep(self._root, access)
 
     def __repr__(self) -> str:
         return f"FileSystemStore({self._root!r}, {self._layout.directory!r}, block_bytes={self._layout.block_bytes})"
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        self._check_directory()
         errors = BatchErrors(self._root)
         answers = self._find([self._layout.path_of(key) for key in keys], errors)
         errors.raise_unless_any(answers)
         return answers
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self._check_directory()
         try:
             return self._write(keys, blocks)
         except OSError as exc:
             raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self._check_directory()
         answers, errors, bad = list[bool](), BatchErrors(self._root), dict[OffloadKey, Deletion]()
         paths = [self._layout.path_of(key) for key in keys]
         for key, block, path, stamp_ns in zip(keys, blocks, paths, self._quota.use(paths), strict=True):
@@ -121,6 +133,10 @@ class FileSystemStore(BlockStore):
             raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
+        try:
+            self._check_directory()
+        except StoreError:
+            return
         self._touch([self._layout.path_of(key) for key in reversed(keys)])
 
     def take_evicted(self) -> list[OffloadKey]:
@@ -132,6 +148,13 @@ class FileSystemStore(BlockStore):
         return StoreStats(self._quota.used_bytes, self._num_bad, self._quota.num_evicted)
 
     # --------------------------------------------------------------------------------------------------- helpers
+
+    def _check_directory(self) -> None:
+        """Before each batch: raises ``StoreError`` if somebody has put a link in the place of our directory."""
+        try:
+            check_directory(self._root, self._layout.directory, self._access)
+        except OSError as exc:
+            raise StoreError(f"The store at {self._root} fails: {exc}") from exc
 
     def _find(self, paths: Sequence[str], errors: BatchErrors) -> list[bool]:
         """Which files are there with the right size. Here and below, paths are relative to the root."""
@@ -182,7 +205,7 @@ class FileSystemStore(BlockStore):
         """Records that files are used now, the last of them latest."""
         for path, stamp_ns in zip(paths, self._quota.use(paths)):
             try:
-                os.utime(f"{self._root}/{path}", ns=(stamp_ns, stamp_ns))
+                set_used(f"{self._root}/{path}", stamp_ns)
             except (FileNotFoundError, NotADirectoryError):
                 self._quota.forget(path)
             except OSError:

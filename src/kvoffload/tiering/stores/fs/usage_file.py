@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from kvoffload.tiering.stores.fs.access import PRIVATE, Access, make_directory, open_control
 from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX
 
 __all__ = ["USAGE_FILE_BYTES", "Account", "FileSeen", "UsageFile", "walk"]
@@ -97,8 +99,9 @@ class UsageFile:
     than it. Then ``recount`` gives the count.
     """
 
-    def __init__(self, root: str, recount: Callable[[], int]) -> None:
+    def __init__(self, root: str, recount: Callable[[], int], access: Access = PRIVATE) -> None:
         self._root = root
+        self._access = access
         self._path = os.path.join(root, CONTROL_DIR, "ledger")
         self._recount = recount
         self._lock = threading.Lock()
@@ -124,7 +127,10 @@ class UsageFile:
                             os.ftruncate(fd, 0)
                         self._write(fd, account.used_bytes)
             finally:
-                _flock(fd, fcntl.LOCK_UN)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+                except OSError:
+                    self._close()  # which ends the lock as well
 
     def close(self) -> None:
         with self._lock:
@@ -134,17 +140,41 @@ class UsageFile:
         for _ in range(100):
             if self._fd < 0:
                 if os.path.isdir(self._root):  # never made again here: it may be a mount that went away
-                    os.makedirs(os.path.dirname(self._path), exist_ok=True)
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            _flock(self._fd, fcntl.LOCK_EX)
+                    make_directory(os.path.dirname(self._path), self._access)
+                self._fd = self._open()
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+            except OSError:
+                self._close()
+                raise
             # A root may be made anew. The file that is locked must be the one that other processes find.
             try:
-                if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
+                if os.path.samestat(os.lstat(self._path), os.fstat(self._fd)):
                     return self._fd
             except FileNotFoundError:
                 pass
             self._close()
         raise OSError(f"{self._path} is replaced again and again")
+
+    def _open(self) -> int:
+        """Raises ``OSError`` for a link in the file's place, and for what is not ours."""
+        control = open_control(self._root, self._access)
+        try:
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            try:
+                fd = os.open("ledger", flags | os.O_CREAT | os.O_EXCL, self._access.file_mode, dir_fd=control)
+            except FileExistsError:
+                fd = os.open("ledger", flags | os.O_CREAT, self._access.file_mode, dir_fd=control)
+            else:
+                if self._access.is_group:  # the umask took bits away
+                    os.fchmod(fd, self._access.file_mode)
+        finally:
+            os.close(control)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or not self._access.admits(status):
+            os.close(fd)
+            raise PermissionError(errno.EPERM, "is no file, or belongs to another user", self._path)
+        return fd
 
     def _close(self) -> None:
         if self._fd >= 0:
@@ -168,11 +198,3 @@ def _boot_id() -> bytes:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36].ljust(36)
     except OSError:
         return b"unknown".ljust(36)
-
-
-def _flock(fd: int, operation: int) -> None:
-    """A file system without locks is for one process at a time."""
-    try:
-        fcntl.flock(fd, operation)
-    except OSError:
-        pass

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may use a root: modes of what is made there, owners of what is found there, and no way through a link."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from typing import Literal
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR
+
+__all__ = [
+    "PRIVATE",
+    "Access",
+    "check_control",
+    "check_directory",
+    "check_locks",
+    "check_root",
+    "make_directory",
+    "open_control",
+    "open_directory",
+    "try_lock",
+]
+
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Modes of new files and directories, whatever the umask, and who else may own what is there.
+
+    In ``"private"`` mode everything belongs to ``owner``, the user id that the file system gives to our files. It is
+    not our own id on mounts that map ids. In ``"group"`` mode directories hand their group on, and any owner will do.
+    """
+
+    mode: Literal["private", "group"] = "private"
+    owner: int = -1
+    """-1: our own effective user id."""
+
+    @property
+    def is_group(self) -> bool:
+        return self.mode == "group"
+
+    @property
+    def directory_mode(self) -> int:
+        return 0o2770 if self.is_group else 0o700
+
+    @property
+    def file_mode(self) -> int:
+        return 0o660 if self.is_group else 0o600
+
+    def admits(self, status: os.stat_result) -> bool:
+        """Whether something with this owner may be used."""
+        return self.is_group or status.st_uid == (os.geteuid() if self.owner < 0 else self.owner)
+
+
+PRIVATE = Access()
+
+
+def check_root(root: str, mode: Literal["private", "group"]) -> Access:
+    """Makes ``root`` and its control directory unless they are there. Raises ``ConfigError`` if either is unfit."""
+    access = Access(mode)
+    try:
+        if not os.path.isdir(root):
+            os.makedirs(os.path.dirname(root), exist_ok=True)
+            make_directory(root, access)
+    except OSError as exc:
+        raise ConfigError(f"The store's directory {root} cannot be made: {exc.strerror}.") from exc
+    check_locks(root)
+    control = os.path.join(root, CONTROL_DIR)
+    try:
+        make_directory(control, access)
+    except OSError as exc:
+        if not os.path.lexists(control):
+            if exc.errno == errno.EROFS:
+                return access
+            raise ConfigError(f"{control} cannot be made: {exc.strerror}.") from exc
+    return check_control(root, mode)
+
+
+def check_control(root: str, mode: Literal["private", "group"]) -> Access:
+    """Access to a root that has a control directory. Raises ``ConfigError`` if that is a link or another user's."""
+    control = os.path.join(root, CONTROL_DIR)
+    try:
+        status = os.lstat(control)
+    except OSError as exc:
+        raise ConfigError(f"{control} cannot be used: {exc.strerror}.") from exc
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{control} is a link or a file, not a directory; remove it, or choose another directory.")
+    access = Access(mode)
+    if not access.admits(status) and status.st_uid != _owner_of_ours(root):
+        raise ConfigError(
+            f"{control} belongs to user {status.st_uid}; choose another directory, or share this one with "
+            "mode='group' in all of its users."
+        )
+    return Access(mode, status.st_uid)
+
+
+def check_locks(root: str) -> None:
+    """Raises ``ConfigError`` if the file system of ``root`` has no locks, without which no writer is safe."""
+    try:
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try_lock(fd)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise ConfigError(
+            f"The file system of {root} cannot lock ({exc.strerror}); mount it with local locks, or choose a directory "
+            "on a local disk."
+        ) from exc
+
+
+def try_lock(fd: int) -> bool:
+    """``False`` if another process has the lock. Raises ``OSError`` if the file system cannot lock at all."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def make_directory(path: str, access: Access) -> None:
+    """Makes one directory unless it is there; what is there keeps its mode. Raises ``OSError``."""
+    try:
+        os.mkdir(path, access.directory_mode & 0o777)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise
+        return
+    if access.is_group:  # mkdir takes the umask's bits away, and has no bit for the group to be handed on
+        fd = os.open(path, _OPEN_DIRECTORY)
+        try:
+            os.fchmod(fd, access.directory_mode)
+        finally:
+            os.close(fd)
+
+
+def check_directory(root: str, directory: str, access: Access) -> None:
+    """Raises ``OSError`` if a namespace's ``directory`` is there, but as a link or another user's."""
+    path = f"{root}/{directory}"
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(status.st_mode) or not access.admits(status):
+        raise PermissionError(errno.EPERM, "is not a directory of ours", path)
+
+
+def open_control(root: str, access: Access) -> int:
+    """A descriptor of the control directory, never through a link. Raises ``OSError`` if it is absent or not ours."""
+    path = os.path.join(root, CONTROL_DIR)
+    fd = os.open(path, _OPEN_DIRECTORY)
+    if not access.admits(os.fstat(fd)):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "belongs to another user", path)
+    return fd
+
+
+def open_directory(name: str, dir_fd: int) -> int:
+    """A descriptor of a directory in another, never through a link. Raises ``OSError``."""
+    return os.open(name, _OPEN_DIRECTORY, dir_fd=dir_fd)
+
+
+def _owner_of_ours(root: str) -> int:
+    """The owner that a directory gets which we make under ``root``; -1 if we cannot make one."""
+    path = os.path.join(root, f"{CONTROL_DIR}-{secrets.token_hex(8)}")
+    try:
+        os.mkdir(path, 0o700)
+        try:
+            return os.lstat(path).st_uid
+        finally:
+            os.rmdir(path)
+    except OSError:
+        return -1

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may use a root: modes, owners, and links that lead nowhere. With real links and real users."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiering.stores.rig import KEY, OTHER, PAGED, SMALL, disk_bytes, files, read, room_for, write
+from tests.users import GROUP, NOBODY, SOMEBODY, as_user, needs_root
+
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.options import parse_tier
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs.admin import StoreRoot
+from kvoffload.tiering.stores.fs.format import CONTROL_DIR
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def modes(root: Path) -> tuple[set[int], set[int]]:
+    """Of the directories and of the files, ``root`` included."""
+    every = [root, *root.rglob("*")]
+    return {mode(path) for path in every if path.is_dir()}, {mode(path) for path in every if path.is_file()}
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory into which everybody may write, as in /tmp."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a file of somebody's, which no store may touch."""
+    path = tmp_path / "victim"
+    path.mkdir()
+    (path / "precious").write_bytes(b"p" * 1128)
+    yield path
+    assert (path / "precious").read_bytes() == b"p" * 1128
+    assert [entry.name for entry in path.iterdir()] == ["precious"]
+
+
+class TestModes:
+    @pytest.mark.usefixtures("umask")
+    def test_what_is_made_is_private(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=room_for(2))
+        write(store, *keys_of(1, 2, 3))
+        assert modes(tmp_path / "kv") == ({0o700}, {0o600})
+
+    @pytest.mark.usefixtures("umask")
+    def test_or_the_groups(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=room_for(2), mode="group")
+        write(store, *keys_of(1, 2, 3))
+        assert modes(tmp_path / "kv") == ({0o2770}, {0o660})
+
+    def test_what_is_there_keeps_its_mode(self, open_store, tmp_path: Path) -> None:
+        root = tmp_path / "kv"
+        write(open_store(), KEY)
+        for path in (root, root / CONTROL_DIR, root / "=", files(root)[0].parent):
+            path.chmod(0o755)
+        again = open_store()
+        assert write(again, OTHER) == [True]
+        assert read(again, KEY) == block_of(KEY, SMALL)
+        assert {mode(path) for path in (root, root / CONTROL_DIR, root / "=")} == {0o755}
+
+    def test_the_option_of_a_tier(self, tmp_path: Path) -> None:
+        store = parse_tier({"type": "fs", "path": str(tmp_path / "kv"), "mode": "group"}).open_store(SMALL, "")
+        store.close()
+        assert mode(tmp_path / "kv") == 0o2770
+        for wrong in ("public", ""):
+            with pytest.raises(ConfigError, match="mode"):
+                parse_tier({"type": "fs", "path": str(tmp_path), "mode": wrong})
+            with pytest.raises(ConfigError, match="mode"):
+                FileSystemStore(tmp_path / "other", SMALL, mode=wrong)  # type: ignore[arg-type]
+
+    @needs_root
+    def test_nobody_else_can_read_a_private_block(self, public: Path) -> None:
+        root = public / "kv"
+        old = os.umask(0)
+        store = FileSystemStore(root, SMALL)
+        write(store, KEY)
+        os.umask(old)
+        (path,) = files(root)
+        for one in (root, path):
+            with pytest.raises(PermissionError):
+                as_user(NOBODY, lambda one=one: os.listdir(one) if one.is_dir() else one.read_bytes())
+        root.chmod(0o755)
+        with pytest.raises(PermissionError):
+            as_user(NOBODY, path.read_bytes)
+        store.close()
+
+    @needs_root
+    def test_two_users_of_a_group_share_a_root_and_its_quota(self, public: Path) -> None:
+        root = public / "kv"
+        root.mkdir()
+        os.chown(root, 0, GROUP)
+        root.chmod(0o2770)
+
+        def session(first: int) -> list[bool]:
+            store = FileSystemStore(root, SMALL, max_bytes=room_for(6), mode="group")
+            try:
+                answers = [read(store, key) == block_of(key, SMALL) for key in keys_of(*range(first))]
+                answers += write(store, *keys_of(*range(first, first + 4)))
+                store.touch(keys_of(*range(first + 4)))
+                return answers
+            finally:
+                store.close()
+
+        assert as_user(NOBODY, lambda: session(0), gid=GROUP, umask=0o077) == [True] * 4
+        assert as_user(SOMEBODY, lambda: session(4), gid=GROUP, umask=0o077) == [True] * 8
+        assert as_user(NOBODY, lambda: session(0), gid=GROUP)[-4:] == [True] * 4
+        assert {path.lstat().st_gid for path in [root, *root.rglob("*")]} == {GROUP}
+        assert {path.lstat().st_uid for path in files(root)} == {NOBODY, SOMEBODY}
+        assert disk_bytes(root) <= room_for(6)
+        with pytest.raises(PermissionError):
+            as_user(SOMEBODY, files(root)[0].read_bytes)
+
+
+class TestLinks:
+    def test_a_staging_directory_that_is_a_link_is_not_emptied(self, open_store, tmp_path: Path, victim: Path) -> None:
+        (tmp_path / "kv" / CONTROL_DIR).mkdir(parents=True)
+        (tmp_path / "kv" / CONTROL_DIR / "w-x").symlink_to(victim)
+        store = open_store(max_bytes=room_for(2))
+        write(store, *keys_of(1, 2, 3))
+        assert StoreRoot(tmp_path / "kv").sweep() == 0
+
+    def test_a_control_directory_that_is_a_link_is_refused(self, open_store, tmp_path: Path, victim: Path) -> None:
+        (tmp_path / "kv").mkdir()
+        (tmp_path / "kv" / CONTROL_DIR).symlink_to(victim)
+        with pytest.raises(ConfigError, match="is a link or a file"):
+            open_store()
+        with pytest.raises(ConfigError, match="is a link or a file"):
+            StoreRoot(tmp_path / "kv").sweep()
+
+    def test_a_control_directory_that_becomes_one_fails_writes(self, open_store, tmp_path: Path, victim: Path) -> None:
+        store, control = open_store(max_bytes=room_for(2)), tmp_path / "kv" / CONTROL_DIR
+        control.rmdir()
+        control.symlink_to(victim)
+        with pytest.raises(StoreError):
+            write(store, KEY)
+        store.discard([KEY])
+        with pytest.raises(StoreError):
+            list(store.scan())
+
+    def test_a_usage_file_that_is_a_link_fails_writes(self, open_store, tmp_path: Path, victim: Path) -> None:
+        store = open_store(max_bytes=room_for(2))
+        (tmp_path / "kv" / CONTROL_DIR / "ledger").symlink_to(victim / "precious")
+        with pytest.raises(StoreError):
+            write(store, KEY)
+        (tmp_path / "kv" / CONTROL_DIR / "ledger").unlink()
+        assert write(store, KEY) == [True]
+
+    @pytest.mark.parametrize("size", [SMALL, PAGED])
+    @pytest.mark.parametrize("to", ["same size", "directory", "nothing"])
+    def test_a_link_in_a_blocks_place_is_no_block(
+        self, open_store, tmp_path: Path, victim: Path, size: int, to: str
+    ) -> None:
+        store = open_store(size, max_bytes=room_for(4, size))
+        write(store, KEY, size=size)
+        (path,) = files(tmp_path)
+        target = {"same size": tmp_path / "copy", "directory": victim, "nothing": tmp_path / "none"}[to]
+        path.rename(tmp_path / "copy")
+        path.symlink_to(target)
+        copy = (tmp_path / "copy").read_bytes()
+        used_ns = (tmp_path / "copy").stat().st_mtime_ns
+        store.touch([KEY])
+        assert store.contains([KEY]) == [False]
+        assert read(store, KEY, size) is None
+        assert store.stats().corrupt_blocks == 0
+        assert write(store, KEY, size=size) == [True]
+        assert not path.is_symlink()
+        assert read(store, KEY, size) == block_of(KEY, size)
+        path.unlink()
+        path.symlink_to(target)
+        store.discard([KEY])
+        assert not path.is_symlink()
+        assert (tmp_path / "copy").read_bytes() == copy
+        assert (tmp_path / "copy").stat().st_mtime_ns == used_ns
+
+    def test_a_file_with_another_name_is_not_written_over(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=room_for(1))
+        write(store, KEY)
+        os.link(files(tmp_path)[0], tmp_path / "elsewhere")
+        before = (tmp_path / "elsewhere").read_bytes()
+        assert write(store, OTHER) == [True]
+        assert (tmp_path / "elsewhere").read_bytes() == before
+
+    def test_a_pipe_in_a_blocks_place_holds_nobody_up(self, open_store, tmp_path: Path) -> None:
+        store = open_store()
+        write(store, KEY)
+        (path,) = files(tmp_path)
+        path.unlink()
+        os.mkfifo(path)
+        assert store.contains([KEY]) == [False]
+        assert read(store, KEY) is None
+        assert write(store, KEY) == [True]
+
+    def test_a_namespaces_directory_that_is_a_link_is_not_followed(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=room_for(4))
+        write(store, KEY)
+        linked = tmp_path / "kv" / "="
+        linked.rename(tmp_path / "moved")
+        linked.symlink_to(tmp_path / "moved")
+        before = {one: one.read_bytes() for one in (tmp_path / "moved").rglob("*.kvb")}
+        for call in (lambda: store.contains([KEY]), lambda: read(store, KEY), lambda: write(store, OTHER)):
+            with pytest.raises(StoreError, match="not a directory of ours"):
+                call()
+        store.discard([KEY])
+        store.touch([KEY])
+        assert write(open_store(namespace="other", max_bytes=room_for(4)), KEY) == [True]
+        StoreRoot(tmp_path / "kv").shrink(0)
+        with pytest.raises(ConfigError, match="not a directory of ours"):
+            open_store()
+        assert {one: one.read_bytes() for one in (tmp_path / "moved").rglob("*.kvb")} == before
+
+
+@needs_root
+class TestOwners:
+    def test_a_control_directory_of_another_user_is_refused(self, public: Path) -> None:
+        as_user(NOBODY, lambda: (public / CONTROL_DIR).mkdir(0o777))
+        with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}; .*mode='group'"):
+            FileSystemStore(public, SMALL)
+        with pytest.raises(ConfigError, match="belongs to user"):
+            StoreRoot(public).sweep()
+        assert sorted(path.name for path in public.iterdir()) == [CONTROL_DIR]
+        FileSystemStore(public, SMALL, mode="group").close()
+
+    def test_a_file_of_another_user_is_no_block(self, public: Path) -> None:
+        store = FileSystemStore(public / "kv", SMALL, max_bytes=room_for(2))
+        write(store, KEY)
+        (path,) = files(public)
+        os.chown(path, NOBODY, NOBODY)
+        assert store.contains([KEY]) == [False]
+        assert read(store, KEY) is None
+        assert write(store, KEY) == [True]
+        assert path.stat().st_uid == 0
+        store.close()
+
+
+def test_a_mount_that_maps_user_ids(open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network mount does for root: what we make belongs to somebody else, again and again."""
+    monkeypatch.setattr(os, "geteuid", lambda: 424242)
+    store = open_store(max_bytes=room_for(2))
+    assert write(store, KEY) == [True]
+    again = open_store(max_bytes=room_for(2))
+    assert read(again, KEY) == block_of(KEY, SMALL)
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == [CONTROL_DIR, "="]
