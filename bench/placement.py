@@ -157,6 +157,7 @@ def replay(
         trace.keys(),
         manager,
         PacedClock(),
+        cpu_blocks=num_blocks,
         prefill_tokens_per_s=blocks_per_s * trace.block_tokens,
         chunk_tokens=CHUNK_TOKENS,
         block_bytes=block_bytes,

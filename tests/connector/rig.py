@@ -15,7 +15,7 @@ from kvoffload.base import (
     TransferResult,
     make_offload_key,
 )
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector.engine import BlockIds, EngineStep, ScheduledRequest
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
@@ -59,8 +59,13 @@ def key(n: int, group: int = 0, stem: str = "p") -> OffloadKey:
 class SpyManager(CPUOffloadingManager):
     """The real manager, which also records the calls whose order the tests check."""
 
-    def __init__(self, num_blocks: int, policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL) -> None:
-        super().__init__(num_blocks, enable_events=True)
+    def __init__(
+        self,
+        num_blocks: int,
+        policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
+        eviction_policy: str = DEFAULTS.eviction_policy,
+    ) -> None:
+        super().__init__(num_blocks, eviction_policy, enable_events=True)
         self.policy = policy
         self.calls: list[tuple[str, str]] = []
         self.touched: list[list[OffloadKey]] = []
@@ -101,6 +106,7 @@ class Rig:
     groups: tuple[KVGroupLayout, ...] = (FULL,)
     num_blocks: int = 64
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+    eviction_policy: str = DEFAULTS.eviction_policy
     num_ranks: int = 1
     block_size: int | None = None
     prompt_only: bool = False
@@ -108,10 +114,13 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.layout = EngineLayout(self.groups, BT, "rig", num_ranks=self.num_ranks)
+        slot_bytes = self.layout.block_bytes((self.block_size or BT) // BT)
         config = OffloadingConfig(
-            cpu_bytes_to_use=1 << 20, block_size=self.block_size, offload_prompt_only=self.prompt_only
+            cpu_bytes_to_use=self.num_blocks * slot_bytes,
+            block_size=self.block_size,
+            offload_prompt_only=self.prompt_only,
         )
-        self.manager = SpyManager(self.num_blocks, self.policy)
+        self.manager = SpyManager(self.num_blocks, self.policy, self.eviction_policy)
         self.scheduler = OffloadingConnectorScheduler(self.manager, self.layout, config)
 
     # one engine call each, then everything is checked

@@ -9,7 +9,7 @@ import pytest
 from tests.connector.rig import SpyManager, key
 
 from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
-from kvoffload.connector.offers import offer_in_portions
+from kvoffload.connector.offers import Turnover, offer_in_portions
 from kvoffload.connector.requests import UNLIMITED, PortionState
 
 CONTEXT = ReqContext("r")
@@ -105,3 +105,27 @@ def test_a_portion_without_keys_is_passed_over_without_asking_the_manager() -> N
     assert offer_in_portions(request.state, request.manager, CONTEXT, lambda _: next(portions), accept)
     assert request.sizes == []
     assert request.state.max_blocks == UNLIMITED
+
+
+# ------------------------------------------------------------------------------------------------- turnover
+
+
+def test_a_touch_is_due_once_a_sixteenth_of_the_cache_was_stored() -> None:
+    turnover, state, other = Turnover(64), PortionState(), PortionState()
+    turnover.count(3)
+    assert not turnover.is_due(state)
+    turnover.count(1)
+    assert turnover.is_due(state)
+    turnover.touched(state)
+    assert not turnover.is_due(state)
+    assert turnover.is_due(other), "each request counts from its own last touch"
+    turnover.count(4)
+    assert turnover.is_due(state)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 15])
+def test_in_the_smallest_cache_each_store_is_followed_by_a_touch(num_blocks: int) -> None:
+    turnover, state = Turnover(num_blocks), PortionState()
+    assert not turnover.is_due(state), "nothing was stored"
+    turnover.count(1)
+    assert turnover.is_due(state)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
 
-from kvoffload.base import OffloadPolicy
+from kvoffload.base import OffloadPolicy, ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
 from kvoffload.connector import NO_BLOCK
 
@@ -481,9 +481,9 @@ def test_a_prompt_larger_than_the_tier_does_not_drive_out_its_own_head() -> None
     for tokens in range(16, 4 * 32 + 1, 16):  # prefill in chunks, stores end at once
         rig.end(*rig.step(rig.run(request, range(32), computed=tokens - 16, tokens=tokens)).stores)
     rig.finish(request)
-    # The third chunk of four drove out two blocks of the first, from its tail; after that no more were offered.
+    # The third chunk of four drove out two blocks of the second, from its tail; after that no more were offered.
     assert len(rig.manager.offered) == 3
-    assert rig.ask(rig.arrive(Request("again", 4 * 32))) == (4 * 2, True)
+    assert rig.ask(rig.arrive(Request("again", 4 * 32))) == (4 * 6, True)
 
 
 def test_the_next_admission_offers_again() -> None:
@@ -658,3 +658,49 @@ def test_steps_with_nothing_to_do_are_empty() -> None:
         request.num_tokens = tokens
         assert rig.step(rig.run(request, [], computed=tokens - 1, new=False)).is_empty()
     assert len(rig.manager.calls) == calls
+
+
+# ------------------------------------------------------------------------------------------------- running requests
+
+
+def run_on(rig: Rig, request: Request, num_blocks: int) -> None:
+    """Generates tokens until the request has ``num_blocks`` full blocks. Each is stored before the next step."""
+    first = request.num_tokens // 4
+    for block in range(first, num_blocks):
+        request.num_tokens = 4 * (block + 1)
+        stores = rig.step(rig.run(request, [100 + block], computed=request.num_tokens - 1, new=False)).stores
+        rig.end(*stores)
+
+
+def held(rig: Rig, stem: str, num_blocks: int) -> list[bool]:
+    return [rig.manager.lookup(key(n, stem=stem), ReqContext("probe")) is True for n in range(num_blocks)]
+
+
+@pytest.mark.parametrize("eviction_policy", ["lru", "arc", "density"])
+def test_a_running_request_keeps_its_head(eviction_policy: str) -> None:
+    rig = Rig(num_blocks=6, eviction_policy=eviction_policy)
+    request = Request("r", 8)
+    rig.end(*rig.admit(request, [0, 1]).stores)
+    run_on(rig, request, 4)
+    rig.end(*rig.admit(Request("other", 16, "o"), [10, 11, 12, 13]).stores)
+    found = held(rig, "p", 4)
+    assert found[0] and found == sorted(found, reverse=True), "what is left of the request is a prefix"
+
+
+def test_while_it_stores_a_request_that_reads_no_cache_touches_only_what_it_stored() -> None:
+    rig = Rig(num_blocks=6)
+    rig.store_prefix(8)
+    request = Request("r", 8)
+    request.skip_reading_prefix_cache = True
+    rig.admit(request, [4, 5])
+    rig.manager.touched.clear()
+    run_on(rig, request, 3)
+    assert rig.manager.touched == [[key(2)]]
+
+
+def test_a_long_request_in_a_large_cache_is_touched_once_per_sixteenth_of_it() -> None:
+    rig = Rig(num_blocks=160)
+    request = Request("r", 8)
+    rig.end(*rig.admit(request, [0, 1]).stores)
+    run_on(rig, request, 102)
+    assert [len(keys) for keys in rig.manager.touched] == list(range(10, 103, 10))

@@ -184,7 +184,7 @@ def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_bl
 
 @pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
 @pytest.mark.parametrize(
-    ("gpu_blocks", "cpu_blocks", "disk_blocks"), [(0, 30, 30), (0, 64, 130), (70, 50, 50), (0, 40, 1000)]
+    ("gpu_blocks", "cpu_blocks", "disk_blocks"), [(0, 30, 60), (0, 64, 130), (70, 50, 50), (0, 40, 1000)]
 )
 def test_the_same_hits_with_a_disk_below(
     gpu_blocks: int, cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_fs: str, tmp_path: Path

@@ -22,6 +22,7 @@ def server_of(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0) -> tuple[Serve
         trace.keys(),
         CPUOffloadingManager(cpu_blocks, "lru"),
         clock,
+        cpu_blocks=cpu_blocks,
         prefill_tokens_per_s=16.0,
         chunk_tokens=32,
         block_bytes=100,

@@ -26,7 +26,7 @@ from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
 from kvoffload.connector.requests import UNLIMITED, PortionState, RequestOffloadState
 
-__all__ = ["Offer", "Portion", "StoreOffers", "offer_in_portions", "plan_offer", "select_source"]
+__all__ = ["Offer", "Portion", "StoreOffers", "Turnover", "offer_in_portions", "plan_offer", "select_source"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,36 @@ def select_source(
     return GPULoadStoreSpec(gpu_ids, sizes, starts)
 
 
+class Turnover:
+    """Counts what all requests stored, and says when a running request's prefix is to be touched again.
+
+    A request touches its prefix at admission and at its end. In between, its own new blocks and those of others are
+    more recent than its head, so a long request would lose the head, which every later hit needs. So whoever stores
+    touches its prefix again once a sixteenth of the cache was stored since it did so last. Touching at each store would
+    cost a step as much as the request is long.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """``num_blocks``: the size of the primary tier."""
+        self._period = max(1, num_blocks // 16)
+        self._stored = 0
+
+    def __repr__(self) -> str:
+        return f"Turnover({self._stored} blocks stored, a touch every {self._period})"
+
+    def count(self, num_blocks: int) -> None:
+        """So many blocks were accepted for store."""
+        self._stored += num_blocks
+
+    def is_due(self, state: PortionState) -> bool:
+        """Whether a request that has just stored is to touch its prefix."""
+        return self._stored - state.touched_at >= self._period
+
+    def touched(self, state: PortionState) -> None:
+        """The request's prefix was touched."""
+        state.touched_at = self._stored
+
+
 class Portion(Protocol):
     """Blocks offered in one ``prepare_store``."""
 
@@ -166,11 +196,17 @@ class StoreOffers:
     """
 
     def __init__(
-        self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], jobs: JobTable, prompt_only: bool
+        self,
+        manager: OffloadingManager,
+        geometry: Sequence[GroupGeometry],
+        jobs: JobTable,
+        prompt_only: bool,
+        turnover: Turnover,
     ) -> None:
         self._manager = manager
         self._geometry = geometry
         self._jobs = jobs
+        self._turnover = turnover
         self._prompt_only = prompt_only
         self._least_tokens = min(group.block_tokens for group in geometry)
         # Requests with blocks for which there was no room, in the order of their last refusals.
@@ -236,6 +272,9 @@ class StoreOffers:
             state.next_offer_tokens = UNLIMITED
         else:
             state.wait_for_next_block(self._geometry)
+        if stores and self._turnover.is_due(state.portions):
+            self._manager.touch(state.keys_in_use(), state.context)
+            self._turnover.touched(state.portions)
         return stores
 
     def _max_tokens(self, state: RequestOffloadState) -> int:
@@ -275,5 +314,6 @@ class StoreOffers:
             self._manager.complete_store(output.keys_to_store, state.context, success=False)
             return
         state.stores(output.keys_to_store)
+        self._turnover.count(len(output.keys_to_store))
         job = self._jobs.begin(Direction.STORE, state, output.keys_to_store, source.block_ids.tolist(), epoch)
         stores.append(TransferJob(job.job_id, state.context.req_id, source, output.store_spec))

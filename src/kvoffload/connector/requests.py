@@ -37,6 +37,8 @@ class PortionState:
     """Blocks per group to offer at once. Cut by refusals, so that a full tier costs O(1) a step."""
     evicts_itself: bool = False
     """A store evicted another block of the same request: the tier is smaller than the prefix, so offers end."""
+    touched_at: int = 0
+    """What ``Turnover`` had counted when the request's prefix was touched last."""
 
 
 @dataclass(slots=True, eq=False)

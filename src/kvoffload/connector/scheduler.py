@@ -23,7 +23,7 @@ from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.lookup import find_hit
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
-from kvoffload.connector.offers import StoreOffers
+from kvoffload.connector.offers import StoreOffers, Turnover
 from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.errors import TransferError
@@ -47,7 +47,9 @@ class OffloadingConnectorScheduler:
         self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
         self._requests: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(layout.num_ranks)
-        self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only)
+        num_blocks = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
+        self._turnover = Turnover(num_blocks)
+        self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only, self._turnover)
         self._recording = RequestRecording(config.record_trace, self._geometry) if config.record_trace else None
         self._log = RateLimitedLog(logger)
         self._epoch = 0
@@ -222,6 +224,7 @@ class OffloadingConnectorScheduler:
             if num_external_tokens > 0:
                 self._begin_load(state, hit_tokens)
             self._touch(state, hit_tokens)
+        self._turnover.touched(state.portions)
         state.start_offers_after(hit_tokens, self._geometry)
 
     def _touch(self, state: RequestOffloadState, hit_tokens: int) -> None:

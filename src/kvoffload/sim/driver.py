@@ -178,6 +178,7 @@ class _Driver:
             keys,
             self._manager,
             self._clock,
+            cpu_blocks=config.cpu_blocks,
             prefill_tokens_per_s=config.prefill_tokens_per_s,
             chunk_tokens=config.chunk_tokens,
             block_bytes=config.block_bytes,

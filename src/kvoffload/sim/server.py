@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
-from kvoffload.connector.offers import offer_in_portions
+from kvoffload.connector.offers import Turnover, offer_in_portions
 from kvoffload.connector.requests import PortionState
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link
@@ -58,6 +58,7 @@ class Server:
         manager: OffloadingManager,
         clock: Clock,
         *,
+        cpu_blocks: int,
         prefill_tokens_per_s: float,
         chunk_tokens: int,
         block_bytes: int,
@@ -66,6 +67,7 @@ class Server:
         wait: Callable[[], None],
     ) -> None:
         self._trace, self._keys, self._manager, self._clock = trace, keys, manager, clock
+        self._turnover = Turnover(cpu_blocks)
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._chunk_blocks = max(chunk_tokens // trace.block_tokens, 1)
         self._block_bytes = block_bytes
@@ -133,7 +135,7 @@ class Server:
         clock, block_tokens = self._clock, self._trace.block_tokens
         tokens = prompt - first * block_tokens
         begin_s, seconds = clock.now_s, tokens / self._prefill_tokens_per_s
-        offers = _Offers(self._manager, path, first, context)
+        offers = _Offers(self._manager, path, first, context, self._turnover)
         for stop in range(first + self._chunk_blocks, len(path) + self._chunk_blocks, self._chunk_blocks):
             stop = min(stop, len(path))
             computed = (stop - first) * block_tokens
@@ -173,10 +175,14 @@ class _Offers:
     """One request's offers for store. Each store takes less than a step: ``complete``, called before the next step is
     planned, ends it."""
 
-    def __init__(self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext) -> None:
+    def __init__(
+        self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext, turnover: Turnover
+    ) -> None:
         self._manager, self._path, self._context = manager, path, context
         self._cursor = first
+        self._turnover = turnover
         self._portions = PortionState()
+        turnover.touched(self._portions)  # at admission
         self._in_flight: list[OffloadKey] = []
 
     @property
@@ -199,12 +205,17 @@ class _Offers:
             keys = self._path[self._cursor : min(self._cursor + max_blocks, stop)]
             return _Portion(keys, len(keys)) if keys else None
 
+        num_in_flight = len(self._in_flight)
         offer_in_portions(self._portions, self._manager, self._context, plan, self._accept)
+        if len(self._in_flight) > num_in_flight and self._turnover.is_due(self._portions):
+            self._manager.touch(self._path, self._context)
+            self._turnover.touched(self._portions)
 
     def _accept(self, portion: _Portion, output: PrepareStoreOutput | None) -> bool:
         assert output is not None, "every portion of a trace has keys"
         self._cursor += len(portion.keys)
         self._in_flight += output.keys_to_store
+        self._turnover.count(len(output.keys_to_store))
         return bool(output.evicted_keys) and not set(self._path).isdisjoint(output.evicted_keys)
 
     def complete(self) -> None:
