@@ -39,11 +39,11 @@ class Request:
 
 
 class Decoding:
-    """Requests with a prompt of 1,000 tokens, all stored, that decode one token a step."""
+    """Requests with prompts of so many tokens, all stored, that decode one token a step."""
 
     def __init__(self, running: int, prompt_tokens: int = 1000, num_blocks: int = 100_000) -> None:
         layout = EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK, 1),), BLOCK, "bench")
-        config = OffloadingConfig(cpu_bytes_to_use=1)
+        config = OffloadingConfig(cpu_bytes_to_use=num_blocks)  # blocks of a byte each
         self.scheduler = OffloadingConnectorScheduler(CPUOffloadingManager(num_blocks), layout, config)
         self.requests = [Request(f"request-{n}", 0, prompt_tokens) for n in range(running)]
         self.num_blocks = num_blocks
@@ -102,12 +102,22 @@ def read_records(steps: list[tuple[ScheduledRequest, ...]], limits: dict[str, in
     return run
 
 
-def steps_row(running: int, num_steps: int, rounds: int, repeats: int, case: str, *, full: bool = False) -> Row:
+def steps_row(
+    running: int,
+    num_steps: int,
+    rounds: int,
+    repeats: int,
+    case: str,
+    *,
+    full: bool = False,
+    prompt_tokens: int = 1000,
+    num_blocks: int = 100_000,
+) -> Row:
     """``num_steps`` consecutive decode steps, ``rounds`` times in a repeat. Times are per step.
 
     ``full``: every request waits for room in a full tier.
     """
-    bench = Decoding(running)
+    bench = Decoding(running, prompt_tokens, num_blocks)
     if full:
         bench.fill()
     limits = dict.fromkeys((request.request_id for request in bench.requests), 1 << 40)
@@ -183,5 +193,14 @@ def run(short: bool) -> list[Row]:
         share_row(idle),
         steps_row(64, BLOCK - 2, 2 if short else 20, repeats, "the same, all refused by a full tier", full=True),
         steps_row(64, BLOCK, 1 if short else 4, repeats, "decode, each request stores every 16th step"),
+        steps_row(
+            64,
+            BLOCK,
+            1 if short else 20,
+            repeats,
+            "the same with prompts of 32,000 tokens",
+            prompt_tokens=1000 if short else 32_000,
+            num_blocks=200_000,
+        ),
         admission_row(100 if short else 6_250, repeats),
     ]

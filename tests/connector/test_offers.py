@@ -116,11 +116,28 @@ def test_a_touch_is_due_once_a_sixteenth_of_the_cache_was_stored() -> None:
     assert not turnover.is_due(state)
     turnover.count(1)
     assert turnover.is_due(state)
-    turnover.touched(state)
+    turnover.touched(state, 4)
     assert not turnover.is_due(state)
     assert turnover.is_due(other), "each request counts from its own last touch"
     turnover.count(4)
     assert turnover.is_due(state)
+
+
+def test_long_requests_that_are_due_together_take_turns() -> None:
+    turnover = Turnover(16_000)
+    states = [PortionState() for _ in range(64)]
+    turnover.count(1000)
+    touched_by_round = []
+    while any(not state.touched_at for state in states):
+        touched = 0
+        for state in states:  # each stores a block in the same step
+            turnover.count(1)
+            if not state.touched_at and turnover.is_due(state):
+                turnover.touched(state, 2000)
+                touched += 1
+        touched_by_round.append(touched)
+    assert max(touched_by_round) <= 3
+    assert len(touched_by_round) <= 64
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 15])

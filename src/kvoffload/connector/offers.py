@@ -114,13 +114,20 @@ class Turnover:
     A request touches its prefix at admission and at its end. In between, its own new blocks and those of others are
     more recent than its head, so a long request would lose the head, which every later hit needs. So whoever stores
     touches its prefix again once a sixteenth of the cache was stored since it did so last. Touching at each store would
-    cost a step as much as the request is long.
+    cost a step as much as the request is long. Requests that are due in the same step take turns: a stored block pays
+    for ``KEYS_PER_STORED`` touched keys, and at most ``MOST_KEYS`` are paid for in advance.
     """
+
+    KEYS_PER_STORED = 32
+    """If the running requests' blocks are at most twice the cache, no request waits longer than its period for long."""
+    MOST_KEYS = 2048
+    """About a millisecond of the scheduler's thread."""
 
     def __init__(self, num_blocks: int) -> None:
         """``num_blocks``: the size of the primary tier."""
         self._period = max(1, num_blocks // 16)
         self._stored = 0
+        self._paid_keys = self.MOST_KEYS
 
     def __repr__(self) -> str:
         return f"Turnover({self._stored} blocks stored, a touch every {self._period})"
@@ -128,14 +135,20 @@ class Turnover:
     def count(self, num_blocks: int) -> None:
         """So many blocks were accepted for store."""
         self._stored += num_blocks
+        self._paid_keys = min(self.MOST_KEYS, self._paid_keys + num_blocks * self.KEYS_PER_STORED)
 
     def is_due(self, state: PortionState) -> bool:
         """Whether a request that has just stored is to touch its prefix."""
-        return self._stored - state.touched_at >= self._period
+        return self._stored - state.touched_at >= self._period and self._paid_keys > 0
 
-    def touched(self, state: PortionState) -> None:
-        """The request's prefix was touched."""
+    def admitted(self, state: PortionState) -> None:
+        """The request's prefix was touched at its admission."""
         state.touched_at = self._stored
+
+    def touched(self, state: PortionState, num_keys: int) -> None:
+        """The request was due, and so many keys were touched."""
+        state.touched_at = self._stored
+        self._paid_keys -= num_keys
 
 
 class Portion(Protocol):
@@ -273,8 +286,9 @@ class StoreOffers:
         else:
             state.wait_for_next_block(self._geometry)
         if stores and self._turnover.is_due(state.portions):
-            self._manager.touch(state.keys_in_use(), state.context)
-            self._turnover.touched(state.portions)
+            keys = state.keys_in_use()
+            self._manager.touch(keys, state.context)
+            self._turnover.touched(state.portions, len(keys))
         return stores
 
     def _max_tokens(self, state: RequestOffloadState) -> int:

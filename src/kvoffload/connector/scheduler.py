@@ -224,7 +224,7 @@ class OffloadingConnectorScheduler:
             if num_external_tokens > 0:
                 self._begin_load(state, hit_tokens)
             self._touch(state, hit_tokens)
-        self._turnover.touched(state.portions)
+        self._turnover.admitted(state.portions)
         state.start_offers_after(hit_tokens, self._geometry)
 
     def _touch(self, state: RequestOffloadState, hit_tokens: int) -> None:

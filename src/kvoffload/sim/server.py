@@ -182,7 +182,7 @@ class _Offers:
         self._cursor = first
         self._turnover = turnover
         self._portions = PortionState()
-        turnover.touched(self._portions)  # at admission
+        turnover.admitted(self._portions)
         self._in_flight: list[OffloadKey] = []
 
     @property
@@ -209,7 +209,7 @@ class _Offers:
         offer_in_portions(self._portions, self._manager, self._context, plan, self._accept)
         if len(self._in_flight) > num_in_flight and self._turnover.is_due(self._portions):
             self._manager.touch(self._path, self._context)
-            self._turnover.touched(self._portions)
+            self._turnover.touched(self._portions, len(self._path))
 
     def _accept(self, portion: _Portion, output: PrepareStoreOutput | None) -> bool:
         assert output is not None, "every portion of a trace has keys"
