@@ -221,8 +221,9 @@ class TieringMachine(RuleBasedStateMachine):
     def complete_store(self, transfer: Transfer, success: bool, named: bool) -> None:
         before = [len(tier.log) for tier in self.rig.tiers]
         overlap = any(set(other.keys) & set(transfer.keys) for other in self.stores)
+        was_ambiguous = self._was_ambiguous  # this call may end what was left from before a reset
         self.manager.complete_store(transfer.keys, transfer.context if named else None, success)
-        if success and not transfer.is_stale and not overlap and not self._was_ambiguous:
+        if success and not transfer.is_stale and not overlap and not was_ambiguous:
             for tier, start, mode in zip(self.rig.tiers, before, self.cascade):
                 submitted = [
                     key for call in tier.log[start:] if call.req_id == transfer.context.req_id for key in call.keys
