@@ -117,6 +117,22 @@ def test_readmission_waits_for_the_old_jobs() -> None:
     assert rig.ask(request) == (16, True)
 
 
+def test_a_request_that_is_preempted_and_admitted_in_one_step_gets_its_load() -> None:
+    """vLLM does so when its prefix cache is reset together with running requests."""
+    rig = Rig()
+    request = Request("r", 14)
+    rig.end(*rig.admit(request, range(4)).stores)
+    assert rig.ask(request) == (12, True)
+    rig.alloc(request, [10, 11, 12, 13], external=12)
+    (load,) = rig.step(preempted=["r"]).loads
+    assert load.destination.block_ids.tolist() == [10, 11, 12]
+    assert rig.end(load).loaded_request_ids == {"r"}
+    rig.alloc(request, [10, 11, 12, 13])
+    request.num_tokens = 16
+    (store,) = rig.step(rig.run(request, [10, 11, 12, 13], computed=12)).stores
+    assert store.source.block_ids.tolist() == [13]
+
+
 def test_readmission_waits_although_the_hit_is_ready() -> None:
     rig = Rig()
     rig.store_prefix(8)

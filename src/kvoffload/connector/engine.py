@@ -88,4 +88,5 @@ class EngineStep:
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     preempted_request_ids: frozenset[str] = frozenset()
-    """Requests that lost their GPU blocks in this step. The same step may allocate those blocks to others."""
+    """Requests that lost their GPU blocks in this step, or between it and the one before. The same step may allocate
+    those blocks to others. It may also admit such a request again, and what is allocated to it then is not lost."""

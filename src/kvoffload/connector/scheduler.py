@@ -274,9 +274,10 @@ class OffloadingConnectorScheduler:
     def build_connector_meta(self, step: EngineStep) -> ConnectorMeta:
         """The workers' part of this step. To be called in every step, also when nothing is scheduled."""
         for request_id in step.preempted_request_ids:
-            if (preempted := self._requests.get(request_id)) is not None:
+            preempted = self._requests.get(request_id)
+            # A load that was not sent yet is of this step: the request has been admitted again since.
+            if preempted is not None and not self._has_new_load(preempted):
                 self._flush(self._jobs.flush_for_request(preempted))
-                self._cancel_load(preempted)
                 self._offers.forget(preempted)
                 preempted.lose_gpu_blocks()
         stores: list[TransferJob] = []
@@ -304,6 +305,9 @@ class OffloadingConnectorScheduler:
             self._jobs[transfer.job_id].submitted = True
         self._loads, self._lost_loads, self._final_stores, self._flushes = [], [], [], set()
         return meta
+
+    def _has_new_load(self, state: RequestOffloadState) -> bool:
+        return state.load_job_id is not None and not self._jobs[state.load_job_id].submitted
 
     def _take_new_blocks(self, state: RequestOffloadState | None, scheduled: ScheduledRequest) -> None:
         if scheduled.block_table_is_new:

@@ -168,6 +168,27 @@ def test_blocks_of_generated_tokens_are_described_while_their_request_runs() -> 
     assert (event.block_size, event.parent_block_hash, event.token_ids) == (4, b"a-0", [104, 105])
 
 
+def test_unknown_blocks_cost_one_look_at_the_live_requests_a_call() -> None:
+    """A disk tier that is scanned at start announces thousands of blocks that no request knows."""
+    looks = []
+
+    class Counted(list[bytes]):
+        def __len__(self) -> int:
+            looks.append(1)
+            return super().__len__()
+
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+    growing = request("a", 1)
+    growing.block_hashes = Counted(growing.block_hashes)
+    translator.track(growing)
+    counts = []
+    for num_blocks in (1, 100, 100):
+        looks.clear()
+        translator.translate([stored(*(key("unknown", n) for n in range(num_blocks)))])
+        counts.append(len(looks))
+    assert counts[0] > 0 and counts == [counts[0]] * 3
+
+
 def test_an_id_used_again_is_another_request() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     old, new = request("old", 3), request("new", 2)

@@ -57,6 +57,8 @@ class EventTranslator:
         self._origins: dict[bytes, _HashOrigin] = {}
         self._live: dict[str, _Tracked] = {}
         self._finished: deque[_Tracked] = deque()
+        self._is_fresh = False
+        """Whether ``_origins`` has all hashes of live requests. They do not grow while events are translated."""
 
     # ------------------------------------------------------------------------------------------ tracked requests
 
@@ -97,10 +99,11 @@ class EventTranslator:
     def _origin(self, key: OffloadKey) -> _HashOrigin | None:
         block_hash = get_offload_block_hash(key)
         found = self._origins.get(block_hash)
-        if found is None:
+        if found is None and not self._is_fresh:
             # A block of generated tokens: only now does anybody ask for the hashes that were added since.
             for tracked in self._live.values():
                 self._add_hashes(tracked)
+            self._is_fresh = True
             found = self._origins.get(block_hash)
         return found
 
@@ -108,6 +111,7 @@ class EventTranslator:
 
     def translate(self, events: Iterable[OffloadingEvent]) -> list[Any]:
         """vLLM's ``BlockStored`` and ``BlockRemoved``, in order; one per group where an event has several."""
+        self._is_fresh = False
         return [
             translated
             for event in events

@@ -108,6 +108,9 @@ class TestModes:
         with pytest.raises(PermissionError):
             as_user(NOBODY, path.read_bytes)
         store.close()
+        root.chmod(0o711)
+        with pytest.raises(ConfigError, match=r"cannot be opened .*; run as its owner"):
+            as_user(NOBODY, lambda: FileSystemStore(root, SMALL))
 
     @needs_root
     def test_two_users_of_a_group_share_a_root_and_its_quota(self, public: Path) -> None:

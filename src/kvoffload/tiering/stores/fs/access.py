@@ -102,18 +102,23 @@ def check_control(root: str, mode: Literal["private", "group"]) -> Access:
 
 
 def check_locks(root: str) -> None:
-    """Raises ``ConfigError`` if the file system of ``root`` has no locks, without which no writer is safe."""
+    """Raises ``ConfigError`` if ``root`` cannot be opened, or if its file system has no locks, without which no writer
+    is safe."""
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            try_lock(fd)
-        finally:
-            os.close(fd)
+    except OSError as exc:
+        raise ConfigError(
+            f"{root} cannot be opened ({exc.strerror}); run as its owner, or choose another directory."
+        ) from exc
+    try:
+        try_lock(fd)
     except OSError as exc:
         raise ConfigError(
             f"The file system of {root} cannot lock ({exc.strerror}); mount it with local locks, or choose a directory "
             "on a local disk."
         ) from exc
+    finally:
+        os.close(fd)
 
 
 def try_lock(fd: int) -> bool:

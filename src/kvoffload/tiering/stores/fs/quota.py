@@ -257,6 +257,9 @@ class Quota:
                         check_directory(self._root, directory, self._access)
                     except PermissionError:
                         continue  # not ours to delete from, whatever was there
+                    except OSError:
+                        skipped.append((path, stamp_ns))
+                        raise
                     checked.add(directory)
                 self._evict_file(account, path, stamp_ns, reservation)
         finally:
