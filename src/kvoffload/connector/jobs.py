@@ -37,8 +37,8 @@ class JobRecord:
     num_bytes: int = 0
     seconds: float = 0.0
     submitted: bool = False
-    """Sent to the workers, or a final store, which is sent ahead of any flush. A job that was not submitted yet can
-    still be cancelled, and cannot be flushed."""
+    """Sent to the workers. Final stores count as sent from the start, since they go ahead of any flush. A job that was
+    not submitted can be cancelled, but not flushed."""
     flushed: bool = False
     """Workers wait for it before its GPU blocks are used again, so it has no fences."""
 

@@ -111,15 +111,16 @@ def select_source(
 class Turnover:
     """Counts what all requests stored, and says when a running request's prefix is to be touched again.
 
-    A request touches its prefix at admission and at its end. In between, its own new blocks and those of others are
-    more recent than its head, so a long request would lose the head, which every later hit needs. So whoever stores
-    touches its prefix again once a sixteenth of the cache was stored since it did so last. Touching at each store would
-    cost a step as much as the request is long. Requests that are due in the same step take turns: a stored block pays
+    A request touches its prefix at admission and at its end. In between, new blocks are more recent than its head. So a
+    long request would lose the head, which every later hit needs.
+
+    A request is due when it stores, and a sixteenth of the cache was stored since its last touch. A touch at each store
+    would cost as much as the request is long. Requests that are due in the same step take turns: a stored block pays
     for ``KEYS_PER_STORED`` touched keys, and at most ``MOST_KEYS`` are paid for in advance.
     """
 
     KEYS_PER_STORED = 32
-    """If the running requests' blocks are at most twice the cache, no request waits longer than its period for long."""
+    """Enough for every request's turn, if running requests have at most twice as many blocks as the cache."""
     MOST_KEYS = 2048
     """About a millisecond of the scheduler's thread."""
 
