@@ -104,6 +104,12 @@ def test_of_small_states_beside_larger_blocks_only_one_is_reachable() -> None:
     assert [block for block in range(8) if groups[1].is_reachable(block, hit_unit_tokens(groups))] == [3, 7]
 
 
+def test_a_window_with_a_speculative_head_needs_the_block_behind_a_boundary_too() -> None:
+    attention, window = geometry(full(16), sliding(8, lookahead=1))
+    unit = hit_unit_tokens((attention, window))
+    assert [block for block in range(10) if window.is_reachable(block, unit)] == [2, 3, 4, 6, 7, 8]
+
+
 def test_a_window_of_one_token_needs_no_earlier_one() -> None:
     (window,) = geometry(sliding(1))
     assert not any(window.is_reachable(block, 4) for block in range(8))

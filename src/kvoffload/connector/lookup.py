@@ -2,8 +2,9 @@
 """The longest prefix that offloaded blocks can supply: a pure search over several KV groups.
 
 A hit of T tokens is *good* when every group has the blocks it needs to continue after T tokens: the whole prefix for
-full attention, the last window for sliding windows, the last block for single states. The answer is the greatest T
-that is good for all groups at once.
+full attention, the last window for sliding windows, the last block for single states. Groups with speculative heads
+also need the block behind T (``GroupGeometry.blocks_to_find``). The answer is the greatest T that is good for all
+groups at once.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ def find_hit(
     again in a later step.
     """
     unit = hit_unit_tokens(tuple(groups))
-    bound = min(max_tokens, *(keys * group.block_tokens for keys, group in zip(num_keys, groups, strict=True)))
+    bound = min(max_tokens, *(group.longest_hit(keys) for keys, group in zip(num_keys, groups, strict=True)))
     hit = bound // unit * unit
     answers = [_GroupAnswers(group, ask) for group in groups]
 
     def shrink(hit: int, of: _GroupAnswers) -> int:
-        # Shorter hits need blocks that start no later. So the first missing block rules out every hit that ends behind
-        # its start, and the search may jump there.
-        missing = of.first_missing(of.group.blocks_for_hit(computed_tokens, hit))
-        return hit if missing is None else missing * of.group.block_tokens // unit * unit
+        # Shorter hits need blocks that start no later. So the first missing block rules out every hit that reaches it,
+        # and the search may jump to the longest that does not.
+        missing = of.first_missing(of.group.blocks_to_find(computed_tokens, hit))
+        return hit if missing is None else of.group.longest_hit(missing) // unit * unit
 
     # Invariant: no good hit is longer than ``hit``. So when no group shortens it any more, ``hit`` is good, and it is
     # the longest. "Not yet" counts as present until then.
@@ -87,6 +88,6 @@ def find_hit(
             hit = shrink(hit, each)
     if hit <= computed_tokens:
         return computed_tokens
-    if any(each.any_deferred(each.group.blocks_for_hit(computed_tokens, hit)) for each in answers):
+    if any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers):
         return None
     return hit
