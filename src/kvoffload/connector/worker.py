@@ -5,6 +5,7 @@ thread."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
@@ -28,8 +29,8 @@ class OffloadingConnectorWorker:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._log = RateLimitedLog(logger)
         self._waiting_stores: list[TransferJob] = []
-        self._num_open = 0
-        """Transfers that a handler has started and not returned yet."""
+        self._num_open: Counter[OffloadingHandler] = Counter()
+        """Transfers that each handler has started and not returned yet."""
         # Loads in flight on this rank, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
         self._results: list[TransferResult] = []
@@ -86,6 +87,7 @@ class OffloadingConnectorWorker:
         """Waits for transfers that run. Idempotent."""
         self._waiting_stores = []
         handlers, self._handlers = self._handlers, {}
+        self._num_open.clear()
         for handler in dict.fromkeys(handlers.values()):
             handler.shutdown()
 
@@ -97,8 +99,9 @@ class OffloadingConnectorWorker:
     def _start(self, job: TransferJob) -> None:
         media = job.source.medium(), job.destination.medium()
         try:
-            self._handlers[media].transfer_async(job.job_id, (job.source, job.destination))
-            self._num_open += 1
+            handler = self._handlers[media]
+            handler.transfer_async(job.job_id, (job.source, job.destination))
+            self._num_open[handler] += 1
         except Exception:  # noqa: BLE001 - this is the boundary
             # The boundary between a broken handler and the engine's step: the transfer failed, the step goes on.
             self._log.exception(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
@@ -109,11 +112,9 @@ class OffloadingConnectorWorker:
             handler.wait(job_ids)
 
     def _poll(self) -> None:
-        if not self._num_open:
-            return
-        for handler in dict.fromkeys(self._handlers.values()):
+        for handler in [handler for handler, num_open in self._num_open.items() if num_open]:
             for result in handler.get_finished():
-                self._num_open -= 1
+                self._num_open[handler] -= 1
                 self._end(result)
 
     def _end(self, result: TransferResult) -> None:
