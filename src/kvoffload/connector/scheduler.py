@@ -17,11 +17,10 @@ from kvoffload.base import (
 )
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
-from kvoffload.connector.groups import GroupGeometry, geometry_of
+from kvoffload.connector.groups import GroupGeometry, find_hit, geometry_of
 from kvoffload.connector.guard import RateLimitedLog
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
-from kvoffload.connector.lookup import find_hit
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers
 from kvoffload.connector.recording import RequestRecording
