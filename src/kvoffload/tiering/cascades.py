@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waiting import RequestState
 

@@ -19,11 +19,11 @@ from kvoffload.base import (
     RequestOffloadingContext,
 )
 from kvoffload.config import DEFAULTS
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats, add_stats
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.promotions import Lookups, Promotions
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 from kvoffload.tiering.waiting import Claims, RequestState, WaitingRequests

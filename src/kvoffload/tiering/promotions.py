@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waiting import Claims, RequestState, WaitingRequests
 
