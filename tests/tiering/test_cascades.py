@@ -9,8 +9,8 @@ from kvoffload.base import ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing import FakeTier
 from kvoffload.tiering.cascades import Cascades
+from kvoffload.tiering.promotions import RequestState
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
-from kvoffload.tiering.waiting import RequestState
 
 REQUEST = ReqContext("r")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.promotions import RequestState
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
-from kvoffload.tiering.waiting import RequestState
 
 __all__ = ["Cascades"]
 

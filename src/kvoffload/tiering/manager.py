@@ -24,9 +24,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats, add_stats
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
-from kvoffload.tiering.promotions import Lookups, Promotions
+from kvoffload.tiering.promotions import Claims, Lookups, Promotions, RequestState, WaitingRequests
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
-from kvoffload.tiering.waiting import Claims, RequestState, WaitingRequests
 from kvoffload.tiering.write_back import WriteBack
 
 __all__ = ["TieringOffloadingManager"]
