@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sizes import by_size
 
-from kvoffload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from kvoffload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import NO_BLOCK
 from kvoffload.connector.groups import GroupGeometry, find_hit, geometry_of, hit_unit_tokens
@@ -44,11 +45,16 @@ class Tier:
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
+        self.keys = [
+            [make_offload_key(bytes([block]), group) for block in range(len(blocks))]
+            for group, blocks in enumerate(answers)
+        ]
         self.asked: list[tuple[int, int]] = []
 
-    def ask(self, group: int, blocks: range) -> list[bool | None]:
+    def ask(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         found: list[bool | None] = []
-        for block in blocks:
+        for key in keys:
+            group, (block,) = get_offload_group_idx(key), get_offload_block_hash(key)
             self.asked.append((group, block))
             found.append(self.answers[group][block])
             if found[-1] is False:
@@ -112,7 +118,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
     groups, answers, computed, most = case
     tier = Tier(answers)
-    hit = find_hit(groups, [len(each) for each in answers], tier.ask, computed, most)
+    hit = find_hit(groups, tier.keys, tier.ask, computed, most)
     assert hit == by_trying_all(groups, answers, computed, most)
     assert len(tier.asked) == len(set(tier.asked)), "a block was asked for twice"
     unit = hit_unit_tokens(groups)
@@ -121,58 +127,59 @@ def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
 
 def test_a_deferred_block_does_not_stop_the_questions() -> None:
     tier = Tier([[True, None, None, True, None, False, True]])
-    assert find_hit(geometry(full()), [7], tier.ask, 0, 27) is None
+    assert find_hit(geometry(full()), tier.keys, tier.ask, 0, 27) is None
     assert tier.asked == [(0, block) for block in range(6)]  # all that may start their journey, and not beyond the gap
 
 
 def test_a_deferred_window_block_does_not_stop_the_questions() -> None:
     tier = Tier([[False, None, None, None]])
-    assert find_hit(geometry(sliding(13)), [4], tier.ask, 0, 16) is None
+    assert find_hit(geometry(sliding(13)), tier.keys, tier.ask, 0, 16) is None
     assert set(tier.asked) == {(0, 1), (0, 2), (0, 3)}
 
 
 def test_a_window_needs_its_last_blocks_only() -> None:
     tier = Tier([[False, False, True, True]])
-    assert find_hit(geometry(sliding(8)), [4], tier.ask, 0, 16) == 16
+    assert find_hit(geometry(sliding(8)), tier.keys, tier.ask, 0, 16) == 16
     assert tier.asked == [(0, 2), (0, 3)]
 
 
 def test_a_state_needs_its_last_block_only() -> None:
     tier = Tier([[False, False, True, False]])
-    assert find_hit(geometry(state()), [4], tier.ask, 0, 16) == 12
+    assert find_hit(geometry(state()), tier.keys, tier.ask, 0, 16) == 12
 
 
 def test_the_hit_is_the_minimum_over_all_groups() -> None:
     tier = Tier([[True, True, True, True], [True, True, False, True]])
-    assert find_hit(geometry(full(), full()), [4, 4], tier.ask, 0, 16) == 8
+    assert find_hit(geometry(full(), full()), tier.keys, tier.ask, 0, 16) == 8
 
 
 def test_shrinking_for_one_group_is_checked_with_the_others_again() -> None:
     # The state says 12, where the window is broken; at 8 the state is missing; at 4 both agree.
     tier = Tier([[True, False, True, True], [True, False, True, False]])
-    assert find_hit(geometry(sliding(8), state()), [4, 4], tier.ask, 0, 16) == 4
+    assert find_hit(geometry(sliding(8), state()), tier.keys, tier.ask, 0, 16) == 4
 
 
 def test_what_the_device_has_is_not_asked_for() -> None:
     tier = Tier([[False, False, True]])
-    assert find_hit(geometry(full()), [3], tier.ask, 8, 12) == 12
+    assert find_hit(geometry(full()), tier.keys, tier.ask, 8, 12) == 12
     assert tier.asked == [(0, 2)]
 
 
 def test_a_hit_may_end_inside_a_block_of_full_attention() -> None:
     tier = Tier([[True, True]])
-    assert find_hit(geometry(full(), factor=4), [2], tier.ask, 0, 31) == 28
+    assert find_hit(geometry(full(), factor=4), tier.keys, tier.ask, 0, 31) == 28
 
 
 def test_windows_and_states_end_at_their_own_blocks() -> None:
     # Inside a larger block only the tail is kept, so a hit must not end there.
-    assert find_hit(geometry(sliding(8), factor=4), [2], Tier([[True, True]]).ask, 0, 31) == 16
-    assert find_hit(geometry(state(), factor=4), [2], Tier([[True, True]]).ask, 0, 31) == 16
+    for group in (sliding(8), state()):
+        tier = Tier([[True, True]])
+        assert find_hit(geometry(group, factor=4), tier.keys, tier.ask, 0, 31) == 16
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_too_short_for_a_block(most: int) -> None:
-    assert find_hit(geometry(full()), [0], Tier([[]]).ask, 0, most) == 0
+    assert find_hit(geometry(full()), [[]], Tier([[]]).ask, 0, most) == 0
 
 
 # ---------------------------------------------------------------------------------------------------- arithmetic

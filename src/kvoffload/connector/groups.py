@@ -147,17 +147,18 @@ def hit_unit_tokens(groups: tuple[GroupGeometry, ...]) -> int:
     return math.lcm(*(group.hit_align_tokens for group in groups))
 
 
-AskBlocks = Callable[[int, range], Sequence[bool | None]]
-"""``ask(group, blocks)``: lookup answers for consecutive blocks, up to and including the first ``False``."""
+AskBlocks = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
+"""Lookup answers for the keys of consecutive blocks, up to and including the first ``False``."""
 
 
 class _GroupAnswers:
     """The lookup answers of one group's blocks in this search. No block is asked for twice."""
 
-    __slots__ = ("_ask", "_known", "group")
+    __slots__ = ("_ask", "_keys", "_known", "group")
 
-    def __init__(self, group: GroupGeometry, ask: AskBlocks) -> None:
+    def __init__(self, group: GroupGeometry, keys: Sequence[OffloadKey], ask: AskBlocks) -> None:
         self.group = group
+        self._keys = keys
         self._ask = ask
         self._known: dict[int, bool | None] = {}
 
@@ -169,7 +170,7 @@ class _GroupAnswers:
         while block < blocks.stop:
             if block not in known:
                 unknown = range(block, next((b for b in range(block, blocks.stop) if b in known), blocks.stop))
-                known.update(zip(unknown, self._ask(self.group.index, unknown), strict=False))
+                known.update(zip(unknown, self._ask(self._keys[unknown.start : unknown.stop]), strict=False))
             if known[block] is False:
                 return block
             block += 1
@@ -181,21 +182,21 @@ class _GroupAnswers:
 
 def find_hit(
     groups: Sequence[GroupGeometry],
-    num_keys: Sequence[int],
+    keys: Sequence[Sequence[OffloadKey]],
     ask: AskBlocks,
     computed_tokens: int,
     max_tokens: int,
 ) -> int | None:
     """The longest good hit in tokens, including the ``computed_tokens`` that are on the device already.
 
-    ``num_keys[g]`` is the number of full blocks the request has in group g; the hit is at most ``max_tokens``. Returns
+    ``keys[g]`` are those of the request's full blocks in group g; the hit is at most ``max_tokens``. Returns
     ``computed_tokens`` when there is nothing to add, and ``None`` when a block of the longest hit is "not yet": ask
     again in a later step.
     """
     unit = hit_unit_tokens(tuple(groups))
-    bound = min(max_tokens, *(keys * group.block_tokens for keys, group in zip(num_keys, groups, strict=True)))
+    bound = min(max_tokens, *(len(own) * group.block_tokens for own, group in zip(keys, groups, strict=True)))
     hit = bound // unit * unit
-    answers = [_GroupAnswers(group, ask) for group in groups]
+    answers = [_GroupAnswers(group, own, ask) for group, own in zip(groups, keys, strict=True)]
 
     def shrink(hit: int, of: _GroupAnswers) -> int:
         # Shorter hits need blocks that start no later. So the first missing block rules out every hit that ends behind

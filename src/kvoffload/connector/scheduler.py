@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,7 @@ from kvoffload.base import (
 )
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
-from kvoffload.connector.groups import GroupGeometry, find_hit, geometry_of
+from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of
 from kvoffload.connector.guard import RateLimitedLog
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
@@ -160,13 +161,11 @@ class OffloadingConnectorScheduler:
 
     def _find_hit(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
         state.extend_keys(self._geometry)
-        hit = find_hit(
-            self._geometry,
-            [len(group.keys) for group in state.groups],
-            lambda group, blocks: self._ask(state, group, blocks),
-            computed_tokens,
-            min(state.request.num_tokens - 1, computed_tokens + self._max_load_tokens(state)),
-        )
+        ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=state.context)
+        if state.failed_keys:
+            ask = functools.partial(self._ask_unless_failed, state)
+        most = min(state.request.num_tokens - 1, computed_tokens + self._max_load_tokens(state))
+        hit = find_hit(self._geometry, [group.keys for group in state.groups], ask, computed_tokens, most)
         if hit is not None and hit > computed_tokens and self._should_await_load(state, computed_tokens, hit):
             return None
         return hit
@@ -175,10 +174,7 @@ class OffloadingConnectorScheduler:
         most = state.limits.max_load_tokens
         return state.request.num_tokens if most is None else most
 
-    def _ask(self, state: RequestOffloadState, group: int, blocks: range) -> Sequence[bool | None]:
-        keys: Sequence[OffloadKey] = state.groups[group].keys[blocks.start : blocks.stop]
-        if not state.failed_keys:
-            return self._manager.lookup_prefix(keys, state.context)
+    def _ask_unless_failed(self, state: RequestOffloadState, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
         good = next((n for n, key in enumerate(keys) if key in state.failed_keys), len(keys))
         answers = list(self._manager.lookup_prefix(keys[:good], state.context))
         # A load of this key failed for this request: it stays a miss, even if the manager has it.
