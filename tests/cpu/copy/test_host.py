@@ -1,236 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order and results of copies within host memory, with gates instead of sleeps."""
+"""Both ways of moving runs, at every alignment, against numpy. Other threads may run meanwhile."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import random
+import builtins
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvoffload.base import Direction
-from kvoffload.cpu.copy.host import CopyPlan, TransferQueue
-from kvoffload.cpu.copy.plan import Extent
-
-LOAD, STORE = Direction.LOAD, Direction.STORE
-
-
-def extent(slots: set[int], gpu_blocks: set[int]) -> Extent:
-    return Extent(frozenset(slots), frozenset(gpu_blocks))
+from kvoffload.cpu.copy.host import copy_to_device, copy_to_host, move_one_by_one
+from kvoffload.cpu.copy.native import MoveRuns, native_mover
+from kvoffload.cpu.copy.plan import Runs
 
 
-class Gate:
-    """A job that signals when it runs, and ends when the test lets it."""
-
-    def __init__(self, log: list[str], name: str, num_bytes: int = 5) -> None:
-        self.running, self.go = threading.Event(), threading.Event()
-        self._log, self._name, self._num_bytes = log, name, num_bytes
-
-    def plan(self) -> CopyPlan:
-        return CopyPlan([self._run], self._num_bytes)
-
-    def _run(self) -> None:
-        self._log.append(self._name)
-        self.running.set()
-        assert self.go.wait(30)
+def native(*runs: Any) -> None:
+    mover = native_mover()
+    if mover is None:
+        pytest.skip("numba is not installed here")
+    mover(*runs)
 
 
-@pytest.fixture(params=[1, 3])
-def queue(request: pytest.FixtureRequest) -> Iterator[TransferQueue]:
-    queue = TransferQueue(request.param)
-    before = threading.active_count()
-    yield queue
-    queue.shutdown()
-    assert threading.active_count() == before
+MOVERS: list[MoveRuns] = [native, move_one_by_one]
 
 
-def ends(queue: TransferQueue, direction: Direction) -> dict[int, bool]:
-    return {result.job_id: result.success for result in queue.take_finished(direction)}
-
-
-CONFLICTS = {
-    # (earlier, later): what both touch -> whether the later one must wait
-    (STORE, LOAD): {"slot": True, "gpu": True},
-    (LOAD, STORE): {"slot": True, "gpu": True},
-    (STORE, STORE): {"slot": True, "gpu": False},
-    (LOAD, LOAD): {"slot": False, "gpu": True},
-}
-
-
-@pytest.mark.parametrize(
-    ("earlier", "later", "shared"),
-    [(*pair, shared) for pair, shared in itertools.product(CONFLICTS, ("slot", "gpu", "nothing"))],
+@pytest.mark.parametrize("move", MOVERS)
+@settings(max_examples=60)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 700), st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=12),
+    aligned=st.booleans(),
 )
-def test_a_job_waits_for_those_it_conflicts_with_and_for_no_others(
-    earlier: Direction, later: Direction, shared: str
+def test_exactly_the_runs_are_written(move: MoveRuns, runs: list[tuple[int, int, int]], aligned: bool) -> None:
+    """``runs``: (length, gap before it in the source, gap before it in the destination)."""
+    source = np.random.default_rng(len(runs)).integers(1, 256, 12 * 900, dtype=np.uint8)
+    destination = np.zeros(12 * 900, dtype=np.uint8)
+    expected = destination.copy()
+    read = written = 0
+    moves = []
+    for length, source_gap, destination_gap in runs:
+        read += source_gap
+        written += destination_gap
+        if aligned:
+            written += -(destination.ctypes.data + written) % 32
+        expected[written : written + length] = source[read : read + length]
+        moves.append((destination.ctypes.data + written, source.ctypes.data + read, length))
+        read += length
+        written += length
+    moves.reverse()
+    move(*(np.array(column, dtype=np.int64) for column in zip(*moves, strict=True)))
+    np.testing.assert_array_equal(destination, expected)
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 256 << 10])
+def test_directions(page_bytes: int) -> None:
+    device = np.random.default_rng(0).integers(0, 256, (6, page_bytes), dtype=np.uint8)
+    host = np.zeros((6, page_bytes), dtype=np.uint8)
+    ids, slots = np.array([4, 1, 3]), np.array([0, 5, 2])
+    lengths = np.full(3, page_bytes)
+    runs = Runs(device.ctypes.data + ids * page_bytes, host.ctypes.data + slots * page_bytes, lengths)
+    copy_to_host(runs)
+    np.testing.assert_array_equal(host[slots], device[ids])
+    assert not host[[1, 3, 4]].any()
+    stored = device.copy()
+    device[:] = 0
+    copy_to_device(runs)
+    np.testing.assert_array_equal(device[ids], stored[ids])
+    assert not device[[0, 2, 5]].any()
+
+
+def test_nothing_is_copied_for_an_empty_plan() -> None:
+    nothing = np.empty(0, dtype=np.int64)
+    copy_to_host(Runs(nothing, nothing, nothing))
+
+
+def test_runs_in_order_are_the_same_runs() -> None:
+    runs = Runs(np.array([300, 100, 200]), np.array([10, 30, 20]), np.array([1, 2, 3]))
+    by_device, by_host = runs.in_order_of(runs.device), runs.in_order_of(runs.host)
+    assert (by_device.device.tolist(), by_device.host.tolist(), by_device.lengths.tolist()) == (
+        [100, 200, 300],
+        [30, 20, 10],
+        [2, 3, 1],
+    )
+    assert by_host.host.tolist() == [10, 20, 30]
+
+
+@pytest.fixture
+def fresh_mover() -> Any:
+    native_mover.cache_clear()
+    yield
+    native_mover.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_mover")
+def test_without_numba_the_plain_way_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue, log = TransferQueue(2), []  # type: tuple[TransferQueue, list[str]]
-    first, second = Gate(log, "first"), Gate(log, "second")
-    second.go.set()
-    queue.submit(1, earlier, extent({1}, {1}), first.plan)
-    queue.submit(2, later, extent({1} if shared == "slot" else {2}, {1} if shared == "gpu" else {2}), second.plan)
-    assert first.running.wait(30)
-    if CONFLICTS[earlier, later].get(shared, False):
-        assert not second.running.is_set()
-        assert not queue._ready[later]
-        first.go.set()
-        assert second.running.wait(30)
-        assert log == ["first", "second"]
-    else:
-        assert second.running.wait(30)
-    first.go.set()
-    queue.wait([1, 2])
-    queue.shutdown()
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert native_mover() is None
+    assert not caplog.records
+    test_directions(4096)
 
 
-def conflicts(first: tuple[Direction, Extent], second: tuple[Direction, Extent]) -> bool:
-    """Whether one writes what the other touches, by definition."""
-    (one, left), (other, right) = first, second
-    slots = bool(left.slots & right.slots) and (STORE in (one, other))
-    return slots or (bool(left.gpu_blocks & right.gpu_blocks) and LOAD in (one, other))
+@pytest.mark.usefixtures("fresh_mover")
+def test_a_numba_that_cannot_compile_costs_speed_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if native_mover() is None:
+        pytest.skip("numba is not installed here")
+    native_mover.cache_clear()
+    real_import = builtins.__import__
+
+    def broken(name: str, *rest: Any, **named: Any) -> Any:
+        if name.startswith("llvmlite"):
+            raise RuntimeError("releases disagree")
+        return real_import(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", broken)
+    assert native_mover() is None
+    assert "copied slower" in caplog.text
+    assert "releases disagree" in caplog.text
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_any_mixture_keeps_every_order_that_matters(seed: int) -> None:
-    chance = random.Random(seed)
-    queue, log, lock = TransferQueue(4), [], threading.Lock()  # type: tuple[TransferQueue, list[tuple[str, int]], Any]
-
-    def copy(job_id: int) -> CopyPlan:
-        def run() -> None:
-            with lock:
-                log.append(("begins", job_id))
-            with lock:
-                log.append(("ends", job_id))
-
-        return CopyPlan([run], 1)
-
-    jobs: list[tuple[Direction, Extent]] = []
-    for job_id in range(60):
-        some = [set(chance.sample(range(12), chance.randint(1, 3))) for _ in range(2)]
-        jobs.append((chance.choice([LOAD, STORE]), extent(*some)))
-        queue.submit(job_id, *jobs[-1], functools.partial(copy, job_id))
-    queue.wait(range(60))
-    for later, earlier in itertools.combinations(reversed(range(60)), 2):
-        if conflicts(jobs[earlier], jobs[later]):
-            assert log.index(("ends", earlier)) < log.index(("begins", later))
-    assert not any(vars(memory)[name] for memory in (queue._slots, queue._gpu_blocks) for name in vars(memory))
-    queue.shutdown()
-
-
-def test_a_job_waits_for_its_neighbours_only_however_many_are_open() -> None:
-    """Thousands of jobs on the same blocks form a chain, not a mesh: submitting one costs what it touches."""
-    queue, log = TransferQueue(1), []  # type: tuple[TransferQueue, list[str]]
-    gate = Gate(log, "first")
-    queue.submit(0, STORE, extent({1, 2}, {1, 2}), gate.plan)
-    assert gate.running.wait(30)
-    for job_id in range(1, 2000):
-        queue.submit(job_id, STORE if job_id % 2 else LOAD, extent({1, 2}, {1, 2}), lambda: CopyPlan([], 0))
-    assert sum(len(job.blocked) for job in queue._open.values()) < 2 * 2000
-    gate.go.set()
-    queue.wait(range(2000))
-    queue.shutdown()
-
-
-def test_loads_overtake_stores_that_have_not_started() -> None:
-    queue, log = TransferQueue(1), []  # type: tuple[TransferQueue, list[str]]
-    gates = [Gate(log, name) for name in ("running store", "store", "load")]
-    for gate in gates[1:]:
-        gate.go.set()
-    queue.submit(1, STORE, extent({1}, {1}), gates[0].plan)
-    assert gates[0].running.wait(30)
-    queue.submit(2, STORE, extent({2}, {2}), gates[1].plan)
-    queue.submit(3, LOAD, extent({3}, {3}), gates[2].plan)
-    gates[0].go.set()
-    queue.wait([1, 2, 3])
-    assert log == ["running store", "load", "store"]
-    queue.shutdown()
-
-
-def fails() -> CopyPlan:
-    raise RuntimeError("no plan")
-
-
-def test_what_raises_is_a_failed_job_and_the_next_ones_go_on(queue: TransferQueue) -> None:
-    def bad_part() -> None:
-        raise OSError("no copy")
-
-    queue.submit(1, STORE, extent({1}, {1}), fails)
-    queue.submit(2, STORE, extent({1}, {1}), lambda: CopyPlan([bad_part, lambda: None], 7))
-    queue.submit(3, STORE, extent({1}, {1}), lambda: CopyPlan([lambda: None] * 4, 7))
-    queue.wait([1, 2, 3])
-    results = {result.job_id: result for result in queue.take_finished(STORE)}
-    assert {job: result.success for job, result in results.items()} == {1: False, 2: False, 3: True}
-    assert [results[job].num_bytes for job in (1, 2, 3)] == [0, 0, 7]
-    assert queue.take_finished(STORE) == []
-
-
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
-def test_no_error_takes_a_copying_thread_down(queue: TransferQueue, error: type[BaseException]) -> None:
-    def part() -> None:
-        raise error
-
-    for job in range(4):
-        queue.submit(job, LOAD, extent({1}, {job}), lambda: CopyPlan([part, part], 7))
-    queue.submit(4, LOAD, extent({1}, {4}), lambda: CopyPlan([lambda: None], 7))
-    queue.wait(range(5))
-    assert ends(queue, LOAD) == {0: False, 1: False, 2: False, 3: False, 4: True}
-
-
-def test_an_id_that_is_open_already_fails_and_does_not_disturb_the_first(queue: TransferQueue) -> None:
-    gate = Gate([], "only")
-    queue.submit(1, STORE, extent({1}, {1}), gate.plan)
-    assert gate.running.wait(30)
-    queue.submit(1, LOAD, extent({2}, {2}), gate.plan)
-    assert ends(queue, LOAD) == {1: False}
-    gate.go.set()
-    queue.wait([1])
-    assert ends(queue, STORE) == {1: True}
-
-
-def test_shutdown_waits_for_what_runs_and_fails_the_rest() -> None:
-    queue = TransferQueue(1)
-    gates = [Gate([], str(number)) for number in range(3)]
-    for number, gate in enumerate(gates):
-        queue.submit(number, STORE, extent({1}, {number}), gate.plan)
-    assert gates[0].running.wait(30)
-    closing = threading.Thread(target=queue.shutdown)
-    closing.start()
-    queue.wait([1, 2])  # ended by the shutdown, while the first one still runs
-    assert closing.is_alive()
-    gates[0].go.set()
-    closing.join(30)
-    assert ends(queue, STORE) == {0: True, 1: False, 2: False}
-    queue.submit(9, LOAD, extent({1}, {1}), gates[0].plan)
-    assert ends(queue, LOAD) == {9: False}
-
-
-def test_many_jobs_on_few_blocks_end_once_each_as_if_one_after_another(queue: TransferQueue) -> None:
-    """Stores append to a slot's history and loads copy it: the outcome must equal running the jobs one by one."""
-    slots: dict[int, list[int]] = {slot: [] for slot in range(3)}
-    blocks: dict[int, list[int]] = {block: [block] for block in range(3)}
-    expected_slots, expected_blocks = {k: list(v) for k, v in slots.items()}, {k: list(v) for k, v in blocks.items()}
-
-    def copy(
-        source: dict[int, list[int]], a: int, target: dict[int, list[int]], b: int, job: int
-    ) -> Callable[[], CopyPlan]:
-        def part() -> None:
-            target[b] = [*source[a][-5:], job]
-
-        return lambda: CopyPlan([part], 1)
-
-    for job in range(300):
-        slot, block = job * 7 % 3, job * 5 % 11 % 3
-        touched = extent({slot}, {block})
-        if job % 2:
-            queue.submit(job, STORE, touched, copy(blocks, block, slots, slot, job))
-            copy(expected_blocks, block, expected_slots, slot, job)().parts[0]()
-        else:
-            queue.submit(job, LOAD, touched, copy(slots, slot, blocks, block, job))
-            copy(expected_slots, slot, expected_blocks, block, job)().parts[0]()
-    queue.wait(range(300))
-    assert (slots, blocks) == (expected_slots, expected_blocks)
-    ended = [result.job_id for direction in Direction for result in queue.take_finished(direction)]
-    assert sorted(ended) == list(range(300))
+@pytest.mark.parametrize("move", MOVERS)
+def test_other_threads_run_meanwhile(move: Callable[..., None]) -> None:
+    """This thread, which needs the GIL, sees half of a copy only if the copy releases it."""
+    pages = np.ones(64 << 20, dtype=np.uint8)
+    copies = np.zeros_like(pages)
+    offsets = np.arange(0, len(pages), 4096, dtype=np.int64)
+    arrays = copies.ctypes.data + offsets, pages.ctypes.data + offsets, np.full(len(offsets), 4096, dtype=np.int64)
+    move(*(array[:1] for array in arrays))  # compiles
+    seen_halfway = False
+    for _ in range(50):
+        copies[:] = 0
+        thread = threading.Thread(target=move, args=arrays)
+        thread.start()
+        while thread.is_alive() and not seen_halfway:
+            seen_halfway = bool(copies[0] == 1 and copies[-1] == 0)
+        thread.join()
+        np.testing.assert_array_equal(copies, pages)
+        if seen_halfway:
+            return
+    pytest.fail("the copy was never seen halfway")

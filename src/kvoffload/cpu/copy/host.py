@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend for CPU engines: copies within host memory, on a few threads.
+"""Copies runs within host memory without holding the GIL: the backend for CPU engines.
 
-Jobs may be reordered, but never two of which one writes what the other touches. Two jobs *conflict* when one writes a
-slot or GPU block that the other reads or writes. A job starts when all earlier jobs that it conflicts with have ended.
-Among jobs that may start, loads go first: a request waits for a load, and none for a store.
+With numba installed, a whole plan is one native call (``native.py``). Without it, every run is one ``memmove`` through
+ctypes, which costs about a microsecond and so matters below 64 KiB a run. ``bench/host_copies.py`` measures both.
+
+Copies run on a few threads. Jobs may be reordered, but never two of which one writes what the other touches: two jobs
+*conflict* when one writes a slot or GPU block that the other reads or writes. A job starts when all earlier jobs that
+it conflicts with have ended. Among jobs that may start, loads go first: a request waits for a load, and none for a
+store.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import threading
@@ -15,6 +20,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from kvoffload.base import (
     CanonicalKVCaches,
@@ -25,14 +33,15 @@ from kvoffload.base import (
     TransferResult,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.native import copy_to_device, copy_to_host, native_mover
+from kvoffload.cpu.copy.native import native_mover
 from kvoffload.cpu.copy.plan import CopyLayout, Extent, Runs, plan_parts
 
-__all__ = ["CopyPlan", "TransferQueue", "make_host_handlers"]
+__all__ = ["CopyPlan", "TransferQueue", "copy_to_device", "copy_to_host", "make_host_handlers", "move_one_by_one"]
 
 logger = logging.getLogger(__name__)
 
 CopyRuns = Callable[[Runs], None]
+Int64s = npt.NDArray[np.int64]
 
 
 def make_host_handlers(
@@ -85,6 +94,9 @@ class HostHandler(OffloadingHandler):
     def _plan(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> CopyPlan:
         parts, num_bytes = plan_parts(self._layout, gpu, cpu, self._direction, self._queue.num_threads)
         return CopyPlan([functools.partial(self._copy_runs, part) for part in parts], num_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------- the order of jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,3 +306,28 @@ class TransferQueue:
                 self._ready[later.direction].append(later)
                 self._has_work.notify()
         self._job_ended.notify_all()
+
+
+# ---------------------------------------------------------------------------------------------------------- moving runs
+
+
+def copy_to_host(runs: Runs) -> None:
+    """Device to region; the caller keeps both sides alive."""
+    _move(runs.host, runs.device, runs.lengths)
+
+
+def copy_to_device(runs: Runs) -> None:
+    """Region to device; the caller keeps both sides alive."""
+    _move(runs.device, runs.host, runs.lengths)
+
+
+def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
+    if not len(lengths):
+        return
+    (native_mover() or move_one_by_one)(destinations, sources, lengths)
+
+
+def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
+    """One ctypes call per run. Each releases the GIL."""
+    for destination, source, length in zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True):
+        ctypes.memmove(destination, source, length)

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves runs within host memory without holding the GIL.
+"""The copy loop as machine code, compiled with numba where that is installed (vLLM brings it).
 
-With numba installed (vLLM brings it), a whole plan is one call of a copy loop in machine code. Without it, every run is
-one ``memmove`` through ctypes, which costs about a microsecond and so matters below 64 KiB a run.
-``bench/host_copies.py`` measures both.
-
-Two things make the loop as fast as one large memcpy although its pages are scattered. It asks for what it will read
-4 KiB later, across the end of a run into the next one, since hardware prefetchers start anew with every page. And it
-writes past the caches, as the C library does for large copies but not for small ones: an ordinary store first reads the
-line that it overwrites, which is a third of all traffic, and pushes out what compute would have found there.
+Two things make it as fast as one large memcpy although its pages are scattered. It asks for what it will read 4 KiB
+later, across the end of a run into the next one, since hardware prefetchers start anew with every page. And it writes
+past the caches, as the C library does for large copies but not for small ones: an ordinary store first reads the line
+that it overwrites, which is a third of all traffic, and pushes out what compute would have found there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 from collections.abc import Callable
@@ -22,9 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.cpu.copy.plan import Runs
-
-__all__ = ["MoveRuns", "copy_to_device", "copy_to_host", "move_one_by_one", "native_mover"]
+__all__ = ["MoveRuns", "native_mover"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,28 +29,6 @@ GIL."""
 _LINE_BYTES = 64
 _VECTOR_BYTES = 32
 _AHEAD_BYTES = 4096
-
-
-def copy_to_host(runs: Runs) -> None:
-    """Device to region; the caller keeps both sides alive."""
-    _move(runs.host, runs.device, runs.lengths)
-
-
-def copy_to_device(runs: Runs) -> None:
-    """Region to device; the caller keeps both sides alive."""
-    _move(runs.device, runs.host, runs.lengths)
-
-
-def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    if not len(lengths):
-        return
-    (native_mover() or move_one_by_one)(destinations, sources, lengths)
-
-
-def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    """One ctypes call per run. Each releases the GIL."""
-    for destination, source, length in zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True):
-        ctypes.memmove(destination, source, length)
 
 
 @functools.cache

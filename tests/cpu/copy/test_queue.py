@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Order and results of the transfer queue, with gates instead of sleeps."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvoffload.base import Direction
+from kvoffload.cpu.copy.host import CopyPlan, TransferQueue
+from kvoffload.cpu.copy.plan import Extent
+
+LOAD, STORE = Direction.LOAD, Direction.STORE
+
+
+def extent(slots: set[int], gpu_blocks: set[int]) -> Extent:
+    return Extent(frozenset(slots), frozenset(gpu_blocks))
+
+
+class Gate:
+    """A job that signals when it runs, and ends when the test lets it."""
+
+    def __init__(self, log: list[str], name: str, num_bytes: int = 5) -> None:
+        self.running, self.go = threading.Event(), threading.Event()
+        self._log, self._name, self._num_bytes = log, name, num_bytes
+
+    def plan(self) -> CopyPlan:
+        return CopyPlan([self._run], self._num_bytes)
+
+    def _run(self) -> None:
+        self._log.append(self._name)
+        self.running.set()
+        assert self.go.wait(30)
+
+
+@pytest.fixture(params=[1, 3])
+def queue(request: pytest.FixtureRequest) -> Iterator[TransferQueue]:
+    queue = TransferQueue(request.param)
+    before = threading.active_count()
+    yield queue
+    queue.shutdown()
+    assert threading.active_count() == before
+
+
+def ends(queue: TransferQueue, direction: Direction) -> dict[int, bool]:
+    return {result.job_id: result.success for result in queue.take_finished(direction)}
+
+
+CONFLICTS = {
+    # (earlier, later): what both touch -> whether the later one must wait
+    (STORE, LOAD): {"slot": True, "gpu": True},
+    (LOAD, STORE): {"slot": True, "gpu": True},
+    (STORE, STORE): {"slot": True, "gpu": False},
+    (LOAD, LOAD): {"slot": False, "gpu": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "shared"),
+    [(*pair, shared) for pair, shared in itertools.product(CONFLICTS, ("slot", "gpu", "nothing"))],
+)
+def test_a_job_waits_for_those_it_conflicts_with_and_for_no_others(
+    earlier: Direction, later: Direction, shared: str
+) -> None:
+    queue, log = TransferQueue(2), []  # type: tuple[TransferQueue, list[str]]
+    first, second = Gate(log, "first"), Gate(log, "second")
+    second.go.set()
+    queue.submit(1, earlier, extent({1}, {1}), first.plan)
+    queue.submit(2, later, extent({1} if shared == "slot" else {2}, {1} if shared == "gpu" else {2}), second.plan)
+    assert first.running.wait(30)
+    if CONFLICTS[earlier, later].get(shared, False):
+        assert not second.running.is_set()
+        assert not queue._ready[later]
+        first.go.set()
+        assert second.running.wait(30)
+        assert log == ["first", "second"]
+    else:
+        assert second.running.wait(30)
+    first.go.set()
+    queue.wait([1, 2])
+    queue.shutdown()
+
+
+def conflicts(first: tuple[Direction, Extent], second: tuple[Direction, Extent]) -> bool:
+    """Whether one writes what the other touches, by definition."""
+    (one, left), (other, right) = first, second
+    slots = bool(left.slots & right.slots) and (STORE in (one, other))
+    return slots or (bool(left.gpu_blocks & right.gpu_blocks) and LOAD in (one, other))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_mixture_keeps_every_order_that_matters(seed: int) -> None:
+    chance = random.Random(seed)
+    queue, log, lock = TransferQueue(4), [], threading.Lock()  # type: tuple[TransferQueue, list[tuple[str, int]], Any]
+
+    def copy(job_id: int) -> CopyPlan:
+        def run() -> None:
+            with lock:
+                log.append(("begins", job_id))
+            with lock:
+                log.append(("ends", job_id))
+
+        return CopyPlan([run], 1)
+
+    jobs: list[tuple[Direction, Extent]] = []
+    for job_id in range(60):
+        some = [set(chance.sample(range(12), chance.randint(1, 3))) for _ in range(2)]
+        jobs.append((chance.choice([LOAD, STORE]), extent(*some)))
+        queue.submit(job_id, *jobs[-1], functools.partial(copy, job_id))
+    queue.wait(range(60))
+    for later, earlier in itertools.combinations(reversed(range(60)), 2):
+        if conflicts(jobs[earlier], jobs[later]):
+            assert log.index(("ends", earlier)) < log.index(("begins", later))
+    assert not any(vars(memory)[name] for memory in (queue._slots, queue._gpu_blocks) for name in vars(memory))
+    queue.shutdown()
+
+
+def test_a_job_waits_for_its_neighbours_only_however_many_are_open() -> None:
+    """Thousands of jobs on the same blocks form a chain, not a mesh: submitting one costs what it touches."""
+    queue, log = TransferQueue(1), []  # type: tuple[TransferQueue, list[str]]
+    gate = Gate(log, "first")
+    queue.submit(0, STORE, extent({1, 2}, {1, 2}), gate.plan)
+    assert gate.running.wait(30)
+    for job_id in range(1, 2000):
+        queue.submit(job_id, STORE if job_id % 2 else LOAD, extent({1, 2}, {1, 2}), lambda: CopyPlan([], 0))
+    assert sum(len(job.blocked) for job in queue._open.values()) < 2 * 2000
+    gate.go.set()
+    queue.wait(range(2000))
+    queue.shutdown()
+
+
+def test_loads_overtake_stores_that_have_not_started() -> None:
+    queue, log = TransferQueue(1), []  # type: tuple[TransferQueue, list[str]]
+    gates = [Gate(log, name) for name in ("running store", "store", "load")]
+    for gate in gates[1:]:
+        gate.go.set()
+    queue.submit(1, STORE, extent({1}, {1}), gates[0].plan)
+    assert gates[0].running.wait(30)
+    queue.submit(2, STORE, extent({2}, {2}), gates[1].plan)
+    queue.submit(3, LOAD, extent({3}, {3}), gates[2].plan)
+    gates[0].go.set()
+    queue.wait([1, 2, 3])
+    assert log == ["running store", "load", "store"]
+    queue.shutdown()
+
+
+def fails() -> CopyPlan:
+    raise RuntimeError("no plan")
+
+
+def test_what_raises_is_a_failed_job_and_the_next_ones_go_on(queue: TransferQueue) -> None:
+    def bad_part() -> None:
+        raise OSError("no copy")
+
+    queue.submit(1, STORE, extent({1}, {1}), fails)
+    queue.submit(2, STORE, extent({1}, {1}), lambda: CopyPlan([bad_part, lambda: None], 7))
+    queue.submit(3, STORE, extent({1}, {1}), lambda: CopyPlan([lambda: None] * 4, 7))
+    queue.wait([1, 2, 3])
+    results = {result.job_id: result for result in queue.take_finished(STORE)}
+    assert {job: result.success for job, result in results.items()} == {1: False, 2: False, 3: True}
+    assert [results[job].num_bytes for job in (1, 2, 3)] == [0, 0, 7]
+    assert queue.take_finished(STORE) == []
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
+def test_no_error_takes_a_copying_thread_down(queue: TransferQueue, error: type[BaseException]) -> None:
+    def part() -> None:
+        raise error
+
+    for job in range(4):
+        queue.submit(job, LOAD, extent({1}, {job}), lambda: CopyPlan([part, part], 7))
+    queue.submit(4, LOAD, extent({1}, {4}), lambda: CopyPlan([lambda: None], 7))
+    queue.wait(range(5))
+    assert ends(queue, LOAD) == {0: False, 1: False, 2: False, 3: False, 4: True}
+
+
+def test_an_id_that_is_open_already_fails_and_does_not_disturb_the_first(queue: TransferQueue) -> None:
+    gate = Gate([], "only")
+    queue.submit(1, STORE, extent({1}, {1}), gate.plan)
+    assert gate.running.wait(30)
+    queue.submit(1, LOAD, extent({2}, {2}), gate.plan)
+    assert ends(queue, LOAD) == {1: False}
+    gate.go.set()
+    queue.wait([1])
+    assert ends(queue, STORE) == {1: True}
+
+
+def test_shutdown_waits_for_what_runs_and_fails_the_rest() -> None:
+    queue = TransferQueue(1)
+    gates = [Gate([], str(number)) for number in range(3)]
+    for number, gate in enumerate(gates):
+        queue.submit(number, STORE, extent({1}, {number}), gate.plan)
+    assert gates[0].running.wait(30)
+    closing = threading.Thread(target=queue.shutdown)
+    closing.start()
+    queue.wait([1, 2])  # ended by the shutdown, while the first one still runs
+    assert closing.is_alive()
+    gates[0].go.set()
+    closing.join(30)
+    assert ends(queue, STORE) == {0: True, 1: False, 2: False}
+    queue.submit(9, LOAD, extent({1}, {1}), gates[0].plan)
+    assert ends(queue, LOAD) == {9: False}
+
+
+def test_many_jobs_on_few_blocks_end_once_each_as_if_one_after_another(queue: TransferQueue) -> None:
+    """Stores append to a slot's history and loads copy it: the outcome must equal running the jobs one by one."""
+    slots: dict[int, list[int]] = {slot: [] for slot in range(3)}
+    blocks: dict[int, list[int]] = {block: [block] for block in range(3)}
+    expected_slots, expected_blocks = {k: list(v) for k, v in slots.items()}, {k: list(v) for k, v in blocks.items()}
+
+    def copy(
+        source: dict[int, list[int]], a: int, target: dict[int, list[int]], b: int, job: int
+    ) -> Callable[[], CopyPlan]:
+        def part() -> None:
+            target[b] = [*source[a][-5:], job]
+
+        return lambda: CopyPlan([part], 1)
+
+    for job in range(300):
+        slot, block = job * 7 % 3, job * 5 % 11 % 3
+        touched = extent({slot}, {block})
+        if job % 2:
+            queue.submit(job, STORE, touched, copy(blocks, block, slots, slot, job))
+            copy(expected_blocks, block, expected_slots, slot, job)().parts[0]()
+        else:
+            queue.submit(job, LOAD, touched, copy(slots, slot, blocks, block, job))
+            copy(expected_slots, slot, expected_blocks, block, job)().parts[0]()
+    queue.wait(range(300))
+    assert (slots, blocks) == (expected_slots, expected_blocks)
+    ended = [result.job_id for direction in Direction for result in queue.take_finished(direction)]
+    assert sorted(ended) == list(range(300))
