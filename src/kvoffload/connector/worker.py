@@ -27,6 +27,8 @@ class OffloadingConnectorWorker:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+        # Those of transfers so far, by the types of source and destination: a type has one medium.
+        self._handlers_by_type: dict[tuple[type, type], OffloadingHandler] = {}
         self._log = RateLimitedLog(logger)
         self._waiting_stores: list[TransferJob] = []
         self._num_open: Counter[OffloadingHandler] = Counter()
@@ -42,7 +44,7 @@ class OffloadingConnectorWorker:
 
     def register_kv_caches(self, spec: OffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
         """Once, when the KV cache has been allocated."""
-        self._handlers = spec.get_handlers(kv_caches)
+        self._handlers, self._handlers_by_type = spec.get_handlers(kv_caches), {}
 
     def start_step(self, meta: ConnectorMeta) -> None:
         """Starts the final stores, waits for the jobs to flush, then starts the loads. Other stores wait until
@@ -86,7 +88,7 @@ class OffloadingConnectorWorker:
     def shutdown(self) -> None:
         """Waits for transfers that run. Idempotent."""
         self._waiting_stores = []
-        handlers, self._handlers = self._handlers, {}
+        handlers, self._handlers, self._handlers_by_type = self._handlers, {}, {}
         self._num_open.clear()
         for handler in dict.fromkeys(handlers.values()):
             handler.shutdown()
@@ -97,14 +99,17 @@ class OffloadingConnectorWorker:
             self._start(job)
 
     def _start(self, job: TransferJob) -> None:
-        media = job.source.medium(), job.destination.medium()
+        types = type(job.source), type(job.destination)
         try:
-            handler = self._handlers[media]
+            if types not in self._handlers_by_type:
+                self._handlers_by_type[types] = self._handlers[job.source.medium(), job.destination.medium()]
+            handler = self._handlers_by_type[types]
             handler.transfer_async(job.job_id, (job.source, job.destination))
             self._num_open[handler] += 1
         except Exception:  # noqa: BLE001 - this is the boundary
             # The boundary between a broken handler and the engine's step: the transfer failed, the step goes on.
-            self._log.exception(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
+            ends = f"{job.source.medium()} to {job.destination.medium()}"
+            self._log.exception(f"transfer {job.job_id} from {ends} could not be started")
             self._end(TransferResult(job.job_id, success=False))
 
     def _wait(self, job_ids: Collection[int]) -> None:
