@@ -147,6 +147,8 @@ def hit_unit_tokens(groups: tuple[GroupGeometry, ...]) -> int:
     return math.lcm(*(group.hit_align_tokens for group in groups))
 
 
+# ------------------------------------------------------------------------------------------------------ the longest hit
+
 AskBlocks = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
 """Lookup answers for the keys of consecutive blocks, up to and including the first ``False``."""
 

@@ -33,6 +33,9 @@ _RUN = 64
 """Blocks that ``lookup_prefix`` asks the policy for in one call. A miss at the head of a prefix costs one such call."""
 
 
+# ---------------------------------------------------------------------------------------------------------------- slots
+
+
 class SlotTable:
     """Slots, pins and readiness of the primary tier's blocks, over a cache policy. One thread; no bytes.
 
@@ -340,6 +343,9 @@ class SlotTable:
         return block.key is not None and self.get(block.key) is block
 
 
+# --------------------------------------------------------------------------------------------- as the connector sees it
+
+
 class CPUOffloadingManager(OffloadingManager):
     """Decides which blocks the primary tier's ``num_blocks`` slots hold.
 
@@ -495,6 +501,9 @@ class CPUOffloadingManager(OffloadingManager):
         self.slots.check_invariants()
         if self._filter is not None:
             self._filter.check_invariants()
+
+
+# ------------------------------------------------------------------------------------------------ as lower tiers see it
 
 
 class KVMemory(Protocol):

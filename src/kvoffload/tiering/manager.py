@@ -337,6 +337,9 @@ class TieringOffloadingManager(OffloadingManager):
             tier.on_request_finished(request.context)
 
 
+# ------------------------------------------------------------------------------------------------------------- cascades
+
+
 class Cascades:
     """Pins blocks, once per tier, and submits them; the end of each job gives its own pins back.
 

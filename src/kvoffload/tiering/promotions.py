@@ -25,6 +25,9 @@ OnReserved = Callable[[int, Collection[OffloadKey]], None]
 """Called after each reservation with its number of blocks and the keys that it evicted."""
 
 
+# --------------------------------------------------------------------------------------------------- requests that wait
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One request, from ``on_new_request`` (or its first call) until its tiers are informed of its end.
@@ -282,6 +285,9 @@ class WaitingRequests:
             assert (request.waiting_since is not None) == (id(request) in self._waiting)
 
 
+# --------------------------------------------------------------------------------------------------------------- lookup
+
+
 class Lookups:
     """Answers from the primary tier. A block that it lacks is looked up in ``tiers``, in order, and promoted from the
     first that has it. ``poll`` takes in the jobs that have ended, and returns whether there were any."""
@@ -433,6 +439,9 @@ class Lookups:
         if not was_waiting:
             self._waiting.end(request)
         return False
+
+
+# ------------------------------------------------------------------------------------------------------------ promotion
 
 
 @dataclass(slots=True, eq=False)
