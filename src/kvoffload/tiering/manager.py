@@ -278,10 +278,9 @@ class TieringOffloadingManager(OffloadingManager):
         be a late promotion.
         """
         written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
-        for key in keys:
-            if key not in self._storing:
-                continue
-            block = self.primary_tier.slots.get(key)
+        ending = [key for key in dict.fromkeys(keys) if key in self._storing]
+        blocks = self.primary_tier.slots.get_all(ending) if ending else ()
+        for key, block in zip(ending, blocks):
             if block is not None and block.pins < 0:
                 continue  # still in flight
             request = self._storing.pop(key)
