@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import StoreError
 from kvoffload.testing import FaultyStore, GatedStore, ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata, JobResult
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.runner import IoQueue
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.wrappers import StoreWrapper

@@ -372,7 +372,7 @@ class StoreTier(SecondaryTierManager):
     def _record(self, breaker: CircuitBreaker, result: IoResult, key: OffloadKey) -> None:
         match result.status:
             case IoStatus.DONE:
-                if breaker.record_success():
+                if breaker.failures and breaker.record_success():
                     _log.warning("Tier %r is used for %s again.", self.tier_type, breaker.name)
             case IoStatus.FAILED:
                 if breaker is self._reads:
