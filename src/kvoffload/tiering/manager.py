@@ -177,7 +177,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         return (
-            bool(self._jobs.in_flight or self._promotions.queue or self._cascades.parked)
+            bool(self._promotions.queue or self._cascades.parked)
             or (self._write_back is not None and self._write_back.has_queued)
             or any(tier.has_pending_work() for tier in self._tiers)
         )
