@@ -371,6 +371,32 @@ def test_loads_overtake_stores(make) -> None:
     assert order == ["write", "write", "read_into", "write", "write"]
 
 
+class PatientStore(MemoryStore):
+    """Likes few large requests."""
+
+    batch_blocks = 100
+    requests_in_flight = 1
+
+
+def test_a_store_declares_its_batches_and_how_many_requests_it_serves_at_once(make) -> None:
+    rig = make(num_blocks=256, limits=TierLimits(max_backlog_blocks=256))
+    rig.inner = PatientStore(BLOCK_BYTES)
+    rig.store = FaultyStore(rig.inner)
+    rig.start()
+    keys = keys_of(*range(250))
+    rig.store_blocks(keys)
+    rig.load_blocks(keys)
+    for call in ("write", "read_into"):
+        assert [len(keys) for name, keys in rig.store.calls if name == call] == [100, 100, 50]
+    assert rig.tier._runner.num_threads == 1
+
+
+def test_the_threads_of_a_tier_overrule_its_store(make) -> None:
+    rig = make(limits=TierLimits(threads=3)).start()
+    assert rig.store.requests_in_flight == 4
+    assert rig.tier._runner.num_threads == 3
+
+
 def test_the_backlog_is_bounded_and_drops_are_counted(make) -> None:
     rig = make(limits=TierLimits(threads=1, max_backlog_blocks=4)).start()
     rig.gate.close_gate("write")

@@ -38,8 +38,9 @@ _MAX_SLICE_BLOCKS = 64
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much a ``StoreTier`` does at once, and how long it waits. ``StoreOptions`` makes them configuration keys."""
 
-    threads: int = 4
-    """Store calls at once: the queue depth that the device sees."""
+    threads: int | None = None
+    """Reads at once, and writes at once: the queue depths that the device sees. Default: what the store declares as
+    ``requests_in_flight``, 4 unless it says otherwise."""
     timeout_s: float = 30.0
     """A store call that takes longer counts as hung, and the tier is not used until it returns. Work that is queued for
     longer is cancelled."""
@@ -100,8 +101,9 @@ class StoreTier(SecondaryTierManager):
         self._clock = clock
         self._slots: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
         self._max_backlog = limits.max_backlog_blocks or max(64, len(self._slots) // 4)
-        self._max_slice_blocks = max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
-        self._runner = TierRunner(tier_type, limits.threads, timeout_s=limits.timeout_s, clock=clock)
+        self._max_slice_blocks = store.batch_blocks or max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
+        threads = limits.threads or store.requests_in_flight
+        self._runner = TierRunner(tier_type, threads, timeout_s=limits.timeout_s, clock=clock)
         self._reads = CircuitBreaker("reading", clock=clock)
         self._writes = CircuitBreaker("writing", clock=clock)
         self._probe_key = OffloadKey(b"probe")

@@ -31,7 +31,14 @@ class BlockStore(ABC):
     A block that cannot be written or read is ``False`` in the answer. A store that fails as a whole (its root is
     gone, the disk is read-only) raises ``StoreError`` or ``OSError``. The tier above counts these errors, and stops
     calling the store while they last.
+
+    The attributes below are values that a store declares, for its class or for itself.
     """
+
+    batch_blocks: int | None = None
+    """Most blocks of one ``write`` or ``read_into``. ``None``: as many as make some 4 MiB, 64 at most."""
+    requests_in_flight: int = 4
+    """How many reads the store serves well at once, and how many writes. A tier's ``threads`` overrides it."""
 
     @abstractmethod
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
