@@ -108,7 +108,9 @@ class Wire(ABC):
     def read_value(self, targets: Sequence[memoryview], num_bytes: int) -> bool | ErrorReply | None:
         """The reply to a GET. ``True``: a value of just ``num_bytes``, which now fills ``targets``. ``None``: absent.
         ``False``: a value of another length, which was skipped."""
-        line = self.read_line()
+        # As many bytes as the line before such a value has: with more, the block would have to be copied in part, and
+        # the kernel would write the rest of it to an address that is not aligned.
+        line = self.read_line(len(b"$%d\r\n" % num_bytes))
         if line[:1] == b"-":
             return ErrorReply(line[1:].decode("utf-8", "replace"))
         if line == b"$-1":
@@ -124,20 +126,23 @@ class Wire(ABC):
             raise ProtocolError("a value does not end where it should")
         return True
 
-    def read_line(self) -> bytes:
-        """The next line, without its end."""
+    def read_line(self, first_bytes: int = _LINE_BYTES) -> bytes:
+        """The next line, without its end. Receives at most ``first_bytes`` at first."""
         while True:
             end = self._line.find(b"\r\n", self._start, self._stop)
             if end >= 0:
                 line = bytes(self._line[self._start : end])
                 self._start = end + 2
                 return line
-            if self._start:
+            if self._start == self._stop:
+                self._start = self._stop = 0
+            elif self._start:
                 self._line[: self._stop - self._start] = self._line[self._start : self._stop]
                 self._start, self._stop = 0, self._stop - self._start
             if self._stop == len(self._line):
                 raise ProtocolError("a line does not end")
-            self._stop += self._receive(memoryview(self._line)[self._stop :])
+            self._stop += self._receive(memoryview(self._line)[self._stop : self._stop + first_bytes])
+            first_bytes = _LINE_BYTES
 
     def _take(self, most: int) -> memoryview:
         """Up to ``most`` bytes that came with a line."""
