@@ -110,9 +110,10 @@ class RedisServer:
 
 
 class RedisCluster:
-    """Three primaries that share the slots evenly. The first one's URL stands for all."""
+    """Three primaries that share the slots evenly. The first one's URL stands for all. With the options of
+    ``tls_authority`` clients of that URL speak TLS, and the side door does not."""
 
-    def __init__(self, directory: Path, **options: str) -> None:
+    def __init__(self, directory: Path, *, tls_authority: dict[str, str] | None = None) -> None:
         self.nodes: list[RedisServer] = []
         try:
             for index in range(3):
@@ -123,7 +124,11 @@ class RedisCluster:
                     "cluster-node-timeout": "60000",
                     "cluster-require-full-coverage": "no",
                 }
-                self.nodes.append(RedisServer(place, **(cluster | options)))
+                tls_port = str(free_port())
+                tls = {"tls-port": tls_port, "tls-cluster": "yes"} | tls_authority if tls_authority else {}
+                self.nodes.append(RedisServer(place, **(cluster | tls)))
+                if tls:
+                    self.nodes[-1].url = f"rediss://127.0.0.1:{tls_port}"
             self._join()
         except BaseException:
             self.stop()
@@ -137,7 +142,7 @@ class RedisCluster:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
         for node in self.nodes[1:]:
-            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port)
+            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.url.rpartition(":")[2])
         wait_until(lambda: all(self._knows_all(client) for client in clients), "the nodes know each other")
         for client in clients:
             client.close()

@@ -226,7 +226,10 @@ def test_what_a_server_evicts_is_a_miss(start_server: StartServer, open_store: O
         assert write(store, [key], 1 << 20) == [True]
     here = store.contains(wanted)
     assert 0 < here.count(True) < 24
-    assert read(store, wanted, 1 << 20) == here
+    # The answers take the server's memory too, so that it may evict some more before it reads them.
+    loaded = [read(store, [key], 1 << 20)[0] for key in reversed(wanted)][::-1]
+    assert any(loaded)
+    assert all(is_here for is_here, is_loaded in zip(here, loaded, strict=True) if is_loaded)
 
 
 def test_blocks_expire_at_their_age(start_server: StartServer, open_store: OpenStore) -> None:
