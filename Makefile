@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-all test-vllm lint format bench clean
+.PHONY: help demo test test-all test-remote test-vllm lint format bench clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
@@ -25,6 +25,9 @@ test-all: lint   ## the same in the thorough size, with the tests that are long 
 
 test-vllm:       ## the tests that run the real vLLM, in an environment of their own
 	@scripts/test-vllm $(ARGS)
+
+test-remote: $(STAMP) ## the remote stores with Debian's Redis: TLS, access rules, a cluster
+	@scripts/test-remote $(ARGS)
 
 lint: $(STAMP)   ## ruff and mypy only
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

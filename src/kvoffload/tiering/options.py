@@ -152,13 +152,14 @@ class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
 STORES: Registry[type[StoreOptions]] = Registry("secondary tier type", "kvoffload.stores")
 STORES.register("fs", FileSystemOptions)
 STORES.register("memory", MemoryOptions)
+STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
 
 
 def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> StoreOptions:
     """One entry of ``secondary_tiers``, checked. A mistake raises ``ConfigError``. Nothing is allocated or touched."""
     name = options.get("type")
     if not isinstance(name, str):
-        raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; got {dict(options)!r}.")
+        raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; this one has {sorted(options)}.")
     parsed: StoreOptions = parse_struct(STORES.get(name), options, f"the options of the {name!r} tier")
     parsed.check(block_bytes)
     return parsed
