@@ -11,8 +11,9 @@ from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of
+from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
 
 
