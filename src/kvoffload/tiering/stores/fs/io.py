@@ -17,9 +17,9 @@ from enum import Enum
 import numpy as np
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.fs.access import Access, make_directory
 from kvoffload.tiering.stores.fs.format import PAGE_BYTES, BlockFormat
 from kvoffload.tiering.stores.fs.staging import unlink_quietly
+from kvoffload.tiering.stores.root import Access, make_directory
 
 __all__ = ["FileIO", "ReadOutcome", "set_used"]
 

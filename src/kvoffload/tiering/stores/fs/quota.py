@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvoffload.tiering.stores.fs.access import check_directory
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, staged_bytes, sweep, unlink_quietly, writers_alive
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES, Account, FileSeen, UsageFile, walk
+from kvoffload.tiering.stores.root import check_directory
 
 __all__ = ["Deletion", "Quota", "Reservation"]
 
