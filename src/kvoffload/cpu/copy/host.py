@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies runs within host memory without holding the GIL: the backend for CPU engines.
 
-With numba installed, a whole plan is one native call (``native.py``). Without it, every run is one ``memmove`` through
-ctypes, which costs about a microsecond and so matters below 64 KiB a run. ``bench/host_copies.py`` measures both.
+With llvmlite installed, a whole plan is one native call (``native.py``), from shortly after the first copy on. Without
+it, every run is one ``memmove`` through ctypes, which costs about a microsecond and so matters below 64 KiB a run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvoffload.base import (
     TransferResult,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.native import native_mover
+from kvoffload.cpu.copy.native import CompiledLater, compile_mover
 from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_parts
 from kvoffload.cpu.copy.queue import CopyPlan, Extent, TransferQueue
 
-__all__ = ["copy_to_device", "copy_to_host", "make_host_handlers", "move_one_by_one"]
+__all__ = ["MOVER", "copy_to_device", "copy_to_host", "make_host_handlers", "move_one_by_one"]
 
 CopyRuns = Callable[[Runs], None]
 Int64s = npt.NDArray[np.int64]
@@ -37,7 +37,6 @@ def make_host_handlers(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, layout: CopyLayout, num_threads: int
 ) -> dict[tuple[str, str], OffloadingHandler]:
     """Both directions for one worker, over one queue of ``num_threads`` threads. They keep both memories alive."""
-    native_mover()  # compiled while the engine starts, not during the first load
     keep_alive = (kv_caches, kv_view)
     queue = TransferQueue(num_threads)
     store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)
@@ -96,12 +95,15 @@ def copy_to_device(runs: Runs) -> None:
 
 
 def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    if not len(lengths):
-        return
-    (native_mover() or move_one_by_one)(destinations, sources, lengths)
+    if len(lengths):
+        MOVER(destinations, sources, lengths)
 
 
 def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
     """One ctypes call per run. Each releases the GIL."""
     for destination, source, length in zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True):
         ctypes.memmove(destination, source, length)
+
+
+MOVER = CompiledLater(move_one_by_one, compile_mover)
+"""Moves the runs of every queue of this process."""
