@@ -27,10 +27,24 @@ from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import parse_bytes
 
-__all__ = ["STORES", "FileSystemOptions", "MemoryOptions", "StoreOptions", "build_tier", "parse_tier", "parse_tiers"]
+__all__ = [
+    "STORES",
+    "FileSystemOptions",
+    "MemoryOptions",
+    "StoreOptions",
+    "build_tier",
+    "default_cascade",
+    "parse_tier",
+    "parse_tiers",
+]
 
 _LARGE = 2
 """A tier this many times as large as the primary tier can hold a copy of all of it (docs/design/0010-placement.md)."""
+
+
+def default_cascade(tier_bytes: int | None, primary_bytes: int) -> CascadeMode:
+    """The default of ``cascade`` for a tier of ``tier_bytes`` (``None``: no bound) below one of ``primary_bytes``."""
+    return "on_evict" if tier_bytes is not None and tier_bytes < _LARGE * primary_bytes else "on_store"
 
 
 class StoreOptions(TierLimits, frozen=True, kw_only=True):
@@ -77,9 +91,9 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         """``cascade``, or its default below a primary tier of ``primary_bytes``."""
         if self.cascade is not None:
             return self.cascade
-        is_small = self.bound_bytes is not None and self.bound_bytes < _LARGE * primary_bytes
-        wants_all = self.offload_policy == OffloadPolicy.REQUEST_LEVEL.value
-        return "on_evict" if is_small and not wants_all else "on_store"
+        if self.offload_policy == OffloadPolicy.REQUEST_LEVEL.value:
+            return "on_store"
+        return default_cascade(self.bound_bytes, primary_bytes)
 
     @abstractmethod
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
