@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 FLOOR = {
     "errors": 0,
     "registry": 1,
+    "logs": 1,
     "metrics": 1,
     "units": 1,
     "base": 2,

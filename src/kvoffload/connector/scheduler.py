@@ -18,7 +18,6 @@ from kvoffload.base import (
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry, geometry_of
-from kvoffload.connector.guard import RateLimitedLog
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.lookup import find_hit
@@ -27,6 +26,7 @@ from kvoffload.connector.offers import StoreOffers, Turnover
 from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.errors import TransferError
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Sample, Stats, add_stats
 
 __all__ = ["OffloadingConnectorScheduler"]
