@@ -25,7 +25,7 @@ import numpy as np
 
 from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.config import DEFAULTS
-from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link, SimDisk, VirtualClock, VirtualMemory
@@ -34,7 +34,6 @@ from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import default_cascade
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
 __all__ = ["SPEEDS", "SimConfig", "SimResult", "Speeds", "simulate"]
 

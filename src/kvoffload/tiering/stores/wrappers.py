@@ -17,10 +17,14 @@ __all__ = ["Checksummed", "Namespaced", "StoreWrapper", "Throttled"]
 
 
 class StoreWrapper(BlockStore):
-    """Passes every call on to ``inner``, also the optional ones. A wrapper overrides what it changes."""
+    """Passes every call on to ``inner``, also the optional ones, and declares what ``inner`` does. A wrapper overrides
+    what it changes."""
 
     def __init__(self, inner: BlockStore) -> None:
         self.inner = inner
+        self.batch_blocks = inner.batch_blocks
+        self.requests_in_flight = inner.requests_in_flight
+        self.rescan_s = inner.rescan_s
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"

@@ -142,7 +142,7 @@ class FileSystemStore(BlockStore):
     def take_evicted(self) -> list[OffloadKey]:
         with self._lock:
             bad, self._bad = self._bad, []
-        return bad + self._own_keys(self._quota.take_evicted())
+        return bad + self._own_keys(self._quota.take_evicted()) if self._quota.evicted else bad
 
     def stats(self) -> StoreStats:
         return StoreStats(self._quota.used_bytes, self._num_bad, self._quota.num_evicted)
