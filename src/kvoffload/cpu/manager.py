@@ -138,20 +138,30 @@ class SlotTable:
 
     def unpin(self, keys: Collection[OffloadKey]) -> None:
         """Gives back what one ``pin`` of these keys took. Where reads from before and after a reset overlap, the last
-        end gives back the pins of all. Ignores unknown keys."""
+        end gives back the pins of all. Ignores unknown keys. Giving back more than was taken is a bug of ours:
+        ``AssertionError``, and no pin is given back."""
         if self._orphans.reads:
             keys = [key for key in keys if not self._unpin_ambiguous(key)]
         newly_idle = 0
-        for block in self.get_all(keys):
+        blocks = self.get_all(keys)
+        for at, block in enumerate(blocks):
             if block is None:
                 continue
             pins = block.pins - 1
-            assert pins >= 0, f"{block!r} is given back more often than it was pinned"
+            if pins < 0:
+                self._refuse_to_unpin(blocks[:at], block)
             block.pins = pins
             if not pins:
                 newly_idle += 1
         self._num_read -= newly_idle
         self.policy.released(keys)
+
+    @staticmethod
+    def _refuse_to_unpin(unpinned: Iterable[BlockStatus | None], refused: BlockStatus) -> NoReturn:
+        for block in unpinned:
+            if block is not None:
+                block.pins += 1
+        raise AssertionError(f"{refused!r} is given back more often than it was pinned")
 
     def _unpin_ambiguous(self, key: OffloadKey) -> bool:
         """Counts the end of a read if reads of ``key`` from before a reset are open. Returns whether there were any."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -87,6 +88,11 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         """Bytes that the tier may hold; ``None``: no bound. The default of ``cascade`` depends on it."""
         return None
 
+    @property
+    def directory(self) -> str | None:
+        """The directory in which the blocks lie, which no two tiers share; ``None``: not in a directory."""
+        return None
+
     def cascade_above(self, primary_bytes: int) -> CascadeMode:
         """``cascade``, or its default below a primary tier of ``primary_bytes``."""
         if self.cascade is not None:
@@ -134,6 +140,10 @@ class FileSystemOptions(_BoundedOptions, frozen=True, kw_only=True):
     mode: Literal["private", "group"] = "private"
     """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
 
+    @property
+    def directory(self) -> str:
+        return self.path
+
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
         if not self.path:
@@ -179,8 +189,14 @@ def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> St
 
 
 def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = None) -> tuple[StoreOptions, ...]:
-    """All of ``secondary_tiers``, checked, each with a name that no other has."""
+    """All of ``secondary_tiers``, checked, each with a name and a directory that no other has."""
     parsed = [parse_tier(options, block_bytes) for options in tiers]
+    directories = Counter(os.path.realpath(options.directory) for options in parsed if options.directory is not None)
+    for directory, count in directories.items():
+        if count > 1:
+            raise ConfigError(
+                f"{count} secondary tiers have the directory {directory}; give each one of its own, or drop one."
+            )
     given = Counter(options.name for options in parsed if options.name)
     for name, count in given.items():
         if count > 1:
