@@ -22,6 +22,7 @@ FLOOR = {
     "units": 1,
     "base": 2,
     "config": 2,
+    "events": 3,
     "specs": 3,
     "cpu": 3,
     "tiering": 4,
