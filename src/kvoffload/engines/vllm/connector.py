@@ -40,6 +40,7 @@ from kvoffload.connector import (
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize
 from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
+from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator
 from kvoffload.errors import LayoutError
@@ -107,6 +108,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_with_vllm()
         config = config_of(vllm_config)
         refuse_unsupported(vllm_config, kv_cache_config)
         rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else 0
