@@ -25,11 +25,14 @@ from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.format import SlabFormat
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import parse_bytes
 
 __all__ = [
     "STORES",
+    "DiskOptions",
     "FileSystemOptions",
     "MemoryOptions",
     "StoreOptions",
@@ -130,6 +133,33 @@ class _BoundedOptions(StoreOptions, frozen=True, kw_only=True):
         return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
 
 
+class DiskOptions(_BoundedOptions, frozen=True, kw_only=True):
+    """``{"type": "disk", "path": ..., "max_bytes": "200GiB"}``: a local disk. ``max_bytes`` is a quota on all slabs
+    below ``path``. Default: all but a tenth of the disk."""
+
+    is_persistent: ClassVar[bool] = True
+
+    path: str
+    durability: Literal["none", "fsync"] = "none"
+    mode: Literal["private", "group"] = "private"
+    """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
+
+    def check(self, block_bytes: int | None = None) -> None:
+        StoreOptions.check(self, block_bytes)
+        if not self.path:
+            raise ConfigError("path of the 'disk' tier is empty; name a directory.")
+        max_bytes = self.bound_bytes
+        if max_bytes is not None and block_bytes and max_bytes < SlabFormat("", block_bytes).slab_bytes(2):
+            raise ConfigError(
+                f"max_bytes of the 'disk' tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
+            )
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        return SlabStore(
+            self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
+        )
+
+
 class FileSystemOptions(_BoundedOptions, frozen=True, kw_only=True):
     """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``. ``max_bytes`` is a quota on all files below ``path``."""
 
@@ -174,6 +204,7 @@ class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
 
 
 STORES: Registry[type[StoreOptions]] = Registry("secondary tier type", "kvoffload.stores")
+STORES.register("disk", DiskOptions)
 STORES.register("fs", FileSystemOptions)
 STORES.register("memory", MemoryOptions)
 STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
@@ -183,7 +214,7 @@ def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> St
     """One entry of ``secondary_tiers``, checked. A mistake raises ``ConfigError``. Nothing is allocated or touched."""
     name = options.get("type")
     if not isinstance(name, str):
-        raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; this one has {sorted(options)}.")
+        raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'disk'; this one has {sorted(options)}.")
     parsed: StoreOptions = parse_struct(STORES.get(name), options, f"the options of the {name!r} tier")
     parsed.check(block_bytes)
     return parsed
