@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.redis_server import RedisServer, free_port
-from tests.tiering.stores.redis.rig import read, write
+from tests.tiering.stores.blocks import read, write
 
 from kvoffload.config import parse_config
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
