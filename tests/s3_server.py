@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,20 @@ class S3Server:
             config=Config(retries={"max_attempts": 1}, connect_timeout=10, read_timeout=30),
         )
         self._process: subprocess.Popen[bytes] | None = None
+        self._ports: set[str] = set()
         self.start()
 
     def start(self) -> None:
         if weed := os.environ.get("KVOFFLOAD_S3_SERVER"):
             ports = {name: str(free_port()) for name in ("master.port", "volume.port", "filer.port")}
+            self._ports |= {str(self.port), *ports.values()}
             words = [weed, "server", "-s3", f"-s3.port={self.port}", "-ip=127.0.0.1", f"-dir={self.directory}"]
             words += [f"-{name}={port}" for name, port in ports.items()]
-            words += [f"-{name}.grpc={free_port()}" for name in ports]
-            words += [f"-s3.port.grpc={free_port()}", "-master.volumeSizeLimitMB=64"]
+            inner = [str(free_port()) for _ in range(4)]
+            self._ports |= set(inner)
+            words += [f"-{name}.grpc={port}" for name, port in zip(ports, inner[1:], strict=True)]
+            words += [f"-s3.port.grpc={inner[0]}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+            words += ["-master.volumeSizeLimitMB=64"]
         else:
             words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         with (self.directory / f"s3-{self.port}.log").open("ab") as log:
@@ -64,8 +70,14 @@ class S3Server:
         try:
             self.client.create_bucket(Bucket=BUCKET)
         except ClientError as exc:
-            return "BucketAlready" in str(exc)
+            if "BucketAlready" not in str(exc):
+                return False
         except BotoCoreError:
+            return False
+        try:
+            self.put("probe", b"probe")  # the part that keeps objects may start later
+            self.delete("probe")
+        except (BotoCoreError, ClientError):
             return False
         return True
 
@@ -102,3 +114,6 @@ class S3Server:
         self.client.close()
         if self._process is not None and self._process.poll() is None:
             self.kill()
+        for port in self._ports:  # SeaweedFS also listens on files, which a kill leaves behind
+            for path in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-{port}.sock"):
+                path.unlink(missing_ok=True)

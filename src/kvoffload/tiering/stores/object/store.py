@@ -22,6 +22,7 @@ __all__ = ["Deadlines", "ObjectStore"]
 _FORMAT = "1"
 _SCHEMES = ("s3", "gs", "az")
 _LIST_CHUNK = 1000
+_LONGEST_KEY = 112
 
 
 class Deadlines(NamedTuple):
@@ -170,7 +171,9 @@ class ObjectStore(BlockStore):
         return self._block_bytes + SEAL_BYTES
 
     def _path(self, key: OffloadKey) -> str:
-        return f"{self._directory}/{key.hex()}"
+        # Some services are file systems inside, with names of 255 bytes at most. A scan leaves out what has a digest.
+        name = key.hex() if len(key) <= _LONGEST_KEY else f"~{hashlib.blake2b(key, digest_size=32).hexdigest()}"
+        return f"{self._directory}/{name}"
 
     def _bytes(self, block: memoryview) -> memoryview:
         assert block.nbytes == self._block_bytes, f"a block of {block.nbytes} bytes for a store of {self._block_bytes}"
