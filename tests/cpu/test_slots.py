@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffload.base import OffloadKey
+from kvoffload.cpu.manager import SlotTable
 from kvoffload.cpu.policies.lru import LRUCachePolicy
-from kvoffload.cpu.slots import SlotTable
 from kvoffload.errors import ConfigError
 from kvoffload.testing import key, keys
 

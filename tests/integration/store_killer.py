@@ -25,8 +25,9 @@ from system_calls import NotPermitted, kill_at
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import store as fs_store
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, STAGING_PREFIX, BlockFormat
+from kvoffload.tiering.stores.fs.format import STAGING_PREFIX, BlockFormat
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
+from kvoffload.tiering.stores.root import CONTROL_DIR
 
 SIZE = int(sys.argv[3])
 NOT_PERMITTED = 77

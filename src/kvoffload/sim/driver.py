@@ -24,7 +24,7 @@ import numpy as np
 
 from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.config import DEFAULTS
-from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link, SimDisk, VirtualClock, VirtualMemory
@@ -32,7 +32,6 @@ from kvoffload.sim.server import Server
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
 __all__ = ["PREFILL_TOKENS_PER_S", "SimConfig", "SimResult", "simulate"]
 

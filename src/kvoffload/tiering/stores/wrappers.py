@@ -25,6 +25,7 @@ class StoreWrapper(BlockStore):
         self.inner = inner
         self.batch_blocks = inner.batch_blocks
         self.requests_in_flight = inner.requests_in_flight
+        self.rescan_s = inner.rescan_s
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"

@@ -26,7 +26,7 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs import io as fs_io
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, directory_of, namespace_of
+from kvoffload.tiering.stores.root import CONTROL_DIR, directory_of, namespace_of
 
 
 def test_a_root_that_goes_away_and_comes_back(open_store, tmp_path: Path) -> None:

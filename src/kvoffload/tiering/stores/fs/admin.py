@@ -15,20 +15,11 @@ from pathlib import Path
 import xxhash
 
 from kvoffload.errors import ConfigError, suggest
-from kvoffload.tiering.stores.fs.access import Access, check_control, check_locks
-from kvoffload.tiering.stores.fs.format import (
-    CONTROL_DIR,
-    PAGE_BYTES,
-    SUFFIX,
-    BlockFormat,
-    Header,
-    directory_of,
-    namespace_of,
-    parse_name,
-)
+from kvoffload.tiering.stores.fs.format import PAGE_BYTES, SUFFIX, BlockFormat, Header, parse_name
 from kvoffload.tiering.stores.fs.quota import Deletion, Quota
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep
 from kvoffload.tiering.stores.fs.usage_file import FileSeen, walk
+from kvoffload.tiering.stores.root import CONTROL_DIR, Access, check_control, check_locks, directory_of, namespace_of
 
 __all__ = ["NamespaceUsage", "StoreRoot", "is_sound"]
 

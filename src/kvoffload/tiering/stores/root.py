@@ -1,33 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use a root: modes of what is made there, owners of what is found there, and no way through a link."""
+"""The root of a store on disk: its directories, modes of what is made there, owners of what is found there, and no way
+through a link."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote, unquote
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR
 
 __all__ = [
+    "CONTROL_DIR",
     "PRIVATE",
     "Access",
     "check_control",
     "check_directory",
     "check_locks",
     "check_root",
+    "directory_of",
     "make_directory",
+    "namespace_of",
     "open_control",
     "open_directory",
     "try_lock",
 ]
 
+CONTROL_DIR = ".kvoffload"
+
+_LONGEST_DIRECTORY = 200
+_DEFAULT_DIRECTORY = "="
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def directory_of(namespace: str) -> str:
+    """A namespace as one safe file name. A very long one is cut short and ends in a digest."""
+    if not namespace:
+        return _DEFAULT_DIRECTORY
+    name = quote(namespace, safe=" ,+@=:")
+    if name.startswith((".", "=")):
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    if len(name) > _LONGEST_DIRECTORY:
+        digest = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
+        name = f"{name[: _LONGEST_DIRECTORY - 40].rpartition('%')[0] or name[: _LONGEST_DIRECTORY - 40]}~~{digest}"
+    return name
+
+
+def namespace_of(directory: str) -> str:
+    """The namespace of a directory, for people to read. A long one stays cut short."""
+    return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
 
 
 @dataclass(frozen=True, slots=True)
