@@ -37,16 +37,23 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
         for name, value in self.config.items():
             check_secret(value, f"config of the 'object' tier: {name}")
         if isinstance(self.url, str):
-            self._open(block_bytes or 1, "").close()  # asks nobody anything
+            known = {name: value if isinstance(value, str) else "unread" for name, value in self.config.items()}
+            self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and asks nobody anything
 
     def _open(self, block_bytes: int, namespace: str) -> BlockStore:
+        config = {name: read_secret(value, f"{name} of the 'object' tier") for name, value in self.config.items()}
+        return self._make(block_bytes, namespace, self.secret("url") or "", config, self.read_seal_key())
+
+    def _make(
+        self, block_bytes: int, namespace: str, url: str, config: dict[str, str], secret: bytes | None = None
+    ) -> ObjectStore:
         return ObjectStore(
-            self.secret("url") or "",
+            url,
             block_bytes,
             namespace,
-            config={name: read_secret(value, f"{name} of the 'object' tier") for name, value in self.config.items()},
+            config=config,
             requests=self.requests,
-            secret=self.read_seal_key(),
+            secret=secret,
             deadlines=Deadlines(self.connect_timeout_s, self.request_timeout_s),
             tls_ca=self.tls_ca,
         )
