@@ -26,7 +26,7 @@ test-all: lint   ## the same in the thorough size, with the tests that are long 
 test-vllm:       ## the tests that run the real vLLM, in an environment of their own
 	@scripts/test-vllm $(ARGS)
 
-test-remote: $(STAMP) ## the remote stores with Debian's Redis: TLS, access rules, a cluster
+test-remote: $(STAMP) ## the remote stores with Debian's Redis (TLS too) and SeaweedFS
 	@scripts/test-remote $(ARGS)
 
 lint: $(STAMP)   ## ruff and mypy only

@@ -13,7 +13,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import StoreOptions
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.units import parse_seconds
 
 __all__ = ["RemoteOptions", "Secret", "read_secret", "without_credentials"]
 
@@ -60,8 +59,6 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
     is_persistent: ClassVar[bool] = True
 
     url: Secret
-    ttl: str | float | None = None
-    """The age at which a block expires: seconds, or text with a unit such as ``"24h"``. Default: never."""
     required: bool = False
     """Refuse to start if the store cannot be used. Otherwise the engine starts, and the tier is used once it works."""
     seal_key: Secret | None = None
@@ -69,7 +66,7 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
-        shown = ("type", "name", "ttl", "required", "cascade", "threads", "timeout_s")
+        shown = ("type", "name", "required", "cascade", "threads", "timeout_s")
         known = {name: getattr(self, name) for name in shown}
         known["url"] = without_credentials(self.url) if isinstance(self.url, str) else self.url
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in known.items())})"
@@ -80,12 +77,6 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
             check_secret(getattr(self, name), f"{name} of the {self.type!r} tier")
         if isinstance(self.seal_key, str):
             self._check_seal_key(self.seal_key)
-        if self.ttl is not None and self.ttl_s is not None and self.ttl_s < 1:
-            raise ConfigError(f"ttl of the {self.type!r} tier must be a second at least, not {self.ttl!r}.")
-
-    @property
-    def ttl_s(self) -> float | None:
-        return None if self.ttl is None else parse_seconds(self.ttl, f"ttl of the {self.type!r} tier")
 
     def secret(self, name: str) -> str | None:
         """The text of the option ``name``, which is a secret."""
@@ -110,7 +101,7 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
         store = self._open(block_bytes, namespace)
         if self.required:
             try:
-                store.contains([OffloadKey(b"check")])
+                self._check_store(store)
             except BaseException:
                 store.close()
                 raise
@@ -119,3 +110,7 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
     @abstractmethod
     def _open(self, block_bytes: int, namespace: str) -> BlockStore:
         """The store. Touches nothing outside of this process."""
+
+    def _check_store(self, store: BlockStore) -> None:
+        """Raises ``StoreError``, in one sentence, if ``store`` cannot be used."""
+        store.contains([OffloadKey(b"check")])

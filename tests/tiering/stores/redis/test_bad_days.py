@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.proxy import Proxy
 from tests.redis_server import RedisServer, free_port, wait_until
-from tests.tiering.stores.redis.rig import BLOCK_BYTES, UNTOUCHED, buffers, read, write
+from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys

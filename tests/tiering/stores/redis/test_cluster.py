@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from redis.crc import key_slot
 from tests.redis_server import RedisCluster, RedisServer, free_port, wait_until
-from tests.tiering.stores.redis.rig import read, write
+from tests.tiering.stores.blocks import read, write
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.clock import ManualClock

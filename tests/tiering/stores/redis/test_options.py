@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.redis_server import RedisServer, free_port
-from tests.tiering.stores.redis.rig import read, write
+from tests.tiering.stores.blocks import read, write
 
 from kvoffload.config import parse_config
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
@@ -40,8 +40,6 @@ def parse(**options: Any) -> RedisOptions:
         ({"url": "redis://x:port"}, "url of the 'redis' tier"),
         ({"url": {"path": "x"}}, '{"file": path}'),
         ({"password": {"env": "A", "file": "b"}}, "password of the 'redis' tier must be text"),
-        ({"password": {"env": "KVOFFLOAD_UNSET"}}, "environment variable KVOFFLOAD_UNSET, which is not set"),
-        ({"password": {"file": "/nowhere/secret"}}, "read from /nowhere/secret, which fails: No such file"),
         ({"seal_key": "short"}, "16 characters"),
         ({"ttl": "soon"}, "ttl of the 'redis' tier: 'soon' is no span of time"),
         ({"ttl": 0.5}, "a second at least"),
@@ -111,6 +109,22 @@ def test_secrets_come_from_files_and_the_environment(
     second.close()
     assert "hush" not in repr(by_env)
     assert read_secret("plain", "it") == "plain"
+
+
+@pytest.mark.parametrize(
+    ("secret", "text"),
+    [
+        ({"env": "KVOFFLOAD_UNSET"}, "environment variable KVOFFLOAD_UNSET, which is not set"),
+        ({"file": "/nowhere/secret"}, "read from /nowhere/secret, which fails: No such file"),
+    ],
+)
+@pytest.mark.parametrize("name", ["url", "password", "seal_key"])
+def test_a_secret_that_is_not_there_is_one_sentence_when_it_is_read(
+    name: str, secret: dict[str, str], text: str
+) -> None:
+    options = parse(**{name: secret})  # nothing is read yet: workers need no secrets
+    with pytest.raises(ConfigError, match=f"{name} of the 'redis' tier is to be .*{text}"):
+        options.open_store(4096, "ns")
 
 
 def test_a_short_secret_in_a_file_is_refused_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trustme
 from tests.redis_server import RedisCluster, RedisServer
-from tests.tiering.stores.redis.rig import read, write
+from tests.tiering.stores.blocks import read, write
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
