@@ -23,8 +23,8 @@ test: lint       ## lint, types and every test but the vLLM lane, in its quick s
 test-all: lint   ## the same in the thorough size, with the tests that are long on purpose
 	@KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1200 -o faulthandler_timeout=1000 $(ARGS)
 
-test-vllm:       ## the tests that run the real vLLM, in an environment of their own
-	@scripts/test-vllm $(ARGS)
+test-vllm:       ## the tests that run the real vLLM, in an environment of their own; VLLM=0.30.0 takes that version
+	@VLLM=$(VLLM) scripts/test-vllm $(ARGS)
 
 lint: $(STAMP)   ## ruff and mypy only
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
@@ -37,4 +37,4 @@ bench: $(STAMP)  ## the benchmarks, with ratios against their references
 	@$(PY) -m bench $(ARGS)
 
 clean:           ## remove environments and caches
-	@rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf $(VENV) .venv-vllm* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
