@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-all test-vllm lint format bench clean
+.PHONY: help demo test test-all test-vllm lint format bench dist clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
@@ -35,6 +35,9 @@ format: $(STAMP) ## rewrite the tree the way ruff wants it
 
 bench: $(STAMP)  ## the benchmarks, with ratios against their references
 	@$(PY) -m bench $(ARGS)
+
+dist: $(STAMP)   ## build the wheel and the sdist in dist/
+	@rm -rf dist && $(PY) -m build --no-isolation --outdir dist
 
 clean:           ## remove environments and caches
 	@rm -rf $(VENV) .venv-vllm* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
