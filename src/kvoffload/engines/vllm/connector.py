@@ -28,7 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.connector import (
     ConnectorMeta,
@@ -43,6 +42,7 @@ from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupport
 from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator
+from kvoffload.engines.vllm.versions import host_hit_source
 from kvoffload.errors import LayoutError
 from kvoffload.specs import make_spec
 
@@ -104,7 +104,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Offloads vLLM's KV cache through kvoffload. See ``docs/vllm.md``."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = host_hit_source()
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
