@@ -12,7 +12,9 @@ BENCHES: tuple[str, ...] = (
     "tiering",
     "simulator",
     "host_copies",
+    "disk_store",
     "fs_store",
+    "remote_store",
     "placement",
     "crossings",
 )

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, parse_config
-from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError, LayoutError
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
 
 def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:

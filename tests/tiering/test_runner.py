@@ -197,3 +197,32 @@ def test_in_any_mixture_each_slice_ends_once(seed: int, clock: ManualClock) -> N
     assert all(task.num_open_slices == 0 for task in tasks)
     assert {task_id for task_id, _ in ended} == {id(task) for task in tasks}
     assert [runner.backlog(queue) for queue in IoQueue] == [0] * 4
+
+
+def test_stores_occupy_no_thread_of_the_reads_and_wait_for_those_that_are_queued(clock: ManualClock) -> None:
+    runner, gate, reading = TierRunner("pools", 1, timeout_s=30, clock=clock), threading.Event(), threading.Event()
+    begun, order = threading.Semaphore(0), list[str]()
+
+    def work(name: str, gate: threading.Event) -> IoTask:
+        def wait(start: int, stop: int) -> list[bool]:
+            begun.release()
+            gate.wait()
+            order.append(name)
+            return [True]
+
+        return IoTask(IoQueue.STORE if name.startswith("store") else IoQueue.LOAD, 1, wait)
+
+    runner.submit(work("store 1", gate), 1)
+    begun.acquire()
+    runner.submit(work("load 1", reading), 1)
+    begun.acquire()
+    for name in ("load 2", "store 2"):
+        runner.submit(work(name, reading), 1)
+    gate.set()
+    assert [result.task.queue for result in collect(runner, 1)] == [IoQueue.STORE]
+    assert runner._next_queue((IoQueue.STORE,)) is None, "a load is queued"
+    assert order == ["store 1"]
+    reading.set()
+    collect(runner, 3)
+    assert sorted(order) == ["load 1", "load 2", "store 1", "store 2"]
+    assert runner.shutdown(10) == 0

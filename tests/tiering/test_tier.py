@@ -3,25 +3,30 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import StoreError
 from kvoffload.testing import FaultyStore, GatedStore, ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata, JobResult
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.runner import IoQueue
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import StoreTier, TierLimits
@@ -306,6 +311,28 @@ def test_a_load_fails_for_the_blocks_alone_that_cannot_be_read(make) -> None:
     assert rig.is_in_use
 
 
+def test_corruption_is_logged_once_a_minute(make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make()
+    rig.store = FileSystemStore(tmp_path, BLOCK_BYTES)
+    rig.start()
+    keys = keys_of(*range(6))
+    rig.store_blocks(keys)
+    for path in tmp_path.rglob("*.kvb"):
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    rig.load_blocks(keys[:2])
+    assert "'mem' found corrupt blocks" in caplog.text
+    assert "2 since its start" in caplog.text
+    rig.load_blocks(keys[2:4])
+    rig.load_blocks([*keys[:2], *keys_of(99)])  # absent is not corrupt
+    assert len(caplog.records) == 1
+    rig.clock.advance(61)
+    rig.load_blocks(keys_of(99))
+    assert len(caplog.records) == 1
+    rig.load_blocks(keys[4:])
+    assert "6 since its start" in caplog.records[-1].getMessage()
+    assert "(1 earlier warnings were not logged)" in caplog.records[-1].getMessage()
+
+
 def test_a_store_job_fails_for_the_blocks_alone_that_were_not_written(make) -> None:
     rig = make().start()
     keys = keys_of(1, 2, 3)
@@ -369,6 +396,32 @@ def test_loads_overtake_stores(make) -> None:
         rig.wait(job)
     order = [call for call, _ in rig.store.calls if call in ("write", "read_into")]
     assert order == ["write", "write", "read_into", "write", "write"]
+
+
+class PatientStore(MemoryStore):
+    """Likes few large requests."""
+
+    batch_blocks = 100
+    requests_in_flight = 1
+
+
+def test_a_store_declares_its_batches_and_how_many_requests_it_serves_at_once(make) -> None:
+    rig = make(num_blocks=256, limits=TierLimits(max_backlog_blocks=256))
+    rig.inner = PatientStore(BLOCK_BYTES)
+    rig.store = FaultyStore(rig.inner)
+    rig.start()
+    keys = keys_of(*range(250))
+    rig.store_blocks(keys)
+    rig.load_blocks(keys)
+    for call in ("write", "read_into"):
+        assert [len(keys) for name, keys in rig.store.calls if name == call] == [100, 100, 50]
+    assert rig.tier._runner.num_threads == 1
+
+
+def test_the_threads_of_a_tier_overrule_its_store(make) -> None:
+    rig = make(limits=TierLimits(threads=3)).start()
+    assert rig.store.requests_in_flight == 4
+    assert rig.tier._runner.num_threads == 3
 
 
 def test_the_backlog_is_bounded_and_drops_are_counted(make) -> None:
@@ -585,3 +638,253 @@ def test_a_panic_in_a_store_ends_the_job_and_not_the_thread(
     rig.until(lambda: rig.is_in_use)
     assert rig.store_blocks(keys_of(7, 8)).success
     assert rig.load_blocks(keys_of(7, 8)).success, "all threads are alive and the tier is in use again"
+
+
+class StuckOn(StoreWrapper):
+    """Calls for blocks in ``stuck`` wait until ``free`` is set."""
+
+    def __init__(self, inner: BlockStore) -> None:
+        super().__init__(inner)
+        self.stuck: set[OffloadKey] = set()
+        self.free = threading.Event()
+        self.arrived = threading.Semaphore(0)
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        self._pass(keys)
+        return self.inner.contains(keys)
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self._pass(keys)
+        return self.inner.write(keys, blocks)
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self._pass(keys)
+        return self.inner.read_into(keys, blocks)
+
+    def _pass(self, keys: Sequence[OffloadKey]) -> None:
+        if self.stuck & set(keys):
+            self.arrived.release()
+            assert self.free.wait(60)
+
+
+class TestCallsThatHang:
+    @pytest.fixture
+    def rig(self, make) -> Iterator[Rig]:
+        rig = make(limits=TierLimits(threads=4, timeout_s=10))
+        rig.store = StuckOn(rig.store)
+        rig.start()
+        yield rig
+        rig.store.free.set()
+
+    def hang(self, rig: Rig, numbers: Sequence[int], *, load: bool) -> int:
+        """Begins a job whose blocks all hang, and waits until they count as hung."""
+        keys = keys_of(*numbers)
+        rig.store.stuck |= set(keys)
+        job = rig.submit(keys, [40 + number for number in numbers], load=load)
+        for _ in range(min(len(keys), 4)):
+            assert rig.store.arrived.acquire(timeout=30)
+        before = rig.tier._runner.num_overdue()
+        rig.clock.advance(11)
+        rig.until(lambda: rig.tier._runner.num_overdue() == before + len(keys))
+        return job
+
+    def test_stores_that_hang_leave_lookups_and_loads_their_threads(self, rig: Rig) -> None:
+        rig.store_blocks(keys_of(1))
+        hung = self.hang(rig, [10, 11, 12, 13], load=False)
+        assert rig.load_blocks(keys_of(1)).success
+        assert rig.ask_until_answered(keys_of(20)) == [False]
+        assert hung not in rig.results
+
+    def test_a_load_that_hangs_costs_its_thread_and_its_blocks(self, rig: Rig) -> None:
+        rig.store_blocks(keys_of(1, 2))
+        assert rig.tier.has_pending_work() is False
+        hung = self.hang(rig, [2], load=True)
+        assert rig.is_in_use
+        assert rig.ask(keys_of(1, 2)) == [True, False], "no other call is risked for it"
+        assert not rig.tier.has_pending_work(), "an idle engine need not step"
+        for _ in range(5):
+            assert rig.load_blocks(keys_of(1)).success
+        assert hung not in rig.results, "its slot may still be written"
+        rig.store.free.set()
+        assert rig.wait(hung).success
+        assert rig.ask(keys_of(1, 2)) == [True, True]
+
+    def test_the_end_of_a_hung_call_is_pending_work(self, rig: Rig) -> None:
+        rig.store_blocks(keys_of(2))
+        hung = self.hang(rig, [2], load=True)
+        assert not rig.tier.has_pending_work()
+        rig.store.free.set()
+        end = time.monotonic() + 30
+        while not rig.tier.has_pending_work():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert rig.wait(hung).success
+
+    def test_a_lookup_that_hangs_costs_its_thread_and_its_blocks(self, rig: Rig) -> None:
+        rig.store_blocks(keys_of(1))
+        rig.store.stuck = set(keys_of(30))
+        assert rig.ask(keys_of(30)) == [None]
+        rig.step()
+        assert rig.store.arrived.acquire(timeout=30)
+        assert rig.tier.has_pending_work()
+        rig.clock.advance(11)
+        rig.step()
+        assert rig.ask(keys_of(30)) == [False]
+        assert not rig.tier.has_pending_work()
+        rig.clock.advance(5)
+        assert rig.ask_until_answered(keys_of(30, 31)) == [False, False]
+        assert rig.load_blocks(keys_of(1)).success
+        assert not rig.store.arrived.acquire(blocking=False), "it is not asked for again meanwhile"
+        rig.inner.write(keys_of(30), [memoryview(block_of(keys_of(30)[0], BLOCK_BYTES))])
+        rig.store.free.set()
+        rig.until(lambda: rig.ask(keys_of(30)) == [True])
+
+    def test_when_half_of_the_threads_hang_reading_is_off_until_one_returns(self, rig: Rig) -> None:
+        rig.store_blocks(keys_of(1, 2, 3))
+        self.hang(rig, [2], load=True)
+        assert rig.is_in_use
+        self.hang(rig, [3], load=True)
+        rig.until(lambda: not rig.is_in_use)
+        assert rig.ask(keys_of(1)) == [False]
+        assert rig.store_blocks(keys_of(7)).success
+        rig.store.free.set()
+        rig.until(lambda: rig.is_in_use)
+        assert rig.load_blocks(keys_of(1, 2, 3)).success
+
+    def test_a_manager_with_hung_jobs_alone_has_no_pending_work(self, rig: Rig) -> None:
+        (key,) = keys_of(1)
+        rig.below([key])
+        rig.store.stuck = {key}
+        primary = CPUPrimaryTierOffloadingManager(64, Region(rig.view))
+        manager = TieringOffloadingManager(primary, [rig.tier], clock=rig.clock)
+        manager.on_new_request(CONTEXT)
+        rig.tier._index.add([key])
+        assert manager.lookup(key, CONTEXT) is None
+        manager.on_schedule_end()
+        assert rig.store.arrived.acquire(timeout=30)
+        assert manager.has_pending_work()
+        rig.clock.advance(11)
+        manager.on_schedule_end()
+        assert manager.lookup(key, CONTEXT) is False, "its patience has ended"
+        assert not manager.has_pending_work()
+        rig.store.free.set()
+        end = time.monotonic() + 30
+        while not manager.lookup(key, CONTEXT):
+            assert time.monotonic() < end
+            manager.on_schedule_end()
+            time.sleep(0.001)
+
+
+class BadBlock(StoreWrapper):
+    """Raises whenever one of ``bad`` is read, as a careless store does for an unreadable file."""
+
+    bad: frozenset[OffloadKey] = frozenset()
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        if self.bad & set(keys):
+            raise OSError(errno.EIO, "Input/output error")
+        return self.inner.read_into(keys, blocks)
+
+
+def test_a_probe_does_not_depend_on_the_block_that_failed(make) -> None:
+    rig = make()
+    rig.store = store = BadBlock(rig.store)
+    rig.start()
+    keys = keys_of(1, 2)
+    rig.store_blocks(keys)
+    store.bad = frozenset(keys[:1])
+    for _ in range(3):
+        assert not rig.load_blocks(keys[:1]).success
+    assert not rig.is_in_use
+    rig.clock.advance(2)
+    rig.until(lambda: rig.is_in_use)
+    assert rig.load_blocks(keys[1:]).success
+
+
+def test_a_probe_fails_while_no_block_can_be_read(make) -> None:
+    rig = make()
+    rig.store = store = BadBlock(rig.store)
+    rig.start()
+    keys = keys_of(1, 2, 3)
+    rig.store_blocks(keys)
+    store.bad = frozenset(keys)
+    for _ in range(3):
+        assert not rig.load_blocks(keys[:1]).success
+    for _ in range(3):
+        rig.clock.advance(100)
+        rig.step()
+        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        assert not rig.is_in_use
+    store.bad = frozenset()
+    rig.clock.advance(100)
+    rig.until(lambda: rig.is_in_use)
+
+
+class TestScans:
+    def test_a_step_takes_in_a_bounded_part_of_what_a_scan_has_found(self, make) -> None:
+        rig = make(max_blocks=10_000)
+        rig.below(keys_of(*range(5_000)))
+        rig.start()
+        while rig.tier._runner.num_open_slices and not rig.tier._runner.ended:
+            time.sleep(0.001)
+        seen = [len(rig.tier._index)]
+        while seen[-1] < 5_000:
+            rig.tier.on_schedule_end()
+            rig.tier.lookup(keys_of(1)[0], CONTEXT)
+            rig.tier.get_finished_jobs()
+            rig.tier.get_finished_jobs()
+            seen.append(len(rig.tier._index))
+        assert max(after - before for before, after in itertools.pairwise(seen)) <= 512
+
+    def test_blocks_that_were_deleted_from_outside_are_forgotten(self, make) -> None:
+        rig = make()
+        rig.inner.rescan_s = 30
+        rig.store = FaultyStore(rig.inner)
+        keys = keys_of(*range(40))
+        rig.below(keys)
+        rig.start()
+        rig.until(lambda: len(rig.resident) == 40)
+        rig.inner.discard(keys[:10])
+        rig.below(keys_of(50))
+        rig.step()
+        assert rig.stat("tier_blocks") == 40
+        rig.clock.advance(31)
+        rig.until(lambda: rig.resident == {*keys[10:], *keys_of(50)})
+        assert rig.stat("tier_blocks") == 31
+
+    def test_a_block_that_is_stored_during_a_scan_is_kept(self, make) -> None:
+        rig = make()
+        rig.inner.rescan_s = 30
+        rig.gate = GatedStore(rig.inner)
+        rig.store = FaultyStore(rig.gate)
+        rig.below(keys_of(1, 2))
+        rig.start()
+        rig.until(lambda: len(rig.resident) == 2)
+        rig.gate.close_gate("scan")
+        rig.clock.advance(31)
+        rig.step()
+        rig.gate.wait_for_arrivals(1)
+        rig.store_blocks(keys_of(3))
+        rig.inner.discard(keys_of(1))
+        rig.gate.open_gate()
+        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        for _ in range(3):
+            rig.step()
+        assert rig.resident == set(keys_of(1, 2, 3)), "the scan had found the first before it was deleted"
+        rig.clock.advance(31)
+        rig.until(lambda: rig.resident == set(keys_of(2, 3)))
+
+    def test_a_scan_that_fails_forgets_nothing(self, make) -> None:
+        rig = make()
+        rig.inner.rescan_s = 30
+        rig.store = FaultyStore(rig.inner)
+        rig.below(keys_of(1, 2))
+        rig.start()
+        rig.until(lambda: len(rig.resident) == 2)
+        rig.store.broken = {"scan": StoreError("no")}
+        rig.clock.advance(31)
+        rig.step()
+        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        for _ in range(3):
+            rig.step()
+        assert rig.resident == set(keys_of(1, 2))

@@ -106,7 +106,8 @@ class SecondaryTierManager(ABC):
         """The step is decided."""
 
     def has_pending_work(self) -> bool:
-        """Whether more steps are needed before all jobs have been returned."""
+        """Whether more steps are needed before all jobs have been returned. Jobs that hang do not count, or an idle
+        engine would step for ever."""
         return False
 
     def drain_jobs(self) -> None:

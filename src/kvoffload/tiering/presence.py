@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.base import OffloadingEvent, OffloadKey
+from kvoffload.events import PendingEvents
 
 __all__ = ["PresenceIndex"]
 
 _MAX_ASKING = 262_144
+_SHARD_BLOCKS = 4_096
 
 
 class PresenceIndex:
@@ -19,8 +22,11 @@ class PresenceIndex:
 
     It is a hint in both directions: the store may have lost a present key, and another process may have written an
     absent one. It remembers at most ``max_blocks`` present keys (at some 150 bytes each, the key included) and
-    ``max_absent`` absent ones, and forgets the oldest first. An absent key is asked for again once it is older than
+    ``max_absent`` absent ones, and forgets old ones first. An absent key is asked for again once it is older than
     ``absent_ttl_s``. Events name the store by ``medium``.
+
+    The present keys lie in shards of some 4,000, so that no call takes long: a large dictionary stops everything while
+    it grows.
     """
 
     def __init__(
@@ -37,23 +43,35 @@ class PresenceIndex:
         self._max_absent = max_absent
         self._absent_ttl_s = absent_ttl_s
         self._clock = clock
-        self._present: OrderedDict[OffloadKey, None] = OrderedDict()
+        num_shards = 1 << (max_blocks // _SHARD_BLOCKS).bit_length()
+        # Each key with the number of the scan before or during which it was last seen.
+        self._shards: list[OrderedDict[OffloadKey, int]] = [OrderedDict() for _ in range(num_shards)]
+        self._mask = num_shards - 1
+        self._num_present = 0
+        self._scan = 0
+        self._num_swept = num_shards
+        """Shards that ``forget_unseen`` is done with."""
         self._has_forgotten = False
         # Absent keys, and from when on each is worth asking for again.
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asking: set[OffloadKey] = set()
+        # Keys that a call which hangs asks for or reads: no other call is risked for them.
+        self._hanging: set[OffloadKey] = set()
         self.to_ask: list[OffloadKey] = []
         """Keys to ask the store for. Others only test whether there are any; ``take_keys_to_ask`` takes them."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
-        self._events: list[OffloadingEvent] = []
+        self._events = PendingEvents(medium)
 
     def __repr__(self) -> str:
-        return f"PresenceIndex({self._medium!r}, present={len(self._present)}, asking={len(self._asking)})"
+        return f"PresenceIndex({self._medium!r}, present={self._num_present}, asking={len(self._asking)})"
 
     def __len__(self) -> int:
         """Blocks known to be present."""
-        return len(self._present)
+        return self._num_present
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._shards[hash(key) & self._mask]
 
     # -------------------------------------------------------------------------------------------------- questions
 
@@ -62,7 +80,9 @@ class PresenceIndex:
 
         ``is_complete``: every key in the store was added here, so that an unknown key is absent.
         """
-        if key in self._present:
+        if self._hanging and key in self._hanging:
+            return False
+        if key in self._shards[hash(key) & self._mask]:
             return True
         if key in self._asking:
             return None
@@ -92,7 +112,7 @@ class PresenceIndex:
         self._asking.discard(key)
         if is_present:
             self.add([key])
-        elif key not in self._present:  # else a store or the scan added it after the store had answered
+        elif key not in self:  # else a store or the scan added it after the store had answered
             if len(self._absent) >= self._max_absent:
                 self._absent.popitem(last=False)
             self._absent[key] = self._clock() + self._absent_ttl_s
@@ -101,22 +121,40 @@ class PresenceIndex:
         """The store could not answer. The next lookup of such a key asks again."""
         self._asking.difference_update(keys)
 
+    def begin_hang(self, keys: Iterable[OffloadKey]) -> None:
+        """A call for ``keys`` hangs. Until ``end_hang`` they are absent, and not asked for."""
+        self._hanging.update(keys)
+        self._asking.difference_update(self._hanging)
+
+    def end_hang(self, keys: Iterable[OffloadKey]) -> None:
+        """The call has returned. Does nothing for keys of which no call hung."""
+        if self._hanging:
+            self._hanging.difference_update(keys)
+
+    def sample(self, count: int, start: int, besides: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Up to ``count`` present keys, none of ``besides``; others for another ``start``."""
+        excluded = set(besides)
+        shards = (self._shards[(start + offset) & self._mask] for offset in range(len(self._shards)))
+        keys = (key for shard in shards for key in reversed(shard) if key not in excluded)
+        return list(itertools.islice(keys, count))
+
     # ---------------------------------------------------------------------------------------------------- changes
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` are present."""
         added = []
         for key in keys:
-            if key in self._present:
+            shard = self._shards[hash(key) & self._mask]
+            if key in shard:
+                shard[key] = self._scan
                 continue
             self._absent.pop(key, None)
-            if len(self._present) >= self._max_blocks:
-                self._present.popitem(last=False)
-                self._has_forgotten = True
-            self._present[key] = None
+            if self._num_present >= self._max_blocks:
+                self._forget_one(shard)
+            shard[key] = self._scan
+            self._num_present += 1
             added.append(key)
-        if added:
-            self._events.append(OffloadingEvent(added, self._medium, removed=False))
+        self._events.add(added, removed=False)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` were evicted, or could not be read: they are unknown from now on."""
@@ -127,11 +165,10 @@ class PresenceIndex:
             if key in self._storing:
                 self._storing[key] = True
             self._absent.pop(key, None)
-            if key in self._present:
-                del self._present[key]
+            if self._shards[hash(key) & self._mask].pop(key, None) is not None:
+                self._num_present -= 1
                 removed.append(key)
-        if removed:
-            self._events.append(OffloadingEvent(removed, self._medium, removed=True))
+        self._events.add(removed, removed=True)
 
     def begin_store(self, keys: Iterable[OffloadKey]) -> None:
         """A job writes ``keys``; ``end_store`` follows for each."""
@@ -143,9 +180,31 @@ class PresenceIndex:
         was_evicted = [self._storing.pop(key, False) for key in keys]
         self.add([key for key, is_written, gone in zip(keys, outcomes, was_evicted) if is_written and not gone])
 
+    # ------------------------------------------------------------------------------------------------------ scans
+
+    def begin_scan(self) -> None:
+        """A scan of the store begins. Every key that it finds will be added."""
+        self._scan += 1
+        self._num_swept = len(self._shards)
+
+    def end_scan(self) -> None:
+        """The scan has found everything. Keys that were present before it, and were not added since it began, are gone;
+        ``forget_unseen`` removes them."""
+        self._num_swept = 0
+
+    def forget_unseen(self) -> None:
+        """Removes such keys from one shard. Call it again and again; without a scan it does nothing."""
+        if self._num_swept < len(self._shards):
+            shard = self._shards[self._num_swept]
+            self._num_swept += 1
+            self.remove([key for key, scan in shard.items() if scan != self._scan and key not in self._storing])
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Changes since the last call."""
-        if not self._events:
-            return ()
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
+
+    def _forget_one(self, shard: OrderedDict[OffloadKey, int]) -> None:
+        oldest = shard or next(other for other in self._shards if other)
+        oldest.popitem(last=False)
+        self._num_present -= 1
+        self._has_forgotten = True

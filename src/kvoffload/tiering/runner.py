@@ -10,17 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-__all__ = ["IoQueue", "IoResult", "IoStatus", "IoTask", "TierRunner"]
+from kvoffload.base import OffloadKey
+
+__all__ = ["READS", "IoQueue", "IoResult", "IoStatus", "IoTask", "TierRunner"]
 
 
 class IoQueue(IntEnum):
-    """The queues of a ``TierRunner``. Its I/O threads take from the first three, in this order."""
+    """The queues of a ``TierRunner``. Lookups and loads share threads, and lookups go first. Stores have threads of
+    their own, and none begins while a lookup or load is queued."""
 
     LOOKUP = 0
     LOAD = 1
     STORE = 2
     UPKEEP = 3
     """For calls that may take minutes. A thread of its own serves it, without a deadline."""
+
+
+READS = (IoQueue.LOOKUP, IoQueue.LOAD)
 
 
 class IoStatus(Enum):
@@ -46,9 +52,18 @@ class IoTask:
     queue: IoQueue
     num_items: int
     work: Callable[[int, int], list[bool]]
+    keys: Sequence[OffloadKey] = ()
+    """The blocks that are the items, if they are blocks."""
     outcomes: list[bool] = field(init=False, default_factory=list)
     """Of each item, once the task is submitted; ``False`` until its slice is done."""
     num_open_slices: int = field(init=False, default=0)
+    num_hung_slices: int = field(init=False, default=0)
+    """Open slices that are overdue and still run. The runner's threads change it too."""
+
+    @property
+    def hangs(self) -> bool:
+        """The task is open, and nothing but overdue slices is left of it."""
+        return 0 < self.num_open_slices <= self.num_hung_slices
 
 
 @dataclass(slots=True, eq=False)
@@ -79,10 +94,15 @@ class IoResult:
     outcomes: Sequence[bool]
     """Of the slice's items; all ``False`` unless it is ``DONE``."""
 
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """The slice's blocks."""
+        return self.task.keys[self.start : self.stop]
+
 
 class TierRunner:
-    """Runs tasks in ``threads`` daemon threads, and upkeep in one more. Tasks are cut into slices, so that several
-    threads share one task.
+    """Runs lookups and loads in ``threads`` daemon threads, stores in as many others, and upkeep in one more. So reads
+    always have threads that stores cannot occupy. Tasks are cut into slices, so that several threads share one task.
 
     One thread submits tasks and takes results; neither call blocks. A running slice ends only when its work returns
     or raises, however late: nobody may reuse memory that it still touches. A slice that is queued for longer than
@@ -98,7 +118,14 @@ class TierRunner:
         self._clock = clock
         self._lock = threading.Lock()
         self._slice_ended = threading.Condition(self._lock)
-        self._io_queued, self._upkeep_queued = threading.Condition(self._lock), threading.Condition(self._lock)
+        reads_queued, upkeep_queued = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._stores_may_begin = threading.Condition(self._lock)
+        self._queued = {
+            IoQueue.LOOKUP: reads_queued,
+            IoQueue.LOAD: reads_queued,
+            IoQueue.STORE: self._stores_may_begin,
+            IoQueue.UPKEEP: upkeep_queued,
+        }
         self._queues: tuple[deque[_Slice], ...] = tuple(deque() for _ in IoQueue)
         self._running: dict[_Slice, None] = {}
         self.ended: deque[tuple[_Slice, IoStatus, list[bool], BaseException | None]] = deque()
@@ -109,11 +136,10 @@ class TierRunner:
         self.num_open_slices = 0
         """Slices that are queued or running, or whose result was not taken."""
         self._next_check_s = 0.0
-        io = (IoQueue.LOOKUP, IoQueue.LOAD, IoQueue.STORE), self._io_queued
-        upkeep = (IoQueue.UPKEEP,), self._upkeep_queued
+        duties = [READS] * threads + [(IoQueue.STORE,)] * threads + [(IoQueue.UPKEEP,)]
         self._threads = [
-            threading.Thread(target=self._serve, args=duty, name=f"kvoffload-{name}-{index}", daemon=True)
-            for index, duty in enumerate([*[io] * threads, upkeep])
+            threading.Thread(target=self._serve, args=(duty,), name=f"kvoffload-{name}-{index}", daemon=True)
+            for index, duty in enumerate(duties)
         ]
         for thread in self._threads:
             thread.start()
@@ -145,7 +171,7 @@ class TierRunner:
         self.num_open_slices += len(slices)
         with self._lock:
             self._queues[task.queue].extend(slices)
-            (self._upkeep_queued if task.queue is IoQueue.UPKEEP else self._io_queued).notify(len(slices))
+            self._queued[task.queue].notify(len(slices))
 
     def take_results(self) -> list[IoResult]:
         """The slices that ended since the last call, each once, with the outcomes of their items filled in; and those
@@ -179,6 +205,7 @@ class TierRunner:
             ]
             for part in overdue:
                 part.is_overdue = True
+                part.task.num_hung_slices += 1
             for queue in self._queues[: IoQueue.UPKEEP]:
                 while queue and queue[0].since_s < late_since_s:
                     self._cancel(queue.popleft())
@@ -210,8 +237,8 @@ class TierRunner:
         with self._lock:
             self._cancel_all(IoQueue)
             self._is_closing = True
-            self._io_queued.notify_all()
-            self._upkeep_queued.notify_all()
+            for queued in self._queued.values():
+                queued.notify_all()
         end_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
@@ -231,22 +258,31 @@ class TierRunner:
     def _cancel(self, part: _Slice) -> None:
         self.ended.append((part, IoStatus.CANCELLED, [], None))
         self._slice_ended.notify_all()
+        self._stores_may_begin.notify_all()
+
+    def _next_queue(self, queues: tuple[IoQueue, ...]) -> IoQueue | None:
+        """The first of ``queues`` from which a slice may begin."""
+        for queue in queues:
+            if self._queues[queue] and not (queue is IoQueue.STORE and any(self._queues[read] for read in READS)):
+                return queue
+        return None
 
     def _begin_next(self, queues: tuple[IoQueue, ...]) -> _Slice | None:
-        for queue in queues:
-            if self._queues[queue]:
-                part = self._queues[queue].popleft()
-                part.since_s = self._clock()
-                self._running[part] = None
-                return part
-        return None
+        if (queue := self._next_queue(queues)) is None:
+            return None
+        part = self._queues[queue].popleft()
+        part.since_s = self._clock()
+        self._running[part] = None
+        if queue in READS and not any(self._queues[read] for read in READS):
+            self._stores_may_begin.notify_all()
+        return part
 
     # --------------------------------------------------------------------------------------------- in the threads
 
-    def _serve(self, queues: tuple[IoQueue, ...], work_queued: threading.Condition) -> None:
+    def _serve(self, queues: tuple[IoQueue, ...]) -> None:
         while True:
             with self._lock:
-                work_queued.wait_for(lambda: self._is_closing or any(self._queues[queue] for queue in queues))
+                self._queued[queues[0]].wait_for(lambda: self._is_closing or self._next_queue(queues) is not None)
                 part = self._begin_next(queues)
             if part is None:
                 return  # closing
@@ -254,6 +290,7 @@ class TierRunner:
             with self._lock:
                 # Both at once: whoever sees that the slice does not run any more can take its result.
                 del self._running[part]
+                part.task.num_hung_slices -= part.is_overdue
                 self.ended.append(ended)
                 self._slice_ended.notify_all()
             # A thread that waits for work must not keep alive the memory that the last slice refers to.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -15,22 +16,25 @@ import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.errors import ConfigError
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.presence import PresenceIndex
-from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
+from kvoffload.tiering.runner import READS, IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
 __all__ = ["StoreTier", "TierLimits"]
 
 _log = logging.getLogger(__name__)
 
-_READ_QUEUES = (IoQueue.LOOKUP, IoQueue.LOAD)
 _LOOKUP_SLICE = 256
 _MAX_TOUCHED = 65_536
 _TOUCH_INTERVAL_S = 1.0
-_SCANNED_PER_POLL = 2_048
+_SCANNED_PER_STEP = 512
+_SCAN_SHARE = 4
+"""A store is not scanned again before this many times the duration of the last scan."""
+_PROBED_BLOCKS = 3
 _SLICE_BYTES = 4 << 20
 _MAX_SLICE_BLOCKS = 64
 
@@ -38,11 +42,12 @@ _MAX_SLICE_BLOCKS = 64
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much a ``StoreTier`` does at once, and how long it waits. ``StoreOptions`` makes them configuration keys."""
 
-    threads: int = 4
-    """Store calls at once: the queue depth that the device sees."""
+    threads: int | None = None
+    """Reads at once, and writes at once: the queue depths that the device sees. Default: what the store declares as
+    ``requests_in_flight``, 4 unless it says otherwise."""
     timeout_s: float = 30.0
-    """A store call that takes longer counts as hung, and the tier is not used until it returns. Work that is queued for
-    longer is cancelled."""
+    """A store call that takes longer counts as hung. While half of the threads for reading hang, or half of those for
+    writing, the tier is not used for that. Work that is queued for longer is cancelled."""
     drain_timeout_s: float = 10.0
     """How long a reset of the cache and the shutdown wait for the tier's I/O, in real time."""
     max_backlog_blocks: int | None = None
@@ -74,9 +79,12 @@ class StoreTier(SecondaryTierManager):
       store has been scanned, an unknown key is ``False`` at once.
     * Two circuit breakers, one for reads and one for writes, stop the calls to a store that keeps failing or hangs.
       There are two because a full disk can still be read. While reads are off, lookups are ``False`` and loads fail;
-      while writes are off, stores are dropped. The tier probes reads by a call of its own, and writes by the first
-      slice of a job.
-    * A job whose I/O hangs has no result, because its slots may still be written.
+      while writes are off, stores are dropped. The tier probes reads by a call of its own, for other blocks than those
+      that failed, and writes by the first slice of a job.
+    * A call that hangs costs its thread and its job. The job has no result, because its slots may still be written, and
+      the blocks of the call are absent until it returns. The tier goes on while more than half of the threads are left.
+    * A store that declares ``rescan_s`` is scanned again and again. Blocks that were deleted from outside are forgotten
+      then. One step takes in a bounded number of the keys that a scan has found.
     """
 
     def __init__(
@@ -100,16 +108,20 @@ class StoreTier(SecondaryTierManager):
         self._clock = clock
         self._slots: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
         self._max_backlog = limits.max_backlog_blocks or max(64, len(self._slots) // 4)
-        self._max_slice_blocks = max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
-        self._runner = TierRunner(tier_type, limits.threads, timeout_s=limits.timeout_s, clock=clock)
+        self._max_slice_blocks = store.batch_blocks or max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
+        threads = limits.threads or store.requests_in_flight
+        self._runner = TierRunner(tier_type, threads, timeout_s=limits.timeout_s, clock=clock)
         self._reads = CircuitBreaker("reading", clock=clock)
         self._writes = CircuitBreaker("writing", clock=clock)
-        self._probe_key = OffloadKey(b"probe")
+        self._failed: Sequence[OffloadKey] = ()
+        """The blocks whose read failed last."""
+        self._num_probes = 0
 
         self._index = PresenceIndex(tier_type, limits.max_index_blocks, clock=clock)
         self._callbacks: dict[IoTask, Callable[[IoResult], None]] = {}
         self._results: list[JobResult] = []
-        self._num_transfers = 0
+        self._transfers: dict[IoTask, None] = {}
+        """Tasks of jobs without a result, oldest first."""
         self._num_storing = 0
         """Blocks of store jobs whose slices have not ended."""
         self._touched: list[Sequence[OffloadKey]] = []
@@ -119,12 +131,18 @@ class StoreTier(SecondaryTierManager):
         self._scanned: deque[Sequence[OffloadKey]] = deque()
         self._evicted: deque[Sequence[OffloadKey]] = deque()
         self._scan_is_done = False
+        """A scan has ended, and found everything."""
+        self._scan_budget = _SCANNED_PER_STEP
+        """Scanned keys that this step may still take in."""
+        self._scan_began_s = 0.0
+        self._next_scan_s = math.inf
         self._is_shut_down = False
 
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._num_stored = self._num_loaded = self._num_dropped = 0
-        self._num_store_failures = self._num_load_failures = 0
-        self._submit(IoTask(IoQueue.UPKEEP, 1, self._scan), 1, self._scan_ended)
+        self._num_store_failures = self._num_load_failures = self._num_corrupt = 0
+        self._corruption_log = RateLimitedLog(_log, clock=clock)
+        self._submit_scan()
 
     def __repr__(self) -> str:
         return f"StoreTier({self.tier_type!r}, {self._store!r}, present={len(self._index)}, {self._runner!r})"
@@ -146,15 +164,15 @@ class StoreTier(SecondaryTierManager):
         keys = self._index.take_keys_to_ask()
 
         def ended(result: IoResult) -> None:
-            asked = keys[result.start : result.stop]
-            self._record(self._reads, result, asked[0])
+            self._record(self._reads, result)
+            self._index.end_hang(result.keys)
             if result.status is not IoStatus.DONE:
-                self._index.record_no_answer(asked)
+                self._index.record_no_answer(result.keys)
                 return
-            for key, is_present in zip(asked, result.outcomes, strict=True):
+            for key, is_present in zip(result.keys, result.outcomes, strict=True):
                 self._index.record_answer(key, is_present)
 
-        task = IoTask(IoQueue.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]))
+        task = IoTask(IoQueue.LOOKUP, len(keys), lambda start, stop: self._store.contains(keys[start:stop]), keys)
         self._submit(task, _LOOKUP_SLICE, ended)
 
     # -------------------------------------------------------------------------------------------------- transfers
@@ -167,7 +185,7 @@ class StoreTier(SecondaryTierManager):
             return
         self._num_storing += num_admitted
         self._index.begin_store(job.keys[:num_admitted])
-        task = IoTask(IoQueue.STORE, num_admitted, self._transfer_of(job, self._store.write))
+        task = IoTask(IoQueue.STORE, num_admitted, self._transfer_of(job, self._store.write), job.keys)
         self._submit_transfer(job, task, self._store_slice_ended)
 
     def _num_admitted(self, num_blocks: int) -> int:
@@ -177,8 +195,8 @@ class StoreTier(SecondaryTierManager):
             return 0
         if self._writes.is_closed:
             return num_admitted
-        # A call that hangs is its own probe: no second thread is risked before it returns.
-        if self._runner.num_overdue((IoQueue.STORE,)) or not self._writes.begin_probe():
+        # Calls that hang are their own probe: no other thread is risked before they return.
+        if self._too_many_hang(IoQueue.STORE) or not self._writes.begin_probe():
             return 0
         return min(num_admitted, self._slice_blocks_of(num_blocks))
 
@@ -187,18 +205,16 @@ class StoreTier(SecondaryTierManager):
             self._num_load_failures += len(job.keys)
             self._results.append(JobResult(job.job_id, success=False))
             return
-        task = IoTask(IoQueue.LOAD, len(job.keys), self._transfer_of(job, self._store.read_into))
+        task = IoTask(IoQueue.LOAD, len(job.keys), self._transfer_of(job, self._store.read_into), job.keys)
         self._submit_transfer(job, task, self._load_slice_ended)
 
-    def _submit_transfer(
-        self, job: JobMetadata, task: IoTask, slice_ended: Callable[[JobMetadata, IoResult], None]
-    ) -> None:
-        self._num_transfers += 1
+    def _submit_transfer(self, job: JobMetadata, task: IoTask, slice_ended: Callable[[IoResult], None]) -> None:
+        self._transfers[task] = None
 
         def ended(result: IoResult) -> None:
-            slice_ended(job, result)
+            slice_ended(result)
             if result.is_last:
-                self._num_transfers -= 1
+                del self._transfers[task]
                 # The outcomes are fewer than the keys where a part of the job was dropped.
                 good = [key for key, is_good in zip(job.keys, task.outcomes, strict=False) if is_good]
                 all_good = len(good) == len(job.keys)
@@ -231,10 +247,10 @@ class StoreTier(SecondaryTierManager):
         if evicted := self._store.take_evicted():
             self._evicted.append(evicted)
 
-    def _store_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
-        keys, outcomes = job.keys[result.start : result.stop], result.outcomes
+    def _store_slice_ended(self, result: IoResult) -> None:
+        keys, outcomes = result.keys, result.outcomes
         self._num_storing -= len(keys)
-        self._record(self._writes, result, keys[0])
+        self._record(self._writes, result)
         self._index.end_store(keys, outcomes)
         self._num_stored += outcomes.count(True)
         if result.status is IoStatus.CANCELLED:
@@ -242,27 +258,43 @@ class StoreTier(SecondaryTierManager):
         else:
             self._num_store_failures += outcomes.count(False)
 
-    def _load_slice_ended(self, job: JobMetadata, result: IoResult) -> None:
-        keys = job.keys[result.start : result.stop]
-        self._record(self._reads, result, keys[0])
+    def _load_slice_ended(self, result: IoResult) -> None:
+        keys = result.keys
+        self._record(self._reads, result)
+        self._index.end_hang(keys)
         missing = [key for key, is_loaded in zip(keys, result.outcomes, strict=True) if not is_loaded]
         self._num_loaded += len(keys) - len(missing)
         self._num_load_failures += len(missing)
         if result.status is IoStatus.DONE:
             # The store lacks them, whatever the index says: the next lookup asks the store.
             self._index.remove(missing)
+        if missing:
+            self._log_corruption()
+
+    def _log_corruption(self) -> None:
+        num_corrupt = self._store.stats().corrupt_blocks
+        if num_corrupt > self._num_corrupt:
+            self._num_corrupt = num_corrupt
+            self._corruption_log.warning(
+                f"Tier {self.tier_type!r} found corrupt blocks, {num_corrupt} since its start; each is a miss."
+            )
 
     # ------------------------------------------------------------------------------------------------------ steps
 
     def on_schedule_end(self) -> None:
+        self._scan_budget = _SCANNED_PER_STEP
         self._poll()
+        if not self._scanned:
+            self._index.forget_unseen()
         if self._index.to_ask:
             self._submit_lookups()
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_INTERVAL_S
             self._submit_touches()
-        if not self._reads.is_closed and not self._runner.num_overdue(_READ_QUEUES) and self._reads.begin_probe():
+        if not self._reads.is_closed and not self._too_many_hang(*READS) and self._reads.begin_probe():
             self._submit_probe()
+        if self._clock() >= self._next_scan_s and not self._scanned and not self._runner.backlog(IoQueue.UPKEEP):
+            self._submit_scan()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._poll()
@@ -272,7 +304,9 @@ class StoreTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        return bool(self._num_transfers or self._results or self._index.is_asking)
+        # Oldest first: all that are looked at before the first that goes on hang.
+        goes_on = any(not task.hangs for task in self._transfers)
+        return bool(goes_on or self._results or self._index.is_asking)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._index.take_events()
@@ -334,7 +368,7 @@ class StoreTier(SecondaryTierManager):
             ("tier_corrupt_blocks", tier): store.corrupt_blocks,
             ("tier_evicted_blocks", tier): store.evicted_blocks,
             ("tier_dropped_blocks", tier): self._num_dropped,
-            ("tier_queued_jobs", tier): self._num_transfers,
+            ("tier_queued_jobs", tier): len(self._transfers),
         }
         return stats
 
@@ -347,11 +381,10 @@ class StoreTier(SecondaryTierManager):
     def _poll(self) -> None:
         """Takes in what the I/O threads have found. Cheap if they are idle."""
         self._take_results()
-        num_scanned = 0
-        while self._scanned and num_scanned < _SCANNED_PER_POLL:
+        while self._scanned and self._scan_budget >= len(self._scanned[0]):
             batch = self._scanned.popleft()
             self._index.add(batch)
-            num_scanned += len(batch)
+            self._scan_budget -= len(batch)
 
     def _take_results(self) -> None:
         # Evictions before results: a block whose eviction is known must not be announced as present. An eviction that a
@@ -360,23 +393,39 @@ class StoreTier(SecondaryTierManager):
             self._index.remove(self._evicted.popleft())
         for result in self._runner.take_results() if self._runner.num_open_slices else ():
             if result.status is IoStatus.OVERDUE:
-                breaker = self._reads if result.task.queue in _READ_QUEUES else self._writes
-                self._record_failure(breaker, "A call hangs.", is_grave=True)
+                self._call_hangs(result)
                 continue
             self._callbacks[result.task](result)
             if result.is_last:
                 del self._callbacks[result.task]
 
+    def _call_hangs(self, result: IoResult) -> None:
+        is_read = result.task.queue in READS
+        _log.warning(
+            "Tier %r: a call for %s has been running for more than %g s; its thread is lost until it returns.",
+            self.tier_type,
+            "reading" if is_read else "writing",
+            self._limits.timeout_s,
+        )
+        if is_read:
+            self._index.begin_hang(result.keys)
+        if self._too_many_hang(*(READS if is_read else (IoQueue.STORE,))):
+            self._record_failure(self._reads if is_read else self._writes, "Too many calls hang.", is_grave=True)
+
+    def _too_many_hang(self, *queues: IoQueue) -> bool:
+        """Whether half of the threads that serve ``queues`` hang."""
+        return 2 * self._runner.num_overdue(queues) >= self._runner.num_threads
+
     # ------------------------------------------------------------------------------------------- circuit breakers
 
-    def _record(self, breaker: CircuitBreaker, result: IoResult, key: OffloadKey) -> None:
+    def _record(self, breaker: CircuitBreaker, result: IoResult) -> None:
         match result.status:
             case IoStatus.DONE:
-                if breaker.record_success():
+                if breaker.failures and breaker.record_success():
                     _log.warning("Tier %r is used for %s again.", self.tier_type, breaker.name)
             case IoStatus.FAILED:
-                if breaker is self._reads:
-                    self._probe_key = key
+                if breaker is self._reads and result.keys:
+                    self._failed = result.keys
                 self._record_failure(breaker, str(result.error))
             case IoStatus.CANCELLED:
                 breaker.cancel_probe()
@@ -385,35 +434,56 @@ class StoreTier(SecondaryTierManager):
         if breaker.record_failure(is_grave=is_grave):
             _log.warning("Tier %r is not used for %s until it recovers: %s", self.tier_type, breaker.name, reason)
             # Queued slices would only fail one by one, and meanwhile hold slots.
-            self._runner.cancel_queued(*(_READ_QUEUES if breaker is self._reads else (IoQueue.STORE,)))
+            self._runner.cancel_queued(*(READS if breaker is self._reads else (IoQueue.STORE,)))
 
     def _submit_probe(self) -> None:
-        """Asks for the block that failed last, and if it is present reads it into memory of the probe's own."""
-        key, num_bytes = self._probe_key, self.block_bytes
+        """Asks for a few blocks other than those that failed last, and reads those that are there, into memory of the
+        probe's own. One of them is enough: a bad block does not keep reading off."""
+        keys = self._index.sample(_PROBED_BLOCKS, self._num_probes, self._failed) or [OffloadKey(b"probe")]
+        self._num_probes += 1
+        store, num_bytes = self._store, self.block_bytes
 
         def probe(start: int, stop: int) -> list[bool]:
-            if self._store.contains([key]) == [True]:
-                self._store.read_into([key], [memoryview(bytearray(num_bytes))])
-                self._queue_evicted()
+            found = [key for key, is_here in zip(keys, store.contains(keys), strict=True) if is_here]
+            for last, key in enumerate(found, 1 - len(found)):
+                try:
+                    store.read_into([key], [memoryview(bytearray(num_bytes))])
+                    break
+                except Exception:
+                    if not last:
+                        raise
+            self._queue_evicted()
             return [True]
 
-        self._submit(IoTask(IoQueue.LOAD, 1, probe), 1, lambda result: self._record(self._reads, result, key))
+        self._submit(IoTask(IoQueue.LOAD, 1, probe), 1, lambda result: self._record(self._reads, result))
 
     # ----------------------------------------------------------------------------------------------------- upkeep
 
+    def _submit_scan(self) -> None:
+        self._scan_began_s, self._next_scan_s = self._clock(), math.inf
+        self._index.begin_scan()
+        self._submit(IoTask(IoQueue.UPKEEP, 1, self._scan), 1, self._scan_ended)
+
     def _scan(self, start: int, stop: int) -> list[bool]:
-        """In the upkeep thread. The keys come in batches small enough for one poll."""
+        """In the upkeep thread. The keys come in batches small enough for one step."""
         for batch in self._store.scan():
-            for first in range(0, len(batch), _SCANNED_PER_POLL // 4):
-                self._scanned.append(batch[first : first + _SCANNED_PER_POLL // 4])
+            for first in range(0, len(batch), _SCANNED_PER_STEP):
+                self._scanned.append(batch[first : first + _SCANNED_PER_STEP])
             if self._runner.is_closing:
                 return [False]
         return [True]
 
     def _scan_ended(self, result: IoResult) -> None:
-        self._scan_is_done = all(result.outcomes)
-        if result.status is IoStatus.FAILED:
-            _log.warning("Tier %r could not be scanned, so each block is asked for: %s", self.tier_type, result.error)
+        if all(result.outcomes):
+            self._scan_is_done = True
+            self._index.end_scan()
+        elif result.status is IoStatus.FAILED:
+            _log.warning(
+                "Tier %r could not be scanned, so unknown blocks are asked for: %s", self.tier_type, result.error
+            )
+        if self._store.rescan_s is not None:
+            duration_s = self._clock() - self._scan_began_s
+            self._next_scan_s = self._clock() + max(self._store.rescan_s, _SCAN_SHARE * duration_s)
 
     def _submit_touches(self) -> None:
         if self._runner.backlog(IoQueue.UPKEEP):

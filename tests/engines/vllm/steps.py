@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.engines.vllm.harness import CONNECTOR
+from tests.engines.vllm.harness import CONNECTOR, hash_block_size
 from tests.engines.vllm.scripted import SCRIPTED, ScriptedManager, ScriptedSpec, Worker
 
 from kvoffload.base import TransferResult, make_offload_key
@@ -84,7 +84,7 @@ class Steps:
             kv_cache_tensors=[KVCacheTensor(size=size, layers=names, layer_stride=size, block_stride=PAGE_BYTES)],
             kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, groups, strict=True)],
             kv_cache_layout="LBHNC",
-            hash_block_size=hash_tokens,
+            **hash_block_size(hash_tokens),
         )
         self.scheduler = scheduler_class(
             vllm_config=config,

@@ -31,7 +31,17 @@ class BlockStore(ABC):
     A block that cannot be written or read is ``False`` in the answer. A store that fails as a whole (its root is
     gone, the disk is read-only) raises ``StoreError`` or ``OSError``. The tier above counts these errors, and stops
     calling the store while they last.
+
+    The attributes below are values that a store declares, for its class or for itself.
     """
+
+    batch_blocks: int | None = None
+    """Most blocks of one ``write`` or ``read_into``. ``None``: as many as make some 4 MiB, 64 at most."""
+    requests_in_flight: int = 4
+    """How many reads the store serves well at once, and how many writes. A tier's ``threads`` overrides it."""
+    rescan_s: float | None = None
+    """How many seconds after a scan the tier scans the store again, to find what others have written or deleted.
+    ``None``: it scans once."""
 
     @abstractmethod
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -63,8 +73,9 @@ class BlockStore(ABC):
     # Optional: the tier above does without what a store leaves out.
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        """Yields the keys that are here, in batches, without reading payloads. Runs once, on a thread of its own,
-        while other threads call the store: a block written meanwhile may be missing, and a block yielded may be gone.
+        """Yields the keys that are here, in batches, without reading payloads. Runs at the start, and every
+        ``rescan_s``, on a thread of its own, while other threads call the store: a block written meanwhile may be
+        missing, and a block yielded may be gone.
         """
         return iter(())
 

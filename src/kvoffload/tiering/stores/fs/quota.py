@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvoffload.tiering.stores.fs.access import check_directory
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, staged_bytes, sweep, unlink_quietly, writers_alive
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES, Account, FileSeen, UsageFile, walk
+from kvoffload.tiering.stores.root import check_directory
 
 __all__ = ["Deletion", "Quota", "Reservation"]
 
@@ -79,7 +79,8 @@ class Quota:
         self._no_walk_before_s = 0.0
         self._reserved_bytes = 0
         self._last_stamp_ns = 0
-        self._evicted: list[str] = []
+        self.evicted: list[str] = []
+        """Paths for ``take_evicted``. Others only test whether there are any."""
         self.num_evicted = 0
 
     @property
@@ -189,7 +190,7 @@ class Quota:
     def take_evicted(self) -> list[str]:
         """The paths evicted since the last call."""
         with self._lock:
-            evicted, self._evicted = self._evicted, []
+            evicted, self.evicted = self.evicted, []
             return evicted
 
     def close(self) -> None:
@@ -292,7 +293,7 @@ class Quota:
         self.num_evicted += 1
         with self._lock:
             self._recency.pop(path, None)
-            self._evicted.append(path)
+            self.evicted.append(path)
 
     def _recycle(self, full: str, status: os.stat_result, reservation: Reservation) -> bool:
         """Renames an evicted file to the reservation's next path, if it fits there.

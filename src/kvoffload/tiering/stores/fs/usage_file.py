@@ -16,8 +16,8 @@ from pathlib import Path
 
 import xxhash
 
-from kvoffload.tiering.stores.fs.access import PRIVATE, Access, make_directory, open_control
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX
+from kvoffload.tiering.stores.fs.format import SUFFIX
+from kvoffload.tiering.stores.root import CONTROL_DIR, PRIVATE, Access, make_directory, open_control
 
 __all__ = ["USAGE_FILE_BYTES", "Account", "FileSeen", "UsageFile", "walk"]
 
