@@ -169,6 +169,10 @@ class Steps:
             drafts = [[STOP] * self._num_drafts for _ in ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
+    def deliver_all(self) -> None:
+        while self._in_flight:
+            self.deliver()
+
     def drain(self, accept: int = 0) -> None:
         for _ in range(80):
             if self.scheduler.has_requests():

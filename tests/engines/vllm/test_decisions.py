@@ -128,6 +128,7 @@ def test_a_request_that_is_preempted_and_admitted_in_one_step_goes_on(llama: Sma
         while len(steps.scheduler.running) < 3:
             steps.step()  # vLLM does not reset while a load is in flight
             assert len(steps.metas) < 40, "a request waits for ever"
+        steps.deliver_all()  # nor while a step is
         resets = steps.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=count == 2)
         assert resets
     loaded = {job.request_id for job in steps.loads()}
