@@ -15,4 +15,5 @@ BENCHES: tuple[str, ...] = (
     "fs_store",
     "placement",
     "crossings",
+    "policies_mixed",
 )
