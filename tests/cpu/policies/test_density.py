@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from itertools import pairwise, zip_longest
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.sizes import by_size
 
@@ -17,6 +18,8 @@ from kvoffload.cpu.policies.density.model import NUM_CLASSES, NUM_DRAWS, RISEN, 
 from kvoffload.cpu.policies.density.policy import DensityCachePolicy
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.testing import CachePolicyContract, PolicyDriver, key, keys
+
+Table = npt.NDArray[np.float64]
 
 
 class TestContract(CachePolicyContract):
@@ -394,6 +397,14 @@ class TestHitDensity:
         left[0, 3] = 1000
         assert densities(used, left, np.ones(10), prior=1e-6)[0, 2] < before[0, 2] / 5
 
+    def test_a_class_that_was_used_more_while_young_is_worth_more_when_old(self) -> None:
+        """Nobody has seen a block of class 1 at age 5 yet, but all other ages speak for it."""
+        used, left = np.zeros((2, NUM_CLASSES, 10))
+        used[0, :6], left[0, 5] = 100, 5000
+        used[1, :4], left[1, 4] = 1000, 1000
+        found = densities(used, left, np.ones(10), prior=50)
+        assert found[1, 5] > 2 * found[0, 5]
+
     def test_learns_that_a_class_does_not_come_back_without_waiting_for_the_horizon(self) -> None:
         """A cache sees four of its capacities go by: loops come back twice each, and a flood never does."""
         stream, fresh = Stream(1000), 10_000
@@ -404,21 +415,21 @@ class TestHitDensity:
         values = stream.model.values
         assert values[1][0] > 2 * values[0][0]
 
-    def test_evidence_is_counted_in_paths(self) -> None:
-        """Blocks of one class return sooner than those of another. A few long paths prove that less than many short."""
+    @pytest.mark.parametrize("path_blocks", [1, 100])
+    def test_evidence_is_counted_in_paths(self, path_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A path whose blocks return together counts as one block would."""
+        priors: list[float] = []
 
-        def preference(path_blocks: int) -> float:
-            stream = Stream(2000)
-            num_paths = 400 // path_blocks
-            for turn in range(12 * num_paths):
-                at = turn % num_paths * path_blocks
-                stream.use(keys(*range(at, at + path_blocks)), class_=1)
-                if turn // num_paths % 3 == 0:
-                    stream.use(keys(*range(10_000 + at, 10_000 + at + path_blocks)), class_=0)
-            values = stream.model.values
-            return values[1][0] / values[0][0]
+        def watched(used: Table, left: Table, widths: Table, prior: float) -> Table:
+            priors.append(prior)
+            return densities(used, left, widths, prior)
 
-        assert preference(1) > 1.1 * preference(200) > 1.1
+        monkeypatch.setattr("kvoffload.cpu.policies.density.model.densities", watched)
+        stream = Stream(2000)
+        for turn in range(2000 // path_blocks):
+            at = turn * path_blocks % 400
+            stream.use(keys(*range(at, at + path_blocks)), class_=1)
+        assert priors[-1] == pytest.approx(5 * path_blocks, rel=0.1)
 
     def test_follows_every_use_of_a_short_history(self) -> None:
         stream = Stream(1_000_000)

@@ -43,6 +43,7 @@ _DECAY = 0.95
 _PRIOR = 5.0
 """Paths of evidence that a class needs before its own hazard counts as much as that of all classes together."""
 _LEAST_CAPACITY = 128
+_MOST_LIKELY = 0.95
 _RANDOM_END = 1 << 31
 
 
@@ -55,8 +56,10 @@ class HitDensity:
     1958). So the model knows a class that never comes back as soon as its blocks are old. To wait for the horizon would
     take longer than many a cache is in use.
 
-    Where a class has little evidence, its hazard is shrunk towards that of all classes together. Blocks of one path are
-    used together, so evidence is counted in paths: a class with a few long prompts has little.
+    At ages where a class has little evidence, its hazard is shrunk towards that of all classes together, times one
+    factor for the class: proportional hazards (D. R. Cox, "Regression models and life-tables", 1972). So what a class
+    shows while its blocks are young counts when they are old for the first time, which is when a cache is first full.
+    Blocks of one path are used together, so evidence is counted in paths: a class with a few long prompts has little.
 
     The value of a block is a ratio: expected hits to space-time spent, for the waiting time at which this ratio is
     best. It is the Gittins index (J. Gittins, "Bandit processes and dynamic allocation indices", 1979), the optimal
@@ -196,12 +199,16 @@ def densities(
     were last seen unused at it.
 
     Both have shape (classes, buckets); ``widths`` is the length of each bucket. ``prior``: the hazard of a class is
-    its own as far as it has more than so many blocks at risk, and otherwise that of all classes together.
+    its own as far as it has more than so many blocks at risk. Otherwise it is that of all classes together, times how
+    much more often the class was used than that predicts at the ages where it was seen.
     """
     # Those who left a bucket were at risk for half of it, on average.
     at_risk = np.cumsum((used + left)[:, ::-1], axis=1)[:, ::-1] - left / 2
     everyone = used.sum(axis=0) / (at_risk.sum(axis=0) + 1)
-    hazard = (used + prior * everyone) / (at_risk + prior)
+    expected = (everyone * at_risk).sum(axis=1)
+    times_as_likely = (used.sum(axis=1) + prior) / (expected + prior)
+    likely = np.minimum(np.outer(times_as_likely, everyone), _MOST_LIKELY)
+    hazard = (used + prior * likely) / (at_risk + prior)
     alive = np.ones_like(hazard)
     np.cumprod(1 - hazard[:, :-1], axis=1, out=alive[:, 1:])
     # Hits to come and space to spend from each bucket on; the difference of two is what lies between.
