@@ -17,4 +17,5 @@ BENCHES: tuple[str, ...] = (
     "remote_store",
     "placement",
     "crossings",
+    "policies_mixed",
 )
