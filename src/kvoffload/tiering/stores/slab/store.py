@@ -211,13 +211,14 @@ class SlabStore(BlockStore):
             stamps_ns = self._stamps(len(hashed))
             slots = [self._index.find(key) for key in hashed]
             self._use(slots, stamps_ns)
-        for at, slot in enumerate(slots):
-            if slot < 0 and hashed[at].probe not in new:  # of a key that is given twice, the first block is written
-                new[hashed[at].probe] = _NewBlock(hashed[at], self._bytes(blocks[at]), stamps_ns[at])
+            for at, slot in enumerate(slots):
+                if slot < 0 and hashed[at].probe not in new:  # of a key that is given twice, the first block is written
+                    new[hashed[at].probe] = _NewBlock(hashed[at], self._bytes(blocks[at]), stamps_ns[at])
+            runs, slabs = self._take(len(new))
         if not new:
             return [True] * len(hashed)
         errors = list[OSError]()
-        self._write_new(list(new.values()), stamps_ns.start - 1, errors)
+        self._write_new(list(new.values()), runs, slabs, stamps_ns.start - 1, errors)
         answers = [slot >= 0 or new[key.probe].is_written for key, slot in zip(hashed, slots, strict=True)]
         self._raise_unless_any(answers, errors)
         return answers
@@ -321,17 +322,15 @@ class SlabStore(BlockStore):
 
     # ---------------------------------------------------------------------------------------------------- writing
 
-    def _write_new(self, new: list[_NewBlock], before_ns: int, errors: list[OSError]) -> None:
-        """Writes blocks to free slots, as many as there are. Evicts nothing that was used after ``before_ns``."""
+    def _write_new(
+        self, new: list[_NewBlock], runs: list[Run], slabs: dict[int, _Slab], before_ns: int, errors: list[OSError]
+    ) -> None:
+        """Writes blocks to the free slots ``runs`` of ``slabs``, which are begun, and to more if need be.
+
+        Evicts nothing that was used after ``before_ns``.
+        """
         begin = 0
-        while begin < len(new):
-            with self._lock:
-                runs = self._allocator.take(len(new) - begin)
-                slabs = self._begin(run.slab for run in runs)
-            if not runs:
-                if not self._make_room(len(new) - begin, before_ns, errors):
-                    return
-                continue
+        while True:
             try:
                 for run in runs:
                     self._write_run(slabs[run.slab], run, new[begin : begin + run.count], errors)
@@ -340,13 +339,17 @@ class SlabStore(BlockStore):
                     self._sync(slabs, new, errors)
             finally:
                 self._end(slabs)
+            if begin == len(new) or (not runs and not self._make_room(len(new) - begin, before_ns, errors)):
+                return
+            with self._lock:
+                runs, slabs = self._take(len(new) - begin)
 
     def _write_run(self, slab: _Slab, run: Run, new: list[_NewBlock], errors: list[OSError]) -> None:
         """Writes ``run.count`` blocks: payloads first, then their entries. So a process that dies in between leaves
         empty slots."""
-        bad = list[int]()
+        first, bad = run.first, list[int]()
         try:
-            whole = slab.file.write(run.first, [block.view for block in new])
+            whole = slab.file.write(first, [block.view for block in new])
             good = [Run(0, whole)] if whole else []
         except OSError as exc:
             errors.append(exc)
@@ -354,27 +357,28 @@ class SlabStore(BlockStore):
         entries = b"".join([self._layout.entry(block.key, block.view, block.stamp_ns) for block in new])
         try:
             for part in good:
-                first = run.first + part.start
-                slab.file.write_entries(first, entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES])
+                content = entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES]
+                slab.file.write_entries(first + part.start, content)
         except OSError as exc:
             errors.append(exc)
             self._lose(slab, exc)
             return
         with self._lock:
-            if slab.used_ns is None or slab.is_dropped:
+            used_ns = slab.used_ns
+            if used_ns is None or slab.is_dropped:
                 return
             for part in good:
-                first, offset = run.first + part.start, (run.first + part.start) * ENTRY_BYTES
-                slab.entries[offset : offset + part.count * ENTRY_BYTES] = entries[
-                    part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES
+                begin, end = part.start, part.stop
+                slab.entries[(first + begin) * ENTRY_BYTES : (first + end) * ENTRY_BYTES] = entries[
+                    begin * ENTRY_BYTES : end * ENTRY_BYTES
                 ]
-                slab.changed_pages.update(range(first // PAGE_SLOTS, (first + part.count - 1) // PAGE_SLOTS + 1))
-                for at in range(part.start, part.stop):
+                slab.changed_pages.update(range((first + begin) // PAGE_SLOTS, (first + end - 1) // PAGE_SLOTS + 1))
+                for at in range(begin, end):
                     block = new[at]
                     self._index.add(block.key.hash64 & 0xFFFF_FFFF, run.start + at)
-                    slab.used_ns[run.first + at] = block.stamp_ns
+                    used_ns[first + at] = block.stamp_ns
                     block.is_written = True
-            if len(good) == 1 and good[0].count == run.count:
+            if not bad and good and good[0].count == run.count:
                 return
             left = {at for at, block in enumerate(new) if not block.is_written}
             if bad and self._may_leave_out(slab, len(bad), any_good=bool(good)):
@@ -807,6 +811,11 @@ class SlabStore(BlockStore):
             else:
                 slab.uses[slot % SLAB_STRIDE] = stamp_ns // _NS
 
+    def _take(self, count: int) -> tuple[list[Run], dict[int, _Slab]]:
+        """Free slots, at most ``count``, and their slabs, which are begun."""
+        runs = self._allocator.take(count) if count else []
+        return runs, self._begin([run.slab for run in runs])
+
     def _begin(self, numbers: Iterator[int] | Sequence[int]) -> dict[int, _Slab]:
         """The slabs of a call that is about to do I/O. They stay open until ``_end``."""
         slabs = {number: self._slabs[number] for number in set(numbers)}
@@ -837,9 +846,10 @@ class SlabStore(BlockStore):
 
     def _note_gone(self, entry: bytes) -> None:
         """A block is gone from its slot. It counts as evicted unless it is in another slot too."""
-        key = key_in(entry)
-        if key is not None and len(self._evicted) < _MAX_EVICTED and self._index.find(_hashed_in(entry)) < 0:
-            self._evicted.append(key)
+        if len(self._evicted) < _MAX_EVICTED and self._index.find(_hashed_in(entry)) < 0:
+            key = key_in(entry)
+            if key is not None:
+                self._evicted.append(key)
 
     def _may_leave_out(self, slab: _Slab, count: int, *, any_good: bool) -> bool:
         """Whether slots that the disk cannot read or write are left out of use. Not if there are many: then it is not
