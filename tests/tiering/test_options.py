@@ -116,3 +116,15 @@ def test_which_stores_outlive_their_process() -> None:
     assert STORES.get("fs").is_persistent
     assert not STORES.get("memory").is_persistent
     assert isinstance(parse_tier({"type": "fs", "path": "x"}), FileSystemOptions)
+
+
+@pytest.mark.parametrize("other", ["kv", "kv/", "./kv", "sub/../kv", "link"])
+def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    (tmp_path / "sub").mkdir()
+    tiers = [{"type": "fs", "path": "kv", "name": "a"}, {"type": "memory"}, {"type": "fs", "path": other, "name": "b"}]
+    with pytest.raises(ConfigError, match=f"2 secondary tiers have the directory {tmp_path}/kv"):
+        parse_tiers(tiers)
+    assert not (tmp_path / "kv").exists()
+    assert len(parse_tiers([*tiers[:2], {"type": "memory"}, {"type": "fs", "path": "kv2"}])) == 4

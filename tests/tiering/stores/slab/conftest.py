@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.tiering.stores.slab.rig import SMALL, slab_of
 
-from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.store import SlabStore
 
 
 @pytest.fixture

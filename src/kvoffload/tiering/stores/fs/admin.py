@@ -130,7 +130,7 @@ class StoreRoot:
 
 def is_sound(path: str) -> bool | None:
     """Whether the file at ``path`` holds the block that its path says, byte for byte. ``None`` if it is gone."""
-    directory, _, name = path.rsplit(os.sep, 2)
+    directory, fan, name = path.rsplit(os.sep, 2)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb", buffering=0) as file:
@@ -141,6 +141,8 @@ def is_sound(path: str) -> bool | None:
             if layout.header_bytes != header.header_bytes or os.fstat(file.fileno()).st_size != layout.file_bytes:
                 return False
             key = parse_name(name)
+            if key is not None and layout.path_of(key) != f"{layout.directory}/{fan}/{name}":
+                return False
             stated = layout.identity(key).hex() if key is not None else name.removesuffix(SUFFIX).removeprefix("~")
             if stated != header.identity.hex():
                 return False
