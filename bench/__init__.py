@@ -13,6 +13,7 @@ BENCHES: tuple[str, ...] = (
     "simulator",
     "host_copies",
     "disk_store",
+    "slab_eviction",
     "fs_store",
     "remote_store",
     "placement",
