@@ -70,5 +70,5 @@ def test_what_one_server_computed_the_other_hits(fleet: tuple[Server, Server], l
         other.close()
     assert all(cached == 992 for _, cached in shared.values())
     assert metrics["tier_blocks_loaded|redis"] >= 4 * 31
-    assert metrics["tier_corrupt_blocks|redis"] == 0
+    assert metrics.get("tier_corrupt_blocks|redis", 0) == 0  # a counter is exported once it counts
     assert metrics["tier_healthy|redis"] == 1
