@@ -13,7 +13,7 @@ from tests.engines.vllm.models import SmallModel
 from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import Server, ask, judge
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

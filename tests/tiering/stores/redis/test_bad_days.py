@@ -186,6 +186,26 @@ def test_failures_leave_no_sockets(start_server: StartServer, open_store: OpenSt
     wait_until(lambda: server.num_clients() == 0, "the server has no connection left")
 
 
+def test_a_scan_of_many_pages_takes_one_connection_and_ends_with_a_lost_server(
+    start_server: StartServer, open_store: OpenStore
+) -> None:
+    server = start_server()
+    store = open_store(server.url, 16)
+    wanted = keys(*range(5000))
+    assert all(write(store, wanted, 16))
+    with server.client() as client:
+        before = client.info("stats")["total_connections_received"]
+        assert {key for batch in store.scan() for key in batch} == set(wanted)
+        assert client.info("stats")["total_connections_received"] == before + 1
+    pages = store.scan()
+    assert next(pages)
+    server.kill()
+    with pytest.raises(StoreError):
+        list(pages)
+    abandoned = store.scan()
+    abandoned.close()
+
+
 def test_failures_leave_no_memory(open_store: OpenStore) -> None:
     store = open_store(f"redis://127.0.0.1:{free_port()}")
     wanted, targets = keys(*range(8)), buffers(8)
