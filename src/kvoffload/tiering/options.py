@@ -152,6 +152,7 @@ class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
 STORES: Registry[type[StoreOptions]] = Registry("secondary tier type", "kvoffload.stores")
 STORES.register("fs", FileSystemOptions)
 STORES.register("memory", MemoryOptions)
+STORES.register("mooncake", "kvoffload.tiering.stores.mooncake.options:MooncakeOptions")
 STORES.register("object", "kvoffload.tiering.stores.object.options:ObjectOptions")
 STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
 
