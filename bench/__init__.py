@@ -12,6 +12,7 @@ BENCHES: tuple[str, ...] = (
     "tiering",
     "simulator",
     "host_copies",
+    "disk_store",
     "fs_store",
     "remote_store",
     "placement",

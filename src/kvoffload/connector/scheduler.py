@@ -19,7 +19,6 @@ from kvoffload.base import (
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
 from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of
-from kvoffload.connector.guard import RateLimitedLog
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
@@ -27,6 +26,7 @@ from kvoffload.connector.offers import StoreOffers
 from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.errors import TransferError
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Sample, Stats, add_stats
 
 __all__ = ["OffloadingConnectorScheduler"]

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
-from kvoffload.connector.guard import RateLimitedLog
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
+from kvoffload.logs import RateLimitedLog
 
 __all__ = ["OffloadingConnectorWorker"]
 

@@ -23,12 +23,15 @@ from kvoffload.cpu.orphans import Orphans
 from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Union, with_options
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
+from kvoffload.events import PendingEvents
 from kvoffload.metrics import Stats
 
 __all__ = ["CPUOffloadingManager", "CPUPrimaryTierOffloadingManager", "KVMemory", "SlotTable"]
 
 _IN_FLIGHT = BlockStatus.IN_FLIGHT
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
+_MIN_USED = 1024
+"""Keys that are remembered for each request, however small the tier is."""
 _RUN = 64
 """Blocks that ``lookup_prefix`` asks the policy for in one call. A miss at the head of a prefix costs one such call."""
 
@@ -72,7 +75,7 @@ class SlotTable:
         self._touch = with_options(policy.touch, "counts")
         self._evict = with_options(policy.evict, "incoming")
         self._medium = CPULoadStoreSpec.medium()
-        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._events = PendingEvents(self._medium) if enable_events else None
         self._slots: list[BlockStatus] = []
         """Every slot used so far, by its id. Slots beyond them were never used."""
         self._free: list[BlockStatus] = []
@@ -138,20 +141,30 @@ class SlotTable:
 
     def unpin(self, keys: Collection[OffloadKey]) -> None:
         """Gives back what one ``pin`` of these keys took. Where reads from before and after a reset overlap, the last
-        end gives back the pins of all. Ignores unknown keys."""
+        end gives back the pins of all. Ignores unknown keys. Giving back more than was taken is a bug of ours:
+        ``AssertionError``, and no pin is given back."""
         if self._orphans.reads:
             keys = [key for key in keys if not self._unpin_ambiguous(key)]
         newly_idle = 0
-        for block in self.get_all(keys):
+        blocks = self.get_all(keys)
+        for at, block in enumerate(blocks):
             if block is None:
                 continue
             pins = block.pins - 1
-            assert pins >= 0, f"{block!r} is given back more often than it was pinned"
+            if pins < 0:
+                self._refuse_to_unpin(blocks[:at], block)
             block.pins = pins
             if not pins:
                 newly_idle += 1
         self._num_read -= newly_idle
         self.policy.released(keys)
+
+    @staticmethod
+    def _refuse_to_unpin(unpinned: Iterable[BlockStatus | None], refused: BlockStatus) -> NoReturn:
+        for block in unpinned:
+            if block is not None:
+                block.pins += 1
+        raise AssertionError(f"{refused!r} is given back more often than it was pinned")
 
     def _unpin_ambiguous(self, key: OffloadKey) -> bool:
         """Counts the end of a read if reads of ``key`` from before a reset are open. Returns whether there were any."""
@@ -309,14 +322,11 @@ class SlotTable:
 
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call; none without ``enable_events``."""
-        if not self._events:
-            return []
-        events, self._events = self._events, []
-        return events
+        return self._events.take() if self._events is not None else []
 
     def _record(self, keys: list[OffloadKey], removed: bool) -> None:
-        if self._events is not None and keys:
-            self._events.append(OffloadingEvent(list(keys), self._medium, removed))
+        if self._events is not None:
+            self._events.add(list(keys), removed=removed)
 
     def check_invariants(self) -> None:
         """Recomputes the table from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
@@ -378,6 +388,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Slots, pins and readiness; tiers below the primary one use it too."""
         self.num_blocks = num_blocks
         self.medium = CPULoadStoreSpec.medium()
+        self._max_used = max(2 * num_blocks, _MIN_USED)
         self._used: dict[str, set[OffloadKey]] = {}
         """Keys that each announced request has stored or touched: its later touches are no new uses."""
         self._refused = self._filtered = 0
@@ -435,7 +446,13 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             self.slots.touch([key for key in keys if key not in used])
             self.slots.touch(keys, counts=False)
+        self._record_use(used, keys)
+
+    def _record_use(self, used: set[OffloadKey], keys: Collection[OffloadKey]) -> None:
         used.update(keys)
+        if len(used) > self._max_used:
+            # Blocks that are gone make a long request's memory no larger than the tier's own.
+            used.intersection_update([key for key in used if self.slots.get(key) is not None])
 
     # --------------------------------------------------------------------------------------------- loads
 
@@ -465,7 +482,7 @@ class CPUOffloadingManager(OffloadingManager):
             return None
         used = self._used.get(req_context.req_id)
         if used is not None:
-            used.update(reserved.keys_to_store)
+            self._record_use(used, reserved.keys_to_store)
         if wanted is not keys and len(wanted) != len(keys):
             admitted = set(wanted)
             self._filtered += sum(key not in admitted and self.slots.get(key) is None for key in set(keys))
@@ -499,6 +516,7 @@ class CPUOffloadingManager(OffloadingManager):
     def check_invariants(self) -> None:
         """Recomputes everything from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
         self.slots.check_invariants()
+        assert all(len(used) <= self._max_used for used in self._used.values())
         if self._filter is not None:
             self._filter.check_invariants()
 

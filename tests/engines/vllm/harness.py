@@ -14,6 +14,8 @@ from typing import Any
 
 from tests.engines.vllm.prompts import BLOCK_TOKENS, Prompt
 
+from kvoffload.engines.vllm.versions import vllm_release
+
 ROOT = Path(__file__).parents[3]
 SHARP_GAP = 2e-4
 """Prompts whose two best tokens come closer than this (in log probability) anywhere are no oracle: rounding is around
@@ -25,6 +27,11 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+
+
+def hash_block_size(tokens: int) -> dict[str, int]:
+    """What vLLM's ``KVCacheConfig`` takes to know the tokens of a block hash. Before 0.32 it does not know them."""
+    return {"hash_block_size": tokens} if vllm_release() >= (0, 32) else {}
 
 
 def child_environment(in_process: bool = True) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.vllm.harness import CONNECTOR
+from tests.engines.vllm.harness import CONNECTOR, hash_block_size
 
 from kvoffload.base import TransferResult
 from kvoffload.connector import ConnectorMeta, TransferJob, WorkerReport
@@ -53,7 +53,7 @@ class Steps:
             ],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             kv_cache_layout="LBHNC",
-            hash_block_size=BLOCK,
+            **hash_block_size(BLOCK),
         )
         self.scheduler = scheduler_class(
             vllm_config=config,

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.engines.vllm.harness import hash_block_size
 
 from kvoffload.config import GroupKind, parse_config
 from kvoffload.connector import NO_BLOCK
@@ -49,7 +50,13 @@ def vllm_config(**changes: Any) -> Any:
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
         },
-        "cache_config": {"prefix_caching_hash_algo": "sha256", "cache_dtype": "auto"},
+        "cache_config": {
+            "prefix_caching_hash_algo": "sha256",
+            "cache_dtype": "auto",
+            "block_size": 16,
+            "prefix_match_unit": None,
+            "enable_prefix_caching": True,
+        },
         "model_config": {
             "model": "small",
             "revision": None,
@@ -82,7 +89,7 @@ def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **change
         ],
         kv_cache_groups=[KVCacheGroupSpec(each, spec) for each, spec in zip(names, specs, strict=True)],
         kv_cache_layout="LBHNC",
-        hash_block_size=16,
+        **hash_block_size(16),
     )
     for name, value in changes.items():
         setattr(config, name, value)
@@ -168,6 +175,13 @@ def test_groups_windows_and_sizes() -> None:
     assert {group.block_tokens for group in layout.groups} == {16}
     assert layout.hash_block_tokens == 16
     assert layout.instance_id == "engine"
+
+
+@pytest.mark.vllm
+def test_a_hash_covers_the_smallest_block() -> None:
+    layout = layout_of(vllm_config(), kv_cache_config(attention(block_size=48), sliding(64)), CONFIG)
+    assert [group.block_tokens for group in layout.groups] == [48, 16]
+    assert layout.hash_block_tokens == 16
 
 
 @pytest.mark.vllm

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,10 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
     assert metrics["primary_blocks"] == CPU_SLOTS
     assert metrics["primary_blocks_evicted"] > 0
     assert metrics["jobs_in_flight"] == 0
+
+    # kvoffload's own records are in the log, in vLLM's form.
+    line = r"^\(EngineCore\S* pid=\d+\) WARNING \d\d-\d\d \d\d:\d\d:\d\d \[scheduler\.py:\d+\] .*max_load_tokens"
+    assert re.search(line, server.log.read_text(), flags=re.MULTILINE)
 
     stored = [event for event in events if event["type"] == "BlockStored" and event.get("medium") == "CPU"]
     removed = [event for event in events if event["type"] == "BlockRemoved" and event.get("medium") == "CPU"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies runs within host memory without holding the GIL: the backend for CPU engines.
 
-With numba installed, a whole plan is one native call (``native.py``). Without it, every run is one ``memmove`` through
-ctypes, which costs about a microsecond and so matters below 64 KiB a run. ``bench/host_copies.py`` measures both.
+With llvmlite installed, a whole plan is one native call (``native.py``), from shortly after the first copy on. Without
+it, every run is one ``memmove`` through ctypes, which costs about a microsecond and so matters below 64 KiB a run.
 
 Copies run on a few threads. Jobs may be reordered, but never two of which one writes what the other touches: two jobs
 *conflict* when one writes a slot or GPU block that the other reads or writes. A job starts when all earlier jobs that
@@ -33,10 +33,18 @@ from kvoffload.base import (
     TransferResult,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.native import native_mover
+from kvoffload.cpu.copy.native import CompiledLater, compile_mover
 from kvoffload.cpu.copy.plan import CopyLayout, Extent, Runs, plan_parts
 
-__all__ = ["CopyPlan", "TransferQueue", "copy_to_device", "copy_to_host", "make_host_handlers", "move_one_by_one"]
+__all__ = [
+    "MOVER",
+    "CopyPlan",
+    "TransferQueue",
+    "copy_to_device",
+    "copy_to_host",
+    "make_host_handlers",
+    "move_one_by_one",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +56,6 @@ def make_host_handlers(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, layout: CopyLayout, num_threads: int
 ) -> dict[tuple[str, str], OffloadingHandler]:
     """Both directions for one worker, over one queue of ``num_threads`` threads. They keep both memories alive."""
-    native_mover()  # compiled while the engine starts, not during the first load
     keep_alive = (kv_caches, kv_view)
     queue = TransferQueue(num_threads)
     store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)
@@ -322,12 +329,15 @@ def copy_to_device(runs: Runs) -> None:
 
 
 def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    if not len(lengths):
-        return
-    (native_mover() or move_one_by_one)(destinations, sources, lengths)
+    if len(lengths):
+        MOVER(destinations, sources, lengths)
 
 
 def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
     """One ctypes call per run. Each releases the GIL."""
     for destination, source, length in zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True):
         ctypes.memmove(destination, source, length)
+
+
+MOVER = CompiledLater(move_one_by_one, compile_mover)
+"""Moves the runs of every queue of this process."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, parse_config
+from kvoffload.engines.vllm.versions import hash_block_tokens
 from kvoffload.errors import ConfigError, LayoutError
 
 __all__ = ["config_of", "layout_of", "refuse_unsupported"]
@@ -97,7 +98,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, 
     one_process = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
     return EngineLayout(
         groups=groups,
-        hash_block_tokens=kv_cache_config.hash_block_size,
+        hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
         instance_id=vllm_config.kv_transfer_config.engine_id,
         num_ranks=parallel.world_size,
         rank=rank,

@@ -20,11 +20,13 @@ __all__ = [
     "CONTROL_DIR",
     "PRIVATE",
     "Access",
+    "NamespaceUsage",
     "check_control",
     "check_directory",
     "check_locks",
     "check_root",
     "directory_of",
+    "display_name",
     "make_directory",
     "namespace_of",
     "open_control",
@@ -55,6 +57,31 @@ def directory_of(namespace: str) -> str:
 def namespace_of(directory: str) -> str:
     """The namespace of a directory, for people to read. A long one stays cut short."""
     return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
+
+
+@dataclass(slots=True)
+class NamespaceUsage:
+    """One namespace's blocks. Times are nanoseconds since 1970, 0 where there is no block."""
+
+    directory: str
+    num_blocks: int = 0
+    size_bytes: int = 0
+    """On the disk."""
+    oldest_use_ns: int = 0
+    last_use_ns: int = 0
+
+    @property
+    def name(self) -> str:
+        return display_name(self.directory)
+
+    def add_use(self, used_ns: int) -> None:
+        self.oldest_use_ns = min(self.oldest_use_ns or used_ns, used_ns)
+        self.last_use_ns = max(self.last_use_ns, used_ns)
+
+
+def display_name(directory: str) -> str:
+    """A namespace for people to read, also the one without a name."""
+    return namespace_of(directory) or "(default)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ BLOCK = memoryview(bytes(range(256)) * 256)
 @pytest.mark.parametrize("key", [b"", b"\0", b"k" * 36, b"k" * 39, b"k" * 40, b"\xff" * 300])
 def test_an_entry_is_what_the_docstring_says(key: bytes) -> None:
     entry = LAYOUT.entry(LAYOUT.hashed(OffloadKey(key)), BLOCK, 1_700_000_000_900_000_000)
-    seed = xxhash.xxh3_64_intdigest(b"65536:org/model")
-    h = xxhash.xxh3_64_intdigest(key, seed)
     is_short = 0 < len(key) <= 39
     stored = key if is_short else hashlib.blake2b(key, digest_size=39).digest()
+    seed = xxhash.xxh3_64_intdigest(b"65536:org/model")
+    h = xxhash.xxh3_64_intdigest(bytes([len(key) if is_short else 255]) + stored.ljust(39, b"\0"), seed)
     assert entry == struct.pack(
         "<16sIIB39s",
         xxhash.xxh3_128_digest(BLOCK, h),
@@ -33,6 +33,7 @@ def test_an_entry_is_what_the_docstring_says(key: bytes) -> None:
         stored,
     )
     assert len(entry) == ENTRY_BYTES == ENTRY.itemsize
+    assert LAYOUT.hash_of(entry) == h
     assert key_in(entry) == (key if is_short else None)
     assert np.frombuffer(entry, ENTRY)["hash"][0] == h & 0xFFFF_FFFF
 

@@ -32,9 +32,9 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.slab import SlabStore
 from kvoffload.tiering.stores.slab.file import SlabFile
 from kvoffload.tiering.stores.slab.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
+from kvoffload.tiering.stores.slab.store import SlabStore
 
 KEYS = keys_of(*range(100))
 
@@ -87,6 +87,29 @@ class TestEviction:
 
 
 class TestRestart:
+    def test_a_large_store_is_served_while_its_last_slabs_are_read(self, open_store, monkeypatch) -> None:
+        store = open_store(max_bytes=4 << 20)
+        keys = keys_of(*range(3800))
+        for start in range(0, 3800, 100):
+            write(store, *keys[start : start + 100])
+        store.close()
+        monkeypatch.setattr("kvoffload.tiering.stores.slab.store._LOADED_AT_ONCE", 1000)
+        go_on, real = threading.Event(), SlabStore._load
+
+        def load(self: SlabStore, *, at_once: bool) -> None:
+            assert at_once or go_on.wait(30)
+            real(self, at_once=at_once)
+
+        monkeypatch.setattr(SlabStore, "_load", load)
+        store = open_store(max_bytes=4 << 20)
+        known = right(store, *keys)
+        assert 900 <= len(known) < 2000
+        assert write(store, KEYS[0]) == [True]
+        scan = store.scan()
+        go_on.set()
+        assert {key for batch in scan for key in batch} >= set(keys[100:])
+        assert right(store, *keys[100:]) == set(keys[100:])
+
     @pytest.mark.parametrize("size", [SMALL, PAGED])
     def test_everything_is_there_again(self, open_store, tmp_path: Path, size: int) -> None:
         store = open_store(size, max_bytes=slab_of(40, size))

@@ -53,9 +53,11 @@ def parse_name(name: str) -> OffloadKey | None:
     if not name.endswith(SUFFIX) or name.startswith("~"):
         return None
     try:
-        return OffloadKey(bytes.fromhex(name.removesuffix(SUFFIX)))
+        key = OffloadKey(bytes.fromhex(name.removesuffix(SUFFIX)))
     except ValueError:
         return None
+    # Upper case and spaces are hexadecimal too, but no block is ever looked for under such a name.
+    return key if key.hex() + SUFFIX == name else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,10 +212,11 @@ class FileSystemStore(BlockStore):
                 pass  # a read-only file system keeps no order of use
 
     def _own_keys(self, paths: Iterable[str]) -> list[OffloadKey]:
-        """The keys of this namespace's files, where the names have them."""
+        """The keys of this namespace's files, where the names have them. Files in other places than their own are
+        nobody's."""
         own = self._layout.directory + "/"
-        keys = [parse_name(os.path.basename(path)) for path in paths if path.startswith(own)]
-        return [key for key in keys if key is not None]
+        named = ((path, parse_name(os.path.basename(path))) for path in paths if path.startswith(own))
+        return [key for path, key in named if key is not None and self._layout.path_of(key) == path]
 
     def _bytes(self, block: memoryview) -> memoryview:
         size = self._layout.block_bytes

@@ -14,7 +14,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     Access,
-    directory_of,
     make_directory,
     open_control,
     open_directory,
@@ -128,7 +127,7 @@ class SlabDirectory:
         self.access = access
         self._layout = layout
         self._max_bytes = max_bytes
-        self._name = directory_of(layout.namespace)
+        self._name = layout.directory
         self._fd = -1
         self._is_marked = False
         self._open()

@@ -11,8 +11,8 @@
 Two files, because a table is written through the page cache and payloads past it, and Linux lets one wait for the other
 within a file. A name that begins with ``new-`` is a slab in the making. A table consists of::
 
-    header     4096 bytes    magic 8 · version u16 · 0 u16 · slots u32 · block_bytes u64 · digest of the namespace 32 ·
-                             zeros · xxh3_64 of all before 8
+    header     4096 bytes    magic 8 · version u16 · 0 u16 · slots u32 · block_bytes u64 ·
+                             blake2b-256 of ``<block_bytes>:<directory>`` 32 · zeros · xxh3_64 of all before 8
     changes    u32 per page of 64 slots, rounded up: grows whenever an entry of the page has changed
     uses       u32 per slot: time of last use, seconds since 1970; a hint, which every process may write
     entries    64 bytes per slot: payload's checksum 16 · time of writing u32 · key's hash u32 · length u8 · key 39
@@ -20,9 +20,9 @@ within a file. A name that begins with ``new-`` is a slab in the making. A table
 All numbers are little endian. A slot with length 0 is empty. Length 255 stands for a key of more than 39 bytes, of
 which the entry has a digest (blake2b) of 39.
 
-``h``, the key's 64-bit hash, is xxh3_64 of the key, seeded with xxh3_64 of ``<block_bytes>:<namespace>``. The entry has
-its lower half. The checksum is xxh3_128 of the payload, seeded with ``h``. So bytes of another key, namespace or block
-size never pass for a block, whatever the entry says.
+``h``, the key's 64-bit hash, is xxh3_64 of the entry's last 40 bytes, length and key, seeded with xxh3_64 of
+``<block_bytes>:<directory>``. The entry has its lower half. The checksum is xxh3_128 of the payload, seeded
+with ``h``. So bytes of another key, namespace or block size never pass for a block, whatever the entry says.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MAGIC = b"KVOSLAB\0"
 _VERSION = 1
 _FIELDS = struct.Struct("<8sHHIQ32s")
 _SUM_BYTES = 8
-_PROBE = struct.Struct("<IB39s")
+_KEY = struct.Struct("<B39s")
 _LONGEST_KEY = 39
 _DIGEST_LENGTH = 255
 _MAX_SLAB_BYTES = 1 << 30
@@ -96,13 +96,14 @@ def key_in(entry: bytes | bytearray) -> OffloadKey | None:
 class SlabFormat:
     """The slabs of one namespace and block size."""
 
-    namespace: str
+    directory: str
+    """Of the namespace; ``root.directory_of`` has its name."""
     block_bytes: int
     digest: bytes = field(init=False, repr=False)
     _seed: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        identity = f"{self.block_bytes}:{self.namespace}".encode()
+        identity = f"{self.block_bytes}:{self.directory}".encode()
         object.__setattr__(self, "digest", hashlib.blake2b(identity, digest_size=32).digest())
         object.__setattr__(self, "_seed", xxhash.xxh3_64_intdigest(identity))
 
@@ -115,8 +116,13 @@ class SlabFormat:
         length, content = len(key), key
         if not 0 < length <= _LONGEST_KEY:
             length, content = _DIGEST_LENGTH, OffloadKey(hashlib.blake2b(key, digest_size=_LONGEST_KEY).digest())
-        hash64 = xxhash.xxh3_64_intdigest(key, self._seed)
-        return HashedKey(hash64, _PROBE.pack(hash64 & 0xFFFF_FFFF, length, content))
+        stored = _KEY.pack(length, content)
+        hash64 = xxhash.xxh3_64_intdigest(stored, self._seed)
+        return HashedKey(hash64, (hash64 & 0xFFFF_FFFF).to_bytes(4, "little") + stored)
+
+    def hash_of(self, entry: bytes) -> int:
+        """The key's hash ``h``, from the key that an entry has."""
+        return xxhash.xxh3_64_intdigest(entry[-_KEY.size :], self._seed)
 
     @staticmethod
     def seal(hash64: int, payload: memoryview) -> bytes:

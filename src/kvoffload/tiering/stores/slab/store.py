@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
-from kvoffload.tiering.stores.root import CONTROL_DIR, check_root
+from kvoffload.tiering.stores.root import CONTROL_DIR, check_root, directory_of
 from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE, Allocator, Run, runs_of
 from kvoffload.tiering.stores.slab.directory import SlabDirectory
 from kvoffload.tiering.stores.slab.file import SlabFile, SlabUnfit
@@ -134,7 +134,7 @@ class SlabStore(BlockStore):
             raise ConfigError(f"durability must be 'none' or 'fsync', not {durability!r}.")
         if block_bytes < 1:
             raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
-        self._layout = layout = SlabFormat(namespace, block_bytes)
+        self._layout = layout = SlabFormat(directory_of(namespace), block_bytes)
         if max_bytes is not None and max_bytes < layout.slab_bytes(1):
             raise ConfigError(
                 f"max_bytes={max_bytes} has no room for one block: that takes {layout.slab_bytes(1)} bytes."
@@ -178,7 +178,7 @@ class SlabStore(BlockStore):
 
     def __repr__(self) -> str:
         return (
-            f"SlabStore({self._root!r}, {self._layout.namespace!r}, block_bytes={self._layout.block_bytes}, "
+            f"SlabStore({self._root!r}, {self._layout.directory!r}, block_bytes={self._layout.block_bytes}, "
             f"slabs={len(self._slabs)}, blocks={len(self._index)})"
         )
 
