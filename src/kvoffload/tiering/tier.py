@@ -103,6 +103,7 @@ class StoreTier(SecondaryTierManager):
         limits.check_limits(tier_type)
         self._limits = limits
         self._store = store
+        store.attach(primary_kv_view)
         self._policy = offload_policy
         self._exclusive = exclusive
         self._clock = clock

@@ -16,6 +16,7 @@ __all__ = ["ObjectOptions"]
 class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "object", "url": "s3://bucket/prefix", "config": {"region": "eu-central-1"}}``."""
 
+    url: Secret
     config: dict[str, Secret] = msgspec.field(default_factory=dict)
     """obstore's settings for the service: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key`` and so on.
     What is left out comes from the environment (``AWS_...``) and the machine's own role."""
