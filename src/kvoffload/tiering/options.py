@@ -144,10 +144,6 @@ class DiskOptions(_BoundedOptions, frozen=True, kw_only=True):
     mode: Literal["private", "group"] = "private"
     """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
 
-    @property
-    def directory(self) -> str:
-        return self.path
-
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
         if not self.path:
@@ -219,9 +215,7 @@ def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> St
     """One entry of ``secondary_tiers``, checked. A mistake raises ``ConfigError``. Nothing is allocated or touched."""
     name = options.get("type")
     if not isinstance(name, str):
-        raise ConfigError(
-            f"Each of secondary_tiers needs a 'type', for example 'disk'; this one has {sorted(options)}."
-        )
+        raise ConfigError(f"Each of secondary_tiers needs a 'type', such as 'disk'; this one has {sorted(options)}.")
     parsed: StoreOptions = parse_struct(STORES.get(name), options, f"the options of the {name!r} tier")
     parsed.check(block_bytes)
     return parsed
