@@ -13,7 +13,7 @@ also shuffled into each other.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from kvoffload.sim.trace_files import load_trace
 TUNING, HELD_OUT = (1, 2, 3, 4), (5, 6, 7, 8)
 PERCENT = (1, 2, 5, 10, 20, 35, 50)
 PERCENT_OF_CHOICES = (2, 10, 35)
-HORIZONS = (12, 32, 64)
+HORIZONS = (12, 32)
 PRIORS = (5.0, 15.0)
 PAIRS = (
     (("mooncake_conversation", 4000), ("lmcache_agent_b256", 1619)),
@@ -42,9 +42,12 @@ POINTS = 0.5
 """How far below the better of LRU and ARC the policy may be."""
 
 
-def assistants(seed: int, short: bool = False) -> Trace:
-    """Even seeds have four times as many sessions at a time."""
-    return synthesize("assistants", 60 if short else 4000, seed, sessions_per_s=1.0 if seed % 2 == 0 else 0.25)
+def assistants(seeds: Sequence[int], short: bool) -> Iterator[tuple[str, Trace]]:
+    """Each seed in two forms; the crowded one has four times as many sessions at a time."""
+    for seed in seeds:
+        for form, sessions_per_s in (("", 0.25), (", crowded", 1.0)):
+            trace = synthesize("assistants", 60 if short else 4000, seed, sessions_per_s)
+            yield f"{trace.name}{form}", trace
 
 
 def shuffled(left: Trace, right: Trace) -> Trace:
@@ -65,29 +68,32 @@ def shuffled(left: Trace, right: Trace) -> Trace:
     )
 
 
-def held_out(short: bool) -> Iterator[Trace]:
-    for seed in HELD_OUT[:1] if short else HELD_OUT:
-        yield assistants(seed, short)
+def held_out(short: bool) -> Iterator[tuple[str, Trace]]:
+    yield from assistants(HELD_OUT[:1] if short else HELD_OUT, short)
     folder = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
     for pair in () if short else PAIRS:
         paths = [folder / f"{name}.jsonl.zst" for name, _ in pair]
         if all(path.exists() for path in paths):
             left, right = (load_trace(path, max_requests=most) for path, (_, most) in zip(paths, pair, strict=True))
-            yield shuffled(left, right)
+            trace = shuffled(left, right)
+            yield trace.name, trace
 
 
 def run(short: bool) -> list[Row]:
     choices = [(32, 5.0)] if short else list(product(HORIZONS, PRIORS))
     halves = {"tuning": TUNING[:1], "held out": HELD_OUT[:1]} if short else {"tuning": TUNING, "held out": HELD_OUT}
     rows = [_row_of_choice(*choice, half, seeds, short) for choice in choices for half, seeds in halves.items()]
-    for trace in held_out(short):
+    for name, trace in held_out(short):
         for percent in PERCENT[-2:] if short else PERCENT:
             capacity = _capacity(trace, percent)
             best = _best(trace, capacity)
             rate = 100 * replay_policy(trace, "density", capacity).hit_rate
-            name = f"{trace.name}, {percent} %"
             target = f">= {1 - POINTS / best:.4f}"
-            rows.append(Row("policies_mixed", name, rate, "% hits", f"better: {best:.2f}", rate / best, target))
+            rows.append(
+                Row(
+                    "policies_mixed", f"{name}, {percent} %", rate, "% hits", f"better: {best:.2f}", rate / best, target
+                )
+            )
     return rows
 
 
@@ -104,8 +110,7 @@ def _row_of_choice(horizon: int, prior: float, half: str, seeds: tuple[int, ...]
     POLICIES.register(name, Chosen)
     try:
         rates, bests = [], []
-        for seed in seeds:
-            trace = assistants(seed, short)
+        for _, trace in assistants(seeds, short):
             for percent in PERCENT_OF_CHOICES[-1:] if short else PERCENT_OF_CHOICES:
                 capacity = _capacity(trace, percent)
                 rates.append(100 * replay_policy(trace, name, capacity).hit_rate)
