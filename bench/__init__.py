@@ -13,8 +13,10 @@ BENCHES: tuple[str, ...] = (
     "simulator",
     "host_copies",
     "disk_store",
+    "slab_eviction",
     "fs_store",
     "remote_store",
     "placement",
     "crossings",
+    "policies_mixed",
 )

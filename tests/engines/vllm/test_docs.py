@@ -69,7 +69,7 @@ def test_a_table_has_every_option_with_its_default(heading: str, options: dict[s
 
 
 def test_every_type_of_tier_is_named() -> None:
-    assert {"fs", "memory"} <= set(BUILT_IN)
+    assert {"disk", "fs", "memory"} <= set(BUILT_IN)
     row = next(line for line in section("### Every tier").splitlines() if line.startswith("| `type`"))
     assert not [name for name in BUILT_IN if f"`{name}`" not in row]
 
