@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations in ``docs/vllm.md`` and the README are valid; the tables there and in ``docs/fleet.md`` have every
-option and its default."""
+"""The configurations in ``docs/vllm.md`` and the README are valid; the tables have every option and its default."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from kvoffload.config import OffloadingConfig, parse_config
 from kvoffload.tiering.options import STORES, StoreOptions, parse_tiers
 
 ROOT = Path(__file__).parents[3]
-PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in ("vllm.md", "fleet.md"))
+PAGE = (ROOT / "docs" / "vllm.md").read_text()
 BUILT_IN = [name for name in STORES.names() if STORES.get(name).__module__.startswith("kvoffload.")]
 
 
 def section(heading: str) -> str:
     found = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    assert found is not None, f"docs/vllm.md or docs/fleet.md needs a section {heading!r} with a table of the options"
+    assert found is not None, f"docs/vllm.md needs a section {heading!r} with a table of the options"
     return found[1]
 
 
