@@ -13,6 +13,7 @@ BENCHES: tuple[str, ...] = (
     "simulator",
     "host_copies",
     "fs_store",
+    "scan",
     "placement",
     "crossings",
 )
