@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-all test-vllm lint format bench clean
+.PHONY: help demo test test-all test-remote test-vllm soak lint format bench dist clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
@@ -23,8 +23,15 @@ test: lint       ## lint, types and every test but the vLLM lane, in its quick s
 test-all: lint   ## the same in the thorough size, with the tests that are long on purpose
 	@KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1200 -o faulthandler_timeout=1000 $(ARGS)
 
-test-vllm:       ## the tests that run the real vLLM, in an environment of their own
-	@scripts/test-vllm $(ARGS)
+test-vllm:       ## the tests that run the real vLLM, in an environment of their own; VLLM=0.30.0 takes that version
+	@VLLM=$(VLLM) scripts/test-vllm $(ARGS)
+
+test-remote: $(STAMP) ## the remote stores with Debian's Redis (TLS too) and SeaweedFS
+	@scripts/test-remote $(ARGS)
+
+MINUTES := 5
+soak: $(STAMP)   ## MINUTES (5) of served traffic while disk, neighbours and clients go wrong; SEED=N repeats one
+	@PYTHONPATH=src $(PY) -m tests.soak.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: $(STAMP)   ## ruff and mypy only
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
@@ -36,5 +43,8 @@ format: $(STAMP) ## rewrite the tree the way ruff wants it
 bench: $(STAMP)  ## the benchmarks, with ratios against their references
 	@$(PY) -m bench $(ARGS)
 
+dist: $(STAMP)   ## build the wheel and the sdist in dist/
+	@rm -rf dist && $(PY) -m build --no-isolation --outdir dist
+
 clean:           ## remove environments and caches
-	@rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf $(VENV) .venv-vllm* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

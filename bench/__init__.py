@@ -12,8 +12,12 @@ BENCHES: tuple[str, ...] = (
     "tiering",
     "simulator",
     "host_copies",
+    "disk_store",
+    "slab_eviction",
     "fs_store",
     "scan",
+    "remote_store",
     "placement",
     "crossings",
+    "policies_mixed",
 )

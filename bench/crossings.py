@@ -53,8 +53,7 @@ class Recorder:
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         if not self.is_on or event not in ("call", "return"):
             return
-        # numba reports its calls too, with frames that have no caller.
-        at: FrameType | None = frame if event == "call" else frame.f_back or sys._getframe(1)
+        at = frame if event == "call" else frame.f_back
         file = None
         while at is not None and (file := self._file_of(at)) is None:
             at = at.f_back

@@ -29,6 +29,7 @@ from kvoffload.base import (
     OffloadingHandler,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy.host import MOVER
 from kvoffload.cpu.gpu_worker import make_handlers
 from kvoffload.cpu.region import SharedOffloadRegion
 
@@ -118,7 +119,8 @@ def run(short: bool) -> list[Row]:
     rows = []
     for page_bytes in pages:
         for order, job in _jobs(page_bytes, size // page_bytes // LAYERS, threads):
-            job.run_store()  # compiles the copy loop
+            job.run_store()
+            MOVER.wait()  # for the compiled loop
             reference_s, store_s, load_s = interleaved_medians(memcpy.run, job.run_store, job.run_load, repeats=repeats)
             for direction, seconds in (("store", store_s), ("load", load_s)):
                 rows.append(

@@ -17,7 +17,8 @@ import numpy as np
 from bench.core import Row
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of
+from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.tier import StoreTier
 
 SIZE = 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from dataclasses import replace
 
 from bench.core import Row, interleaved_medians
 from kvoffload.base import OffloadKey
@@ -18,8 +19,8 @@ def run(short: bool) -> list[Row]:
     trace = synthesize("agents", 60 if short else 1500, seed=1, sessions_per_s=0.05)
     keys = trace.keys()
     capacity = trace.num_unique // 10
-    config = SimConfig(cpu_blocks=capacity, block_bytes=2**20)
-    tiers = SimConfig(cpu_blocks=capacity, block_bytes=2**20, gpu_blocks=capacity // 2, disk_blocks=3 * capacity)
+    config = SimConfig(cpu_blocks=capacity, block_bytes=2**20, policy="lru")
+    tiers = replace(config, gpu_blocks=capacity // 2, disk_blocks=3 * capacity)
     bare, *others = interleaved_medians(
         lambda: _bare_lru(trace, keys, capacity),
         lambda: replay_policy(trace, "lru", capacity, keys=keys),

@@ -17,10 +17,12 @@ TESTS = Path(__file__).parent
 FLOOR = {
     "errors": 0,
     "registry": 1,
+    "logs": 1,
     "metrics": 1,
     "units": 1,
     "base": 2,
     "config": 2,
+    "events": 3,
     "specs": 3,
     "cpu": 3,
     "tiering": 4,

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, parse_config
-from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError, LayoutError
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
 
 def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:
@@ -68,3 +67,5 @@ def test_layouts_that_make_no_sense_are_refused() -> None:
         layout()
     with pytest.raises(LayoutError, match="sliding_window_tokens"):
         KVGroupLayout(GroupKind.SLIDING_WINDOW, 16, 100)
+    with pytest.raises(LayoutError, match="lookahead_tokens must be 0 or more"):
+        KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 100, lookahead_tokens=-1)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,3 +22,8 @@ def test_its_links_lead_somewhere() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     assert len(targets) > 5
     assert not [target for target in targets if not (ROOT / target).exists()]
+
+
+def test_its_wheel_is_the_one_that_is_built() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"dist/kvoffload-{version}-py3-none-any.whl[" in README

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import format_bytes, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,17 @@ def test_sizes_in_words(number: float, text: str) -> None:
 @given(st.integers(1, 2**62))
 def test_what_is_written_can_be_read_and_is_within_a_digit(number: int) -> None:
     assert parse_bytes(format_bytes(number)) == pytest.approx(number, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [(90, 90), (0.5, 0.5), ("90", 90), ("90s", 90), ("1.5 min", 90), ("24h", 86_400), ("7D", 604_800)],
+)
+def test_spans_of_time(text: float | str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1s", "5 weeks", 0, -1, True, float("nan"), None])
+def test_what_is_no_span_of_time_is_one_sentence(text: object) -> None:
+    with pytest.raises(ConfigError, match="ttl"):
+        parse_seconds(text, "ttl")  # type: ignore[arg-type]

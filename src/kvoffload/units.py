@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of bytes as people write and read them."""
+"""Numbers of bytes, and spans of time, as people write and read them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes", "parse_seconds"]
 
 _FACTORS = {"": 1, "b": 1}
 _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
 _FACTORS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)}
+_SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -34,6 +35,25 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
     if number <= 0:
         raise ConfigError(f"{name} must be positive, not {value!r}.")
     return number
+
+
+def parse_seconds(value: float | str, name: str = "time") -> float:
+    """``90``, ``"90"``, ``"90s"``, ``"15 min"``, ``"24h"`` or ``"7d"`` as seconds.
+
+    Raises ``ConfigError``, which calls the value ``name``, for anything else and for what is not positive.
+    """
+    number = value
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        factor = match and _SECONDS.get(match[2].lower())
+        if not match or not factor:
+            raise ConfigError(f"{name}: {value!r} is no span of time; write seconds or a unit, for example '24h'.")
+        number = float(match[1]) * factor
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ConfigError(f"{name}: {value!r} is no span of time; write seconds or a unit, for example '24h'.")
+    if not number > 0:
+        raise ConfigError(f"{name} must be positive, not {value!r}.")
+    return float(number)
 
 
 def format_bytes(number: float) -> str:

@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("typer")
 import typer
 
+import kvoffload
+from kvoffload import cli
 from kvoffload.cli import demo, plan, simulate, store
 
 MODULES = {"demo": demo, "plan": plan, "simulate": simulate, "store": store}
@@ -33,6 +35,13 @@ def commands(module: ModuleType) -> Iterator[Any]:
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_registers_its_command(name: str) -> None:
     assert next(commands(MODULES[name])).name == name
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"kvoffload {kvoffload.__version__}\n"
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -42,8 +42,12 @@ def demo(capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, 
 
 
 def test_three_ways_agree_and_offloading_computes_least(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = demo(capsys, json=tmp_path / "out.json")
+    code, out, err = demo(capsys, json=tmp_path / "out.json")
     assert code == 0, out
+    # No terminal: the progress is at most ten lines for each way.
+    lines = [line.rpartition(",")[0] for line in err.splitlines()]
+    assert len(lines) == 30
+    assert lines[9::10] == [f"{way}: 15 of 15 turns" for way in ("no cache", "device cache", "offloading")]
     assert "Identical: all 3 ways generated the same tokens." in out
     assert "only a wrong block" in out
     assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 100
@@ -71,8 +75,8 @@ def test_after_a_restart_the_first_turn_comes_from_disk(capsys: pytest.CaptureFi
     assert code == 0, out
     assert "Identical: all 4 ways" in out
     *_, offloading, restarted = json.loads((tmp_path / "out.json").read_text())["ways"]
-    assert offloading["metrics"].get("tier_blocks_loaded fs", 0) == 0
-    assert restarted["metrics"]["tier_blocks_loaded fs"] > 0
+    assert offloading["metrics"].get("tier_blocks_loaded disk", 0) == 0
+    assert restarted["metrics"]["tier_blocks_loaded disk"] > 0
     # All prompts were served before, so of each at most the last block and a bit are computed, in every turn.
     assert restarted["computed_tokens"] < offloading["computed_tokens"] / 2
 

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("typer")
 from kvoffload.cli import main
+from kvoffload.tiering.options import parse_tier
 
 
 @pytest.fixture
@@ -102,13 +103,17 @@ def test_processes_do_not_change_results(trace: Path, tmp_path: Path) -> None:
         (["--cpu", "0"], "--cpu must be positive"),
         (["--disk", "1KiB"], "--disk: 1KiB is less than one block"),
         (["--stretch", "0"], "--stretch must be positive"),
-        (["--prefill-speed", "0"], "must be positive"),
+        (["--stretch", "nan"], "--stretch must be positive, not nan"),
+        (["--prefill-speed", "0"], "--prefill-speed must be positive, not 0"),
+        (["--prefill-speed", "inf"], "--prefill-speed must be positive, not inf"),
+        (["--cascade", "on_stor"], "--cascade is on_store, on_evict or both, not 'on_stor'"),
         (["--load-speed", "fast"], "--load-speed: 'fast' is not a size"),
         (["--model", "/nowhere/config.json"], "is not a readable model config"),
         (["--block-tokens", "7"], "line 1: 2 hash_ids do not fit input_length 1024"),
         (["--plot", "out.jpeg"], "A plot is a .png or .html file"),
         (["--plot", "/nowhere/out.png"], "There is no folder '/nowhere'"),
-        (["--json", "/nowhere/out.json"], "There is no folder '/nowhere'"),
+        (["--json", "/nowhere/out.json"], "--json: There is no folder '/nowhere'"),
+        (["--json", "/"], "--json: '/' is a folder"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(
@@ -179,6 +184,9 @@ def test_plan_buys_what_reaches_the_goal(trace: Path, tmp_path: Path, capsys: py
         (["--hit-rate", "10", "--cpu-price", "-1"], "must not be negative"),
         (["--hit-rate", "10", "--max-cpu", "1KiB"], "--max-cpu: 1KiB is less than one block"),
         (["--hit-rate", "10", "--policy", "nope"], "Unknown cache policy"),
+        (["--hit-rate", "10", "--prefill-speed", "0"], "--prefill-speed must be positive, not 0"),
+        (["--hit-rate", "10", "--cascade", "both"], "--cascade is on_store or on_evict, not 'both'"),
+        (["--hit-rate", "10", "--json", "/nowhere/out.json"], "--json: There is no folder '/nowhere'"),
         (
             ["--hit-rate", "1", "--layers", "1", "--kv-heads", "1", "--head-dim", "1", "--dtype", "int3"],
             "Unknown dtype 'int3'",
@@ -190,3 +198,64 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
     assert code == 2
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_both_cascades_are_rows_of_their_own(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.json"
+    common = ["simulate", trace, "--policy", "lru", "--cpu", "10%", "--processes", "1", "--json", target]
+    code, out, _ = run(capsys, *common, "--disk", "20%", "--cascade", "both")
+    assert code == 0
+    assert "lru, on_store" in out
+    assert "lru, on_evict" in out
+    assert {each["cascade"] for each in json.loads(target.read_text())[0]["runs"]} == {"on_store", "on_evict"}
+    run(capsys, *common, "--disk", "20%", "--cascade", "on_evict, on_store")
+    assert [each["cascade"] for each in json.loads(target.read_text())[0]["runs"]] == ["on_store", "on_evict"]
+
+
+def test_without_cascade_the_sizes_decide_as_in_serving(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.json"
+    args = ["simulate", trace, "--policy", "lru", "--cpu", "640MiB", "--disk", "0,1216MiB,1280MiB", "--json", target]
+    assert run(capsys, *args, "--processes", "1")[0] == 0
+    found = {each["disk_blocks"]: each["cascade"] for each in json.loads(target.read_text())[0]["runs"]}
+    expected = {
+        size: parse_tier({"type": "memory", "max_bytes": f"{size * 64}MiB"}).cascade_above(640 << 20)
+        for size in (19, 20)
+    }
+    assert found == expected | {0: "on_store"}
+    assert expected == {19: "on_evict", 20: "on_store"}
+
+
+def test_an_assumed_kv_size_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["simulate", trace, "--cpu", "10%", "--policy", "lru"], ["plan", trace, "--hit-rate", "60"]):
+        _, out, _ = run(capsys, *command, "--processes", "1")
+        assert "Assumes 128 KiB of KV per token" in out
+        _, out, _ = run(capsys, *command, "--processes", "1", "--kv-bytes-per-token", "131072")
+        assert "Assumes" not in out
+
+
+def test_a_plan_as_json(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "plan.json"
+    common = ["plan", trace, "--processes", "1", "--max-disk", "10GiB", "--json", target]
+    code, out, _ = run(capsys, *common, "--hit-rate", "60", "--cascade", "on_evict")
+    assert code == 0
+    made = json.loads(target.read_text())
+    assert made["goal"] == {"hit_rate": 0.6, "ttft_s": None, "quantile": "p90"}
+    assert made["prices"] == {"cpu_per_gib": 4.0, "disk_per_gib": 0.1}
+    assert made["chosen"] in made["runs"]
+    assert made["chosen"]["hit_rate"] >= 0.6
+    assert {each["cascade"] for each in made["runs"]} == {"on_evict"}
+    assert f"price {made['price']:,.2f}" in out
+    assert out.count("<- chosen") == 1
+    # A block that is stored at its second request is hit by the third at the earliest.
+    reached = [json.loads(target.read_text())["runs"]]
+    assert run(capsys, *common, "--hit-rate", "30", "--cascade", "on_evict", "--store-threshold", "2")[0] == 0
+    reached.append(json.loads(target.read_text())["runs"])
+    unfiltered, filtered = (max(each["hit_rate"] for each in runs) for runs in reached)
+    assert filtered < unfiltered
+
+
+def test_progress_is_lines_where_the_output_is_no_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run(capsys, "simulate", trace, "--processes", "1", "--policy", "lru", "--cpu", "10%,20%,30%")
+    assert [line.rpartition(",")[0] for line in err.splitlines()] == [f"chat: {runs} of 3 runs" for runs in (1, 2, 3)]

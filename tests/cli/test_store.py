@@ -13,7 +13,8 @@ from kvoffload.cli import main
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX
+from kvoffload.tiering.stores.fs.format import SUFFIX
+from kvoffload.tiering.stores.root import CONTROL_DIR
 
 SIZE = 1000
 MODEL = "org/model@[bf16]"

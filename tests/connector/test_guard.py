@@ -10,7 +10,7 @@ from tests.connector.rig import BT, FULL, Request, Rig, key
 from kvoffload.base import OffloadingManager, OffloadPolicy, ReqContext
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector import EngineStep, OffloadingConnectorScheduler
-from kvoffload.connector.guard import GuardedManager, RateLimitedLog
+from kvoffload.connector.guard import GuardedManager
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import TransferError
 
@@ -73,19 +73,6 @@ def test_the_log_speaks_again_after_a_while_and_says_how_much_it_left_out(caplog
     assert first.levelno == logging.ERROR
     assert "on_schedule_end failed" in first.getMessage() or "fail" in first.getMessage()
     assert "4 earlier" in second.getMessage()
-
-
-def test_warnings_are_limited_too_and_have_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
-    log = RateLimitedLog(logging.getLogger("kvoffload.test"), every_s=60, clock=lambda: now)
-    for _ in range(3):
-        log.warning("100% odd")
-    now = 61.0
-    log.warning("odd again")
-    first, second = caplog.records
-    assert (first.levelno, first.exc_info) == (logging.WARNING, None)
-    assert first.getMessage() == "100% odd (0 earlier warnings were not logged)"
-    assert second.getMessage() == "odd again (2 earlier warnings were not logged)"
 
 
 def test_answers_pass_through() -> None:

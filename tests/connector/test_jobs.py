@@ -44,7 +44,7 @@ def test_a_job_ends_with_its_last_rank_and_fails_if_one_did(
     assert table.record(1, TransferResult(job.job_id, False, 0, 2.0)) is job
     assert (job.success, job.num_bytes, job.seconds) == (False, 10, 3.0)
     assert not request_state.job_ids
-    assert not table.has_fences
+    assert not table.fences
 
 
 def test_a_fenced_block_that_is_handed_out_flushes_its_jobs_once(
@@ -54,14 +54,14 @@ def test_a_fenced_block_that_is_handed_out_flushes_its_jobs_once(
     assert table.flush_for_blocks([7]) == []
     assert table.flush_for_blocks([2, 1]) == [first.job_id, second.job_id]
     assert table.flush_for_blocks([1, 2, 3]) == []
-    assert not table.has_fences
-    assert len(table) == 2
+    assert not table.fences
+    assert len(table.in_flight) == 2
 
 
 def test_a_job_that_the_workers_do_not_have_is_not_flushed(table: JobTable, request_state: RequestOffloadState) -> None:
     begin(table, request_state, 1, submitted=False)
     assert table.flush_for_blocks([1]) == []
-    assert table.has_fences
+    assert table.fences
 
 
 def test_a_request_that_loses_its_blocks_flushes_its_own_jobs(

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
+from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.cpu.common import CPULoadStoreSpec
@@ -44,6 +44,35 @@ def test_stores_start_at_the_end_of_their_step() -> None:
     assert rank.worker.get_report().results == ((3, TransferResult(0, True, 4, 0.0)),)
     assert rank.worker.get_report().results == ()
     assert rank.slots[1].tolist() == [5] * 4
+
+
+class CountingHandler(ManualHandler):
+    polls = 0
+
+    def get_finished(self) -> list[TransferResult]:
+        self.polls += 1
+        return super().get_finished()
+
+
+def test_only_a_handler_with_a_transfer_is_asked_for_ends() -> None:
+    rank = Rank()
+    stores, loads = (CountingHandler(rank.gpu, rank.slots, (4,), 1) for _ in range(2))
+
+    class TwoHandlers(ManualSpec):
+        def get_handlers(self, kv_caches: CanonicalKVCaches) -> dict[tuple[str, str], OffloadingHandler]:
+            return {("GPU", "CPU"): stores, ("CPU", "GPU"): loads}
+
+    rank.worker.register_kv_caches(TwoHandlers(CPUOffloadingManager(SLOTS), rank.handler), CanonicalKVCaches())
+    rank.worker.start_step(ConnectorMeta(stores=(store(0, 5, 1),)))
+    rank.worker.end_step()
+    assert rank.worker.get_report().results == ()
+    stores.run(0)
+    assert [result.job_id for _, result in rank.worker.get_report().results] == [0]
+    rank.worker.start_step(ConnectorMeta(loads=(load(1, 6, 1),)))
+    loads.run(1)
+    assert [result.job_id for _, result in rank.worker.get_report().results] == [1]
+    assert rank.worker.get_report().results == ()
+    assert (stores.polls, loads.polls) == (2, 1)
 
 
 def test_flushes_come_before_the_loads_of_the_step() -> None:

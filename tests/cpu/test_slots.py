@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffload.base import OffloadKey
+from kvoffload.cpu.manager import SlotTable
 from kvoffload.cpu.policies.lru import LRUCachePolicy
-from kvoffload.cpu.slots import SlotTable
 from kvoffload.errors import ConfigError
 from kvoffload.testing import key, keys
 
@@ -60,6 +60,20 @@ def test_a_pin_that_is_refused_pins_nothing(table: SlotTable) -> None:
         with pytest.raises(AssertionError, match=why):
             table.pin(keys(1, absent))
     assert table.num_idle == 1
+
+
+def test_an_unpin_that_is_refused_gives_nothing_back(table: SlotTable) -> None:
+    write(table, 1, 2, 3)
+    table.pin(keys(1, 2, 2))
+    before = counts(table)
+    for too_many in (keys(1, 2, 3), keys(1, 2, 2, 2), keys(2, 1, 1), keys(3)):
+        with pytest.raises(AssertionError, match="more often than it was pinned"):
+            table.unpin(too_many)
+        table.check_invariants()
+        assert counts(table) == before
+        assert [block.pins for block in table.get_all(keys(1, 2, 3)) if block is not None] == [1, 2, 0]
+    table.unpin(keys(2, 9, 1, 2))
+    assert table.num_busy == 0
 
 
 def test_protected_blocks_are_not_evicted_and_a_refusal_changes_nothing(table: SlotTable) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills writers of a file store, again and again, and checks what they leave. test_store_kill runs it as a script.
+"""Kills writers of a store, again and again, and checks what they leave. test_store_kill runs it as a script.
 
-``store_killer.py steps ROOT BLOCK_BYTES STRIDE`` kills one writer before every STRIDE-th system call of its work, and
-in the middle of each of those that writes. ``store_killer.py random ROOT BLOCK_BYTES KILLS`` kills two writers that
-share the root, at random times. Exit code 0 means that nothing was wrong.
+``store_killer.py KIND steps ROOT BLOCK_BYTES STRIDE`` kills one writer before every STRIDE-th system call of its work,
+and in the middle of each of those that writes. ``store_killer.py KIND random ROOT BLOCK_BYTES KILLS`` kills two writers
+that share the root, at random times. KIND is ``fs`` or ``disk``. Exit code 0 means that nothing was wrong.
 """
 
 from __future__ import annotations
@@ -24,14 +24,24 @@ from system_calls import NotPermitted, kill_at
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.fs import store as fs_store
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, STAGING_PREFIX, BlockFormat
+from kvoffload.tiering.stores.fs.format import STAGING_PREFIX, BlockFormat
+from kvoffload.tiering.stores.fs.store import FileSystemStore
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
+from kvoffload.tiering.stores.root import CONTROL_DIR
+from kvoffload.tiering.stores.slab import format as slab_format
+from kvoffload.tiering.stores.slab.format import NEW_PREFIX, SlabFormat
+from kvoffload.tiering.stores.slab.store import SlabStore
 
-SIZE = int(sys.argv[3])
+Store = FileSystemStore | SlabStore
+
+IS_SLAB = sys.argv[1] == "disk"
+SIZE = int(sys.argv[4])
 NOT_PERMITTED = 77
 KEYS = keys_of(*range(30))
 MAX_BYTES = 8 * BlockFormat("", SIZE).file_bytes + USAGE_FILE_BYTES
+if IS_SLAB:
+    slab_format._MIN_SLAB_BYTES = SlabFormat("", SIZE).slab_bytes(4)
+    MAX_BYTES = 2 * slab_format._MIN_SLAB_BYTES
 
 
 def aligned(data: bytes) -> memoryview:
@@ -44,15 +54,15 @@ def aligned(data: bytes) -> memoryview:
 BLOCKS = [aligned(block_of(key, SIZE)) for key in KEYS]
 
 
-def open_store(root: Path) -> fs_store.FileSystemStore:
-    return fs_store.FileSystemStore(root, SIZE, max_bytes=MAX_BYTES)
+def open_store(root: Path) -> Store:
+    return (SlabStore if IS_SLAB else FileSystemStore)(root, SIZE, max_bytes=MAX_BYTES)
 
 
-def write(store: fs_store.FileSystemStore, numbers: list[int]) -> list[bool]:
+def write(store: Store, numbers: list[int]) -> list[bool]:
     return store.write([KEYS[n] for n in numbers], [BLOCKS[n] for n in numbers])
 
 
-def check(store: fs_store.FileSystemStore, number: int) -> None:
+def check(store: Store, number: int) -> None:
     buffer = aligned(bytes(SIZE))
     if store.read_into([KEYS[number]], [buffer]) == [True]:
         assert buffer == BLOCKS[number], "wrong bytes"
@@ -92,7 +102,8 @@ def check_root(root: Path, rng: random.Random) -> None:
     """The next store on the root finds right blocks or none, a kept quota and nothing of dead writers, and works."""
     assert disk_bytes(root) <= MAX_BYTES, f"{disk_bytes(root)} bytes after a crash"
     store = open_store(root)
-    assert not list((root / CONTROL_DIR).glob(STAGING_PREFIX + "*")), "leftovers"
+    leftovers = [*(root / CONTROL_DIR).glob(STAGING_PREFIX + "*"), *root.glob(f"*/{NEW_PREFIX}*")]
+    assert not leftovers, f"leftovers: {leftovers}"
     for n in rng.sample(range(30), 30):
         check(store, n)
     assert store.stats().corrupt_blocks == 0, "a crash left an incomplete file under a block's name"
@@ -100,8 +111,13 @@ def check_root(root: Path, rng: random.Random) -> None:
     assert disk_bytes(root) <= MAX_BYTES
     for _ in store.scan():
         pass
+    if isinstance(store, SlabStore):
+        store.check_invariants()
+        assert all(write(store, list(range(20, 28)))), "a slot is lost"
     store.close()
-    assert store.stats().used_bytes == disk_bytes(root), "bytes that dead writers had reserved are still counted"
+    if isinstance(store, FileSystemStore):
+        used_bytes = store.stats().used_bytes
+        assert used_bytes == disk_bytes(root), "bytes that dead writers had reserved are still counted"
 
 
 def steps(root: Path, stride: int) -> None:
@@ -182,12 +198,12 @@ def chaos(root: Path, kills: int) -> None:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[2])
-    if sys.argv[1] == "steps":
+    where = Path(sys.argv[3])
+    if sys.argv[2] == "steps":
         try:
-            steps(where, int(sys.argv[4]))
+            steps(where, int(sys.argv[5]))
         except NotPermitted as exc:
             print(exc)
             sys.exit(NOT_PERMITTED)
     else:
-        chaos(where, int(sys.argv[4]))
+        chaos(where, int(sys.argv[5]))

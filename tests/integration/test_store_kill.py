@@ -17,9 +17,10 @@ KILLS = by_size(quick=30, thorough=400)
 
 @pytest.mark.parametrize(("how", "number"), [("steps", STRIDE), ("random", KILLS)], ids=["by calls", "at random"])
 @pytest.mark.parametrize("block_bytes", [3000, 65536], ids=["small", "paged"])
-def test_killed_writers_leave_nothing_wrong(how: str, number: int, block_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["fs", "disk"])
+def test_killed_writers_leave_nothing_wrong(kind: str, how: str, number: int, block_bytes: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("store_killer.py")
-    command = [sys.executable, str(script), how, str(tmp_path / "kv"), str(block_bytes), str(number)]
+    command = [sys.executable, str(script), kind, how, str(tmp_path / "kv"), str(block_bytes), str(number)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == NOT_PERMITTED:
         pytest.skip(f"this host does not permit tracing: {done.stdout.strip()}")

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 import pytest
 
+from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig, simulate
 from kvoffload.sim.optimum import optimum
@@ -85,10 +86,16 @@ def plain_lru(trace: Trace, capacity: int, chunk: int) -> list[int]:
 @pytest.mark.parametrize("share", [2, 10])
 def test_hits_are_those_of_a_plain_lru_request_by_request(shared_trace: Callable[..., Trace], share: int) -> None:
     trace = shared_trace("mooncake_conversation", max_requests=1200)
-    config = SimConfig(cpu_blocks=trace.num_unique * share // 100, block_bytes=1)
+    config = SimConfig(cpu_blocks=trace.num_unique * share // 100, block_bytes=1, policy="lru")
     found: list[int] = []
     simulate(trace, config, on_request=lambda _, gpu, cpu, disk: found.append(gpu + cpu + disk))
     assert found == plain_lru(trace, config.cpu_blocks, config.chunk_tokens // trace.block_tokens)
+
+
+def test_the_defaults_are_those_of_serving() -> None:
+    config = SimConfig(cpu_blocks=1, block_bytes=1)
+    assert (config.policy, config.store_threshold) == (DEFAULTS.eviction_policy, DEFAULTS.store_threshold)
+    assert (config.max_wait_s, config.cascade) == (DEFAULTS.max_wait_s, None)
 
 
 def test_the_same_input_gives_the_same_result(shared_trace: Callable[..., Trace]) -> None:
@@ -99,7 +106,7 @@ def test_the_same_input_gives_the_same_result(shared_trace: Callable[..., Trace]
 
 def test_tiers_add_up(shared_trace: Callable[..., Trace]) -> None:
     trace = shared_trace("lmcache_agent_b256")
-    small = SimConfig(cpu_blocks=300, block_bytes=1000)
+    small = SimConfig(cpu_blocks=300, block_bytes=1000, policy="lru", cascade="on_store")
     alone = simulate(trace, small)
     with_device = simulate(trace, replace(small, gpu_blocks=100))
     with_disk = simulate(trace, replace(small, gpu_blocks=100, disk_blocks=trace.num_unique))

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, make_offload_key
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.tier import StoreTier
 
 BLOCK_BYTES = 16

@@ -6,11 +6,11 @@ from __future__ import annotations
 from tests.tiering.rig import Memory, content, keys
 
 from kvoffload.base import ReqContext
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing import FakeTier
-from kvoffload.tiering.cascades import Cascades
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.manager import Cascades
+from kvoffload.tiering.promotions import RequestState
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
-from kvoffload.tiering.waiting import RequestState
 
 REQUEST = ReqContext("r")
 

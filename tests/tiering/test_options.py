@@ -18,9 +18,10 @@ def view(num_blocks: int = 4, block_bytes: int = 128) -> memoryview:
     return memoryview(bytearray(num_blocks * block_bytes)).cast("B", (num_blocks, block_bytes))
 
 
-def test_both_kinds_are_built_from_mappings(tmp_path: Path) -> None:
+def test_all_kinds_are_built_from_mappings(tmp_path: Path) -> None:
     for options in (
         {"type": "fs", "path": str(tmp_path / "kv"), "max_bytes": "1MiB", "threads": 2, "durability": "fsync"},
+        {"type": "disk", "path": str(tmp_path / "slabs"), "max_bytes": "1MiB", "mode": "group", "threads": 2},
         {"type": "memory", "max_bytes": "64KiB", "offload_policy": "request_level"},
     ):
         before = dict(options)
@@ -51,6 +52,10 @@ def test_both_kinds_are_built_from_mappings(tmp_path: Path) -> None:
         ({"type": "fs", "path": "x", "offload_policy": "all"}, "block_level, request_level"),
         ({"type": "fs", "path": "x", "cascade": "later"}, "cascade"),
         ({"type": "fs", "path": "x", "name": ""}, "name"),
+        ({"type": "disk"}, "path"),
+        ({"type": "disk", "path": ""}, "path"),
+        ({"type": "disk", "path": "x", "max_bytes": 4300}, "too little"),
+        ({"type": "disk", "path": "x", "mode": "all"}, "mode"),
         ({"type": "memory", "max_bytes": 100}, "less than a block"),
     ],
 )
@@ -111,3 +116,16 @@ def test_which_stores_outlive_their_process() -> None:
     assert STORES.get("fs").is_persistent
     assert not STORES.get("memory").is_persistent
     assert isinstance(parse_tier({"type": "fs", "path": "x"}), FileSystemOptions)
+
+
+@pytest.mark.parametrize("other", ["kv", "kv/", "./kv", "sub/../kv", "link"])
+def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    (tmp_path / "sub").mkdir()
+    tiers = [{"type": "fs", "path": "kv"}, {"type": "memory"}]
+    for kind in ("fs", "disk"):
+        with pytest.raises(ConfigError, match=f"2 secondary tiers have the directory {tmp_path}/kv"):
+            parse_tiers([*tiers, {"type": kind, "path": other}])
+    assert not (tmp_path / "kv").exists()
+    assert len(parse_tiers([*tiers, {"type": "memory"}, {"type": "fs", "path": "kv2"}])) == 4

@@ -6,11 +6,10 @@ from __future__ import annotations
 from tests.tiering.rig import Memory, content, keys
 
 from kvoffload.base import ReqContext
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing import FakeTier
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.promotions import Promotions
+from kvoffload.tiering.promotions import Claims, Promotions, RequestState
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
-from kvoffload.tiering.waiting import Claims, RequestState
 
 
 class Parts:

@@ -10,21 +10,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import StoreError
 from kvoffload.testing import FaultyStore, GatedStore, ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata, JobResult
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.runner import IoQueue
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import StoreTier, TierLimits
@@ -307,6 +309,28 @@ def test_a_load_fails_for_the_blocks_alone_that_cannot_be_read(make) -> None:
     assert rig.ask(keys)[0::3] == [True, True]
     assert rig.ask_until_answered(keys)[1] is False
     assert rig.is_in_use
+
+
+def test_corruption_is_logged_once_a_minute(make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make()
+    rig.store = FileSystemStore(tmp_path, BLOCK_BYTES)
+    rig.start()
+    keys = keys_of(*range(6))
+    rig.store_blocks(keys)
+    for path in tmp_path.rglob("*.kvb"):
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    rig.load_blocks(keys[:2])
+    assert "'mem' found corrupt blocks" in caplog.text
+    assert "2 since its start" in caplog.text
+    rig.load_blocks(keys[2:4])
+    rig.load_blocks([*keys[:2], *keys_of(99)])  # absent is not corrupt
+    assert len(caplog.records) == 1
+    rig.clock.advance(61)
+    rig.load_blocks(keys_of(99))
+    assert len(caplog.records) == 1
+    rig.load_blocks(keys[4:])
+    assert "6 since its start" in caplog.records[-1].getMessage()
+    assert "(1 earlier warnings were not logged)" in caplog.records[-1].getMessage()
 
 
 def test_a_store_job_fails_for_the_blocks_alone_that_were_not_written(make) -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.metadata import version
 
 __all__ = ["main"]
 
 _COMMANDS: tuple[str, ...] = ("demo", "simulate", "plan", "store")
 """Modules of this package that register a subcommand, in the order of ``--help``."""
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"kvoffload {version('kvoffload')}")
+        sys.exit(0)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,6 +30,15 @@ def main(argv: list[str] | None = None) -> None:
     app = typer.Typer(
         name="kvoffload", help="KV-cache offloading for LLM servers.", no_args_is_help=True, add_completion=False
     )
+
+    @app.callback()
+    def options(
+        show_version: bool = typer.Option(
+            False, "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
+        ),
+    ) -> None:
+        pass
+
     for name in _COMMANDS:
         importlib.import_module(f"kvoffload.cli.{name}").register(app)
     try:

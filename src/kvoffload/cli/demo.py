@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvoffload.cli.output import check_json_target, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.demo.report import print_comparison, print_setting
-from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from kvoffload.demo.comparison import Comparison, Way
@@ -64,8 +63,7 @@ def demo(
     The exit code is 1 if the three ways generate different tokens.
     """
     POLICIES.get(policy)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigError(f"--json: there is no folder {json_file.absolute().parent}; make it first.")
+    check_json_target(json_file)
     # Read when torch is loaded. Otherwise torch's threads spin while they wait for one another, and on a machine that
     # does other work too (or lacks a core for the copies) a step takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -88,29 +86,16 @@ def demo(
     print_setting(console, llm.name_or_path, device, workload, options, config)
     comparison = _compare(llm, options, setup.ways_of(config), workload)
     print_comparison(console, comparison, block_size)
+    write_json(comparison.as_json(), json_file)
     if json_file is not None:
-        json_file.write_text(json.dumps(comparison.as_json(), indent=2) + "\n")
         console.print(f"All figures are in {json_file}.", highlight=False, soft_wrap=True)
     if not comparison.verdict.identical:
         raise typer.Exit(1)
 
 
 def _compare(llm: Any, options: EngineOptions, ways: tuple[Way, ...], workload: ChatWorkload) -> Comparison:
-    """Serves the chat every way, with a progress bar on stderr."""
+    """Serves the chat every way, and shows the progress."""
     from kvoffload.demo.comparison import compare
 
-    columns = (
-        TextColumn("{task.description:12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("turns"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks = {way.name: bar.add_task(way.name, total=workload.num_turns, start=False) for way in ways}
-
-        def advance(name: str, _: object) -> None:
-            bar.start_task(tasks[name])
-            bar.advance(tasks[name])
-
-        return compare(llm, options, ways, workload, advance)
+    with progress({way.name: workload.num_turns for way in ways}, "turns") as advance:
+        return compare(llm, options, ways, workload, lambda name, _: advance(name))

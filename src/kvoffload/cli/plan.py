@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from kvoffload.cli.simulate import TRACE_HELP, load_one, token_bytes
+from kvoffload.cli.output import check_json_target, positive, progress, write_json
+from kvoffload.cli.simulate import CASCADE_DEFAULT, TRACE_HELP, assumption, load_one, token_bytes
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import PREFILL_TOKENS_PER_S, SimConfig
+from kvoffload.sim.driver import SPEEDS, SimConfig
 from kvoffload.sim.kv_size import kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
+from kvoffload.sim.report import as_json
+from kvoffload.tiering.base import CascadeMode
 from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
@@ -47,12 +50,21 @@ def plan(
     disk_price: Annotated[float, typer.Option(help="Price of a GiB of disk.")] = 0.1,
     gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the trace that the device's own cache holds.")] = 0,
     policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = DEFAULTS.eviction_policy,
+    store_threshold: Annotated[
+        int, typer.Option(min=0, help="Store a block at the n-th request that asks for it.")
+    ] = DEFAULTS.store_threshold,
+    cascade: Annotated[
+        str | None, typer.Option(help=f"When to write blocks to disk: on_store or on_evict. {CASCADE_DEFAULT}")
+    ] = None,
     prefill_speed: Annotated[
         float, typer.Option(help="Tokens that the device prefills per second.")
-    ] = PREFILL_TOKENS_PER_S,
+    ] = SPEEDS.prefill_tokens_per_s,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, if that is ambiguous.")] = None,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Requests to read, from the first on.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File to write the choice and all figures to.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the curve to: .png or .html.")] = None,
 ) -> None:
     """Find the cheapest tiers that reach a hit rate or a time to first token, and show every size tried."""
@@ -61,6 +73,10 @@ def plan(
     goal = Goal(None if hit_rate is None else hit_rate / 100, ttft, quantile)
     prices = Prices(cpu_price, disk_price)
     POLICIES.get(policy)
+    if cascade is not None and cascade not in get_args(CascadeMode):
+        raise ConfigError(f"--cascade is {' or '.join(get_args(CascadeMode))}, not {cascade!r}.")
+    positive(prefill_speed, "--prefill-speed")
+    check_json_target(json_file)
     if plot is not None:
         check_target(plot)
     if layers is not None and kv_heads is not None and head_dim is not None:
@@ -68,33 +84,50 @@ def plan(
             raise ConfigError(
                 "Give --model, --kv-bytes-per-token, or --layers with --kv-heads and --head-dim: one of them."
             )
-        per_token = kv_bytes_per_token(layers, kv_heads, head_dim, dtype)
+        per_token, assumed = kv_bytes_per_token(layers, kv_heads, head_dim, dtype), ""
     elif layers is not None or kv_heads is not None or head_dim is not None:
         raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
     else:
-        per_token = token_bytes(model, kv_bytes)
+        per_token, assumed = token_bytes(model, kv_bytes), assumption(model, kv_bytes)
     loaded = load_one(trace, block_tokens, max_requests)
     block_bytes = per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
     if max_cpu_blocks == 0:
         raise ConfigError(f"--max-cpu: {max_cpu} is less than one block of {format_bytes(block_bytes)}.")
     max_disk_blocks = 0 if max_disk == "0" else parse_bytes(max_disk, "--max-disk") // block_bytes
-    base = SimConfig(1, block_bytes, gpu_blocks, policy=policy, prefill_tokens_per_s=prefill_speed)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(loaded.name, total=None)
+    base = SimConfig(
+        1,
+        block_bytes,
+        gpu_blocks,
+        policy=policy,
+        store_threshold=store_threshold,
+        prefill_tokens_per_s=prefill_speed,
+        cascade=cast("CascadeMode | None", cascade),
+    )
+    name = loaded.name
+    with progress({name: None}, "runs") as advance:
         made = make_plan(
-            loaded, base, goal, prices, max_cpu_blocks, max_disk_blocks, processes, lambda _: bar.advance(task)
+            loaded, base, goal, prices, max_cpu_blocks, max_disk_blocks, processes, lambda _: advance(name)
         )
-    _print(made, goal, prices)
+    _print(made, goal, prices, assumed)
+    write_json(_as_json(made, goal, prices), json_file)
     if plot is not None:
         write_plot([made.report], plot)
 
 
-def _print(made: Plan, goal: Goal, prices: Prices) -> None:
+def _as_json(made: Plan, goal: Goal, prices: Prices) -> dict[str, Any]:
+    """The goal, the choice and its price, and what ``simulate --json`` has of every run."""
+    (report,) = as_json([made.report])
+    chosen = report["runs"][made.report.results.index(made.chosen)]
+    return {"goal": asdict(goal), "prices": asdict(prices), "chosen": chosen, "price": made.price, **report}
+
+
+def _print(made: Plan, goal: Goal, prices: Prices, assumed: str) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
+    if assumed:
+        console.print(assumed, highlight=False)
     block_bytes = made.report.block_bytes
     table = Table("host memory", "disk", "hits %", goal.quantile, "saved prefill", "price", "")
     for column in table.columns:

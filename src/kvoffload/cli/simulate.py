@@ -3,23 +3,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvoffload.cli.output import check_json_target, positive, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
-from kvoffload.sim.driver import PREFILL_TOKENS_PER_S, SimConfig
+from kvoffload.sim.driver import SPEEDS, SimConfig
 from kvoffload.sim.kv_size import model_kv_bytes_per_token
-from kvoffload.sim.plot import check_folder, check_target, write_plot
+from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, table
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
@@ -28,11 +26,12 @@ from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.units import format_bytes, parse_bytes
 
-__all__ = ["TRACE_HELP", "capacities", "load_one", "register", "token_bytes"]
+__all__ = ["CASCADE_DEFAULT", "TRACE_HELP", "assumption", "capacities", "load_one", "register", "token_bytes"]
 
 TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
 _DEFAULT_KV_BYTES = 131_072
 """Per token: a dense model of some 8 billion parameters with grouped-query attention in 16 bits."""
+CASCADE_DEFAULT = "By default on_evict if the disk is less than twice as large as host memory, as in serving."
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +45,9 @@ def simulate(
     ),
     disk: Annotated[str, typer.Option(help="Sizes of the disk tier, written likewise; 0 for no disk.")] = "0",
     gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the trace that the device's own cache holds.")] = 0,
-    policy: Annotated[str, typer.Option(help="Cache policies to compare.")] = "lru,arc,density",
+    policy: Annotated[
+        str, typer.Option(help=f"Cache policies to compare. The default of serving is {DEFAULTS.eviction_policy}.")
+    ] = "lru,arc,density",
     model: Annotated[Path | None, typer.Option(help="Model's config.json, which gives the size of a block.")] = None,
     kv_bytes: Annotated[
         str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")
@@ -56,13 +57,20 @@ def simulate(
     ] = DEFAULTS.store_threshold,
     prefill_speed: Annotated[
         float, typer.Option(help="Tokens that the device prefills per second.")
-    ] = PREFILL_TOKENS_PER_S,
-    load_speed: Annotated[str, typer.Option(help="Bytes loaded from host memory to the device per second.")] = "25GB",
-    disk_read_speed: Annotated[str, typer.Option(help="Bytes read from disk per second.")] = "5GB",
-    disk_write_speed: Annotated[str, typer.Option(help="Bytes written to disk per second.")] = "3GB",
+    ] = SPEEDS.prefill_tokens_per_s,
+    load_speed: Annotated[
+        str, typer.Option(help="Bytes loaded from host memory to the device per second.")
+    ] = f"{SPEEDS.load_bytes_per_s / 1e9:g}GB",
+    disk_read_speed: Annotated[
+        str, typer.Option(help="Bytes read from disk per second.")
+    ] = f"{SPEEDS.disk_read_bytes_per_s / 1e9:g}GB",
+    disk_write_speed: Annotated[
+        str, typer.Option(help="Bytes written to disk per second.")
+    ] = f"{SPEEDS.disk_write_bytes_per_s / 1e9:g}GB",
     cascade: Annotated[
-        str, typer.Option(help="When to write blocks to disk: on_store, on_evict, or on_store,on_evict.")
-    ] = "on_store",
+        str | None,
+        typer.Option(help=f"When to write blocks to disk: on_store, on_evict, or both to compare. {CASCADE_DEFAULT}"),
+    ] = None,
     stretch: Annotated[float, typer.Option(help="Factor by which requests arrive more slowly.")] = 1.0,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, if that is ambiguous.")] = None,
     max_requests: Annotated[
@@ -75,10 +83,12 @@ def simulate(
     """Replay request traces through the production managers and policies, with a virtual clock instead of bytes."""
     policies = _policies(policy)
     modes = _modes(cascade)
-    _check_targets(json_file, plot)
+    check_json_target(json_file)
+    if plot is not None:
+        check_target(plot)
     per_token = token_bytes(model, kv_bytes)
-    if stretch <= 0:
-        raise ConfigError(f"--stretch must be positive, not {stretch:g}.")
+    positive(stretch, "--stretch")
+    positive(prefill_speed, "--prefill-speed")
     load_bytes_per_s = parse_bytes(load_speed, "--load-speed")
     disk_read_bytes_per_s = parse_bytes(disk_read_speed, "--disk-read-speed")
     disk_write_bytes_per_s = parse_bytes(disk_write_speed, "--disk-write-speed")
@@ -111,20 +121,23 @@ def simulate(
             )
         )
     reports = _run_sweeps(jobs, processes)
-    _print(reports)
-    if json_file is not None:
-        temporary = json_file.with_name(f".{json_file.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(as_json(reports), indent=1) + "\n")
-        temporary.replace(json_file)
+    _print(reports, assumption(model, kv_bytes))
+    write_json(as_json(reports), json_file)
     if plot is not None:
         write_plot(reports, plot)
 
 
-def _modes(text: str) -> list[CascadeMode]:
-    modes: list[CascadeMode] = [mode for mode in get_args(CascadeMode) if mode in text.split(",")]
-    if len(modes) != len(text.split(",")):
-        raise ConfigError(f"--cascade is a list of {', '.join(get_args(CascadeMode))}, not {text!r}.")
-    return modes
+def _modes(text: str | None) -> list[CascadeMode] | list[None]:
+    """The modes to try; ``None`` is the default, which depends on the sizes."""
+    if text is None:
+        return [None]
+    choices: tuple[CascadeMode, ...] = get_args(CascadeMode)
+    if text == "both":
+        return list(choices)
+    chosen = {part.strip() for part in text.split(",")}
+    if not chosen <= {*choices}:
+        raise ConfigError(f"--cascade is {', '.join(choices)} or both, not {text!r}.")
+    return [mode for mode in choices if mode in chosen]
 
 
 def token_bytes(model: Path | None, kv_bytes: str | None) -> int:
@@ -134,6 +147,16 @@ def token_bytes(model: Path | None, kv_bytes: str | None) -> int:
     if model is not None:
         return model_kv_bytes_per_token(model)
     return parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES
+
+
+def assumption(model: Path | None, kv_bytes: str | None) -> str:
+    """What to say of the KV size if neither option gave it; otherwise nothing."""
+    if model is not None or kv_bytes is not None:
+        return ""
+    return (
+        f"Assumes {format_bytes(_DEFAULT_KV_BYTES)} of KV per token, as of a dense model of 8 billion parameters in 16 "
+        "bits; --model or --kv-bytes-per-token gives your model's."
+    )
 
 
 def load_one(path: Path, block_tokens: int | None, max_requests: int | None) -> Trace:
@@ -178,18 +201,12 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
 
 
 def _run_sweeps(jobs: Sequence[tuple[Trace, list[SimConfig]]], processes: int | None) -> list[Report]:
-    """Runs one sweep after the other, with a progress bar on stderr."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    """Runs one sweep after the other, and shows the progress."""
     reports = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        for trace, configs in jobs:
-            task = bar.add_task(trace.name, total=len(configs))
-            reports.append(sweep(trace, configs, processes, lambda _, task=task: bar.advance(task)))  # type: ignore[misc]
+    for trace, configs in jobs:
+        with progress({trace.name: len(configs)}, "runs") as advance:
+            name = trace.name
+            reports.append(sweep(trace, configs, processes, lambda _, name=name: advance(name)))  # type: ignore[misc]
     return reports
 
 
@@ -203,17 +220,12 @@ def _policies(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _check_targets(json_file: Path | None, plot: Path | None) -> None:
-    if plot is not None:
-        check_target(plot)
-    if json_file is not None:
-        check_folder(json_file)
-
-
-def _print(reports: Sequence[Report]) -> None:
+def _print(reports: Sequence[Report], assumed: str) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
+    if assumed:
+        console.print(assumed, highlight=False)
     for report in reports:
         trace = report.trace
         headings, rows = table(report)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvoffload.tiering.stores.fs.admin import StoreRoot
+from kvoffload.tiering.stores.slab.admin import SlabRoot, is_slab_root
 from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
@@ -33,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 def ls(root: _Root) -> None:
     """List the namespaces with their blocks, bytes, and oldest and last use."""
-    found = StoreRoot(root).usage()
+    found = _open(root).usage()
     if not found:
         _console.print("No blocks yet.")
         return
@@ -49,7 +50,7 @@ def ls(root: _Root) -> None:
 
 def du(root: _Root) -> None:
     """Show the bytes in use, by namespace and in all, and the free space of the disk."""
-    found = StoreRoot(root).usage()
+    found = _open(root).usage()
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
@@ -66,9 +67,33 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Delete the bad blocks.")] = False,
 ) -> None:
     """Read every block and verify its checksum. The exit code is 1 if bad blocks remain."""
-    store = StoreRoot(root)
-    files = list(store.files(None if namespace is None else store.directory(namespace)))
-    bad, unreadable = [], 0
+    store = _open(root)
+    directory = None if namespace is None else store.directory(namespace)
+    if isinstance(store, SlabRoot):
+        _verify(store, list(store.files(directory)), repair)
+    else:
+        _verify(store, list(store.files(directory)), repair)
+
+
+class _Block(Protocol):
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+_B = TypeVar("_B", bound=_Block)
+
+
+class _Verifiable(Protocol[_B]):
+    def is_sound(self, block: _B, /) -> bool | None: ...
+
+    def remove(self, blocks: list[_B], /) -> int: ...
+
+
+def _verify(store: _Verifiable[_B], blocks: list[_B], repair: bool) -> None:
+    bad, unreadable = list[_B](), 0
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -77,7 +102,7 @@ def verify(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as progress:
-        for file in progress.track(files, description="verifying"):
+        for file in progress.track(blocks, description="verifying"):
             try:
                 if store.is_sound(file) is False:
                     bad.append(file)
@@ -85,8 +110,8 @@ def verify(
             except OSError as exc:
                 unreadable += 1
                 progress.console.print(f"unreadable: {escape(file.path)}: {exc.strerror}")
-    total = sum(file.size_bytes for file in files)
-    _console.print(f"{len(files):,} blocks ({format_bytes(total)}) read, {len(bad):,} bad, {unreadable:,} unreadable.")
+    total = sum(file.size_bytes for file in blocks)
+    _console.print(f"{len(blocks):,} blocks ({format_bytes(total)}) read, {len(bad):,} bad, {unreadable:,} unreadable.")
     if bad and repair:
         _console.print(f"{store.remove(bad):,} deleted.")
     elif bad:
@@ -107,7 +132,7 @@ def gc(
     If no server is at work, also correct the count of bytes in use.
     """
     limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
-    store = StoreRoot(root)
+    store = _open(root)
     dead = store.sweep()
     evicted, used_bytes = store.shrink(limit)
     _console.print(
@@ -123,8 +148,12 @@ def clear(
     namespace: Annotated[str, typer.Argument(help="Namespace to delete, as 'ls' shows it.", show_default=False)],
 ) -> None:
     """Delete a namespace with all its blocks."""
-    store = StoreRoot(root)
+    store = _open(root)
     _console.print(f"{store.clear(store.directory(namespace)):,} blocks deleted.")
+
+
+def _open(root: Path) -> StoreRoot | SlabRoot:
+    return SlabRoot(root) if is_slab_root(root) else StoreRoot(root)
 
 
 def _ago(when_ns: int) -> str:

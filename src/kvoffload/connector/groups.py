@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of one KV group: tokens, GPU blocks and offloaded blocks. Pure, immutable.
+"""KV groups: the arithmetic of tokens, GPU blocks and blocks, and the longest hit that is good for all groups. Pure.
 
 Three units meet here. A *hash-block* is what one of the engine's hashes covers, a *GPU block* is a multiple of
 it, and a *block* (the offloaded unit) is ``factor`` GPU blocks. Ranges are half open and count from the request's
 first token.
+
+A hit of T tokens is *good* when every group has the blocks it needs to continue after T tokens: the whole prefix for
+full attention, the last window for sliding windows, the last block for single states. Groups with speculative heads
+also need the block behind T. ``GroupGeometry`` says which blocks those are, and ``find_hit`` searches for the greatest
+T that is good for all groups at once.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK
 
-__all__ = ["GroupGeometry", "geometry_of", "hit_unit_tokens"]
+__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_unit_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class GroupGeometry:
     """Tokens per block: ``factor * gpu_block_tokens``."""
     hashes_per_block: int
     window_tokens: int | None = None
+    lookahead_tokens: int = 0
 
     @property
     def hit_align_tokens(self) -> int:
@@ -74,17 +80,35 @@ class GroupGeometry:
             return range(0)
         return range(needed.start // self.factor, -(-needed.stop // self.factor))
 
+    def blocks_to_find(self, computed_tokens: int, hit_tokens: int) -> range:
+        """The blocks that a hit must find: ``blocks_for_hit``, and the block of the tokens that the last ones looked
+        ahead to.
+
+        The KV of a speculative head at a block's last token depends on the token behind the block, which the block's
+        key does not tell. That the next block is there as well shows that the two were computed in a row.
+        """
+        if hit_tokens <= computed_tokens:
+            return range(0)
+        needed = self.gpu_blocks_for_hit(computed_tokens, hit_tokens)
+        stop_tokens = max(needed.stop * self.gpu_block_tokens, hit_tokens + self.lookahead_tokens)
+        return range(needed.start // self.factor, -(-stop_tokens // self.block_tokens))
+
+    def longest_hit(self, num_blocks: int) -> int:
+        """The most tokens that a hit can have if ``num_blocks`` blocks of the request can be found, and no more."""
+        return max(0, num_blocks * self.block_tokens - self.lookahead_tokens)
+
     def is_reachable(self, block: int, unit_tokens: int) -> bool:
         """Whether some hit needs ``block``. Hits end at multiples of ``unit_tokens`` (``hit_unit_tokens``).
 
         A later request may share any part of this prefix and be longer, so every multiple is a possible hit. A window
-        or a state looks back the least from the first multiple at or behind the block's end. If that hit does not need
+        or a state looks back the least from the first multiple that reaches into the block. If that hit does not need
         the block, none does.
         """
         if self.kind is GroupKind.FULL_ATTENTION:
             return True
-        hit_tokens = -(-(block + 1) * self.block_tokens // unit_tokens) * unit_tokens
-        return block in self.blocks_for_hit(0, hit_tokens)
+        first = max(1, block * self.block_tokens + 1 - self.lookahead_tokens)
+        hit_tokens = -(-first // unit_tokens) * unit_tokens
+        return block in self.blocks_to_find(0, hit_tokens)
 
     def first_gpu_block(self, block: int) -> int:
         """The first GPU block of ``block`` that any hit can need. Earlier ones in the block are don't-care.
@@ -132,6 +156,7 @@ def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGe
             block_tokens=factor * group.block_tokens,
             hashes_per_block=factor * group.block_tokens // layout.hash_block_tokens,
             window_tokens=group.sliding_window_tokens,
+            lookahead_tokens=group.lookahead_tokens,
         )
         for index, group in enumerate(layout.groups)
     )
@@ -141,3 +166,83 @@ def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGe
 def hit_unit_tokens(groups: tuple[GroupGeometry, ...]) -> int:
     """Hits end at multiples of this: a boundary of every group."""
     return math.lcm(*(group.hit_align_tokens for group in groups))
+
+
+# ------------------------------------------------------------------------------------------------------ the longest hit
+
+AskBlocks = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
+"""Lookup answers for the keys of consecutive blocks, up to and including the first ``False``."""
+
+
+class _GroupAnswers:
+    """The lookup answers of one group's blocks in this search. No block is asked for twice."""
+
+    __slots__ = ("_ask", "_keys", "_known", "group")
+
+    def __init__(self, group: GroupGeometry, keys: Sequence[OffloadKey], ask: AskBlocks) -> None:
+        self.group = group
+        self._keys = keys
+        self._ask = ask
+        self._known: dict[int, bool | None] = {}
+
+    def first_missing(self, blocks: range) -> int | None:
+        """The first block of ``blocks`` that is a miss. "Not yet" is no miss, and lookups go on past it: so all blocks
+        that must be promoted are asked for in the same step."""
+        known = self._known
+        block = blocks.start
+        while block < blocks.stop:
+            if block not in known:
+                unknown = range(block, next((b for b in range(block, blocks.stop) if b in known), blocks.stop))
+                known.update(zip(unknown, self._ask(self._keys[unknown.start : unknown.stop]), strict=False))
+            if known[block] is False:
+                return block
+            block += 1
+        return None
+
+    def any_deferred(self, blocks: range) -> bool:
+        return any(self._known[block] is None for block in blocks)
+
+
+def find_hit(
+    groups: Sequence[GroupGeometry],
+    keys: Sequence[Sequence[OffloadKey]],
+    ask: AskBlocks,
+    computed_tokens: int,
+    max_tokens: int,
+) -> int | None:
+    """The longest good hit in tokens, including the ``computed_tokens`` that are on the device already.
+
+    ``keys[g]`` are those of the request's full blocks in group g; the hit is at most ``max_tokens``. Returns
+    ``computed_tokens`` when there is nothing to add, and ``None`` when a block of the longest hit is "not yet": ask
+    again in a later step.
+    """
+    unit = hit_unit_tokens(tuple(groups))
+    bound = min(max_tokens, *(group.longest_hit(len(own)) for own, group in zip(keys, groups, strict=True)))
+    hit = bound // unit * unit
+    answers = [_GroupAnswers(group, own, ask) for group, own in zip(groups, keys, strict=True)]
+
+    def shrink(hit: int, of: _GroupAnswers) -> int:
+        # Shorter hits need blocks that start no later. So the first missing block rules out every hit that reaches it,
+        # and the search may jump to the longest that does not.
+        missing = of.first_missing(of.group.blocks_to_find(computed_tokens, hit))
+        return hit if missing is None else of.group.longest_hit(missing) // unit * unit
+
+    # Invariant: no good hit is longer than ``hit``. So when no group shortens it any more, ``hit`` is good, and it is
+    # the longest. "Not yet" counts as present until then.
+    #
+    # Full attention: a shorter hit needs a part of the blocks just seen, and no others. One walk is enough.
+    for full in answers:
+        if full.group.kind is GroupKind.FULL_ATTENTION:
+            hit = shrink(hit, full)
+    # The others need other blocks when the hit becomes shorter, so they are asked until none shortens it.
+    windowed = [each for each in answers if each.group.kind is not GroupKind.FULL_ATTENTION]
+    before = -1
+    while hit > computed_tokens and hit != before:
+        before = hit
+        for each in windowed:
+            hit = shrink(hit, each)
+    if hit <= computed_tokens:
+        return computed_tokens
+    if any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers):
+        return None
+    return hit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary where a manager's exceptions become cache misses, and a log that does not repeat itself."""
+"""The boundary where a manager's exceptions become cache misses."""
 
 from __future__ import annotations
 
@@ -18,41 +18,13 @@ from kvoffload.base import (
     RequestOffloadingContext,
 )
 from kvoffload.errors import TransferError
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats
 
-__all__ = ["GuardedManager", "RateLimitedLog"]
+__all__ = ["GuardedManager"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class RateLimitedLog:
-    """Logs at most once every ``every_s`` seconds, and counts the rest."""
-
-    def __init__(
-        self, logger: logging.Logger, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._logger = logger
-        self._every_s = every_s
-        self._clock = clock
-        self._silent_until_s = float("-inf")
-        self._unlogged = 0
-
-    def exception(self, what: str) -> None:
-        """Logs the exception being handled, with its traceback."""
-        self._log(self._logger.exception, "%s (%d earlier failures were not logged)", what)
-
-    def warning(self, what: str) -> None:
-        """Logs one line."""
-        self._log(self._logger.warning, "%s (%d earlier warnings were not logged)", what)
-
-    def _log(self, log: Callable[[str, str, int], None], text: str, what: str) -> None:
-        now_s = self._clock()
-        if now_s < self._silent_until_s:
-            self._unlogged += 1
-            return
-        log(text, what, self._unlogged)
-        self._silent_until_s, self._unlogged = now_s + self._every_s, 0
 
 
 class GuardedManager(OffloadingManager):

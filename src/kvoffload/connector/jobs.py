@@ -9,7 +9,7 @@ because everything the engine does later is ordered behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvoffload.base import Direction, OffloadKey, TransferResult
@@ -48,29 +48,15 @@ class JobTable:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._jobs: dict[int, JobRecord] = {}
-        # Job ids by GPU block. Usually one; two when the same block is stored again after a reset.
-        self._fences: dict[int, list[int]] = {}
+        self.in_flight: dict[int, JobRecord] = {}
+        """By id. Others only read it."""
+        self.fences: dict[int, list[int]] = {}
+        """Job ids by GPU block: usually one, two when the same block is stored again after a reset. Others only test
+        whether there are any."""
         self._next_id = 0
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[JobRecord]:
-        return iter(self._jobs.values())
-
-    def __contains__(self, job_id: int) -> bool:
-        return job_id in self._jobs
-
-    def __getitem__(self, job_id: int) -> JobRecord:
-        return self._jobs[job_id]
-
-    @property
-    def has_fences(self) -> bool:
-        return bool(self._fences)
-
     def __repr__(self) -> str:
-        return f"JobTable({len(self._jobs)} in flight, {len(self._fences)} GPU blocks fenced)"
+        return f"JobTable({len(self.in_flight)} in flight, {len(self.fences)} GPU blocks fenced)"
 
     def begin(
         self,
@@ -90,10 +76,10 @@ class JobTable:
             epoch,
         )
         self._next_id += 1
-        self._jobs[job.job_id] = job
+        self.in_flight[job.job_id] = job
         request.job_ids.add(job.job_id)
         for block_id in job.gpu_block_ids:
-            self._fences.setdefault(block_id, []).append(job.job_id)
+            self.fences.setdefault(block_id, []).append(job.job_id)
         return job
 
     def record(self, rank: int, result: TransferResult) -> JobRecord | None:
@@ -101,7 +87,7 @@ class JobTable:
 
         Otherwise returns ``None``; unknown jobs and repeated results of a rank change nothing.
         """
-        job = self._jobs.get(result.job_id)
+        job = self.in_flight.get(result.job_id)
         if job is None or rank not in job.waiting_ranks:
             return None
         job.waiting_ranks.discard(rank)
@@ -115,7 +101,7 @@ class JobTable:
 
     def remove(self, job: JobRecord) -> None:
         """Ends a job: its fences go, and its request no longer waits for it."""
-        del self._jobs[job.job_id]
+        del self.in_flight[job.job_id]
         job.request.job_ids.discard(job.job_id)
         self._unfence(job)
 
@@ -123,14 +109,14 @@ class JobTable:
         """The jobs to flush because these GPU blocks were allocated. No job is ever returned twice."""
         flushed: list[int] = []
         for block_id in gpu_block_ids:
-            if block_id in self._fences:
-                for job_id in tuple(self._fences[block_id]):
-                    flushed += self._flush(self._jobs[job_id])
+            if block_id in self.fences:
+                for job_id in tuple(self.fences[block_id]):
+                    flushed += self._flush(self.in_flight[job_id])
         return flushed
 
     def flush_for_request(self, request: RequestOffloadState) -> list[int]:
         """The jobs to flush because the request lost all its GPU blocks."""
-        return [job_id for each in sorted(request.job_ids) for job_id in self._flush(self._jobs[each])]
+        return [job_id for each in sorted(request.job_ids) for job_id in self._flush(self.in_flight[each])]
 
     def _flush(self, job: JobRecord) -> list[int]:
         if job.flushed or not job.submitted:
@@ -141,19 +127,19 @@ class JobTable:
 
     def _unfence(self, job: JobRecord) -> None:
         for block_id in job.gpu_block_ids:
-            jobs = self._fences.get(block_id)
+            jobs = self.fences.get(block_id)
             if jobs and job.job_id in jobs:
                 jobs.remove(job.job_id)
                 if not jobs:
-                    del self._fences[block_id]
+                    del self.fences[block_id]
 
     def check_invariants(self) -> None:
         """For tests: recomputes the fences and each request's jobs from scratch."""
         fences: dict[int, list[int]] = {}
-        for job in self._jobs.values():
+        for job in self.in_flight.values():
             assert job.waiting_ranks, f"{job} has ended on every rank and is still here"
             assert job.job_id in job.request.job_ids, f"{job} is unknown to its request"
             if not job.flushed:
                 for block_id in job.gpu_block_ids:
                     fences.setdefault(block_id, []).append(job.job_id)
-        assert {b: sorted(j) for b, j in fences.items()} == {b: sorted(j) for b, j in self._fences.items()}
+        assert {b: sorted(j) for b, j in fences.items()} == {b: sorted(j) for b, j in self.fences.items()}

@@ -215,24 +215,21 @@ class StoreOffers:
         geometry: Sequence[GroupGeometry],
         jobs: JobTable,
         prompt_only: bool,
-        turnover: Turnover,
+        num_blocks: int,
     ) -> None:
         self._manager = manager
         self._geometry = geometry
         self._jobs = jobs
-        self._turnover = turnover
+        self._turnover = Turnover(num_blocks)
         self._prompt_only = prompt_only
         self._least_tokens = min(group.block_tokens for group in geometry)
-        # Requests with blocks for which there was no room, in the order of their last refusals.
-        self._refused: dict[RequestOffloadState, None] = {}
+        self.refused: dict[RequestOffloadState, None] = {}
+        """Requests with blocks for which there was no room, in the order of their last refusals. Others only test
+        whether there are any."""
         self._refused_in_step = False
 
     def __repr__(self) -> str:
-        return f"StoreOffers({len(self._refused)} requests refused)"
-
-    @property
-    def has_refused(self) -> bool:
-        return bool(self._refused)
+        return f"StoreOffers({len(self.refused)} requests refused)"
 
     def offer(self, state: RequestOffloadState, epoch: int) -> list[TransferJob]:
         """Offers the blocks that are full at the end of this step, which computes ``state.last_scheduled``.
@@ -243,7 +240,7 @@ class StoreOffers:
         assert state.last_scheduled is not None
         # Drafts may follow the tokens that are known.
         stores = self._offer(state, min(state.last_scheduled.done_tokens, state.request.num_tokens), epoch)
-        self._refused_in_step |= state in self._refused
+        self._refused_in_step |= state in self.refused
         return stores
 
     def offer_rest(self, state: RequestOffloadState, epoch: int) -> list[TransferJob]:
@@ -258,16 +255,22 @@ class StoreOffers:
         """
         stores: list[TransferJob] = []
         refused, self._refused_in_step = self._refused_in_step, False
-        while self._refused and not refused:
-            state = next(iter(self._refused))
-            del self._refused[state]
+        while self.refused and not refused:
+            state = next(iter(self.refused))
+            del self.refused[state]
             stores += self.offer_rest(state, epoch)
-            refused = state in self._refused
+            refused = state in self.refused
         return stores
+
+    def admit(self, state: RequestOffloadState, hit_tokens: int) -> None:
+        """The request was given GPU blocks, and its prefix of ``hit_tokens`` was touched."""
+        self.forget(state)
+        self._turnover.admitted(state.portions)
+        state.start_offers_after(hit_tokens, self._geometry)
 
     def forget(self, state: RequestOffloadState) -> None:
         """The request ended, or its GPU blocks are no longer those that it computed."""
-        self._refused.pop(state, None)
+        self.refused.pop(state, None)
 
     def _offer(self, state: RequestOffloadState, limit: int, epoch: int) -> list[TransferJob]:
         assert state.last_scheduled is not None
@@ -277,9 +280,9 @@ class StoreOffers:
         limit = min(limit, most)
         state.extend_keys(self._geometry)
         stores: list[TransferJob] = []
-        self._refused.pop(state, None)
+        self.refused.pop(state, None)
         if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
-            self._refused[state] = None
+            self.refused[state] = None
             # A new block does not wait for its turn among the refused ones.
             state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
         elif state.portions.evicts_itself or limit == most:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -17,16 +18,15 @@ from kvoffload.base import (
 )
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
-from kvoffload.connector.groups import GroupGeometry, geometry_of
-from kvoffload.connector.guard import RateLimitedLog
+from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
-from kvoffload.connector.lookup import find_hit
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
-from kvoffload.connector.offers import StoreOffers, Turnover
+from kvoffload.connector.offers import StoreOffers
 from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.errors import TransferError
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Sample, Stats, add_stats
 
 __all__ = ["OffloadingConnectorScheduler"]
@@ -48,8 +48,7 @@ class OffloadingConnectorScheduler:
         self._requests: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(layout.num_ranks)
         num_blocks = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
-        self._turnover = Turnover(num_blocks)
-        self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only, self._turnover)
+        self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only, num_blocks)
         self._recording = RequestRecording(config.record_trace, self._geometry) if config.record_trace else None
         self._log = RateLimitedLog(logger)
         self._epoch = 0
@@ -123,11 +122,12 @@ class OffloadingConnectorScheduler:
             stores = self._offers.offer_rest(state, self._epoch)
             self._final_stores += stores
             for transfer in stores:
-                self._jobs[transfer.job_id].submitted = True
+                self._jobs.in_flight[transfer.job_id].submitted = True
 
     def _cancel_load(self, state: RequestOffloadState) -> None:
         """Ends a load that was not sent to the workers yet. One that runs is left to end; its GPU blocks are fenced."""
-        for job in [job for job in self._jobs if job.request is state and not job.submitted] if state.job_ids else ():
+        own = [self._jobs.in_flight[job_id] for job_id in sorted(state.job_ids)]
+        for job in [job for job in own if not job.submitted]:
             self._loads = [load for load in self._loads if load.job_id != job.job_id]
             self._lost_loads = [load for load in self._lost_loads if load.job_id != job.job_id]
             self._jobs.remove(job)
@@ -161,13 +161,11 @@ class OffloadingConnectorScheduler:
 
     def _find_hit(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
         state.extend_keys(self._geometry)
-        hit = find_hit(
-            self._geometry,
-            [len(group.keys) for group in state.groups],
-            lambda group, blocks: self._ask(state, group, blocks),
-            computed_tokens,
-            min(state.request.num_tokens - 1, computed_tokens + self._max_load_tokens(state)),
-        )
+        ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=state.context)
+        if state.failed_keys:
+            ask = functools.partial(self._ask_unless_failed, state)
+        most = min(state.request.num_tokens - 1, computed_tokens + self._max_load_tokens(state))
+        hit = find_hit(self._geometry, [group.keys for group in state.groups], ask, computed_tokens, most)
         if hit is not None and hit > computed_tokens and self._should_await_load(state, computed_tokens, hit):
             return None
         return hit
@@ -176,10 +174,7 @@ class OffloadingConnectorScheduler:
         most = state.limits.max_load_tokens
         return state.request.num_tokens if most is None else most
 
-    def _ask(self, state: RequestOffloadState, group: int, blocks: range) -> Sequence[bool | None]:
-        keys: Sequence[OffloadKey] = state.groups[group].keys[blocks.start : blocks.stop]
-        if not state.failed_keys:
-            return self._manager.lookup_prefix(keys, state.context)
+    def _ask_unless_failed(self, state: RequestOffloadState, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
         good = next((n for n, key in enumerate(keys) if key in state.failed_keys), len(keys))
         answers = list(self._manager.lookup_prefix(keys[:good], state.context))
         # A load of this key failed for this request: it stays a miss, even if the manager has it.
@@ -192,7 +187,7 @@ class OffloadingConnectorScheduler:
         so that requests with a shared prefix never form a queue.
         """
         if state.awaited_job_id is not None:
-            return state.awaited_job_id in self._jobs
+            return state.awaited_job_id in self._jobs.in_flight
         if not self._loading:
             return False
         for group, group_state in zip(self._geometry, state.groups, strict=True):
@@ -214,8 +209,6 @@ class OffloadingConnectorScheduler:
         if not state.asked:
             return  # the second call, after a load: only the blocks are new
         state.asked = False
-        self._offers.forget(state)
-        state.extend_keys(self._geometry)
         hit_tokens = state.hit_tokens = state.computed_tokens + num_external_tokens
         if state.context.reads_cache:
             not_computed = max(0, request.num_tokens - state.computed_tokens)
@@ -224,14 +217,13 @@ class OffloadingConnectorScheduler:
             if num_external_tokens > 0:
                 self._begin_load(state, hit_tokens)
             self._touch(state, hit_tokens)
-        self._turnover.admitted(state.portions)
-        state.start_offers_after(hit_tokens, self._geometry)
+        self._offers.admit(state, hit_tokens)
 
     def _touch(self, state: RequestOffloadState, hit_tokens: int) -> None:
         """Marks the prefix as used. That includes what the device held: blocks in use there should not age here."""
         keys: list[OffloadKey] = []
         for group, group_state in zip(self._geometry, state.groups, strict=True):
-            blocks = group.blocks_for_hit(0, hit_tokens)
+            blocks = group.blocks_to_find(0, hit_tokens)
             keys += group_state.keys[blocks.start : blocks.stop]
         if keys:
             self._manager.touch(keys, state.context)
@@ -291,7 +283,7 @@ class OffloadingConnectorScheduler:
             done_tokens = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
             if done_tokens >= state.next_offer_tokens and state.load_job_id is None:
                 stores += self._offers.offer(state, self._epoch)
-        if self._offers.has_refused:
+        if self._offers.refused:
             stores += self._offers.retry(self._epoch)
         self._manager.on_schedule_end()
         meta = ConnectorMeta(
@@ -302,12 +294,12 @@ class OffloadingConnectorScheduler:
             tuple(self._lost_loads),
         )
         for transfer in (*meta.loads, *meta.stores, *meta.lost_loads):
-            self._jobs[transfer.job_id].submitted = True
+            self._jobs.in_flight[transfer.job_id].submitted = True
         self._loads, self._lost_loads, self._final_stores, self._flushes = [], [], [], set()
         return meta
 
     def _has_new_load(self, state: RequestOffloadState) -> bool:
-        return state.load_job_id is not None and not self._jobs[state.load_job_id].submitted
+        return state.load_job_id is not None and not self._jobs.in_flight[state.load_job_id].submitted
 
     def _take_new_blocks(self, state: RequestOffloadState | None, scheduled: ScheduledRequest) -> None:
         if scheduled.block_table_is_new:
@@ -326,7 +318,7 @@ class OffloadingConnectorScheduler:
         Blocks of earlier tokens are prefix hits. The engine only reads them, and so does a store. No load writes them
         either: a block that a load fills is nobody's prefix hit before the load has ended.
         """
-        if not self._jobs.has_fences:
+        if not self._jobs.fences:
             return
         for group, ids in zip(self._geometry, block_ids, strict=True):
             self._flush(self._jobs.flush_for_blocks(ids[computed_tokens // group.gpu_block_tokens :]))
@@ -392,7 +384,7 @@ class OffloadingConnectorScheduler:
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has nothing to compute."""
-        return len(self._jobs) > 0 or self._manager.has_pending_work()
+        return bool(self._jobs.in_flight) or self._manager.has_pending_work()
 
     def reset_cache(self) -> None:
         """Forgets all offloaded blocks. Jobs in flight become stale: they end as usual, but no block they store is
@@ -407,7 +399,7 @@ class OffloadingConnectorScheduler:
         self._manager.reset_cache()
 
     def get_stats(self) -> Stats:
-        gauges: Stats = {("jobs_in_flight",): len(self._jobs), ("requests_tracked",): len(self._requests)}
+        gauges: Stats = {("jobs_in_flight",): len(self._jobs.in_flight), ("requests_tracked",): len(self._requests)}
         return add_stats([self._counts, gauges, self._manager.get_stats()])
 
     def shutdown(self) -> None:
@@ -422,14 +414,14 @@ class OffloadingConnectorScheduler:
         """For tests: asserts everything that must hold between two calls."""
         self._jobs.check_invariants()
         live = {id(state) for state in self._requests.values()}
-        for job in self._jobs:
+        for job in self._jobs.in_flight.values():
             assert job.request.finished != (id(job.request) in live), f"{job} belongs to a half-dropped request"
-            siblings = [self._jobs[each].direction for each in job.request.job_ids]
+            siblings = [self._jobs.in_flight[each].direction for each in job.request.job_ids]
             assert Direction.LOAD not in siblings or len(siblings) == 1, f"a load beside other jobs: {siblings}"
-        assert all(key in self._jobs[job_id].keys for key, job_id in self._loading.items())
+        assert all(key in self._jobs.in_flight[job_id].keys for key, job_id in self._loading.items())
         for state in self._requests.values():
             assert not state.finished
             assert state.load_job_id is None or state.load_job_id in state.job_ids
-            assert all(job_id in self._jobs for job_id in state.job_ids)
+            assert all(job_id in self._jobs.in_flight for job_id in state.job_ids)
             for group_state in state.groups:
                 assert group_state.cursor >= 0

@@ -5,11 +5,12 @@ thread."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
-from kvoffload.connector.guard import RateLimitedLog
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
+from kvoffload.logs import RateLimitedLog
 
 __all__ = ["OffloadingConnectorWorker"]
 
@@ -26,10 +27,12 @@ class OffloadingConnectorWorker:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+        # Those of transfers so far, by the types of source and destination: a type has one medium.
+        self._handlers_by_type: dict[tuple[type, type], OffloadingHandler] = {}
         self._log = RateLimitedLog(logger)
         self._waiting_stores: list[TransferJob] = []
-        self._num_open = 0
-        """Transfers that a handler has started and not returned yet."""
+        self._num_open: Counter[OffloadingHandler] = Counter()
+        """Transfers that each handler has started and not returned yet."""
         # Loads in flight on this rank, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
         self._results: list[TransferResult] = []
@@ -41,7 +44,7 @@ class OffloadingConnectorWorker:
 
     def register_kv_caches(self, spec: OffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
         """Once, when the KV cache has been allocated."""
-        self._handlers = spec.get_handlers(kv_caches)
+        self._handlers, self._handlers_by_type = spec.get_handlers(kv_caches), {}
 
     def start_step(self, meta: ConnectorMeta) -> None:
         """Starts the final stores, waits for the jobs to flush, then starts the loads. Other stores wait until
@@ -85,7 +88,8 @@ class OffloadingConnectorWorker:
     def shutdown(self) -> None:
         """Waits for transfers that run. Idempotent."""
         self._waiting_stores = []
-        handlers, self._handlers = self._handlers, {}
+        handlers, self._handlers, self._handlers_by_type = self._handlers, {}, {}
+        self._num_open.clear()
         for handler in dict.fromkeys(handlers.values()):
             handler.shutdown()
 
@@ -95,13 +99,17 @@ class OffloadingConnectorWorker:
             self._start(job)
 
     def _start(self, job: TransferJob) -> None:
-        media = job.source.medium(), job.destination.medium()
+        types = type(job.source), type(job.destination)
         try:
-            self._handlers[media].transfer_async(job.job_id, (job.source, job.destination))
-            self._num_open += 1
+            if types not in self._handlers_by_type:
+                self._handlers_by_type[types] = self._handlers[job.source.medium(), job.destination.medium()]
+            handler = self._handlers_by_type[types]
+            handler.transfer_async(job.job_id, (job.source, job.destination))
+            self._num_open[handler] += 1
         except Exception:  # noqa: BLE001 - this is the boundary
             # The boundary between a broken handler and the engine's step: the transfer failed, the step goes on.
-            self._log.exception(f"transfer {job.job_id} from {media[0]} to {media[1]} could not be started")
+            ends = f"{job.source.medium()} to {job.destination.medium()}"
+            self._log.exception(f"transfer {job.job_id} from {ends} could not be started")
             self._end(TransferResult(job.job_id, success=False))
 
     def _wait(self, job_ids: Collection[int]) -> None:
@@ -109,11 +117,9 @@ class OffloadingConnectorWorker:
             handler.wait(job_ids)
 
     def _poll(self) -> None:
-        if not self._num_open:
-            return
-        for handler in dict.fromkeys(self._handlers.values()):
+        for handler in [handler for handler, num_open in self._num_open.items() if num_open]:
             for result in handler.get_finished():
-                self._num_open -= 1
+                self._num_open[handler] -= 1
                 self._end(result)
 
     def _end(self, result: TransferResult) -> None:

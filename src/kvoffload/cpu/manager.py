@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primary tier's manager: requests, the reuse filter and metrics in front of a ``SlotTable``."""
+"""The primary tier: which block each of its slots holds, and its managers, as the connector and lower tiers see them.
+
+``SlotTable`` has slots, pins and readiness. ``CPUOffloadingManager`` puts requests, the reuse filter and metrics in
+front of it. ``CPUPrimaryTierOffloadingManager`` adds the memory and the names by which lower tiers read and write.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import NoReturn, Protocol
 
 from kvoffload.base import (
     OffloadingEvent,
@@ -14,16 +19,341 @@ from kvoffload.base import (
     RequestOffloadingContext,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.policies.base import POLICIES, Union
+from kvoffload.cpu.orphans import Orphans
+from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Union, with_options
 from kvoffload.cpu.reuse import ReuseFilter
-from kvoffload.cpu.slots import SlotTable
+from kvoffload.errors import ConfigError
+from kvoffload.events import PendingEvents
 from kvoffload.metrics import Stats
 
-__all__ = ["CPUOffloadingManager"]
+__all__ = ["CPUOffloadingManager", "CPUPrimaryTierOffloadingManager", "KVMemory", "SlotTable"]
 
+_IN_FLIGHT = BlockStatus.IN_FLIGHT
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
+_MIN_USED = 1024
+"""Keys that are remembered for each request, however small the tier is."""
 _RUN = 64
 """Blocks that ``lookup_prefix`` asks the policy for in one call. A miss at the head of a prefix costs one such call."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- slots
+
+
+class SlotTable:
+    """Slots, pins and readiness of the primary tier's blocks, over a cache policy. One thread; no bytes.
+
+    Reads pin a block, writes reserve a slot::
+
+        pin(keys) -> slots  ...  unpin(keys)                           as often as it was pinned
+        reserve(keys) -> slots, victims  ...  end_write(keys, success)
+
+    A block is *in flight* from ``reserve`` to ``end_write``: it is neither readable nor evictable. A pinned block is
+    not evicted.
+
+    The keys of one ``reserve`` are consecutive blocks of a prefix, head first; later blocks are evicted first.
+
+    ``reset`` forgets all blocks at once. A slot of a transfer in flight is used again only after that transfer has
+    ended, and the transfer publishes nothing. A forgotten key may be reserved again at once. While old and new
+    transfers of one key and kind overlap, nobody can say whose end it is, so the last of them ends them all
+    (``kvoffload.cpu.orphans``).
+
+    With ``enable_events`` the table records what appears and what leaves, in the order in which it becomes true.
+    """
+
+    def __init__(self, num_blocks: int, make_policy: type[CachePolicy], enable_events: bool = False) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}: give the primary tier more memory.")
+        self.num_blocks = num_blocks
+        self.policy = policy = make_policy(num_blocks)
+        """Keeps the order of the blocks. Others only call its ``next_victims``: this table makes all changes."""
+        self.get = policy.get
+        """The block called ``key``, or ``None``. Callers only read it: the table alone changes blocks."""
+        self.get_all = policy.get_all
+        self.num_stored = 0
+        """Blocks published so far."""
+        self.num_evicted = 0
+        self._touch = with_options(policy.touch, "counts")
+        self._evict = with_options(policy.evict, "incoming")
+        self._medium = CPULoadStoreSpec.medium()
+        self._events = PendingEvents(self._medium) if enable_events else None
+        self._slots: list[BlockStatus] = []
+        """Every slot used so far, by its id. Slots beyond them were never used."""
+        self._free: list[BlockStatus] = []
+        """Slots that were used and are free now. The last one is the next to be used."""
+        self._orphans = Orphans()
+        self._num_in_flight = 0
+        self._num_read = 0
+
+    def __repr__(self) -> str:
+        return f"SlotTable({len(self.policy)} of {self.num_blocks} blocks, {self.policy!r})"
+
+    # --------------------------------------------------------------------------------------------- counts
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing and that no transfer uses."""
+        return self.num_blocks - len(self._slots) + len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Slots whose block could be evicted now."""
+        return len(self._slots) - len(self._free) - self._num_in_flight - self._num_read
+
+    @property
+    def num_in_flight(self) -> int:
+        """Slots that are being written, those of forgotten blocks included."""
+        return self._num_in_flight
+
+    @property
+    def num_busy(self) -> int:
+        """Slots that are being read or written: not evictable now."""
+        return self._num_in_flight + self._num_read
+
+    # ---------------------------------------------------------------------------------------------- reads
+
+    def touch(self, keys: Collection[OffloadKey], counts: bool = True) -> None:
+        """One request used a prefix, head to tail. ``counts=False``: no new use, only the order changes."""
+        self._touch(keys, counts=counts)
+
+    def pin(self, keys: Collection[OffloadKey]) -> list[int]:
+        """Pins blocks, each of which must be ready, and returns their slots in order. A key given twice is pinned
+        twice. Asking for a block that is not ready is a bug of ours: ``AssertionError``, and nothing is pinned."""
+        blocks = self.get_all(keys)
+        slots: list[int] = []
+        newly_busy = 0
+        for block in blocks:
+            if block is None or block.pins < 0:
+                self._refuse_to_pin(keys, slots)
+            pins = block.pins
+            if not pins:
+                newly_busy += 1
+            block.pins = pins + 1
+            slots.append(block.block_id)
+        self._num_read += newly_busy
+        return slots
+
+    def _refuse_to_pin(self, keys: Collection[OffloadKey], pinned: list[int]) -> NoReturn:
+        for slot in pinned:
+            self._slots[slot].pins -= 1
+        key = list(keys)[len(pinned)]
+        state = "absent" if self.get(key) is None else "still being written"
+        raise AssertionError(f"block {key.hex()} cannot be read: it is {state}")
+
+    def unpin(self, keys: Collection[OffloadKey]) -> None:
+        """Gives back what one ``pin`` of these keys took. Where reads from before and after a reset overlap, the last
+        end gives back the pins of all. Ignores unknown keys. Giving back more than was taken is a bug of ours:
+        ``AssertionError``, and no pin is given back."""
+        if self._orphans.reads:
+            keys = [key for key in keys if not self._unpin_ambiguous(key)]
+        newly_idle = 0
+        blocks = self.get_all(keys)
+        for at, block in enumerate(blocks):
+            if block is None:
+                continue
+            pins = block.pins - 1
+            if pins < 0:
+                self._refuse_to_unpin(blocks[:at], block)
+            block.pins = pins
+            if not pins:
+                newly_idle += 1
+        self._num_read -= newly_idle
+        self.policy.released(keys)
+
+    @staticmethod
+    def _refuse_to_unpin(unpinned: Iterable[BlockStatus | None], refused: BlockStatus) -> NoReturn:
+        for block in unpinned:
+            if block is not None:
+                block.pins += 1
+        raise AssertionError(f"{refused!r} is given back more often than it was pinned")
+
+    def _unpin_ambiguous(self, key: OffloadKey) -> bool:
+        """Counts the end of a read if reads of ``key`` from before a reset are open. Returns whether there were any."""
+        overlap = self._orphans.reads.get(key)
+        if overlap is None:
+            return False
+        block = self.get(key)
+        begun_since = max(block.pins, 0) if block is not None else 0
+        if overlap.count_end(begun_since):
+            del self._orphans.reads[key]
+            self._num_read -= len(overlap.slots)
+            self._give_back(overlap.slots)
+            if block is not None and begun_since:
+                block.pins = 0
+                self._num_read -= 1
+                self.policy.released([key])
+        return True
+
+    # --------------------------------------------------------------------------------------------- writes
+
+    def reserve(
+        self, keys: Collection[OffloadKey], protected: Collection[OffloadKey] = _NO_KEYS
+    ) -> PrepareStoreOutput | None:
+        """Puts the absent ones of ``keys`` in flight, each in a slot of its own, in the order of ``keys``.
+
+        Evicts as many blocks as that takes, but none of ``keys`` or ``protected`` (which answers ``in`` in O(1)).
+        ``None``: not enough idle blocks, and nothing was changed. Each call steps over the protected blocks it meets,
+        so a block that stays protected for long is better pinned, or touched, which moves it out of the way.
+        """
+        missing = [key for key, block in zip(keys, self.get_all(keys), strict=True) if block is None]
+        if not missing:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        if len(missing) > 1 and len(set(missing)) != len(missing):
+            missing = list(dict.fromkeys(missing))
+        num_victims = max(len(missing) - self.num_free, 0)
+        kept: Collection[OffloadKey] = _NO_KEYS
+        if num_victims:
+            if num_victims > self.num_idle:
+                return None
+            # ``protected`` may be large and live, so it is never copied. Absent keys need no protection.
+            kept = protected if len(missing) == len(keys) else Union(set(keys), protected)
+        arrivals = missing[::-1]  # tail first, so that the head is the most recent and outlives it
+        victims = self._evict(num_victims, kept, incoming=arrivals)
+        if victims is None:
+            return None
+        assert len(victims) == num_victims, "the policy evicted another number of blocks than it was asked for"
+        evicted: list[OffloadKey] = []
+        if victims:
+            evicted = [key for key, _ in victims]
+            self.num_evicted += num_victims
+            self._record(evicted, removed=True)
+        if num_victims == len(missing):
+            blocks = [block for _, block in reversed(victims)]
+        else:
+            self._free += [block for _, block in victims]
+            blocks = self._take_slots(len(missing))
+        for key, block in zip(missing, blocks):
+            block.key = key
+            block.pins = _IN_FLIGHT
+        self.policy.insert_all(arrivals, blocks[::-1])
+        self._num_in_flight += len(blocks)
+        return PrepareStoreOutput(missing, CPULoadStoreSpec([block.block_id for block in blocks]), evicted)
+
+    def end_write(self, keys: Collection[OffloadKey], success: bool) -> None:
+        """Ends the writes of ``keys``. Blocks in flight become ready; if not ``success``, their slots are freed."""
+        if self._orphans.writes:
+            keys, failed = self._split_ambiguous(keys, success)
+            self._abandon(failed)
+        if success:
+            self._publish(keys)
+        else:
+            self._abandon(keys)
+
+    def _publish(self, keys: Collection[OffloadKey]) -> None:
+        ready: list[OffloadKey] = []
+        for key, block in zip(keys, self.get_all(keys), strict=True):
+            if block is not None and block.pins < 0:
+                block.pins = 0
+                ready.append(key)
+        self._num_in_flight -= len(ready)
+        self.num_stored += len(ready)
+        self.policy.released(ready)
+        self._record(ready, removed=False)
+
+    def _abandon(self, keys: Iterable[OffloadKey]) -> None:
+        freed: list[BlockStatus] = []
+        for key in keys:
+            block = self.get(key)
+            if block is not None and block.pins < 0:
+                self.policy.remove(key)
+                freed.append(block)
+        self._num_in_flight -= len(freed)
+        freed.reverse()
+        self._give_back(freed)
+
+    def _split_ambiguous(
+        self, keys: Collection[OffloadKey], success: bool
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Counts the ends of writes that overlap with writes from before a reset. Returns (keys whose writes end now,
+        keys to abandon, because one of their overlapping writes failed)."""
+        clear: list[OffloadKey] = []
+        lost: list[OffloadKey] = []
+        for key in keys:
+            overlap = self._orphans.writes.get(key)
+            if overlap is None:
+                clear.append(key)
+                continue
+            block = self.get(key)
+            begun_since = block is not None and block.pins < 0
+            if overlap.count_end(int(begun_since), success):
+                del self._orphans.writes[key]
+                self._num_in_flight -= len(overlap.slots)
+                self._give_back(overlap.slots)
+                if begun_since:
+                    (lost if overlap.failed else clear).append(key)
+        return clear, lost
+
+    def _take_slots(self, n: int) -> list[BlockStatus]:
+        """``n`` slots: first those never used, from the lowest on, then freed ones."""
+        first = len(self._slots)
+        blocks = [BlockStatus(slot) for slot in range(first, min(first + n, self.num_blocks))]
+        self._slots += blocks
+        if rest := n - len(blocks):
+            # From the end: a batch is freed tail first, so it comes back as a run of rising slots.
+            blocks += self._free[: -rest - 1 : -1]
+            del self._free[-rest:]
+        return blocks
+
+    def _give_back(self, blocks: Iterable[BlockStatus]) -> None:
+        for block in blocks:
+            block.key = None
+            block.pins = _IN_FLIGHT
+            self._free.append(block)
+
+    # ---------------------------------------------------------------------------------------------- whole
+
+    def reset(self) -> None:
+        """Forgets every block."""
+        resident: list[OffloadKey] = []
+        idle: list[BlockStatus] = []
+        old = {id(block) for block in self._orphans.slots()}
+        for block in self._slots:
+            key = block.key
+            if key is None or id(block) in old:
+                continue
+            if block.pins >= 0:
+                resident.append(key)
+            if block.pins == 0:
+                idle.append(block)
+            else:
+                self._orphans.adopt(key, block)
+        self.policy.clear()
+        self._give_back(reversed(idle))
+        self._record(resident, removed=True)
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Events since the last call; none without ``enable_events``."""
+        return self._events.take() if self._events is not None else []
+
+    def _record(self, keys: list[OffloadKey], removed: bool) -> None:
+        if self._events is not None:
+            self._events.add(list(keys), removed=removed)
+
+    def check_invariants(self) -> None:
+        """Recomputes the table from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
+        assert len(self._slots) <= self.num_blocks
+        assert [block.block_id for block in self._slots] == list(range(len(self._slots)))
+        free = {block.block_id for block in self._free}
+        orphans = {block.block_id for block in self._orphans.slots()}
+        owned = {block.block_id: block for block in self._slots if self._is_owner(block)}
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert len(orphans) == len(self._orphans.slots()), "a slot has two old owners"
+        assert len(free | orphans | owned.keys()) == len(free) + len(orphans) + len(owned), "a slot has two owners"
+        assert len(free) + len(orphans) + len(owned) == len(self._slots), "a slot is lost"
+        assert len(owned) == len(self.policy), "the policy tracks blocks that own no slot"
+        assert all(self._slots[slot].key is None for slot in free)
+        busy = [self._slots[slot] for slot in (*owned, *orphans) if self._slots[slot].pins != 0]
+        assert all(block.pins >= _IN_FLIGHT for block in busy), "negative pins"
+        assert self._num_in_flight == sum(block.pins < 0 for block in busy)
+        assert self._num_read == sum(block.pins > 0 for block in busy)
+        for kind in (self._orphans.reads, self._orphans.writes):
+            assert all(overlap.slots and overlap.begun >= len(overlap.slots) for overlap in kind.values())
+        self.policy.check_invariants()
+
+    def _is_owner(self, block: BlockStatus) -> bool:
+        return block.key is not None and self.get(block.key) is block
+
+
+# --------------------------------------------------------------------------------------------- as the connector sees it
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -58,12 +388,18 @@ class CPUOffloadingManager(OffloadingManager):
         """Slots, pins and readiness; tiers below the primary one use it too."""
         self.num_blocks = num_blocks
         self.medium = CPULoadStoreSpec.medium()
+        self._max_used = max(2 * num_blocks, _MIN_USED)
         self._used: dict[str, set[OffloadKey]] = {}
         """Keys that each announced request has stored or touched: its later touches are no new uses."""
         self._refused = self._filtered = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.slots!r})"
+
+    @property
+    def counts_lookups(self) -> bool:
+        """Whether a lookup has an effect, so that it may not be left out."""
+        return self._filter is not None
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -115,7 +451,13 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             self.slots.touch([key for key in keys if key not in used])
             self.slots.touch(keys, counts=False)
+        self._record_use(used, keys)
+
+    def _record_use(self, used: set[OffloadKey], keys: Collection[OffloadKey]) -> None:
         used.update(keys)
+        if len(used) > self._max_used:
+            # Blocks that are gone make a long request's memory no larger than the tier's own.
+            used.intersection_update([key for key in used if self.slots.get(key) is not None])
 
     # --------------------------------------------------------------------------------------------- loads
 
@@ -145,7 +487,7 @@ class CPUOffloadingManager(OffloadingManager):
             return None
         used = self._used.get(req_context.req_id)
         if used is not None:
-            used.update(reserved.keys_to_store)
+            self._record_use(used, reserved.keys_to_store)
         if wanted is not keys and len(wanted) != len(keys):
             admitted = set(wanted)
             self._filtered += sum(key not in admitted and self.slots.get(key) is None for key in set(keys))
@@ -179,5 +521,72 @@ class CPUOffloadingManager(OffloadingManager):
     def check_invariants(self) -> None:
         """Recomputes everything from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
         self.slots.check_invariants()
+        assert all(len(used) <= self._max_used for used in self._used.values())
         if self._filter is not None:
             self._filter.check_invariants()
+
+
+# ------------------------------------------------------------------------------------------------ as lower tiers see it
+
+
+class KVMemory(Protocol):
+    """What the primary tier needs of its memory; ``kvoffload.cpu.region.SharedOffloadRegion`` has it."""
+
+    def create_kv_memoryview(self) -> memoryview:
+        """All slots: two-dimensional (num_blocks, block_bytes), format ``B``, writable."""
+
+
+class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
+    """``CPUOffloadingManager`` with the memory behind its slots, and with names for transfers to and from lower tiers.
+
+    *Load* and *store* move blocks between device and primary tier, *read* and *write* between the primary tier and the
+    tiers below. ``prepare_read`` pins blocks for a cascade, ``prepare_write`` reserves slots for a promotion. Neither
+    comes from a client: the reuse filter neither counts nor stops them, and reading for a cascade is no use of a block.
+
+    ``mmap_region`` is asked for its view once. The other parameters are those of ``CPUOffloadingManager``.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        mmap_region: KVMemory,
+        cache_policy: str = "lru",
+        enable_events: bool = False,
+        store_threshold: int = 1,
+        max_tracker_size: int = 64_000,
+    ) -> None:
+        super().__init__(num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size)
+        self._kv_view = mmap_region.create_kv_memoryview()
+
+    @property
+    def kv_view(self) -> memoryview:
+        """The primary tier's memory, (num_blocks, block_bytes); valid until ``shutdown``."""
+        return self._kv_view
+
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        """Pins ready blocks for a transfer to a tier below."""
+        return CPULoadStoreSpec(self.slots.pin(keys))
+
+    def complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        """Gives back the pins of one ``prepare_read``."""
+        self.slots.unpin(keys)
+
+    def prepare_write(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, claimed: Collection[OffloadKey] = _NO_KEYS
+    ) -> PrepareStoreOutput | None:
+        """Reserves slots for the absent ones of ``keys``; ``None``, with nothing changed, if that would evict a
+        ``claimed`` block."""
+        return self.slots.reserve(keys, claimed)
+
+    def complete_write(
+        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        """Publishes what a transfer from below has written, or frees its slots."""
+        self.slots.end_write(keys, success)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        try:
+            self._kv_view.release()
+        except BufferError:
+            pass  # a tier's thread hangs in I/O on it: the memory stays mapped as long as that thread lives

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.config import DEFAULTS
-from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link, SimDisk, VirtualClock, VirtualMemory
@@ -32,12 +33,21 @@ from kvoffload.sim.server import Server
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.options import default_cascade
 
-__all__ = ["PREFILL_TOKENS_PER_S", "SimConfig", "SimResult", "simulate"]
+__all__ = ["SPEEDS", "SimConfig", "SimResult", "Speeds", "simulate"]
 
-PREFILL_TOKENS_PER_S = 20_000.0
-"""Default speed of prefill."""
+
+class Speeds(NamedTuple):
+    """How fast the parts of a machine are: the defaults of ``SimConfig`` and of the command line."""
+
+    prefill_tokens_per_s: float = 20_000.0
+    load_bytes_per_s: float = 25e9
+    disk_read_bytes_per_s: float = 5e9
+    disk_write_bytes_per_s: float = 3e9
+
+
+SPEEDS = Speeds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +61,20 @@ class SimConfig:
     block_bytes: int
     gpu_blocks: int = 0
     disk_blocks: int = 0
-    policy: str = "lru"
+    policy: str = DEFAULTS.eviction_policy
     store_threshold: int = DEFAULTS.store_threshold
-    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
-    load_bytes_per_s: float = 25e9
+    prefill_tokens_per_s: float = SPEEDS.prefill_tokens_per_s
+    load_bytes_per_s: float = SPEEDS.load_bytes_per_s
     load_latency_s: float = 50e-6
-    disk_read_bytes_per_s: float = 5e9
-    disk_write_bytes_per_s: float = 3e9
+    disk_read_bytes_per_s: float = SPEEDS.disk_read_bytes_per_s
+    disk_write_bytes_per_s: float = SPEEDS.disk_write_bytes_per_s
     disk_latency_s: float = 200e-6
     chunk_tokens: int = 8192
     """Tokens prefilled between two offers of computed blocks."""
     max_wait_s: float = DEFAULTS.max_wait_s
     """Seconds a request waits for promotions at most."""
-    cascade: CascadeMode = "on_store"
-    """When blocks are written to the disk."""
+    cascade: CascadeMode | None = None
+    """When blocks are written to the disk. Default: as in serving, by the sizes of disk and host memory."""
 
     def __post_init__(self) -> None:
         if self.cpu_blocks < 1:
@@ -74,6 +84,14 @@ class SimConfig:
         speeds = self.prefill_tokens_per_s, self.load_bytes_per_s, self.disk_read_bytes_per_s
         if min(*speeds, self.disk_write_bytes_per_s, self.block_bytes, self.chunk_tokens) <= 0:
             raise ConfigError("Speeds, block_bytes and chunk_tokens must be positive.")
+
+    @property
+    def cascade_mode(self) -> CascadeMode:
+        """``cascade``, or its default."""
+        if self.cascade is not None:
+            return self.cascade
+        disk_bytes = self.disk_blocks * self.block_bytes
+        return default_cascade(disk_bytes or None, self.cpu_blocks * self.block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +181,7 @@ class _Driver:
                 config.cpu_blocks, VirtualMemory(), config.policy, store_threshold=config.store_threshold
             )
             self._manager = TieringOffloadingManager(
-                primary, [self._disk], max_wait_s=config.max_wait_s, cascade=[config.cascade], clock=self._clock
+                primary, [self._disk], max_wait_s=config.max_wait_s, cascade=[config.cascade_mode], clock=self._clock
             )
         else:
             self._manager = CPUOffloadingManager(
@@ -225,7 +243,7 @@ class _Driver:
             gpu_blocks=config.gpu_blocks,
             cpu_blocks=config.cpu_blocks,
             disk_blocks=config.disk_blocks,
-            cascade=config.cascade,
+            cascade=config.cascade_mode,
             requests=len(trace),
             accesses=self._server.accesses,
             input_tokens=trace.total_input_tokens,

@@ -30,9 +30,14 @@ def check_target(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raises ``ConfigError`` if there is no folder to write the file ``path`` to."""
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"There is no folder {str(path.resolve().parent)!r} to write {path.name!r} to.")
+    """Raises ``ConfigError`` if the file ``path`` could not be written. Creates nothing."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"There is no folder {str(folder)!r} to write {path.name!r} to.")
+    if path.is_dir():
+        raise ConfigError(f"{str(path)!r} is a folder; name a file in it.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"This user may not write to the folder {str(folder)!r}.")
 
 
 def write_plot(reports: Sequence[Report], path: Path) -> None:

@@ -52,7 +52,7 @@ def _row(report: Report, result: SimResult, bound: float) -> tuple[str, ...]:
         return f"{100 * blocks / max(result.accesses, 1):.2f}"
 
     return (
-        result.policy if result.cascade == "on_store" else f"{result.policy}, {result.cascade}",
+        f"{result.policy}, {result.cascade}" if result.disk_blocks else result.policy,
         format_bytes(result.cpu_blocks * report.block_bytes),
         format_bytes(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
         f"{100 * result.hit_rate:.2f}",
@@ -100,14 +100,18 @@ def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def curve(report: Report, policy: str) -> list[tuple[SimResult, float]]:
-    """(run, optimum) of one policy by rising host memory; of several disks the largest."""
+    """(run, optimum) of one policy by rising host memory; of several disks the largest, of two cascades the better."""
     found: dict[int, tuple[SimResult, float]] = {}
     for result, bound in zip(report.results, report.optimum_rates, strict=True):
         if result.policy == policy:
             known = found.get(result.cpu_blocks)
-            if known is None or known[0].disk_blocks <= result.disk_blocks:
+            if known is None or _rank(known[0]) <= _rank(result):
                 found[result.cpu_blocks] = result, bound
     return [found[size] for size in sorted(found)]
+
+
+def _rank(result: SimResult) -> tuple[int, float]:
+    return result.disk_blocks, result.hit_rate
 
 
 def best_policy(report: Report) -> str:

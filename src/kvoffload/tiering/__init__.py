@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.base import CascadeMode, JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import STORES, StoreOptions, build_tier, parse_tier, parse_tiers
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 __all__ = [

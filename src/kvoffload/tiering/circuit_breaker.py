@@ -32,14 +32,15 @@ class CircuitBreaker:
         self._first_wait_s = first_wait_s
         self._longest_wait_s = longest_wait_s
         self._clock = clock
-        self._failures = 0
+        self.failures = 0
+        """In a row. While there are none, a success changes nothing and need not be recorded."""
         self._wait_s = first_wait_s
         self._next_probe_s = 0.0
         self._is_probing = False
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "probing" if self._is_probing else "open"
-        return f"CircuitBreaker({self.name!r}, {state}, failures={self._failures})"
+        return f"CircuitBreaker({self.name!r}, {state}, failures={self.failures})"
 
     def begin_probe(self) -> bool:
         """Whether the breaker is open and a probe is due. If so, the caller makes one, and records its end or cancels
@@ -57,15 +58,15 @@ class CircuitBreaker:
         """A call succeeded. Returns whether that closed the breaker."""
         was_open = not self.is_closed
         self.is_closed = True
-        self._failures = 0
+        self.failures = 0
         self._is_probing = False
         self._wait_s = self._first_wait_s
         return was_open
 
     def record_failure(self, *, is_grave: bool = False) -> bool:
         """A call failed. Returns whether that opened the breaker. A grave failure opens it at once."""
-        self._failures += 1
-        if self.is_closed and not is_grave and self._failures < self._threshold:
+        self.failures += 1
+        if self.is_closed and not is_grave and self.failures < self._threshold:
             return False
         was_closed = self.is_closed
         if self._is_probing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane of tiering: one primary tier, any number of tiers below it."""
+"""The control plane of tiering: one primary tier, any number of tiers below it, and the cascades down to them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from kvoffload.base import (
     RequestOffloadingContext,
 )
 from kvoffload.config import DEFAULTS
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats, add_stats
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
-from kvoffload.tiering.cascades import Cascades
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvoffload.tiering.promotions import Lookups, Promotions
-from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
-from kvoffload.tiering.waiting import Claims, RequestState, WaitingRequests
+from kvoffload.tiering.promotions import Claims, Lookups, Promotions, RequestState, WaitingRequests
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.write_back import WriteBack
 
-__all__ = ["TieringOffloadingManager"]
+__all__ = ["Cascades", "TieringOffloadingManager"]
 
 _log = logging.getLogger(__name__)
 
@@ -144,6 +142,7 @@ class TieringOffloadingManager(OffloadingManager):
         output = self.primary_tier.prepare_store(keys, req_context, self._claims)
         if output is None:
             return None
+        self._claims.note_changed(output.evicted_keys)  # a claim is no pin
         if self._write_back is not None:
             self._write_back.on_reserved(len(output.keys_to_store), output.evicted_keys)
         for key in output.keys_to_store:
@@ -242,6 +241,7 @@ class TieringOffloadingManager(OffloadingManager):
         for request in requests.values():
             assert request.stores_in_flight == sum(storing is request for storing in self._storing.values())
         self._waiting.check_invariants(requests.values())
+        self._lookups.check_invariants(requests.values())
         for key in self._storing:
             block = self.primary_tier.slots.get(key)
             assert block is not None
@@ -279,11 +279,11 @@ class TieringOffloadingManager(OffloadingManager):
         before a reset overlaps with it, the primary tier publishes neither until both have ended. The last of them may
         be a late promotion.
         """
+        self._claims.note_changed(keys)
         written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
-        for key in keys:
-            if key not in self._storing:
-                continue
-            block = self.primary_tier.slots.get(key)
+        ending = [key for key in dict.fromkeys(keys) if key in self._storing]
+        blocks = self.primary_tier.slots.get_all(ending) if ending else ()
+        for key, block in zip(ending, blocks):
             if block is not None and block.pins < 0:
                 continue  # still in flight
             request = self._storing.pop(key)
@@ -337,3 +337,108 @@ class TieringOffloadingManager(OffloadingManager):
         request.finished = False  # only once
         for tier in self._tiers:
             tier.on_request_finished(request.context)
+
+
+# ------------------------------------------------------------------------------------------------------------- cascades
+
+
+class Cascades:
+    """Pins blocks, once per tier, and submits them; the end of each job gives its own pins back.
+
+    A request-level tier may ask for a block that is still being written. Such a block is *parked* here until it is
+    ready, and then cascaded, or until it is gone, and then dropped.
+    """
+
+    def __init__(self, primary: CPUPrimaryTierOffloadingManager, jobs: TierJobs) -> None:
+        self._primary = primary
+        self._jobs = jobs
+        self.parked: dict[OffloadKey, list[RequestState]] = {}
+        """Blocks that are being written, with the requests they will be cascaded for. Others only read it."""
+        self._blocks_written = 0
+        self._blocks_failed = 0
+
+    def __repr__(self) -> str:
+        return f"Cascades(parked={self.num_parked})"
+
+    @property
+    def num_parked(self) -> int:
+        return sum(map(len, self.parked.values()))
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Blocks whose cascade ended, by outcome."""
+        return {"ok": self._blocks_written, "failed": self._blocks_failed}
+
+    def submit(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], context: ReqContext) -> list[TierJob]:
+        """Submits ready blocks to each of ``tiers``, as one job per tier. Returns the jobs that were not taken."""
+        not_taken: list[TierJob] = []
+        if not keys:
+            return not_taken
+        for tier in tiers:
+            spec = self._primary.prepare_read(keys, context)
+            refused = self._jobs.submit(tier, keys, spec.block_ids, context, is_promotion=False)
+            if refused is not None:
+                self.end(refused)
+                not_taken.append(refused)
+        return not_taken
+
+    def end(self, job: TierJob) -> None:
+        """Gives back the pins of a job that has ended."""
+        self._blocks_written += len(job.succeeded)
+        self._blocks_failed += len(job.failed)
+        self._primary.complete_read(job.metadata.keys, job.metadata.req_context)
+
+    def submit_or_park(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
+        """Submits the ready ones of ``keys`` to the tiers that want the whole of ``request``, and parks those that are
+        being written. Absent blocks are skipped: there is nothing to read."""
+        ready: list[OffloadKey] = []
+        for key in keys:
+            block = self._primary.slots.get(key)
+            if block is None:
+                continue
+            if block.is_ready:
+                ready.append(key)
+            else:
+                self.parked.setdefault(key, []).append(request)
+                request.parked += 1
+        self.submit(request.whole_request_tiers, ready, request.context)
+
+    def retry_parked(self, keys: Iterable[OffloadKey] | None = None) -> list[RequestState]:
+        """Looks again at the parked blocks (those of ``keys``, or all); returns the requests that have fewer now."""
+        if not self.parked:
+            return []
+        again: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
+        for key in list(self.parked) if keys is None else keys:
+            if key not in self.parked:
+                continue
+            block = self._primary.slots.get(key)
+            if block is not None and not block.is_ready:
+                continue
+            for request in self.parked.pop(key):
+                request.parked -= 1
+                again.setdefault(id(request), (request, []))[1].append(key)
+        for request, ready in again.values():
+            self.submit_or_park(request, ready)
+        return [request for request, _ in again.values()]
+
+    def drop_parked(self) -> list[RequestState]:
+        """Forgets every parked block; returns the requests that had any."""
+        requests = {id(request): request for parked in self.parked.values() for request in parked}
+        for request in requests.values():
+            request.parked = 0
+        self.parked.clear()
+        return list(requests.values())
+
+    def check_invariants(self) -> None:
+        """Every parked block is being written, and every request counts its own."""
+        counts: dict[int, int] = {}
+        for key, requests in self.parked.items():
+            block = self._primary.slots.get(key)
+            assert block is not None
+            assert not block.is_ready, f"{key!r} is parked although it is ready"
+            for request in requests:
+                assert request.whole_request_tiers
+                counts[id(request)] = counts.get(id(request), 0) + 1
+        for requests in self.parked.values():
+            for request in requests:
+                assert request.parked == counts[id(request)]

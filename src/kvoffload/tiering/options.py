@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -24,13 +25,30 @@ from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.format import SlabFormat
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import parse_bytes
 
-__all__ = ["STORES", "FileSystemOptions", "MemoryOptions", "StoreOptions", "build_tier", "parse_tier", "parse_tiers"]
+__all__ = [
+    "STORES",
+    "DiskOptions",
+    "FileSystemOptions",
+    "MemoryOptions",
+    "StoreOptions",
+    "build_tier",
+    "default_cascade",
+    "parse_tier",
+    "parse_tiers",
+]
 
 _LARGE = 2
 """A tier this many times as large as the primary tier can hold a copy of all of it (docs/design/0010-placement.md)."""
+
+
+def default_cascade(tier_bytes: int | None, primary_bytes: int) -> CascadeMode:
+    """The default of ``cascade`` for a tier of ``tier_bytes`` (``None``: no bound) below one of ``primary_bytes``."""
+    return "on_evict" if tier_bytes is not None and tier_bytes < _LARGE * primary_bytes else "on_store"
 
 
 class StoreOptions(TierLimits, frozen=True, kw_only=True):
@@ -73,13 +91,18 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         """Bytes that the tier may hold; ``None``: no bound. The default of ``cascade`` depends on it."""
         return None
 
+    @property
+    def directory(self) -> str | None:
+        """The directory in which the blocks lie, which no two tiers share; ``None``: not in a directory."""
+        return None
+
     def cascade_above(self, primary_bytes: int) -> CascadeMode:
         """``cascade``, or its default below a primary tier of ``primary_bytes``."""
         if self.cascade is not None:
             return self.cascade
-        is_small = self.bound_bytes is not None and self.bound_bytes < _LARGE * primary_bytes
-        wants_all = self.offload_policy == OffloadPolicy.REQUEST_LEVEL.value
-        return "on_evict" if is_small and not wants_all else "on_store"
+        if self.offload_policy == OffloadPolicy.REQUEST_LEVEL.value:
+            return "on_store"
+        return default_cascade(self.bound_bytes, primary_bytes)
 
     @abstractmethod
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
@@ -110,6 +133,37 @@ class _BoundedOptions(StoreOptions, frozen=True, kw_only=True):
         return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
 
 
+class DiskOptions(_BoundedOptions, frozen=True, kw_only=True):
+    """``{"type": "disk", "path": ..., "max_bytes": "200GiB"}``: a local disk. ``max_bytes`` is a quota on all slabs
+    below ``path``. Default: all but a tenth of the disk."""
+
+    is_persistent: ClassVar[bool] = True
+
+    path: str
+    durability: Literal["none", "fsync"] = "none"
+    mode: Literal["private", "group"] = "private"
+    """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
+
+    @property
+    def directory(self) -> str:
+        return self.path
+
+    def check(self, block_bytes: int | None = None) -> None:
+        StoreOptions.check(self, block_bytes)
+        if not self.path:
+            raise ConfigError("path of the 'disk' tier is empty; name a directory.")
+        max_bytes = self.bound_bytes
+        if max_bytes is not None and block_bytes and max_bytes < SlabFormat("", block_bytes).slab_bytes(2):
+            raise ConfigError(
+                f"max_bytes of the 'disk' tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
+            )
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        return SlabStore(
+            self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
+        )
+
+
 class FileSystemOptions(_BoundedOptions, frozen=True, kw_only=True):
     """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``. ``max_bytes`` is a quota on all files below ``path``."""
 
@@ -119,6 +173,10 @@ class FileSystemOptions(_BoundedOptions, frozen=True, kw_only=True):
     durability: Literal["none", "fsync"] = "none"
     mode: Literal["private", "group"] = "private"
     """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
+
+    @property
+    def directory(self) -> str:
+        return self.path
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
@@ -150,23 +208,33 @@ class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
 
 
 STORES: Registry[type[StoreOptions]] = Registry("secondary tier type", "kvoffload.stores")
+STORES.register("disk", DiskOptions)
 STORES.register("fs", FileSystemOptions)
 STORES.register("memory", MemoryOptions)
+STORES.register("mooncake", "kvoffload.tiering.stores.mooncake.options:MooncakeOptions")
+STORES.register("object", "kvoffload.tiering.stores.object.options:ObjectOptions")
+STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
 
 
 def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> StoreOptions:
     """One entry of ``secondary_tiers``, checked. A mistake raises ``ConfigError``. Nothing is allocated or touched."""
     name = options.get("type")
     if not isinstance(name, str):
-        raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; got {dict(options)!r}.")
+        raise ConfigError(f"Each of secondary_tiers needs a 'type', such as 'disk'; this one has {sorted(options)}.")
     parsed: StoreOptions = parse_struct(STORES.get(name), options, f"the options of the {name!r} tier")
     parsed.check(block_bytes)
     return parsed
 
 
 def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = None) -> tuple[StoreOptions, ...]:
-    """All of ``secondary_tiers``, checked, each with a name that no other has."""
+    """All of ``secondary_tiers``, checked, each with a name and a directory that no other has."""
     parsed = [parse_tier(options, block_bytes) for options in tiers]
+    directories = Counter(os.path.realpath(options.directory) for options in parsed if options.directory is not None)
+    for directory, count in directories.items():
+        if count > 1:
+            raise ConfigError(
+                f"{count} secondary tiers have the directory {directory}; give each one of its own, or drop one."
+            )
     given = Counter(options.name for options in parsed if options.name)
     for name, count in given.items():
         if count > 1:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.base import OffloadingEvent, OffloadKey
+from kvoffload.events import PendingEvents
 
 __all__ = ["PresenceIndex"]
 
@@ -60,7 +61,7 @@ class PresenceIndex:
         """Keys to ask the store for. Others only test whether there are any; ``take_keys_to_ask`` takes them."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
-        self._events: list[OffloadingEvent] = []
+        self._events = PendingEvents(medium)
 
     def __repr__(self) -> str:
         return f"PresenceIndex({self._medium!r}, present={self._num_present}, asking={len(self._asking)})"
@@ -153,8 +154,7 @@ class PresenceIndex:
             shard[key] = self._scan
             self._num_present += 1
             added.append(key)
-        if added:
-            self._events.append(OffloadingEvent(added, self._medium, removed=False))
+        self._events.add(added, removed=False)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` were evicted, or could not be read: they are unknown from now on."""
@@ -168,8 +168,7 @@ class PresenceIndex:
             if self._shards[hash(key) & self._mask].pop(key, None) is not None:
                 self._num_present -= 1
                 removed.append(key)
-        if removed:
-            self._events.append(OffloadingEvent(removed, self._medium, removed=True))
+        self._events.add(removed, removed=True)
 
     def begin_store(self, keys: Iterable[OffloadKey]) -> None:
         """A job writes ``keys``; ``end_store`` follows for each."""
@@ -202,10 +201,7 @@ class PresenceIndex:
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Changes since the last call."""
-        if not self._events:
-            return ()
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def _forget_one(self, shard: OrderedDict[OffloadKey, int]) -> None:
         oldest = shard or next(other for other in self._shards if other)

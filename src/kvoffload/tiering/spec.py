@@ -9,12 +9,12 @@ import re
 
 from kvoffload.base import OffloadingManager
 from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.cpu.spec import CPUOffloadingSpec
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import parse_tiers
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
 
 __all__ = ["CACHE_FORMAT_VERSION", "TieringOffloadingSpec", "check_hashes_are_stable", "persistent_namespace"]
 

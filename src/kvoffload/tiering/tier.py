@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.errors import ConfigError
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
@@ -102,6 +103,7 @@ class StoreTier(SecondaryTierManager):
         limits.check_limits(tier_type)
         self._limits = limits
         self._store = store
+        store.attach(primary_kv_view)
         self._policy = offload_policy
         self._exclusive = exclusive
         self._clock = clock
@@ -139,7 +141,8 @@ class StoreTier(SecondaryTierManager):
 
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._num_stored = self._num_loaded = self._num_dropped = 0
-        self._num_store_failures = self._num_load_failures = 0
+        self._num_store_failures = self._num_load_failures = self._num_corrupt = 0
+        self._corruption_log = RateLimitedLog(_log, clock=clock)
         self._submit_scan()
 
     def __repr__(self) -> str:
@@ -266,6 +269,16 @@ class StoreTier(SecondaryTierManager):
         if result.status is IoStatus.DONE:
             # The store lacks them, whatever the index says: the next lookup asks the store.
             self._index.remove(missing)
+        if missing:
+            self._log_corruption()
+
+    def _log_corruption(self) -> None:
+        num_corrupt = self._store.stats().corrupt_blocks
+        if num_corrupt > self._num_corrupt:
+            self._num_corrupt = num_corrupt
+            self._corruption_log.warning(
+                f"Tier {self.tier_type!r} found corrupt blocks, {num_corrupt} since its start; each is a miss."
+            )
 
     # ------------------------------------------------------------------------------------------------------ steps
 
@@ -409,7 +422,7 @@ class StoreTier(SecondaryTierManager):
     def _record(self, breaker: CircuitBreaker, result: IoResult) -> None:
         match result.status:
             case IoStatus.DONE:
-                if breaker.record_success():
+                if breaker.failures and breaker.record_success():
                     _log.warning("Tier %r is used for %s again.", self.tier_type, breaker.name)
             case IoStatus.FAILED:
                 if breaker is self._reads and result.keys:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob
 
 __all__ = ["WriteBack"]

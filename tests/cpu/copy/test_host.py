@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import builtins
+import functools
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -15,14 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.cpu.copy.host import copy_to_device, copy_to_host, move_one_by_one
-from kvoffload.cpu.copy.native import MoveRuns, native_mover
+from kvoffload.cpu.copy.native import CompiledLater, MoveRuns, compile_mover
 from kvoffload.cpu.copy.plan import Runs
+
+compiled = functools.cache(compile_mover)
 
 
 def native(*runs: Any) -> None:
-    mover = native_mover()
+    mover = compiled()
     if mover is None:
-        pytest.skip("numba is not installed here")
+        pytest.skip("llvmlite is not installed here")
     mover(*runs)
 
 
@@ -89,39 +92,117 @@ def test_runs_in_order_are_the_same_runs() -> None:
     assert by_host.host.tolist() == [10, 20, 30]
 
 
-@pytest.fixture
-def fresh_mover() -> Any:
-    native_mover.cache_clear()
-    yield
-    native_mover.cache_clear()
+def test_runs_of_another_shape_are_no_runs() -> None:
+    if (move := compiled()) is None:
+        pytest.skip("llvmlite is not installed here")
+    one, two = np.zeros(1, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    move(one[:0], one[:0], one[:0])
+    with pytest.raises(AssertionError, match="as many"):
+        move(two, one, one)
 
 
-@pytest.mark.usefixtures("fresh_mover")
-def test_without_numba_the_plain_way_is_taken(
+# ------------------------------------------------------------------------------------------- when it is compiled
+
+
+def test_copies_go_plain_until_the_first_one_has_had_the_loop_compiled() -> None:
+    may_compile, was_plain, was_fast = threading.Event(), [], []
+
+    def compile_slowly() -> MoveRuns:
+        assert threading.current_thread() is not threading.main_thread()
+        may_compile.wait()
+        return lambda *runs: was_fast.append(runs)
+
+    mover = CompiledLater(lambda *runs: was_plain.append(runs), compile_slowly)
+    runs = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    for _ in range(3):
+        mover(*runs)
+    assert len(was_plain) == 3
+    may_compile.set()
+    mover.wait()
+    mover(*runs)
+    assert (len(was_plain), len(was_fast)) == (3, 1)
+
+
+def test_where_nothing_faster_can_be_had_copies_stay_plain() -> None:
+    calls = []
+    mover = CompiledLater(lambda *runs: calls.append(runs), lambda: None)
+    runs = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    mover(*runs)
+    mover.wait()
+    mover(*runs)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("with_llvmlite", [True, False])
+def test_a_process_that_copies_nothing_loads_no_compiler(with_llvmlite: bool) -> None:
+    """Also that the first copies are right, with or without one."""
+    script = f"""
+import sys, threading
+if not {with_llvmlite}:
+    sys.modules["llvmlite"] = None
+import torch
+from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec, ReqContext
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.specs import make_spec
+
+def compilers():
+    return {{name.partition(".")[0] for name, module in sys.modules.items() if module}} & {{"llvmlite", "numba"}}
+
+config = parse_config({{"cpu_bytes_to_use": 1 << 20, "spec_name": "TieringOffloadingSpec",
+                        "secondary_tiers": [{{"type": "memory", "max_bytes": "1MiB"}}]}})
+layout = EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 4096),), 16, "start")
+spec = make_spec(config, layout)
+manager = spec.get_manager()
+cache = torch.arange(8 * 4096, dtype=torch.int64).to(torch.uint8).reshape(8, 4096)
+expected = cache.clone()
+caches = CanonicalKVCaches([CanonicalKVCacheTensor(cache, 4096)], [[CanonicalKVCacheRef(0, 4096)]])
+handlers = spec.get_handlers(caches)
+assert not compilers(), compilers()
+assert not [thread.name for thread in threading.enumerate() if "compile" in thread.name]
+store, load = handlers["GPU", "CPU"], handlers["CPU", "GPU"]
+for turn in range(40):
+    gpu, cpu = GPULoadStoreSpec(list(range(8)), [8], [0]), CPULoadStoreSpec([7, 6, 5, 4, 3, 2, 1, 0])
+    store.transfer_async(2 * turn, (gpu, cpu))
+    store.wait([2 * turn])
+    cache.zero_()
+    load.transfer_async(2 * turn + 1, (cpu, gpu))
+    load.wait([2 * turn + 1])
+    assert cache.equal(expected), turn
+for thread in threading.enumerate():
+    if "compile" in thread.name:
+        thread.join()
+assert compilers() == ({{"llvmlite"}} if {with_llvmlite} else set()), compilers()
+spec.shutdown()
+print("done")
+"""
+    if with_llvmlite and compiled() is None:
+        pytest.skip("llvmlite is not installed here")
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+
+
+def test_without_llvmlite_nothing_is_compiled_and_nothing_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    assert native_mover() is None
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    monkeypatch.delitem(sys.modules, "llvmlite.binding", raising=False)
+    assert compile_mover() is None
     assert not caplog.records
-    test_directions(4096)
 
 
-@pytest.mark.usefixtures("fresh_mover")
-def test_a_numba_that_cannot_compile_costs_speed_and_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    if native_mover() is None:
-        pytest.skip("numba is not installed here")
-    native_mover.cache_clear()
-    real_import = builtins.__import__
-
-    def broken(name: str, *rest: Any, **named: Any) -> Any:
-        if name.startswith("llvmlite"):
+def test_a_compiler_that_fails_costs_speed_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
             raise RuntimeError("releases disagree")
-        return real_import(name, *rest, **named)
 
-    monkeypatch.setattr(builtins, "__import__", broken)
-    assert native_mover() is None
+    llvmlite = pytest.importorskip("llvmlite")
+    real, llvmlite.binding = pytest.importorskip("llvmlite.binding"), Broken()
+    sys.modules["llvmlite.binding"] = llvmlite.binding
+    try:
+        assert compile_mover() is None
+    finally:
+        sys.modules["llvmlite.binding"] = llvmlite.binding = real
     assert "copied slower" in caplog.text
     assert "releases disagree" in caplog.text
 
@@ -133,7 +214,7 @@ def test_other_threads_run_meanwhile(move: Callable[..., None]) -> None:
     copies = np.zeros_like(pages)
     offsets = np.arange(0, len(pages), 4096, dtype=np.int64)
     arrays = copies.ctypes.data + offsets, pages.ctypes.data + offsets, np.full(len(offsets), 4096, dtype=np.int64)
-    move(*(array[:1] for array in arrays))  # compiles
+    move(*(array[:1] for array in arrays))  # compiles, where it does
     seen_halfway = False
     for _ in range(50):
         copies[:] = 0

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffload.base import Direction
-from kvoffload.cpu.copy.queue import CopyPlan, Extent, TransferQueue
+from kvoffload.cpu.copy.host import CopyPlan, TransferQueue
+from kvoffload.cpu.copy.plan import Extent
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import Baseline, run_child
 from tests.engines.vllm.models import SmallModel, write_gemma3, write_llama
 
@@ -46,6 +47,17 @@ def llama_baseline(llama: SmallModel) -> Baseline:
 @pytest.fixture(scope="session")
 def gemma_baseline(gemma: SmallModel) -> Baseline:
     return Baseline(run_child("baseline", model=gemma.path, family="gemma"))
+
+
+@pytest.fixture(scope="session")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculation]:
+    return write_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="session")
+def drafts_baseline(drafts: dict[str, Speculation]) -> Baseline:
+    """What the target answers without drafts and without a connector."""
+    return Baseline(run_child("baseline", model=drafts["eagle"].target, family="llama"))
 
 
 @pytest.fixture(autouse=True)

@@ -23,15 +23,18 @@ class Sources:
         self._trees: dict[str, ast.Module] = {}
 
     def module(self, dotted: str) -> ast.Module:
+        """Of a module that does not exist: an empty one."""
         if dotted not in self._trees:
             path = self.root / dotted.replace(".", "/")
             path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            self._trees[dotted] = ast.parse(path.read_text())
+            self._trees[dotted] = ast.parse(path.read_text() if path.exists() else "")
         return self._trees[dotted]
 
     def top_level_names(self, dotted: str) -> set[str]:
         names: set[str] = set()
-        for node in self.module(dotted).body:
+        body = self.module(dotted).body
+        attempts = [each for node in body if isinstance(node, ast.Try) for each in node.body]
+        for node in (*body, *attempts):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 names.add(node.name)
             elif isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
-from kvoffload.testing.store_contract import BlockStoreContract
+from kvoffload.testing.store_contract import BlockStoreContract, block_of
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of
+from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.stores.root import directory_of
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.format import PAYLOAD_SUFFIX
 from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
 
 
@@ -46,6 +49,45 @@ class TestFileSystemStoreDirect(TestFileSystemStore):
 class TestFileSystemStoreDurable(TestFileSystemStore):
     def make_store(self, directory: Path) -> BlockStore:
         return FileSystemStore(directory, self.block_bytes, durability="fsync")
+
+
+class TestSlabStore(BlockStoreContract):
+    """Blocks that are no whole pages, so through the page cache."""
+
+    namespace = ""
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return SlabStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 24)
+
+    def reopen(self, directory: Path) -> BlockStore | None:
+        return self.make_store(directory)
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        block = block_of(key, self.block_bytes)
+        for path in (directory / directory_of(self.namespace)).glob("*" + PAYLOAD_SUFFIX):
+            if (at := path.read_bytes().find(block)) >= 0:
+                with path.open("r+b") as file:
+                    file.seek(at + self.block_bytes - 1)
+                    file.write(bytes([block[-1] ^ 1]))
+                return True
+        return False
+
+
+class TestSlabStoreDirect(TestSlabStore):
+    block_bytes = 1 << 14
+    namespace = "org/model ü"
+
+
+class TestSlabStoreDurable(TestSlabStore):
+    def make_store(self, directory: Path) -> BlockStore:
+        return SlabStore(directory, self.block_bytes, max_bytes=1 << 24, durability="fsync")
+
+
+class TestSlabStoreThatIsFull(TestSlabStore):
+    """Every block that is written evicts another one, of an earlier test or of this one."""
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return SlabStore(directory, self.block_bytes, max_bytes=1 << 20)
 
 
 class TestChecksummed(BlockStoreContract):

@@ -26,8 +26,7 @@ from kvoffload.base import (
     TransferResult,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_runs
-from kvoffload.cpu.copy.queue import Extent
+from kvoffload.cpu.copy.plan import CopyLayout, Extent, Runs, plan_runs
 
 __all__ = ["PinnedRegion", "make_cuda_handlers"]
 

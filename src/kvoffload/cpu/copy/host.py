@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies runs within host memory without holding the GIL: the backend for CPU engines.
 
-With numba installed, a whole plan is one native call (``native.py``). Without it, every run is one ``memmove`` through
-ctypes, which costs about a microsecond and so matters below 64 KiB a run. ``bench/host_copies.py`` measures both.
+With llvmlite installed, a whole plan is one native call (``native.py``), from shortly after the first copy on. Without
+it, every run is one ``memmove`` through ctypes, which costs about a microsecond and so matters below 64 KiB a run.
+
+Copies run on a few threads. Jobs may be reordered, but never two of which one writes what the other touches: two jobs
+*conflict* when one writes a slot or GPU block that the other reads or writes. A job starts when all earlier jobs that
+it conflicts with have ended. Among jobs that may start, loads go first: a request waits for a load, and none for a
+store.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Collection
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +33,20 @@ from kvoffload.base import (
     TransferResult,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.native import native_mover
-from kvoffload.cpu.copy.plan import CopyLayout, Runs, plan_parts
-from kvoffload.cpu.copy.queue import CopyPlan, Extent, TransferQueue
+from kvoffload.cpu.copy.native import CompiledLater, compile_mover
+from kvoffload.cpu.copy.plan import CopyLayout, Extent, Runs, plan_parts
 
-__all__ = ["copy_to_device", "copy_to_host", "make_host_handlers", "move_one_by_one"]
+__all__ = [
+    "MOVER",
+    "CopyPlan",
+    "TransferQueue",
+    "copy_to_device",
+    "copy_to_host",
+    "make_host_handlers",
+    "move_one_by_one",
+]
+
+logger = logging.getLogger(__name__)
 
 CopyRuns = Callable[[Runs], None]
 Int64s = npt.NDArray[np.int64]
@@ -37,7 +56,6 @@ def make_host_handlers(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, layout: CopyLayout, num_threads: int
 ) -> dict[tuple[str, str], OffloadingHandler]:
     """Both directions for one worker, over one queue of ``num_threads`` threads. They keep both memories alive."""
-    native_mover()  # compiled while the engine starts, not during the first load
     keep_alive = (kv_caches, kv_view)
     queue = TransferQueue(num_threads)
     store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)
@@ -85,6 +103,221 @@ class HostHandler(OffloadingHandler):
         return CopyPlan([functools.partial(self._copy_runs, part) for part in parts], num_bytes)
 
 
+# ---------------------------------------------------------------------------------------------------- the order of jobs
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What a job copies: parts that may run in parallel, and the bytes they move together."""
+
+    parts: Sequence[Callable[[], None]]
+    num_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class _QueuedTransfer:
+    job_id: int
+    direction: Direction
+    make_plan: Callable[[], CopyPlan]
+    extent: Extent
+    num_blockers: int = 0
+    """Open jobs that must end before this one starts."""
+    blocked: list[_QueuedTransfer] = field(default_factory=list)
+    """Later jobs that wait for this one, in the order of submission."""
+    num_bytes: int = 0
+    open_parts: int = 0
+    failed: bool = False
+    started_s: float = 0.0
+
+
+class _Memory:
+    """The open jobs that use each slot, or each GPU block: the last that writes it, and those that read it since.
+
+    A job that uses an id waits for these alone. Since they wait for the conflicting jobs before them, all conflicting
+    jobs run in the order of submission. A job costs O(ids), however many are open.
+    """
+
+    def __init__(self) -> None:
+        self._writer: dict[int, _QueuedTransfer] = {}
+        self._readers: dict[int, dict[_QueuedTransfer, None]] = {}
+
+    def write(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
+        """Records that ``job`` will write ``ids``. Yields the jobs that it waits for."""
+        for each in ids:
+            readers = self._readers.pop(each, None)
+            if readers:
+                yield from readers  # which wait for the last writer
+            elif each in self._writer:
+                yield self._writer[each]
+            self._writer[each] = job
+
+    def read(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
+        """Records that ``job`` will read ``ids``. Yields the jobs that it waits for."""
+        for each in ids:
+            if each in self._writer:
+                yield self._writer[each]
+            self._readers.setdefault(each, {})[job] = None
+
+    def release(self, job: _QueuedTransfer, ids: Iterable[int]) -> None:
+        """``job`` has ended."""
+        for each in ids:
+            if self._writer.get(each) is job:
+                del self._writer[each]
+            readers = self._readers.get(each)
+            if readers is not None and job in readers:
+                del readers[job]
+                if not readers:
+                    del self._readers[each]
+
+
+class TransferQueue:
+    """The copies of one worker, in both directions.
+
+    The worker's thread calls ``submit``, ``take_finished``, ``wait`` and ``shutdown``. Plans and copies run on
+    ``num_threads`` daemon threads, which the first job starts. A job whose plan or copy raises has failed.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        self._job_ended = threading.Condition(self._lock)
+        self._open: dict[int, _QueuedTransfer] = {}
+        self._slots, self._gpu_blocks = _Memory(), _Memory()
+        self._ready: dict[Direction, deque[_QueuedTransfer]] = {direction: deque() for direction in Direction}
+        self._parts: deque[tuple[_QueuedTransfer, Callable[[], None]]] = deque()
+        self._finished: dict[Direction, list[TransferResult]] = {direction: [] for direction in Direction}
+        self._closing = False
+        self._threads: list[threading.Thread] = []
+
+    def __repr__(self) -> str:
+        return f"TransferQueue(threads={self.num_threads}, open={sorted(self._open)})"
+
+    def submit(self, job_id: int, direction: Direction, extent: Extent, make_plan: Callable[[], CopyPlan]) -> None:
+        """Queues a job. It fails at once if its id is open already, or after ``shutdown``."""
+        job = _QueuedTransfer(job_id, direction, make_plan, extent)
+        with self._lock:
+            if self._closing or job_id in self._open:
+                self._finished[direction].append(TransferResult(job_id, success=False))
+                return
+            self._start_threads()
+            # Stores read GPU blocks and write slots, loads the reverse.
+            if direction is Direction.STORE:
+                blockers = {*self._slots.write(job, extent.slots), *self._gpu_blocks.read(job, extent.gpu_blocks)}
+            else:
+                blockers = {*self._slots.read(job, extent.slots), *self._gpu_blocks.write(job, extent.gpu_blocks)}
+            for blocker in blockers:
+                blocker.blocked.append(job)
+            job.num_blockers = len(blockers)
+            self._open[job_id] = job
+            if not blockers:
+                self._ready[direction].append(job)
+                self._has_work.notify()
+
+    def take_finished(self, direction: Direction) -> list[TransferResult]:
+        """Results of the jobs of one direction that ended since the last call, each once."""
+        with self._lock:
+            finished, self._finished[direction] = self._finished[direction], []
+        return finished
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Returns when none of ``job_ids`` is open. Unknown ids are not open."""
+        with self._job_ended:
+            self._job_ended.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
+
+    def shutdown(self) -> None:
+        """Fails the jobs that have not started, and waits for those that run. Idempotent."""
+        with self._lock:
+            self._closing = True
+            for job in [job for job in self._open.values() if not job.started_s]:
+                self._remove(job)
+                self._finished[job.direction].append(TransferResult(job.job_id, success=False))
+            for ready in self._ready.values():
+                ready.clear()
+            self._has_work.notify_all()
+            self._job_ended.notify_all()
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join()
+
+    # Everything below runs on the queue's threads, or with the lock held.
+
+    def _start_threads(self) -> None:
+        if not self._threads:
+            names = (f"kvoffload-copy-{number}" for number in range(self.num_threads))
+            self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+            for thread in self._threads:
+                thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._has_work:
+                self._has_work.wait_for(lambda: self._parts or any(self._ready.values()) or self._closing)
+                if self._parts:
+                    job, part = self._parts.popleft()
+                elif started := self._start_next():
+                    job, part = started
+                elif self._closing:
+                    return
+                else:
+                    continue
+            self._do(job, part)
+
+    def _start_next(self) -> tuple[_QueuedTransfer, Callable[[], None]] | None:
+        for direction in (Direction.LOAD, Direction.STORE):
+            if self._ready[direction]:
+                job = self._ready[direction].popleft()
+                job.started_s = time.monotonic()
+                job.open_parts = 1
+                return job, functools.partial(self._plan, job)
+        return None
+
+    def _plan(self, job: _QueuedTransfer) -> None:
+        plan = job.make_plan()
+        if not plan.parts:
+            return
+        with self._lock:
+            job.num_bytes = plan.num_bytes
+            job.open_parts += len(plan.parts)
+            self._parts.extend((job, part) for part in plan.parts)
+            self._has_work.notify(len(plan.parts))
+
+    def _do(self, job: _QueuedTransfer, part: Callable[[], None]) -> None:
+        failed = False
+        try:
+            part()
+        except BaseException:
+            # Whatever it was, the job failed and its blocks are a miss. If it ended the thread instead, the job would
+            # stay open and ``wait`` would never return.
+            logger.exception("Transfer %d failed.", job.job_id)
+            failed = True
+        with self._lock:
+            job.failed |= failed
+            job.open_parts -= 1
+            if not job.open_parts:
+                self._end(job)
+
+    def _remove(self, job: _QueuedTransfer) -> None:
+        del self._open[job.job_id]
+        self._slots.release(job, job.extent.slots)
+        self._gpu_blocks.release(job, job.extent.gpu_blocks)
+
+    def _end(self, job: _QueuedTransfer) -> None:
+        self._remove(job)
+        seconds = time.monotonic() - job.started_s
+        result = TransferResult(job.job_id, not job.failed, 0 if job.failed else job.num_bytes, seconds)
+        self._finished[job.direction].append(result)
+        for later in job.blocked:
+            later.num_blockers -= 1
+            if not later.num_blockers and not self._closing:
+                self._ready[later.direction].append(later)
+                self._has_work.notify()
+        self._job_ended.notify_all()
+
+
+# ---------------------------------------------------------------------------------------------------------- moving runs
+
+
 def copy_to_host(runs: Runs) -> None:
     """Device to region; the caller keeps both sides alive."""
     _move(runs.host, runs.device, runs.lengths)
@@ -96,12 +329,15 @@ def copy_to_device(runs: Runs) -> None:
 
 
 def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    if not len(lengths):
-        return
-    (native_mover() or move_one_by_one)(destinations, sources, lengths)
+    if len(lengths):
+        MOVER(destinations, sources, lengths)
 
 
 def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
     """One ctypes call per run. Each releases the GIL."""
     for destination, source, length in zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True):
         ctypes.memmove(destination, source, length)
+
+
+MOVER = CompiledLater(move_one_by_one, compile_mover)
+"""Moves the runs of every queue of this process."""

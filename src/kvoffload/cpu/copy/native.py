@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy loop as machine code, compiled with numba where that is installed (vLLM brings it).
+"""The copy loop as machine code, compiled by LLVM where llvmlite is installed (vLLM brings it).
 
 Two things make it as fast as one large memcpy although its pages are scattered. It asks for what it will read 4 KiB
 later, across the end of a run into the next one, since hardware prefetchers start anew with every page. And it writes
@@ -9,134 +9,170 @@ that it overwrites, which is a third of all traffic, and pushes out what compute
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import ctypes
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MoveRuns", "native_mover"]
+__all__ = ["CompiledLater", "MoveRuns", "compile_mover"]
 
 logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 MoveRuns = Callable[[Int64s, Int64s, Int64s], None]
-"""(destination addresses, source addresses, lengths in bytes), contiguous arrays; runs must not overlap. Releases the
-GIL."""
-
-_LINE_BYTES = 64
-_VECTOR_BYTES = 32
-_AHEAD_BYTES = 4096
+"""(destination addresses, source addresses, lengths in bytes); runs must not overlap. Releases the GIL."""
 
 
-@functools.cache
-def native_mover() -> MoveRuns | None:
-    """The compiled loop, or ``None`` where numba is missing or unusable. The first call takes about a second."""
+class CompiledLater:
+    """A ``MoveRuns`` that is ``plain`` until a faster one has been compiled.
+
+    The first call starts ``compile`` in a thread of its own and does not wait for it. A process that copies nothing
+    compiles nothing, and no copy is ever late for it. ``compile`` returns ``None`` where there is nothing faster. Any
+    thread may call.
+    """
+
+    def __init__(self, plain: MoveRuns, compile: Callable[[], MoveRuns | None]) -> None:
+        self._move = plain
+        self._compile = compile
+        self._first_call = threading.Lock()  # taken once, for good
+        self._has_ended = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"CompiledLater({self._move!r})"
+
+    def __call__(self, destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
+        if self._first_call.acquire(blocking=False):
+            # Not a daemon: a process that exits while LLVM runs would tear it down under that thread's feet.
+            try:
+                threading.Thread(target=self._replace, name="kvoffload-compile").start()
+            except RuntimeError:
+                self._has_ended.set()  # a process that exits, or has too many threads, does without
+        self._move(destinations, sources, lengths)
+
+    def wait(self) -> None:
+        """Returns when the compilation that the first call started has ended."""
+        self._has_ended.wait()
+
+    def _replace(self) -> None:
+        try:
+            self._move = self._compile() or self._move
+        finally:
+            self._has_ended.set()
+
+
+def compile_mover() -> MoveRuns | None:
+    """The compiled loop, or ``None`` where llvmlite is missing or unusable. Takes some 50 ms of processor time."""
     try:
-        import numba
+        import llvmlite.binding as llvm
+
+        return _compile(llvm)
     except ImportError:
         return None
-    try:
-        return _compile(numba)
     except Exception:
-        # Releases of numba, llvmlite, numpy and the C library can disagree; one memmove per run is always right.
-        logger.warning("numba is installed but cannot compile: small pages will be copied slower.", exc_info=True)
+        # Releases of llvmlite and processors can disagree; one memmove per run is always right.
+        logger.warning("llvmlite is installed but cannot compile: small pages will be copied slower.", exc_info=True)
         return None
 
 
-def _compile(numba: Any) -> MoveRuns:
-    types = numba.types
-    memmove = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uintp, types.uintp))
-    stream_line, prefetch_line, fence = _stream_line(), _prefetch_line(), _fence()
-    line_bytes, vector_bytes, ahead_bytes = _LINE_BYTES, _VECTOR_BYTES, _AHEAD_BYTES
+_CODE = """
+define void @move(ptr %destinations, ptr %sources, ptr %lengths, i64 %num_runs) {
+start:
+  %last = sub i64 %num_runs, 1
+  br label %run
 
-    def move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-        last = len(lengths) - 1
-        for i in range(len(lengths)):
-            destination, source, length = destinations[i], sources[i], lengths[i]
-            if destination % vector_bytes:
-                memmove(destination, source, length)
-                continue
-            whole = length - length % line_bytes
-            within = whole - min(ahead_bytes, whole)
-            for offset in range(0, within, line_bytes):
-                prefetch_line(source + offset + ahead_bytes)
-                stream_line(destination + offset, source + offset)
-            # A prefetch beyond the next run's end, or beyond mapped memory, does nothing.
-            following = sources[min(i + 1, last)]
-            for offset in range(within, whole, line_bytes):
-                prefetch_line(following + offset - within)
-                stream_line(destination + offset, source + offset)
-            if whole < length:
-                memmove(destination + whole, source + whole, length - whole)
-        # Stores past the caches are weakly ordered: they must be seen before the job's end is.
-        fence()
+run:
+  %i = phi i64 [0, %start], [%next, %rest]
+  %next = add i64 %i, 1
+  %is_last = icmp eq i64 %i, %last
+  %following = select i1 %is_last, i64 %i, i64 %next
+  %destination.at = getelementptr i64, ptr %destinations, i64 %i
+  %source.at = getelementptr i64, ptr %sources, i64 %i
+  %length.at = getelementptr i64, ptr %lengths, i64 %i
+  %next_source.at = getelementptr i64, ptr %sources, i64 %following
+  %destination = load ptr, ptr %destination.at
+  %source = load ptr, ptr %source.at
+  %length = load i64, ptr %length.at
+  %next_source = load ptr, ptr %next_source.at
 
-    addresses = types.Array(types.int64, 1, "C")
-    compiled: MoveRuns = numba.njit(types.void(addresses, addresses, addresses), nogil=True)(move)
-    return compiled
+  ; Whole lines are streamed, if the vectors of the destination are aligned. memmove copies what they leave.
+  %address = ptrtoint ptr %destination to i64
+  %misaligned_by = and i64 %address, 31
+  %is_aligned = icmp eq i64 %misaligned_by, 0
+  %whole_lines = and i64 %length, -64
+  %streamed = select i1 %is_aligned, i64 %whole_lines, i64 0
+  %last_4096 = sub i64 %streamed, 4096
+  %has_lines = icmp ne i64 %streamed, 0
+  br i1 %has_lines, label %line, label %rest
 
+line:
+  %offset = phi i64 [0, %run], [%next_offset, %line]
 
-# Each of these is one or two LLVM instructions, which LLVM lowers for whatever processor it runs on. Their signatures
-# are read by numba: they take the typing context first, then the types of the arguments.
+  ; What is read 4 KiB later: of this run, or of the next one. A prefetch of unmapped memory does nothing.
+  %ahead = add i64 %offset, 4096
+  %beyond = sub i64 %offset, %last_4096
+  %is_within = icmp slt i64 %beyond, 0
+  %in_this_run = getelementptr i8, ptr %source, i64 %ahead
+  %in_next_run = getelementptr i8, ptr %next_source, i64 %beyond
+  %soon = select i1 %is_within, ptr %in_this_run, ptr %in_next_run
+  call void @llvm.prefetch.p0(ptr %soon, i32 0, i32 3, i32 1)
 
+  %from.low = getelementptr i8, ptr %source, i64 %offset
+  %from.high = getelementptr i8, ptr %from.low, i64 32
+  %to.low = getelementptr i8, ptr %destination, i64 %offset
+  %to.high = getelementptr i8, ptr %to.low, i64 32
+  %low = load <4 x i64>, ptr %from.low, align 1
+  %high = load <4 x i64>, ptr %from.high, align 1
+  store <4 x i64> %low, ptr %to.low, align 32, !nontemporal !0
+  store <4 x i64> %high, ptr %to.high, align 32, !nontemporal !0
 
-def _stream_line() -> Any:
-    from llvmlite import ir
-    from numba import types
-    from numba.extending import intrinsic
+  %next_offset = add i64 %offset, 64
+  %has_more = icmp ult i64 %next_offset, %streamed
+  br i1 %has_more, label %line, label %rest
 
-    word = ir.IntType(64)
-    vector = ir.VectorType(word, _VECTOR_BYTES // 8)
+rest:
+  %left = sub i64 %length, %streamed
+  %from.rest = getelementptr i8, ptr %source, i64 %streamed
+  %to.rest = getelementptr i8, ptr %destination, i64 %streamed
+  call void @llvm.memmove.p0.p0.i64(ptr %to.rest, ptr %from.rest, i64 %left, i1 false)
+  br i1 %is_last, label %end, label %run
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        destination, source = arguments
-        past_the_caches = builder.module.add_metadata([ir.IntType(32)(1)])
-        offsets = [word(offset) for offset in range(0, _LINE_BYTES, _VECTOR_BYTES)]
-        pointer = vector.as_pointer()
-        loaded = [builder.load(builder.inttoptr(builder.add(source, at), pointer), align=1) for at in offsets]
-        for at, value in zip(offsets, loaded, strict=True):
-            target = builder.inttoptr(builder.add(destination, at), pointer)
-            builder.store(value, target, align=_VECTOR_BYTES).set_metadata("nontemporal", past_the_caches)
-        return context.get_dummy_value()
+end:
+  ; Stores past the caches are weakly ordered: they must be seen before the job's end is.
+  fence seq_cst
+  ret void
+}
 
-    def stream_line(typing_context: Any, destination: Any, source: Any) -> Any:
-        return types.void(types.int64, types.int64), generate
-
-    return intrinsic(stream_line)
-
-
-def _prefetch_line() -> Any:
-    from llvmlite import ir
-    from numba import types
-    from numba.extending import intrinsic
-
-    byte_pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = builder.module.declare_intrinsic("llvm.prefetch", (byte_pointer,), kind)
-        to_read, keep, of_data = number(0), number(3), number(1)
-        builder.call(function, [builder.inttoptr(arguments[0], byte_pointer), to_read, keep, of_data])
-        return context.get_dummy_value()
-
-    def prefetch_line(typing_context: Any, address: Any) -> Any:
-        return types.void(types.int64), generate
-
-    return intrinsic(prefetch_line)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare void @llvm.memmove.p0.p0.i64(ptr, ptr, i64, i1)
+!0 = !{i32 1}
+"""
+"""``move`` in LLVM's language, for whatever processor LLVM lowers it to. ``num_runs`` is at least 1."""
 
 
-def _fence() -> Any:
-    from numba import types
-    from numba.extending import intrinsic
+def _compile(llvm: Any) -> MoveRuns:
+    with contextlib.suppress(RuntimeError):
+        llvm.initialize()  # which newer releases do by themselves, and refuse
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(_CODE)
+    module.verify()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
+    )
+    code = llvm.create_mcjit_compiler(module, machine)
+    code.finalize_object()
+    pointers = [ctypes.c_void_p] * 3
+    call = ctypes.CFUNCTYPE(None, *pointers, ctypes.c_size_t)(code.get_function_address("move"))
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
+    def move(destinations: Int64s, sources: Int64s, lengths: Int64s, _keep_alive: object = code) -> None:
+        columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (destinations, sources, lengths)]
+        assert {column.shape for column in columns} == {(len(lengths),)}, "as many sources as destinations and lengths"
+        if len(lengths):
+            call(*(column.ctypes.data for column in columns), len(lengths))
 
-    def fence(typing_context: Any) -> Any:
-        return types.void(), generate
-
-    return intrinsic(fence)
+    return move

@@ -22,7 +22,7 @@ from kvoffload.base import Direction, GPULoadStoreSpec
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.errors import TransferError
 
-__all__ = ["CopyLayout", "PageRef", "Runs", "plan_parts", "plan_runs"]
+__all__ = ["CopyLayout", "Extent", "PageRef", "Runs", "plan_parts", "plan_runs"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -52,6 +52,14 @@ class CopyLayout:
     slot_bytes: int
     """From one slot to the next."""
     num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a job reads and writes: slots on the host side, GPU blocks on the device side."""
+
+    slots: frozenset[int]
+    gpu_blocks: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 
 ``--kv-transfer-config`` names it as ``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that
 name; where plug-ins are switched off, add ``"kv_connector_module_path": "kvoffload.engines.vllm"``. Importing this
-package loads neither vLLM nor torch.
+package loads neither vLLM nor torch. Importing the connector from it raises ``ConfigError`` for a vLLM that is not
+supported; registering its name does not, because vLLM does that in every process, whether or not it is used.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["KVOffloadConnector", "register"]
 
 _NAME = "KVOffloadConnector"
-_MODULE = "kvoffload.engines.vllm.connector"
 
 
 def __getattr__(name: str) -> Any:
     if name == _NAME:
+        from kvoffload.engines.vllm.versions import vllm_release
+
+        vllm_release()  # before the import of anything that other versions of vLLM may lack
         from kvoffload.engines.vllm.connector import KVOffloadConnector
 
         return KVOffloadConnector
@@ -32,8 +35,8 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
-        KVConnectorFactory.register_connector(_NAME, _MODULE, _NAME)
+        KVConnectorFactory.register_connector(_NAME, __name__, _NAME)
     except ValueError:  # registered already
         known = KVConnectorFactory.get_connector_class_by_name(_NAME)
-        if known.__module__ != _MODULE:
+        if not known.__module__.startswith(f"{__name__}."):
             raise

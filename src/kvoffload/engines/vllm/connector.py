@@ -28,7 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.connector import (
     ConnectorMeta,
@@ -40,8 +39,10 @@ from kvoffload.connector import (
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize
 from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
+from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator
+from kvoffload.engines.vllm.versions import host_hit_source
 from kvoffload.errors import LayoutError
 from kvoffload.specs import make_spec
 
@@ -103,10 +104,11 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Offloads vLLM's KV cache through kvoffload. See ``docs/vllm.md``."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = host_hit_source()
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_with_vllm()
         config = config_of(vllm_config)
         refuse_unsupported(vllm_config, kv_cache_config)
         rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else 0

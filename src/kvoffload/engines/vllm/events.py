@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from kvoffload.base import OffloadingEvent, OffloadKey, get_offload_block_hash, get_offload_group_idx
 from kvoffload.config import EngineLayout, GroupKind
+from kvoffload.engines.vllm.versions import event_extra_keys
 
 __all__ = ["EventTranslator"]
 
@@ -198,10 +199,10 @@ def _without_inputs(request: Any) -> Any:
 
 def _extra_keys(request: Any, first_token: int, stop_token: int) -> list[Any] | None:
     """What beside tokens went into a block's hash: adapter, images, cache salt; as vLLM's own events have it."""
-    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-    extra_keys, _ = generate_block_hash_extra_keys(request, first_token, stop_token, 0)
-    return cast("list[Any] | None", to_event_extra_keys([extra_keys]))
+    hashed, _ = generate_block_hash_extra_keys(request, first_token, stop_token, 0)
+    return event_extra_keys(hashed)
 
 
 def _by_group(keys: Iterable[OffloadKey]) -> Iterator[tuple[int, list[OffloadKey]]]:

@@ -12,6 +12,7 @@ import xxhash
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
 
 __all__ = ["Checksummed", "Namespaced", "StoreWrapper", "Throttled"]
 
@@ -28,6 +29,9 @@ class StoreWrapper(BlockStore):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
+
+    def attach(self, memory: memoryview) -> None:
+        self.inner.attach(memory)
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self.inner.contains(keys)
@@ -64,16 +68,19 @@ class Checksummed(StoreWrapper):
     discarded. Each write and each read costs one more copy of the block.
     """
 
-    OVERHEAD_BYTES = 16
+    OVERHEAD_BYTES = SEAL_BYTES
 
     def __init__(self, inner: BlockStore) -> None:
         super().__init__(inner)
+        self._sealer = Sealer()
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
         self._num_bad = 0
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        sealed = [memoryview(bytes(block) + _seal(key, block)) for key, block in zip(keys, blocks, strict=True)]
+        sealed = [
+            memoryview(bytes(block) + self._sealer.seal(key, block)) for key, block in zip(keys, blocks, strict=True)
+        ]
         return self.inner.write(keys, sealed)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
@@ -82,7 +89,7 @@ class Checksummed(StoreWrapper):
         bad = []
         for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             payload, seal = sealed[index][: block.nbytes], sealed[index][block.nbytes :]
-            if answers[index] and seal != _seal(key, payload):
+            if answers[index] and not self._sealer.fits(seal, key, payload):
                 answers[index] = False
                 bad.append(key)
             elif answers[index]:
@@ -102,12 +109,6 @@ class Checksummed(StoreWrapper):
     def stats(self) -> StoreStats:
         inner = self.inner.stats()
         return StoreStats(inner.used_bytes, inner.corrupt_blocks + self._num_bad, inner.evicted_blocks)
-
-
-def _seal(key: OffloadKey, block: memoryview) -> bytes:
-    state = xxhash.xxh3_128(len(key).to_bytes(4, "big") + key)
-    state.update(block)
-    return state.digest()
 
 
 class Throttled(StoreWrapper):

@@ -20,7 +20,7 @@ from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.admin import StoreRoot
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR
+from kvoffload.tiering.stores.root import CONTROL_DIR
 
 
 def mode(path: Path) -> int:

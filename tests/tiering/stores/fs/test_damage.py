@@ -23,8 +23,9 @@ from tests.tiering.stores.rig import (
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, BlockFormat
+from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
+from kvoffload.tiering.stores.root import CONTROL_DIR
 
 POSITIONS = {
     SMALL: [0, 9, 12, 17, 30, 60, 75, 90, 119, 121, 127, 128, 600, 1127],

@@ -25,8 +25,8 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.stores.fs import FileSystemStore, quota
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR
 from kvoffload.tiering.stores.fs.staging import unlink_quietly
+from kvoffload.tiering.stores.root import CONTROL_DIR
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 Run = Callable[[str], "subprocess.Popen[str]"]

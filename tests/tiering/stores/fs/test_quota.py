@@ -28,8 +28,8 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import io as fs_io
 from kvoffload.tiering.stores.fs import quota
-from kvoffload.tiering.stores.fs.access import Access
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX, BlockFormat
+from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat
+from kvoffload.tiering.stores.root import CONTROL_DIR, Access
 
 
 def test_the_quota_holds_and_the_oldest_go(open_store, tmp_path: Path) -> None:

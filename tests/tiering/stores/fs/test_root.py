@@ -15,18 +15,21 @@ from tests.tiering.stores.rig import (
     PAGED,
     SMALL,
     disk_bytes,
+    files,
     here,
     read,
     room_for,
     write,
 )
 
+from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs import io as fs_io
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, directory_of, namespace_of
+from kvoffload.tiering.stores.fs.admin import is_sound
+from kvoffload.tiering.stores.root import CONTROL_DIR, directory_of, namespace_of
 
 
 def test_a_root_that_goes_away_and_comes_back(open_store, tmp_path: Path) -> None:
@@ -130,6 +133,41 @@ def test_long_namespaces_are_kept_apart() -> None:
     long = ["m/" * 300 + str(number) for number in range(3)]
     assert len({directory_of(name) for name in long}) == 3
     assert all(len(directory_of(name)) <= 255 for name in long)
+
+
+@pytest.mark.parametrize("length", [1, 112, 113, 255, 5000])
+def test_keys_longer_than_a_file_name_are_blocks_like_any_other(open_store, tmp_path: Path, length: int) -> None:
+    one, two = (OffloadKey(bytes(length - 1) + bytes([last])) for last in (1, 2))
+    store = open_store(max_bytes=room_for(2))
+    assert write(store, one, two) == [True, True]
+    assert (read(store, one), read(store, two)) == (block_of(one, SMALL), block_of(two, SMALL))
+    assert all(is_sound(str(path)) for path in files(tmp_path))
+    store.close()
+    again = open_store(max_bytes=room_for(2))
+    found = {key for batch in again.scan() for key in batch}
+    assert found == ({one, two} if length <= 112 else set()), "a digest does not give the key back"
+    assert here(again, one, two) == {one, two}
+    again.discard([one])
+    assert here(again, one, two) == {two}
+    assert write(again, KEY, OTHER) == [True, True]
+    assert here(again, one, two) == set(), "evicted"
+
+
+def test_foreign_names_are_nobodys_blocks(open_store, tmp_path: Path) -> None:
+    """Upper case, white space, and the right name in the wrong place: no lookup would ever find these files."""
+    store = open_store()
+    (key,) = keys_of(0xABCDEF)
+    write(store, key)
+    (path,) = files(tmp_path)
+    stem = path.stem
+    (path.parent.parent / "zz").mkdir()
+    for foreign in (stem.upper(), f" {stem}", f"{stem[:2]} {stem[2:]}", f"{stem}\n", f"../zz/{stem}", "xyz"):
+        shutil.copy(path, path.parent / f"{foreign}.kvb")
+    assert len(files(tmp_path)) == 7
+    store.close()
+    again = open_store()
+    assert [key for batch in again.scan() for key in batch] == [key]
+    assert [found for found in files(tmp_path) if is_sound(str(found))] == [path]
 
 
 def test_mistakes_are_refused_before_anything_is_made(tmp_path: Path) -> None:

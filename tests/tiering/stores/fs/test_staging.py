@@ -16,8 +16,8 @@ from tests.tiering.stores.rig import KEY, OTHER, SMALL, disk_bytes, read, room_f
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep, writers_alive
+from kvoffload.tiering.stores.root import CONTROL_DIR
 
 
 def test_paths_are_unique_and_in_a_directory_of_the_writers_own(tmp_path: Path) -> None:

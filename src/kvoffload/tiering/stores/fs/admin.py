@@ -10,51 +10,28 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from kvoffload.errors import ConfigError, suggest
-from kvoffload.tiering.stores.fs.access import Access, check_control, check_locks
-from kvoffload.tiering.stores.fs.format import (
-    CONTROL_DIR,
-    PAGE_BYTES,
-    SUFFIX,
-    BlockFormat,
-    Header,
-    directory_of,
-    namespace_of,
-    parse_name,
-)
+from kvoffload.tiering.stores.fs.format import PAGE_BYTES, SUFFIX, BlockFormat, Header, parse_name
 from kvoffload.tiering.stores.fs.quota import Deletion, Quota
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep
 from kvoffload.tiering.stores.fs.usage_file import FileSeen, walk
+from kvoffload.tiering.stores.root import (
+    CONTROL_DIR,
+    Access,
+    NamespaceUsage,
+    check_control,
+    check_locks,
+    directory_of,
+    display_name,
+)
 
-__all__ = ["NamespaceUsage", "StoreRoot", "is_sound"]
+__all__ = ["StoreRoot", "is_sound"]
 
 _CHUNK_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class NamespaceUsage:
-    """One namespace's files. Times are nanoseconds since 1970, 0 where there is no file."""
-
-    directory: str
-    num_blocks: int = 0
-    size_bytes: int = 0
-    oldest_use_ns: int = 0
-    last_use_ns: int = 0
-
-    @property
-    def name(self) -> str:
-        return _display_name(self.directory)
-
-    def add(self, file: FileSeen) -> None:
-        self.num_blocks += 1
-        self.size_bytes += file.size_bytes
-        self.oldest_use_ns = min(self.oldest_use_ns or file.used_ns, file.used_ns)
-        self.last_use_ns = max(self.last_use_ns, file.used_ns)
 
 
 class StoreRoot:
@@ -78,7 +55,7 @@ class StoreRoot:
         known = self.directories()
         if (directory := directory_of(namespace)) in known:
             return directory
-        names = [_display_name(directory) for directory in known]
+        names = [display_name(directory) for directory in known]
         if namespace in names:
             return known[names.index(namespace)]
         raise ConfigError(f"{self.path} has no namespace {namespace!r}.{suggest(namespace, names)}")
@@ -90,7 +67,9 @@ class StoreRoot:
             usage = NamespaceUsage(directory)
             for files in walk(self._root, directory):
                 for file in files:
-                    usage.add(file)
+                    usage.num_blocks += 1
+                    usage.size_bytes += file.size_bytes
+                    usage.add_use(file.used_ns)
             found.append(usage)
         return found
 
@@ -151,13 +130,9 @@ class StoreRoot:
         return check_control(self._root, "group" if is_group else "private")
 
 
-def _display_name(directory: str) -> str:
-    return namespace_of(directory) or "(default)"
-
-
 def is_sound(path: str) -> bool | None:
     """Whether the file at ``path`` holds the block that its path says, byte for byte. ``None`` if it is gone."""
-    directory, _, name = path.rsplit(os.sep, 2)
+    directory, fan, name = path.rsplit(os.sep, 2)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb", buffering=0) as file:
@@ -168,6 +143,8 @@ def is_sound(path: str) -> bool | None:
             if layout.header_bytes != header.header_bytes or os.fstat(file.fileno()).st_size != layout.file_bytes:
                 return False
             key = parse_name(name)
+            if key is not None and layout.path_of(key) != f"{layout.directory}/{fan}/{name}":
+                return False
             stated = layout.identity(key).hex() if key is not None else name.removesuffix(SUFFIX).removeprefix("~")
             if stated != header.identity.hex():
                 return False

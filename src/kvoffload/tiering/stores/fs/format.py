@@ -21,25 +21,20 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, field
-from urllib.parse import quote, unquote
 
 import xxhash
 
 from kvoffload.base import OffloadKey
 
 __all__ = [
-    "CONTROL_DIR",
     "PAGE_BYTES",
     "STAGING_PREFIX",
     "SUFFIX",
     "BlockFormat",
     "Header",
-    "directory_of",
-    "namespace_of",
     "parse_name",
 ]
 
-CONTROL_DIR = ".kvoffload"
 STAGING_PREFIX = "w-"
 SUFFIX = ".kvb"
 PAGE_BYTES = 4096
@@ -51,26 +46,6 @@ _SMALL_HEADER_BYTES = 128
 _SUM_BYTES = 8
 _PAGED_FROM_BYTES = 16 * PAGE_BYTES
 _LONGEST_HEX_KEY = 112
-_LONGEST_DIRECTORY = 200
-_DEFAULT_DIRECTORY = "="
-
-
-def directory_of(namespace: str) -> str:
-    """A namespace as one safe file name. A very long one is cut short and ends in a digest."""
-    if not namespace:
-        return _DEFAULT_DIRECTORY
-    name = quote(namespace, safe=" ,+@=:")
-    if name.startswith((".", "=")):
-        name = f"%{ord(name[0]):02X}{name[1:]}"
-    if len(name) > _LONGEST_DIRECTORY:
-        digest = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
-        name = f"{name[: _LONGEST_DIRECTORY - 40].rpartition('%')[0] or name[: _LONGEST_DIRECTORY - 40]}~~{digest}"
-    return name
-
-
-def namespace_of(directory: str) -> str:
-    """The namespace of a directory, for people to read. A long one stays cut short."""
-    return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
 
 
 def parse_name(name: str) -> OffloadKey | None:
@@ -78,9 +53,11 @@ def parse_name(name: str) -> OffloadKey | None:
     if not name.endswith(SUFFIX) or name.startswith("~"):
         return None
     try:
-        return OffloadKey(bytes.fromhex(name.removesuffix(SUFFIX)))
+        key = OffloadKey(bytes.fromhex(name.removesuffix(SUFFIX)))
     except ValueError:
         return None
+    # Upper case and spaces are hexadecimal too, but no block is ever looked for under such a name.
+    return key if key.hex() + SUFFIX == name else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from enum import Enum
 import numpy as np
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.fs.access import Access, make_directory
 from kvoffload.tiering.stores.fs.format import PAGE_BYTES, BlockFormat
 from kvoffload.tiering.stores.fs.staging import unlink_quietly
+from kvoffload.tiering.stores.root import Access, make_directory
 
 __all__ = ["FileIO", "ReadOutcome", "set_used"]
 
@@ -55,6 +55,7 @@ class FileIO:
         self._root = root
         self._layout = layout
         self._access = access
+        self._file_mode, self._is_group = access.file_mode, access.is_group
         self._durable = durable
         self._direct = bool(_DIRECT) and layout.is_paged
         self._local = threading.local()
@@ -133,9 +134,9 @@ class FileIO:
         try:
             if not self._move(fd, os.writev, [header, payload]):
                 raise OSError(errno.EIO, "the kernel wrote nothing", full)
-            if self._access.is_group:
+            if self._is_group:
                 with contextlib.suppress(PermissionError):  # a neighbour's evicted file, which has the mode
-                    os.fchmod(fd, self._access.file_mode)  # the umask took bits away
+                    os.fchmod(fd, self._file_mode)  # the umask took bits away
             set_used(fd, stamp_ns)
             if self._durable:
                 os.fsync(fd)
@@ -193,7 +194,7 @@ class FileIO:
 
     def _open(self, full: str, flags: int, payload: memoryview) -> int:
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, and no wait for a pipe's other end
-        mode = self._access.file_mode
+        mode = self._file_mode
         if self._direct and _address_of(payload) % PAGE_BYTES == 0:
             try:
                 return os.open(full, flags | _DIRECT, mode)

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from kvoffload.tiering.stores.fs.access import check_directory
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.fs.recency import Recency
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, staged_bytes, sweep, unlink_quietly, writers_alive
@@ -25,6 +24,7 @@ from kvoffload.tiering.stores.fs.usage_file import (
     directories_by_fan,
     files_of,
 )
+from kvoffload.tiering.stores.root import check_directory
 
 __all__ = ["Deletion", "Quota", "Reservation"]
 
@@ -136,7 +136,8 @@ class Quota:
         self._odd_sizes: dict[str, int] = {}
         self._our_recount = -1
         self._last_stamp_ns = 0
-        self._evicted: list[str] = []
+        self.evicted: list[str] = []
+        """Paths for ``take_evicted``. Others only test whether there are any."""
         self.num_evicted = 0
 
     @property
@@ -255,7 +256,7 @@ class Quota:
     def take_evicted(self) -> list[str]:
         """The paths evicted since the last call."""
         with self._lock:
-            evicted, self._evicted = self._evicted, []
+            evicted, self.evicted = self.evicted, []
             return evicted
 
     def close(self) -> None:
@@ -418,7 +419,7 @@ class Quota:
         self.num_evicted += 1
         with self._lock:
             self._recency.forget(path)
-            self._evicted.append(path)
+            self.evicted.append(path)
         return status.st_size
 
     def _recycle(self, full: str, status: os.stat_result, reservation: Reservation) -> bool:

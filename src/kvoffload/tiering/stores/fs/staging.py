@@ -10,8 +10,16 @@ import secrets
 import threading
 from collections.abc import Iterator
 
-from kvoffload.tiering.stores.fs.access import PRIVATE, Access, make_directory, open_control, open_directory, try_lock
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, STAGING_PREFIX
+from kvoffload.tiering.stores.fs.format import STAGING_PREFIX
+from kvoffload.tiering.stores.root import (
+    CONTROL_DIR,
+    PRIVATE,
+    Access,
+    make_directory,
+    open_control,
+    open_directory,
+    try_lock,
+)
 
 __all__ = ["StagingDirectory", "staged_bytes", "sweep", "unlink_quietly", "writers_alive"]
 

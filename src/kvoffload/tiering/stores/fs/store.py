@@ -13,12 +13,12 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
-from kvoffload.tiering.stores.fs.access import check_directory, check_root
-from kvoffload.tiering.stores.fs.format import BlockFormat, directory_of, parse_name
+from kvoffload.tiering.stores.fs.format import BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, set_used
 from kvoffload.tiering.stores.fs.quota import Deletion, Quota, Reservation
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep, unlink_quietly
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
+from kvoffload.tiering.stores.root import check_directory, check_root, directory_of
 
 __all__ = ["FileSystemStore"]
 
@@ -163,7 +163,7 @@ class FileSystemStore(BlockStore):
     def take_evicted(self) -> list[OffloadKey]:
         with self._lock:
             bad, self._bad = self._bad, []
-        return bad + self._own_keys(self._quota.take_evicted())
+        return bad + self._own_keys(self._quota.take_evicted()) if self._quota.evicted else bad
 
     def stats(self) -> StoreStats:
         return StoreStats(self._quota.used_bytes, self._num_bad, self._quota.num_evicted)
@@ -273,10 +273,11 @@ class FileSystemStore(BlockStore):
                 pass  # a read-only file system keeps no order of use
 
     def _own_keys(self, paths: Iterable[str]) -> list[OffloadKey]:
-        """The keys of this namespace's files, where the names have them."""
+        """The keys of this namespace's files, where the names have them. Files in other places than their own are
+        nobody's."""
         own = self._layout.directory + "/"
-        keys = [parse_name(os.path.basename(path)) for path in paths if path.startswith(own)]
-        return [key for key in keys if key is not None]
+        named = ((path, parse_name(os.path.basename(path))) for path in paths if path.startswith(own))
+        return [key for path, key in named if key is not None and self._layout.path_of(key) == path]
 
     def _bytes(self, block: memoryview) -> memoryview:
         size = self._layout.block_bytes

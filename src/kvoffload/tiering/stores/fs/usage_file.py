@@ -17,8 +17,8 @@ from pathlib import Path
 
 import xxhash
 
-from kvoffload.tiering.stores.fs.access import PRIVATE, Access, make_directory, open_control, try_lock
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR, SUFFIX
+from kvoffload.tiering.stores.fs.format import SUFFIX
+from kvoffload.tiering.stores.root import CONTROL_DIR, PRIVATE, Access, make_directory, open_control, try_lock
 
 __all__ = [
     "NUM_FANS",

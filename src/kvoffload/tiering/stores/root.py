@@ -1,33 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use a root: modes of what is made there, owners of what is found there, and no way through a link."""
+"""The root of a store on disk: its directories, modes of what is made there, owners of what is found there, and no way
+through a link."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote, unquote
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.stores.fs.format import CONTROL_DIR
 
 __all__ = [
+    "CONTROL_DIR",
     "PRIVATE",
     "Access",
+    "NamespaceUsage",
     "check_control",
     "check_directory",
     "check_locks",
     "check_root",
+    "directory_of",
+    "display_name",
     "make_directory",
+    "namespace_of",
     "open_control",
     "open_directory",
     "try_lock",
 ]
 
+CONTROL_DIR = ".kvoffload"
+
+_LONGEST_DIRECTORY = 200
+_DEFAULT_DIRECTORY = "="
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def directory_of(namespace: str) -> str:
+    """A namespace as one safe file name. A very long one is cut short and ends in a digest."""
+    if not namespace:
+        return _DEFAULT_DIRECTORY
+    name = quote(namespace, safe=" ,+@=:")
+    if name.startswith((".", "=")):
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    if len(name) > _LONGEST_DIRECTORY:
+        digest = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
+        name = f"{name[: _LONGEST_DIRECTORY - 40].rpartition('%')[0] or name[: _LONGEST_DIRECTORY - 40]}~~{digest}"
+    return name
+
+
+def namespace_of(directory: str) -> str:
+    """The namespace of a directory, for people to read. A long one stays cut short."""
+    return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
+
+
+@dataclass(slots=True)
+class NamespaceUsage:
+    """One namespace's blocks. Times are nanoseconds since 1970, 0 where there is no block."""
+
+    directory: str
+    num_blocks: int = 0
+    size_bytes: int = 0
+    """On the disk."""
+    oldest_use_ns: int = 0
+    last_use_ns: int = 0
+
+    @property
+    def name(self) -> str:
+        return display_name(self.directory)
+
+    def add_use(self, used_ns: int) -> None:
+        self.oldest_use_ns = min(self.oldest_use_ns or used_ns, used_ns)
+        self.last_use_ns = max(self.last_use_ns, used_ns)
+
+
+def display_name(directory: str) -> str:
+    """A namespace for people to read, also the one without a name."""
+    return namespace_of(directory) or "(default)"
 
 
 @dataclass(frozen=True, slots=True)

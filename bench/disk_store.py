@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slab store against ``fio``: same disk, block size, threads and direct I/O, checksums on, quota full, in turn.
+
+``fio`` reads and writes at random in one file that has been written before, as the store does in its slabs. *Single*
+blocks are scattered, one call each. *Runs* are 64 blocks of a prefix per call. Processor time is that of the whole
+process, per block. The start is that of a store with a million slots. ``KVOFFLOAD_BENCH_DIR`` chooses the disk
+(default: the working directory).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+
+from bench.core import Row
+from kvoffload.base import OffloadKey
+from kvoffload.testing.keys import keys as make_keys
+from kvoffload.tiering.stores.root import directory_of
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, PAGE_BYTES, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
+
+THREADS = 4
+RUN = 64
+TARGETS = {
+    64 << 10: ("0.8", "0.7", "2.0", "1.2"),
+    256 << 10: ("0.9", "0.9", "1.1", "1.0"),
+    1 << 20: ("0.95", "0.95", "1.0", "1.0"),
+    4 << 20: ("0.95", "0.95", "1.0", "1.0"),
+}
+"""At least: single writes and reads, writes and reads in runs."""
+
+
+def run(short: bool) -> list[Row]:
+    sizes = [64 << 10] if short else list(TARGETS)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as name:
+        rows = [
+            row for size in sizes for row in _against_fio(Path(name), size, 16 << 20 if short else 256 << 20, short)
+        ]
+        return [*rows, _start(Path(name) / "start", 10_000 if short else 1_000_000)]
+
+
+@dataclass
+class _Speed:
+    bytes_per_s: float
+    cpu_s: float
+
+
+class _Blocks:
+    """A page-aligned memory of random blocks, and keys that no slot has yet."""
+
+    def __init__(self, size: int, total: int) -> None:
+        self.count = max(RUN, total // size)
+        self.memory = mmap.mmap(-1, self.count * size)
+        flat = np.frombuffer(self.memory, np.uint64)
+        flat[:] = np.random.default_rng(0).integers(0, 1 << 63, flat.size, np.uint64)
+        view = memoryview(self.memory)
+        self.rows = [view[at * size : (at + 1) * size] for at in range(self.count)]
+        self._numbers = count()
+
+    def keys(self) -> list[OffloadKey]:
+        return make_keys(*(next(self._numbers) for _ in range(self.count)))
+
+
+def _in_threads(
+    call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]],
+    batches: list[tuple[list[OffloadKey], list[memoryview]]],
+) -> _Speed:
+    """``call`` over all batches, which ``THREADS`` threads take in turn."""
+    left, lock = iter(batches), threading.Lock()
+    start, failed = threading.Barrier(THREADS + 1), []
+
+    def work() -> None:
+        start.wait()
+        while True:
+            with lock:
+                batch = next(left, None)
+            if batch is None:
+                return
+            if not all(call(*batch)):
+                failed.append(batch)
+
+    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    begun, cpu = time.perf_counter(), time.process_time()
+    for thread in threads:
+        thread.join()
+    seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
+    assert not failed, "the store lost blocks"
+    return _Speed(sum(row.nbytes for _, rows in batches for row in rows) / seconds, cpu)
+
+
+def _fio(file: Path, direction: str, size: int, span: int, total: int) -> _Speed | None:
+    """fio over ``total`` bytes of a file of ``span`` bytes; ``None`` if it is not installed."""
+    if not shutil.which("fio"):
+        return None
+    command = f"fio --name=kv --filename={file} --rw={direction} --bs={size} --size={span} --io_size={total // THREADS}"
+    command += f" --direct=1 --ioengine=psync --numjobs={THREADS} --thread --group_reporting --randrepeat=0"
+    done = subprocess.run([*command.split(), "--output-format=json"], capture_output=True, text=True, check=True)
+    job = json.loads(done.stdout)["jobs"][0]
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return _Speed(float(job[direction.removeprefix("rand")]["bw_bytes"]), cpu_s)
+
+
+def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
+    blocks = _Blocks(size, span // 2)
+    total = blocks.count * size
+    store = SlabStore(place / str(size), size, max_bytes=max(span, 2 * total) + (span >> 6))
+    for _ in range(4):  # until the quota is full, and every slot was written once
+        keys = blocks.keys()
+        _in_threads(store.write, _batches(keys, blocks.rows, RUN))
+    reference = place / f"fio{size}"
+    _fio(reference, "write", 1 << 20, span, span * THREADS)
+    cases = {
+        f"{direction} {label}, {size >> 10} KiB": (direction, batch)
+        for label, batch in (("single blocks", 1), ("runs", RUN))
+        for direction in ("write", "read")
+    }
+    speeds: dict[str, list[_Speed]] = {case: [] for case in cases}
+    ratios: dict[str, list[float]] = {case: [] for case in cases}
+    cpu: dict[str, list[float]] = {case: [] for case in cases}
+    for _ in range(1 if short else 5):
+        for case, (direction, batch) in cases.items():
+            theirs = _fio(reference, f"rand{direction}", size, span, total)
+            if direction == "write":
+                keys = blocks.keys()
+            ours = _in_threads(
+                store.write if direction == "write" else store.read_into,
+                _batches(keys, blocks.rows, batch, is_scattered=direction == "read" and batch == 1),
+            )
+            speeds[case].append(ours)
+            if theirs is not None:
+                ratios[case].append(ours.bytes_per_s / theirs.bytes_per_s)
+                cpu[case].append(ours.cpu_s / max(theirs.cpu_s, 1e-9))
+    store.close()
+    shutil.rmtree(place / str(size))
+    reference.unlink(missing_ok=True)
+    rows = []
+    for (case, found), target in zip(speeds.items(), TARGETS[size], strict=True):
+        speed = statistics.median(one.bytes_per_s for one in found) / 1e9
+        if not ratios[case]:
+            rows.append(Row("disk_store", case, speed, "GB/s", "fio is not installed"))
+            continue
+        spread = f"fio ({min(ratios[case]):.2f} to {max(ratios[case]):.2f})"
+        rows.append(Row("disk_store", case, speed, "GB/s", spread, statistics.median(ratios[case]), f">= {target}"))
+        micros = statistics.median(one.cpu_s for one in found) / blocks.count * 1e6
+        rows.append(
+            Row("disk_store", f"  processor time, {case}", micros, "us/block", "fio", statistics.median(cpu[case]))
+        )
+    return rows
+
+
+def _batches(
+    keys: list[OffloadKey], rows: list[memoryview], batch: int, *, is_scattered: bool = False
+) -> list[tuple[list[OffloadKey], list[memoryview]]]:
+    order = list(range(len(keys)))
+    if is_scattered:
+        random.Random(0).shuffle(order)
+    return [
+        ([keys[at] for at in order[first : first + batch]], [rows[at] for at in order[first : first + batch]])
+        for first in range(0, len(order), batch)
+    ]
+
+
+def _start(root: Path, num_slots: int) -> Row:
+    """Opens a store whose tables are full. The payloads are holes, as a start does not read them."""
+    layout, per_slab = SlabFormat(directory_of(""), 65536), min(num_slots, 16_000)
+    SlabStore(root, 65536, max_bytes=1 << 30).close()
+    rng = np.random.default_rng(0)
+    for number in range(num_slots // per_slab):
+        entries = rng.integers(0, 256, (per_slab, ENTRY_BYTES), np.uint8)
+        entries[:, -40] = 36  # the length of a key
+        slab = root / layout.directory / f"{number:016x}"
+        columns = bytes(layout.entries_at(per_slab) - PAGE_BYTES)
+        slab.with_suffix(TABLE_SUFFIX).write_bytes(layout.header(per_slab) + columns + entries.tobytes())
+        with slab.with_suffix(PAYLOAD_SUFFIX).open("wb") as payloads:
+            payloads.truncate(per_slab * layout.block_bytes)
+    begun = time.perf_counter()
+    store = SlabStore(root, 65536, max_bytes=1 << 40)
+    opened_s = time.perf_counter() - begun
+    num_blocks = sum(len(keys) for keys in islice(store.scan(), 1)) and store.stats().used_bytes // layout.block_bytes
+    seconds = time.perf_counter() - begun
+    store.close()
+    case = f"start with {num_blocks:,} blocks, lookups from {opened_s:.2f} s on"
+    return Row("disk_store", case, seconds, "s", "1 s", seconds, "<= 1" if num_slots >= 1_000_000 else "")

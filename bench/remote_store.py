@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remote stores against the least that could be done, and against the well-known clients: processor time per byte.
+
+Redis: a Valkey server of this machine, one thread, windows of 4 MiB. The references are a bare loop over a socket that
+moves the same bytes and checks nothing, the same loop with the seal's checksum, and redis-py with its own pipelines. A
+real network adds its latency to all of them; what the client's processor does for a byte stays. Lookups are compared
+with the server's own time for them, taken as that of the bare loop.
+
+Objects: a server that speaks S3 on this machine, 16 requests in flight. The reference is obstore alone, with as many
+threads. ``KVOFFLOAD_S3_SERVER`` names SeaweedFS' ``weed``; without it the server is moto's, which is so slow that the
+ratio says little.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import redis
+from tests.redis_server import RedisServer
+from tests.s3_server import BUCKET, S3Server
+
+from bench.core import Row
+from kvoffload.base import OffloadKey
+from kvoffload.testing.keys import keys as make_keys
+from kvoffload.tiering.stores.object import ObjectStore
+from kvoffload.tiering.stores.object.store import Deadlines
+from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.wire import encode
+from kvoffload.tiering.stores.seal import Sealer
+
+WINDOW_BYTES = 4 << 20
+SEAL = bytes(16)
+LOOKED_UP = 4000
+REQUESTS = 16
+
+
+def run(short: bool) -> list[Row]:
+    sizes, repeats = ([64 << 10], 1) if short else ([256 << 10, 1 << 20, 2 << 20], 9)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        server = RedisServer(Path(name))
+        try:
+            for size in sizes:
+                rows += _transfers(server, size, (4 << 20) if short else (64 << 20), repeats)
+            rows += _lookups(server, repeats)
+        finally:
+            server.stop()
+        s3 = S3Server(Path(name))
+        try:
+            rows += _objects(s3, sizes[-1] if short else 1 << 20, (1 << 20) if short else (64 << 20), repeats)
+        finally:
+            s3.stop()
+    return rows
+
+
+class _Bare:
+    """The bytes and nothing else, on one blocking socket; ``checks`` adds the checksum of each block."""
+
+    def __init__(self, port: int, size: int, *, checks: bool = False) -> None:
+        self._sealer = Sealer("bench") if checks else None
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._size = size
+        self._tail = bytearray(len(SEAL) + 2)
+        self._head = bytearray(len(b"$%d\r\n" % (size + len(SEAL))))
+
+    def write(self, names: list[OffloadKey], rows: list[memoryview]) -> None:
+        parts: list[bytes | memoryview] = []
+        for name, row in zip(names, rows, strict=True):
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, self._size + len(SEAL))
+            seal = self._sealer.seal(name, row) if self._sealer else SEAL
+            parts += (head, row, seal + b"\r\n")
+        while parts:
+            sent = self._socket.sendmsg(parts)
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = memoryview(parts[0])[sent:]
+        self._receive(memoryview(bytearray(5 * len(names))))
+
+    def read(self, names: list[OffloadKey], rows: list[memoryview]) -> None:
+        self._socket.sendall(b"".join(encode(b"GET", name) for name in names))
+        for name, row in zip(names, rows, strict=True):
+            self._receive(memoryview(self._head))
+            self._receive(row)
+            self._receive(memoryview(self._tail))
+            if self._sealer:
+                assert self._sealer.fits(self._tail[: len(SEAL)], name, row)
+
+    def exist(self, names: list[bytes]) -> None:
+        self._socket.sendall(b"".join(encode(b"EXISTS", name) for name in names))
+        self._receive(memoryview(bytearray(4 * len(names))))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive(self, target: memoryview) -> None:
+        while target:
+            target = target[self._socket.recv_into(target, 0, socket.MSG_WAITALL) :]
+
+
+class _Library:
+    """redis-py as its documentation has it: a pipeline per window."""
+
+    def __init__(self, port: int) -> None:
+        self._client = redis.Redis(port=port, protocol=2)
+
+    def write(self, names: list[OffloadKey], rows: list[memoryview]) -> None:
+        pipe = self._client.pipeline(transaction=False)
+        for name, row in zip(names, rows, strict=True):
+            pipe.set(bytes(name), row)
+        pipe.execute()
+
+    def read(self, names: list[OffloadKey], rows: list[memoryview]) -> None:
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            pipe.get(bytes(name))
+        for row, value in zip(rows, pipe.execute(), strict=True):
+            row[:] = value
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _transfers(server: RedisServer, size: int, total: int, repeats: int) -> list[Row]:
+    count = total // size
+    flat = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
+    rows = [memoryview(row) for row in flat]
+    names = make_keys(*range(count))
+    step = max(1, WINDOW_BYTES // size)
+    store = RedisStore(server.url, size, "bench")
+    bare, checking, library = _Bare(server.port, size), _Bare(server.port, size, checks=True), _Library(server.port)
+
+    def seconds_of(call: Callable[[list[OffloadKey], list[memoryview]], object]) -> float:
+        begun = time.process_time()
+        for start in range(0, count, step):
+            call(names[start : start + step], rows[start : start + step])
+        return time.process_time() - begun
+
+    def forget() -> None:
+        with server.client() as client:
+            client.flushall()
+
+    figures: dict[str, list[list[float]]] = {"write": [], "read": []}
+    ways = (
+        (store.write, bare.write, checking.write, library.write),
+        (store.read_into, bare.read, checking.read, library.read),
+    )
+    for direction, calls in zip(figures, ways, strict=True):
+        for _ in range(repeats):
+            taken = []
+            for call, write in zip(calls, ways[0], strict=True):
+                forget()
+                if direction == "read":
+                    seconds_of(write)
+                taken.append(seconds_of(call))
+            figures[direction].append(taken)
+    for end in (store, bare, checking, library):
+        end.close()
+    found = []
+    for direction, all_taken in figures.items():
+        per_gb = statistics.median(taken[0] for taken in all_taken) * 1e9 / total
+        case = f"redis: {direction} {size >> 10} KiB blocks, processor time"
+        references = ("a bare socket loop", "<= 1.5"), ("the same with checksums", ""), ("redis-py", "<= 0.5")
+        for place, (reference, target) in enumerate(references, start=1):
+            ratio = statistics.median(taken[0] / taken[place] for taken in all_taken)
+            found.append(Row("remote_store", case, per_gb, "s/GB", reference, ratio, target))
+    return found
+
+
+def _lookups(server: RedisServer, repeats: int) -> list[Row]:
+    store = RedisStore(server.url, 4096, "bench")
+    bare = _Bare(server.port, 4096)
+    wanted = make_keys(*range(LOOKED_UP))
+    names = [store._name(key) for key in wanted]
+    ours, its = [], []
+    for _ in range(repeats):
+        for call, log in ((lambda: store.contains(wanted), ours), (lambda: bare.exist(names), its)):
+            begun = time.perf_counter()
+            call()
+            log.append(time.perf_counter() - begun)
+    store.close()
+    bare.close()
+    ratio = statistics.median(one / other for one, other in zip(ours, its, strict=True))
+    value = statistics.median(ours) * 1e3
+    return [
+        Row("remote_store", f"redis: lookup of {LOOKED_UP:,} keys", value, "ms", "a bare socket loop", ratio, "<= 1.5")
+    ]
+
+
+def _objects(server: S3Server, size: int, total: int, repeats: int) -> list[Row]:
+    """Seconds for all blocks, in one batch after the other, against obstore with 16 threads."""
+    import obstore
+
+    count = total // size
+    rows = [memoryview(row) for row in np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)]
+    store = ObjectStore(f"s3://{BUCKET}/store", size, config=server.config, deadlines=Deadlines(10.0, 60.0))
+    client = store._objects
+    figures: dict[str, list[tuple[float, float]]] = {"write": [], "read": []}
+    with ThreadPoolExecutor(REQUESTS) as pool:
+
+        def put(name: str, row: memoryview) -> None:
+            obstore.put(client, name, bytes(row), mode="create", use_multipart=False)
+
+        def get(name: str, row: memoryview) -> None:
+            row[:] = memoryview(obstore.get(client, name).buffer())
+
+        for number in range(repeats):
+            keys = make_keys(*range(number * count, (number + 1) * count))
+            names = [f"alone/{key.hex()}" for key in keys]
+            batches = [slice(start, start + 2 * REQUESTS) for start in range(0, count, 2 * REQUESTS)]
+            for direction, ours, its in (("write", store.write, put), ("read", store.read_into, get)):
+                begun = time.perf_counter()
+                for batch in batches:
+                    assert all(ours(keys[batch], rows[batch]))
+                between = time.perf_counter()
+                for batch in batches:
+                    list(pool.map(its, names[batch], rows[batch]))
+                figures[direction].append((between - begun, time.perf_counter() - between))
+    store.close()
+    return [
+        Row(
+            "remote_store",
+            f"object: {direction} {count} blocks of {size >> 10} KiB, {REQUESTS} in flight",
+            statistics.median(ours for ours, _ in taken),
+            "s",
+            "obstore alone",
+            statistics.median(ours / its for ours, its in taken),
+            "<= 1.3",
+        )
+        for direction, taken in figures.items()
+    ]

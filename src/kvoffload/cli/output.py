@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the subcommands write besides their results: progress on stderr, and files of figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvoffload.errors import ConfigError
+from kvoffload.sim.plot import check_folder
+
+__all__ = ["check_json_target", "positive", "progress", "write_json"]
+
+_LINES = 10
+"""Lines per task where the output is no terminal."""
+
+
+@contextmanager
+def progress(totals: Mapping[str, int | None], unit: str) -> Iterator[Callable[[str], None]]:
+    """Shows how many of each task's ``unit`` are done. Yields what the caller calls, with the task's name, for each.
+
+    A terminal gets bars that disappear at the end. Any other output, a log for example, gets lines: at most ten for
+    each task with a total, and one for each tenth unit of a task without one.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console, totals, unit)
+        return
+    columns = (
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks = {name: bars.add_task(name, total=total, start=False) for name, total in totals.items()}
+
+        def advance(name: str) -> None:
+            bars.start_task(tasks[name])
+            bars.advance(tasks[name])
+
+        yield advance
+
+
+def _lines(console: Console, totals: Mapping[str, int | None], unit: str) -> Callable[[str], None]:
+    done = dict.fromkeys(totals, 0)
+    begin_s = time.monotonic()
+
+    def advance(name: str) -> None:
+        done[name] += 1
+        count, total = done[name], totals[name]
+        if total is None:
+            is_due, text = count % 10 == 0, f"{count:,}"
+        else:
+            is_due, text = count * _LINES // total > (count - 1) * _LINES // total, f"{count:,} of {total:,}"
+        if is_due:
+            seconds = time.monotonic() - begin_s
+            line = f"{name}: {text} {unit}, {seconds:.0f} s"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    return advance
+
+
+def positive(value: float, option: str) -> float:
+    """``value``. Raises ``ConfigError``, which names ``option``, unless it is a finite number above 0."""
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{option} must be positive, not {value:g}.")
+    return value
+
+
+def check_json_target(path: Path | None) -> None:
+    """Raises ``ConfigError`` if the file of ``--json`` could not be written. Creates nothing."""
+    try:
+        if path is not None:
+            check_folder(path)
+    except ConfigError as exc:
+        raise ConfigError(f"--json: {exc}") from exc
+
+
+def write_json(value: Any, path: Path | None) -> None:
+    """Writes the file of ``--json``, if there is to be one: the whole of it or nothing."""
+    if path is None:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

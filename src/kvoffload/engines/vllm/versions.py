@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The versions of vLLM that kvoffload works with, and what the adapter does differently in some of them.
+
+A difference has a function here and a line in ``tests/engines/vllm/test_interface.py``. Importing this module loads
+neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, cast
+
+from kvoffload.errors import ConfigError
+
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "event_extra_keys",
+    "hash_block_tokens",
+    "host_hit_source",
+    "release_of",
+    "vllm_release",
+]
+
+OLDEST, NEWEST = (0, 30), (0, 33)
+"""Major and minor version. The tests run with all of them but the newest, which was compared by its sources alone."""
+
+_0_31, _0_32 = (0, 31), (0, 32)
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Major and minor version of ``version``. Raises ``ConfigError`` for one that is not supported."""
+    found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
+    release = (int(found[1]), int(found[2])) if found else None
+    if release is None or not OLDEST <= release <= NEWEST:
+        raise ConfigError(
+            f"kvoffload works with vLLM {_text(OLDEST)} to {_text(NEWEST)}, and this is vLLM {version}: install one of "
+            "those versions."
+        )
+    return release
+
+
+def _text(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+@functools.cache
+def vllm_release() -> tuple[int, int]:
+    """``release_of`` the vLLM in this process. vLLM's own number counts, since its builds have various names."""
+    from vllm.version import __version__
+
+    return release_of(__version__)
+
+
+def host_hit_source() -> Any:
+    """What vLLM calls hits from host memory in its metrics. ``None`` before 0.32, which does not tell sources apart."""
+    if vllm_release() < _0_32:
+        return None
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource.HOST
+
+
+def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one of the engine's block hashes covers. Before 0.32 the KV cache's configuration does not say."""
+    if vllm_release() >= _0_32:
+        return int(kv_cache_config.hash_block_size)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    _, tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(tokens)
+
+
+def event_extra_keys(hashed: tuple[Any, ...] | None) -> list[Any] | None:
+    """``hashed``, what went into a block's hash beside its tokens, as vLLM's events of one block have it. Before 0.31
+    they have it as it was hashed."""
+    if vllm_release() < _0_31:
+        return [hashed]
+    from vllm.v1.core.kv_cache_utils import to_event_extra_keys
+
+    return cast("list[Any] | None", to_event_extra_keys([hashed]))

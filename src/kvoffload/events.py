@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events that wait for somebody to take them, in bounded memory."""
+
+from __future__ import annotations
+
+from kvoffload.base import OffloadingEvent, OffloadKey
+
+__all__ = ["PendingEvents"]
+
+_MIN_KEYS = 65_536
+
+
+class PendingEvents:
+    """The events of one ``medium`` since they were last taken, in the order in which they became true. One thread.
+
+    Where nobody takes the events they are *folded*, again and again: what is left of them is only how the medium
+    differs from what was taken last. That is at most the blocks that it held then and those that it holds now, and a
+    taker who comes late still folds to the resident set.
+    """
+
+    def __init__(self, medium: str, min_keys: int = _MIN_KEYS) -> None:
+        """Up to ``min_keys`` keys wait without being folded."""
+        self._medium = medium
+        self._min_keys = self._fold_at = min_keys
+        self._events: list[OffloadingEvent] = []
+        self._num_keys = 0
+        self.num_folded = 0
+        """Changes that a taker never saw, because a later one undid them before anybody took them."""
+
+    def __repr__(self) -> str:
+        return f"PendingEvents({self._medium!r}, {self._num_keys} keys)"
+
+    def __len__(self) -> int:
+        """Keys in the events that wait."""
+        return self._num_keys
+
+    def add(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        """``keys`` have left (``removed``) or appeared. The list is this object's from now on."""
+        if not keys:
+            return
+        self._events.append(OffloadingEvent(keys, self._medium, removed))
+        self._num_keys += len(keys)
+        if self._num_keys > self._fold_at:
+            self._fold()
+
+    def take(self) -> list[OffloadingEvent]:
+        """All that wait, which they do no longer."""
+        events, self._events = self._events, []
+        self._num_keys, self._fold_at = 0, self._min_keys
+        return events
+
+    def _fold(self) -> None:
+        first: dict[OffloadKey, bool] = {}
+        last: dict[OffloadKey, bool] = {}
+        for event in self._events:
+            for key in event.keys:
+                first.setdefault(key, event.removed)
+                last[key] = event.removed
+        # A key whose first change here is that it left was there before.
+        gone = [key for key, removed in last.items() if removed and first[key]]
+        new = [key for key, removed in last.items() if not removed and not first[key]]
+        self.num_folded += self._num_keys - len(gone) - len(new)
+        self._num_keys = len(gone) + len(new)
+        changes = ((gone, True), (new, False))
+        self._events = [OffloadingEvent(keys, self._medium, removed) for keys, removed in changes if keys]
+        # Twice what cannot be folded: each key is looked at twice on average, however long nobody comes.
+        self._fold_at = max(self._min_keys, 2 * self._num_keys)

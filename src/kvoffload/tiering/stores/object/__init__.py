@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks in an object store: S3 and what speaks its protocol, Google Cloud Storage, Azure."""
+
+from __future__ import annotations
+
+from kvoffload.tiering.stores.object.store import ObjectStore
+
+__all__ = ["ObjectStore"]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration keys of an ``object`` tier."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.object.store import Deadlines, ObjectStore
+from kvoffload.tiering.stores.remote import RemoteOptions, Secret, check_secret, read_secret
+
+__all__ = ["ObjectOptions"]
+
+
+class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
+    """``{"type": "object", "url": "s3://bucket/prefix", "config": {"region": "eu-central-1"}}``."""
+
+    url: Secret
+    config: dict[str, Secret] = msgspec.field(default_factory=dict)
+    """obstore's settings for the service: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key`` and so on.
+    What is left out comes from the environment (``AWS_...``) and the machine's own role."""
+    requests: int = 16
+    """Requests in flight at once, of reads and of writes."""
+    tls_ca: str | None = None
+    """File of authorities to trust besides the system's."""
+    connect_timeout_s: float = Deadlines().connect_s
+    request_timeout_s: float = Deadlines().request_s
+    """For one request, its body included."""
+
+    def check(self, block_bytes: int | None = None) -> None:
+        RemoteOptions.check(self, block_bytes)
+        if self.requests < 1:
+            raise ConfigError(f"requests of the 'object' tier must be at least 1, not {self.requests}.")
+        for name in ("connect_timeout_s", "request_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} of the 'object' tier must be positive, not {getattr(self, name)}.")
+        for name, value in self.config.items():
+            check_secret(value, f"config of the 'object' tier: {name}")
+        if isinstance(self.url, str):
+            known = {name: value if isinstance(value, str) else "unread" for name, value in self.config.items()}
+            self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and asks nobody anything
+
+    def _open(self, block_bytes: int, namespace: str) -> BlockStore:
+        config = {name: read_secret(value, f"{name} of the 'object' tier") for name, value in self.config.items()}
+        return self._make(block_bytes, namespace, self.secret("url") or "", config, self.read_seal_key())
+
+    def _make(
+        self, block_bytes: int, namespace: str, url: str, config: dict[str, str], secret: bytes | None = None
+    ) -> ObjectStore:
+        return ObjectStore(
+            url,
+            block_bytes,
+            namespace,
+            config=config,
+            requests=self.requests,
+            secret=secret,
+            deadlines=Deadlines(self.connect_timeout_s, self.request_timeout_s),
+            tls_ca=self.tls_ca,
+        )
+
+    def _check_store(self, store: BlockStore) -> None:
+        assert isinstance(store, ObjectStore)
+        store.check()

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the requests of a batch side by side, each of them a call that waits for one server."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+__all__ = ["Requests"]
+
+T = TypeVar("T")
+
+
+class _Batch(Generic[T]):
+    """The calls of one ``run``. Threads take from it, in order; whoever finishes the last one wakes the caller."""
+
+    def __init__(self, call: Callable[[int], T], count: int) -> None:
+        self.call = call
+        self.results: list[T | BaseException | None] = [None] * count
+        self._lock = threading.Lock()
+        self._num_open = count
+        self.has_ended = threading.Event()
+
+    def do(self, index: int) -> None:
+        try:
+            self.results[index] = self.call(index)
+        except BaseException as exc:  # noqa: BLE001 - a native client's panic is no Exception, and must not end the thread
+            self.results[index] = exc
+        with self._lock:
+            self._num_open -= 1
+            if not self._num_open:
+                self.has_ended.set()
+
+
+class Requests:
+    """``count`` daemon threads for requests. The first ``run`` starts them. Any thread may call ``run``; batches share
+    the threads, first come, first served."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count = name, count
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[_Batch[object], int] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    def run(self, call: Callable[[int], T], count: int) -> list[T | BaseException]:
+        """What ``call(0)`` to ``call(count - 1)`` return or raise, once all of them have."""
+        if not count:
+            return []
+        batch: _Batch[T] = _Batch(call, count)
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("the store is closed")
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._serve, name=f"kvoffload-{self._name}-{index}", daemon=True)
+                    for index in range(self._count)
+                ]
+                for thread in self._threads:
+                    thread.start()
+            for index in range(count):
+                self._queue.put((batch, index))  # type: ignore[arg-type]
+        batch.has_ended.wait()
+        results: Sequence[T | BaseException | None] = batch.results
+        return results  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Ends the threads once the requests that they are at have ended. Idempotent."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+            self._is_closed = True
+            for _ in threads:
+                self._queue.put(None)
+        for thread in threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            batch, index = job
+            batch.do(index)
+            del job, batch  # a thread that waits must not keep a batch's memory alive

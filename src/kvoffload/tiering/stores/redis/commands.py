@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a server in one window, and what its replies mean: one command per key, all in one go."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode
+from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
+
+__all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put"]
+
+Answer = bool | ErrorReply
+"""Of one key: its outcome, or what the server has against it."""
+
+
+class Commands(ABC):
+    """A command for each of ``names``. ``most`` of them make a window."""
+
+    def __init__(self, names: Sequence[bytes], most: int) -> None:
+        self.names = names
+        self.most = most
+
+    @abstractmethod
+    def send(self, wire: Wire, indexes: Sequence[int]) -> None:
+        """Sends the commands for ``names[index]`` of each index."""
+
+    @abstractmethod
+    def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        """The answers to them."""
+
+
+class Ask(Commands):
+    """A command that has only a name: ``EXISTS``, ``TOUCH``, ``UNLINK``. The outcome: whether there was such a key."""
+
+    def __init__(self, command: bytes, names: Sequence[bytes], most: int) -> None:
+        super().__init__(names, most)
+        self._command = command
+
+    def send(self, wire: Wire, indexes: Sequence[int]) -> None:
+        wire.send([b"".join([encode(self._command, self.names[index]) for index in indexes])])
+
+    def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        return [_answer_of(line, line != b":0") for line in wire.read_lines(len(indexes))]
+
+
+class Put(Commands):
+    """``SET NX``: a block from its slot, and its seal behind it. The outcome is ``True`` also if the key is there."""
+
+    def __init__(
+        self,
+        names: Sequence[bytes],
+        most: int,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+        sealer: Sealer,
+        ttl_s: int | None,
+    ) -> None:
+        super().__init__(names, most)
+        self._keys, self._blocks, self._sealer = keys, blocks, sealer
+        options = [b"NX"] if ttl_s is None else [b"NX", b"EX", b"%d" % ttl_s]
+        self._end = b"\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in options)
+        self._begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
+
+    def send(self, wire: Wire, indexes: Sequence[int]) -> None:
+        parts: list[Buffer] = []
+        for index in indexes:
+            name, block = self.names[index], self._blocks[index]
+            seal = self._sealer.seal(self._keys[index], block)
+            head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, block.nbytes + SEAL_BYTES)
+            parts += (head, block, seal + self._end)
+        wire.send(parts)
+
+    def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        return [_answer_of(line, True) for line in wire.read_lines(len(indexes))]
+
+
+class Get(Commands):
+    """``GET``: a value into its slot, if it is the block that it should be. ``bad`` collects the indexes of those that
+    are not: of another length or kind, or with a seal that does not fit."""
+
+    def __init__(
+        self,
+        names: Sequence[bytes],
+        most: int,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+        sealer: Sealer,
+    ) -> None:
+        super().__init__(names, most)
+        self._keys, self._blocks, self._sealer = keys, blocks, sealer
+        self.bad: list[int] = []
+
+    def send(self, wire: Wire, indexes: Sequence[int]) -> None:
+        wire.send([b"".join([encode(b"GET", self.names[index]) for index in indexes])])
+
+    def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        answers: list[Answer] = []
+        seal = bytearray(SEAL_BYTES)
+        for index in indexes:
+            block = self._blocks[index]
+            reply = wire.read_value([block, memoryview(seal)], block.nbytes + SEAL_BYTES)
+            is_other = reply is False or (isinstance(reply, ErrorReply) and reply.startswith("WRONGTYPE"))
+            if is_other or (reply is True and not self._sealer.fits(seal, self._keys[index], block)):
+                self.bad.append(index)
+                reply = False
+            answers.append(reply or False if not isinstance(reply, ErrorReply) else reply)
+        return answers
+
+
+class Asking(Commands):
+    """``inner``, where each command needs the permission of a node that a slot is moving to."""
+
+    def __init__(self, inner: Commands) -> None:
+        super().__init__(inner.names, inner.most)
+        self._inner = inner
+
+    def send(self, wire: Wire, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            wire.send([encode(b"ASKING")])
+            self._inner.send(wire, [index])
+
+    def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        answers: list[Answer] = []
+        for index in indexes:
+            wire.read_line()
+            answers += self._inner.receive(wire, [index])
+        return answers
+
+
+def _answer_of(line: bytes, outcome: bool) -> Answer:
+    return ErrorReply(line[1:].decode("utf-8", "replace")) if line[:1] == b"-" else outcome

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration keys of a ``redis`` tier."""
+
+from __future__ import annotations
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.redis.nodes import Timeouts
+from kvoffload.tiering.stores.redis.store import RedisStore
+from kvoffload.tiering.stores.remote import RemoteOptions, Secret, check_secret
+from kvoffload.units import parse_seconds
+
+__all__ = ["RedisOptions"]
+
+
+class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
+    """``{"type": "redis", "url": "rediss://user@host:6380/0", "cluster": true, "ttl": "24h"}``."""
+
+    url: Secret
+    ttl: str | float | None = None
+    """The age at which a block expires: seconds, or text with a unit such as ``"24h"``. Default: never."""
+    cluster: bool = False
+    """The URL names a node of a cluster; the others are learned from it."""
+    prefix: str = "kvoffload"
+    """What all names begin with, so that an access rule can be about them."""
+    username: str | None = None
+    """Instead of the URL's."""
+    password: Secret | None = None
+    """Instead of the URL's."""
+    tls_ca: str | None = None
+    """File of the authorities to trust, instead of the system's."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    """Files of the certificate and key to show, where the server asks for them."""
+    tls_verify: bool = True
+    """Check the server's certificate and name. Without it anybody on the way can pose as the server."""
+    connect_timeout_s: float = Timeouts().connect_s
+    """For a connection, and for each answer of the greeting."""
+    window_timeout_s: float = Timeouts().window_s
+    """For one window of some 4 MiB of requests and all of its answers. The connection is closed then."""
+
+    def check(self, block_bytes: int | None = None) -> None:
+        RemoteOptions.check(self, block_bytes)
+        check_secret(self.password, "password of the 'redis' tier")
+        for name in ("connect_timeout_s", "window_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} of the 'redis' tier must be positive, not {getattr(self, name)}.")
+        if self.ttl_s is not None and self.ttl_s < 1:
+            raise ConfigError(f"ttl of the 'redis' tier must be a second at least, not {self.ttl!r}.")
+        if isinstance(self.url, str):
+            self._make(block_bytes or 1, "", self.url).close()  # reads no secret, and connects to nothing
+
+    @property
+    def ttl_s(self) -> float | None:
+        return None if self.ttl is None else parse_seconds(self.ttl, "ttl of the 'redis' tier")
+
+    def _open(self, block_bytes: int, namespace: str) -> BlockStore:
+        url, password = self.secret("url") or "", self.secret("password")
+        return self._make(block_bytes, namespace, url, password=password, secret=self.read_seal_key())
+
+    def _make(
+        self, block_bytes: int, namespace: str, url: str, password: str | None = None, secret: bytes | None = None
+    ) -> RedisStore:
+        return RedisStore(
+            url,
+            block_bytes,
+            namespace,
+            cluster=self.cluster,
+            ttl_s=self.ttl_s,
+            prefix=self.prefix,
+            secret=secret,
+            timeouts=Timeouts(self.connect_timeout_s, self.window_timeout_s),
+            username=self.username,
+            password=password,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            tls_verify=self.tls_verify,
+        )

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the options of remote stores have in common: secrets that appear nowhere, ages, and a check at the start."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlsplit, urlunsplit
+
+from kvoffload.base import OffloadKey
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.options import StoreOptions
+from kvoffload.tiering.stores.base import BlockStore
+
+__all__ = ["RemoteOptions", "Secret", "read_secret", "without_credentials"]
+
+Secret = str | dict[str, str]
+"""Text, or where to read it: ``{"file": path}`` or ``{"env": name}``. Only the last two keep it out of the engine's own
+log of its configuration."""
+
+_SHORTEST_SEAL_KEY = 16
+
+
+def check_secret(secret: Secret | None, what: str) -> None:
+    """Raises ``ConfigError`` unless ``secret`` says where it is. Reads nothing."""
+    if isinstance(secret, dict) and (len(secret) != 1 or not secret.keys() <= {"file", "env"}):
+        raise ConfigError(f'{what} must be text, {{"file": path}} or {{"env": name}}.')
+
+
+def read_secret(secret: Secret, what: str) -> str:
+    """The text itself, without a file's last line break. ``ConfigError`` says where it should be, and no more."""
+    check_secret(secret, what)
+    if isinstance(secret, str):
+        return secret
+    if name := secret.get("env"):
+        if name not in os.environ:
+            raise ConfigError(f"{what} is to be read from the environment variable {name}, which is not set.")
+        return os.environ[name]
+    try:
+        return Path(secret["file"]).read_text().rstrip("\r\n")
+    except OSError as exc:
+        raise ConfigError(f"{what} is to be read from {secret['file']}, which fails: {exc.strerror}.") from exc
+
+
+def without_credentials(url: str) -> str:
+    """``url`` for people to read: user, password and query are left out."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "..."
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
+    """Options of a store that other machines share."""
+
+    is_persistent: ClassVar[bool] = True
+
+    required: bool = False
+    """Refuse to start if the store cannot be used. Otherwise the engine starts, and the tier is used once it works."""
+    seal_key: Secret | None = None
+    """A secret that all engines of the fleet share. Nobody who lacks it can make a block that is served."""
+
+    def __repr__(self) -> str:
+        # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
+        shown = ("type", "name", "required", "cascade", "threads", "timeout_s")
+        known = {name: getattr(self, name) for name in shown}
+        if (url := getattr(self, "url", None)) is not None:
+            known["url"] = without_credentials(url) if isinstance(url, str) else url
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+
+    def check(self, block_bytes: int | None = None) -> None:
+        StoreOptions.check(self, block_bytes)
+        for name in ("url", "seal_key"):
+            check_secret(getattr(self, name, None), f"{name} of the {self.type!r} tier")
+        if isinstance(self.seal_key, str):
+            self._check_seal_key(self.seal_key)
+
+    def secret(self, name: str) -> str | None:
+        """The text of the option ``name``, which is a secret."""
+        value: Secret | None = getattr(self, name)
+        return None if value is None else read_secret(value, f"{name} of the {self.type!r} tier")
+
+    def read_seal_key(self) -> bytes | None:
+        key = self.secret("seal_key")
+        if key is None:
+            return None
+        self._check_seal_key(key)
+        return key.encode()
+
+    def _check_seal_key(self, key: str) -> None:
+        if len(key) < _SHORTEST_SEAL_KEY:
+            raise ConfigError(
+                f"seal_key of the {self.type!r} tier must have {_SHORTEST_SEAL_KEY} characters at least; make one with "
+                "'openssl rand -hex 32'."
+            )
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        store = self._open(block_bytes, namespace)
+        if self.required:
+            try:
+                self._check_store(store)
+            except BaseException:
+                store.close()
+                raise
+        return store
+
+    @abstractmethod
+    def _open(self, block_bytes: int, namespace: str) -> BlockStore:
+        """The store. Touches nothing outside of this process."""
+
+    def _check_store(self, store: BlockStore) -> None:
+        """Raises ``StoreError``, in one sentence, if ``store`` cannot be used."""
+        store.contains([OffloadKey(b"check")])

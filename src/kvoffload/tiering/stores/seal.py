@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seal of a block: 16 bytes beside it that no other block, key, namespace or secret gives."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import xxhash
+
+from kvoffload.base import OffloadKey
+
+__all__ = ["SEAL_BYTES", "Sealer"]
+
+SEAL_BYTES = 16
+
+
+class Sealer:
+    """Makes the seals of one namespace. Any thread may use it.
+
+    Without a ``secret`` a seal is an xxh3 checksum, which finds what was damaged or mixed up by accident. With one it
+    is a message authentication code (HMAC-SHA256, cut to 16 bytes): who does not know the secret cannot make a block
+    that passes.
+    """
+
+    def __init__(self, namespace: str = "", secret: bytes | None = None) -> None:
+        self._prefix = hashlib.blake2b(namespace.encode(), digest_size=16).digest() if namespace else b""
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return f"Sealer({'keyed' if self._secret else 'checksum'})"
+
+    def seal(self, key: OffloadKey, block: memoryview) -> bytes:
+        """The only seal that ``block`` (contiguous) has as ``key``."""
+        identity = self._prefix + len(key).to_bytes(4, "big") + key
+        if self._secret is not None:
+            return hmac.digest(hmac.digest(self._secret, identity, "sha256"), block, "sha256")[:SEAL_BYTES]
+        state = xxhash.xxh3_128(identity)
+        state.update(block)
+        return state.digest()
+
+    def fits(self, seal: bytes | bytearray | memoryview, key: OffloadKey, block: memoryview) -> bool:
+        """Whether ``seal`` is that of ``block`` as ``key``."""
+        return hmac.compare_digest(seal, self.seal(key, block))

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maintenance of a slab store: usage, verification, deletion.
+
+All of it works beside running servers. A slab that a server writes to is read, but never changed: the server itself
+finds out about a bad block when it reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.errors import ConfigError, suggest
+from kvoffload.tiering.stores.root import (
+    CONTROL_DIR,
+    Access,
+    NamespaceUsage,
+    check_control,
+    check_locks,
+    directory_of,
+    display_name,
+    open_directory,
+    try_lock,
+)
+from kvoffload.tiering.stores.slab.directory import LOCK_NAME, SlabSeen, root_lock, slabs_in, sweep, try_remove
+from kvoffload.tiering.stores.slab.file import SlabFile, SlabUnfit
+from kvoffload.tiering.stores.slab.format import (
+    EMPTY_ENTRY,
+    ENTRY,
+    PAGE_BYTES,
+    PAYLOAD_SUFFIX,
+    SEAL_BYTES,
+    TABLE_SUFFIX,
+    SlabFormat,
+)
+
+__all__ = ["SlabRoot", "StoredBlock", "is_slab_root"]
+
+_PATIENCE_S = 5.0
+_NS = 1_000_000_000
+
+
+def is_slab_root(path: Path) -> bool:
+    """Whether a ``SlabStore`` has been at work on this root."""
+    return (path / CONTROL_DIR / LOCK_NAME).is_file()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block as a walk over the tables finds it, or a whole slab that cannot be used."""
+
+    directory: str
+    slab: str
+    index: int
+    """-1: the slab."""
+    size_bytes: int
+    entry: bytes = b""
+
+    @property
+    def path(self) -> str:
+        """For people to read."""
+        return f"{self.directory}/{self.slab}" + (f"[{self.index}]" if self.index >= 0 else TABLE_SUFFIX)
+
+
+class SlabRoot:
+    """A root on disk. Raises ``ConfigError`` if ``path`` is not one."""
+
+    def __init__(self, path: Path) -> None:
+        if not is_slab_root(path):
+            raise ConfigError(f"{path} is no kvoffload store of a 'disk' tier.")
+        self.path = path
+        self._root = str(path.absolute())
+        check_locks(self._root)
+        shared = stat.S_ISGID | stat.S_IRWXG
+        is_group = (path / CONTROL_DIR).lstat().st_mode & shared == shared
+        self._access: Access = check_control(self._root, "group" if is_group else "private")
+
+    def directories(self) -> list[str]:
+        """The directories of all namespaces with a slab, sorted."""
+        return sorted(name for name, fd in self._namespaces() if slabs_in(fd))
+
+    def directory(self, namespace: str) -> str:
+        """The directory of a namespace, which is given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
+        known = self.directories()
+        if (directory := directory_of(namespace)) in known:
+            return directory
+        names = [display_name(directory) for directory in known]
+        if namespace in names:
+            return known[names.index(namespace)]
+        raise ConfigError(f"{self.path} has no namespace {namespace!r}.{suggest(namespace, names)}")
+
+    def usage(self) -> list[NamespaceUsage]:
+        """One entry per namespace. Reads tables only."""
+        found = []
+        for directory, dir_fd in self._namespaces():
+            usage = NamespaceUsage(directory)
+            for slab in slabs_in(dir_fd):
+                usage.size_bytes += slab.num_bytes
+                try:
+                    with self._opened(directory, slab.name, dir_fd) as (file, _):
+                        table = np.frombuffer(file.read_entries(0, file.num_slots), ENTRY)
+                        held = table["length"] != 0
+                        used_s = np.maximum(table["written_s"], file.read_uses())[held]
+                except (SlabUnfit, OSError):
+                    continue
+                usage.num_blocks += len(used_s)
+                for used in (used_s.min(initial=0xFFFF_FFFF), used_s.max(initial=0)) if len(used_s) else ():
+                    usage.add_use(int(used) * _NS)
+            if usage.size_bytes:
+                found.append(usage)
+        return sorted(found, key=lambda usage: usage.directory)
+
+    def files(self, directory: str | None = None) -> Iterator[StoredBlock]:
+        """The blocks of one namespace, or of all."""
+        for name, dir_fd in self._namespaces(directory):
+            for slab in slabs_in(dir_fd):
+                if slab.is_new:
+                    continue
+                try:
+                    with self._opened(name, slab.name, dir_fd) as (file, layout):
+                        entries = bytes(file.read_entries(0, file.num_slots))
+                        held = np.flatnonzero(np.frombuffer(entries, ENTRY)["length"])
+                except FileNotFoundError:
+                    continue
+                except (SlabUnfit, OSError):
+                    yield StoredBlock(name, slab.name, -1, slab.num_bytes)
+                    continue
+                size = ENTRY.itemsize
+                for index in held.tolist():
+                    entry = entries[index * size : (index + 1) * size]
+                    yield StoredBlock(name, slab.name, index, layout.block_bytes, entry)
+
+    def is_sound(self, block: StoredBlock) -> bool | None:
+        """Whether a block verifies, ``None`` if it is gone. Reads a block twice before it calls it bad."""
+        for name, dir_fd in self._namespaces(block.directory):
+            try:
+                with self._opened(name, block.slab, dir_fd) as (file, layout):
+                    if block.index < 0:
+                        return None  # sound now: a server has made it anew
+                    payload = memoryview(bytearray(layout.block_bytes))
+                    for _ in range(2):
+                        is_whole = file.read_buffered(block.index, payload)
+                        if is_whole and layout.seal(layout.hash_of(block.entry), payload) == block.entry[:SEAL_BYTES]:
+                            return True
+                        if bytes(file.read_entries(block.index, 1)) != block.entry:
+                            return None
+            except SlabUnfit:
+                pass
+            except FileNotFoundError:
+                return None
+            return False
+        return None
+
+    def remove(self, blocks: list[StoredBlock]) -> int:
+        """Empties the slots of bad blocks, and removes bad slabs, unless a server writes to the slab. Returns how many
+        there were."""
+        count = 0
+        for block in blocks:
+            for name, dir_fd in self._namespaces(block.directory):
+                try:
+                    if block.index < 0:
+                        with self._root_lock():
+                            count += try_remove(block.slab, dir_fd)
+                        continue
+                    with self._opened(name, block.slab, dir_fd) as (file, _):
+                        if file.try_lock() and bytes(file.read_entries(block.index, 1)) == block.entry:
+                            file.write_entries(block.index, EMPTY_ENTRY)
+                            count += 1
+                except (SlabUnfit, OSError):
+                    continue
+        return count
+
+    def clear(self, directory: str) -> int:
+        """Removes all slabs of a namespace. Returns how many blocks they had. A server that uses one goes on with a new
+        one within a second."""
+        count = sum(usage.num_blocks for usage in self.usage() if usage.directory == directory)
+        with self._root_lock():
+            for _, dir_fd in self._namespaces(directory):
+                for slab in slabs_in(dir_fd):
+                    for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
+                        try:
+                            os.unlink(slab.name + suffix, dir_fd=dir_fd)
+                        except FileNotFoundError:
+                            pass
+        try:
+            os.rmdir(os.path.join(self._root, directory))
+        except OSError:
+            pass  # a server has just written there again, or it holds files that are not ours
+        return count
+
+    def sweep(self) -> int:
+        """Removes what dead processes were making. Returns how many slabs there were."""
+        with self._root_lock():
+            return sum(sweep(dir_fd) for _, dir_fd in self._namespaces())
+
+    def shrink(self, max_bytes: int | None) -> tuple[int, int]:
+        """Removes slabs that no server writes to until at most ``max_bytes`` are left: those of namespaces without a
+        server first, then by their last use. ``None``: removes nothing.
+
+        Returns the number of blocks that are gone and the bytes on the disk.
+        """
+        blocks_before = sum(usage.num_blocks for usage in self.usage())
+        with self._root_lock():
+            slabs = list[tuple[bool, int, str, SlabSeen]]()
+            for name, dir_fd in self._namespaces():
+                is_used = not try_lock(dir_fd)
+                slabs += [(is_used, slab.used_ns, name, slab) for slab in slabs_in(dir_fd)]
+            num_bytes = sum(slab.num_bytes for *_, slab in slabs)
+            for _, _, name, slab in sorted(slabs, key=lambda one: one[:3]):
+                if max_bytes is None or num_bytes <= max_bytes:
+                    break
+                for _, dir_fd in self._namespaces(name):
+                    try:
+                        num_bytes -= slab.num_bytes * try_remove(slab.name, dir_fd)
+                    except OSError:
+                        continue
+        return blocks_before - sum(usage.num_blocks for usage in self.usage()), num_bytes
+
+    @contextmanager
+    def _opened(self, directory: str, slab: str, dir_fd: int) -> Iterator[tuple[SlabFile, SlabFormat]]:
+        """Raises ``SlabUnfit`` or ``OSError``."""
+        fd = os.open(slab + TABLE_SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        try:
+            block_bytes = SlabFormat.block_bytes_in(os.pread(fd, PAGE_BYTES, 0))
+        finally:
+            os.close(fd)
+        if block_bytes is None:
+            raise SlabUnfit(f"{slab} has no sound header")
+        layout = SlabFormat(directory, block_bytes)
+        file = SlabFile.open(slab, layout, dir_fd, self._access)
+        try:
+            yield file, layout
+        finally:
+            file.close()
+
+    @contextmanager
+    def _root_lock(self) -> Iterator[None]:
+        """Waits for a server that is making a slab. Raises ``ConfigError`` if it takes too long."""
+        end_s = time.monotonic() + _PATIENCE_S
+        while True:
+            with root_lock(self._root, self._access) as is_locked:
+                if is_locked:
+                    yield
+                    return
+            if time.monotonic() > end_s:
+                raise ConfigError(f"Another process keeps {self.path} locked; try again later.")
+            time.sleep(0.05)
+
+    def _namespaces(self, only: str | None = None) -> Iterator[tuple[str, int]]:
+        root_fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in sorted(os.listdir(root_fd)) if only is None else [only]:
+                if name.startswith("."):
+                    continue
+                try:
+                    fd = open_directory(name, root_fd)
+                except OSError:
+                    continue  # a link, a file, or not for us
+                try:
+                    if self._access.admits(os.fstat(fd)):
+                        yield name, fd
+                finally:
+                    os.close(fd)
+        finally:
+            os.close(root_fd)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which slots are free, and which are written over next. No I/O and no lock: the store holds its own around each call.
+
+A slot's number is ``slab * SLAB_STRIDE + index``, so that neighbouring slots of a slab have neighbouring numbers, and
+no run crosses from one slab into another.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["MAX_SLAB_SLOTS", "SLAB_STRIDE", "Allocator", "FreeRuns", "Run", "runs_of"]
+
+SLAB_STRIDE = 1 << 20
+MAX_SLAB_SLOTS = SLAB_STRIDE - 1
+"""One less than the stride, so that the last slot of a slab and the first of the next one are no neighbours."""
+
+_FREE = 0
+_BUSY = np.iinfo(np.int64).max
+"""As a time of use: being written, or out of use. Never evicted."""
+_PLAN_SHARE = 64
+"""One in so many slots, the least recently used, are looked at together for runs of neighbours."""
+_GRAIN_SHARE = 64
+_MAX_GRAIN = 64
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Run:
+    """Neighbouring slots of one slab."""
+
+    start: int
+    count: int
+
+    @property
+    def slab(self) -> int:
+        return self.start // SLAB_STRIDE
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    @property
+    def first(self) -> int:
+        """The first slot's index in its slab."""
+        return self.start % SLAB_STRIDE
+
+
+def runs_of(slots: Iterable[int]) -> list[Run]:
+    """``slots``, ascending, as runs."""
+    runs = list[Run]()
+    start = stop = -1
+    for slot in slots:
+        if slot == stop:
+            stop += 1
+            continue
+        if stop > start:
+            runs.append(Run(start, stop - start))
+        start, stop = slot, slot + 1
+    if stop > start:
+        runs.append(Run(start, stop - start))
+    return runs
+
+
+class FreeRuns:
+    """Free slots as maximal runs. A request gets the shortest run that is long enough, so that long ones stay whole."""
+
+    def __init__(self) -> None:
+        self._count_at: dict[int, int] = {}
+        self._start_of_end: dict[int, int] = {}
+        self._by_count: list[tuple[int, int]] = []
+        self.num_slots = 0
+
+    def __len__(self) -> int:
+        return len(self._count_at)
+
+    def add(self, run: Run) -> None:
+        start, count = run.start, run.count
+        self.num_slots += count
+        before = self._start_of_end.get(start)
+        if before is not None:
+            count += self._remove(before)
+            start = before
+        if start + count in self._count_at:
+            count += self._remove(start + count)
+        self._insert(start, count)
+
+    def take(self, count: int) -> list[Run]:
+        """``count`` slots in as few runs as there are; fewer slots if there are no more."""
+        taken = []
+        while count > 0 and self._by_count:
+            at = min(bisect_left(self._by_count, (count, 0)), len(self._by_count) - 1)
+            have, start = self._by_count[at]
+            self._remove(start)
+            used = min(have, count)
+            if have > used:
+                self._insert(start + used, have - used)
+            taken.append(Run(start, used))
+            count -= used
+            self.num_slots -= used
+        return taken
+
+    def drop_slab(self, slab: int) -> None:
+        for start in [start for start in self._count_at if start // SLAB_STRIDE == slab]:
+            self.num_slots -= self._remove(start)
+
+    def runs(self) -> list[Run]:
+        return [Run(start, count) for start, count in sorted(self._count_at.items())]
+
+    def _insert(self, start: int, count: int) -> None:
+        self._count_at[start] = count
+        self._start_of_end[start + count] = start
+        insort(self._by_count, (count, start))
+
+    def _remove(self, start: int) -> int:
+        count = self._count_at.pop(start)
+        del self._start_of_end[start + count]
+        del self._by_count[bisect_left(self._by_count, (count, start))]
+        return count
+
+
+class Allocator:
+    """The slots that this process may write: free, in use since some time, or busy.
+
+    Eviction is by least recent use, in runs. A *plan* is one in 64 of all slots, those with the oldest uses. The
+    longest runs of the plan go first, and what is used meanwhile is taken out of it. When half of the plan is gone, a
+    new one is made: short runs are left for then, when their neighbours may have aged as well. A store of a few slots
+    has a plan of one slot, which is plain LRU.
+    """
+
+    def __init__(self) -> None:
+        self.free = FreeRuns()
+        self._used_ns: dict[int, npt.NDArray[np.int64]] = {}
+        self._num_slots = 0
+        self._plan: list[Run] = []
+        self._plan_ns = 0
+        self._num_planned = 0
+        self._replan_at = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    def add_slab(self, slab: int, used_ns: npt.NDArray[np.int64]) -> None:
+        """``used_ns`` has the time of last use of each slot, 0 for a free one. It is the allocator's from now on, but
+        others may read it."""
+        self._used_ns[slab] = used_ns
+        self._num_slots += len(used_ns)
+        base = slab * SLAB_STRIDE
+        for run in runs_of((np.flatnonzero(used_ns == _FREE) + base).tolist()):
+            self.free.add(run)
+
+    def drop_slab(self, slab: int) -> None:
+        used_ns = self._used_ns.pop(slab, None)
+        if used_ns is not None:
+            self._num_slots -= len(used_ns)
+            self.free.drop_slab(slab)
+            self._plan = [run for run in self._plan if run.slab != slab]
+            self._num_planned = sum(run.count for run in self._plan)
+
+    def grain_of(self, count: int) -> int:
+        """How many slots to evict where ``count`` are needed: more than a single one, so that free space is in runs."""
+        return max(count, min(_MAX_GRAIN, self._num_slots // _GRAIN_SHARE))
+
+    def evict(self, count: int, before_ns: int) -> list[Run]:
+        """Gives up at least ``count`` slots if that many were used before ``before_ns`` at the latest. They are busy
+        afterwards: ``release`` makes them free."""
+        evicted, num_evicted = list[Run](), 0
+        has_planned = False
+        while num_evicted < count:
+            if self._num_planned <= self._replan_at or not self._plan:
+                if has_planned and not self._plan:
+                    break
+                if not has_planned:
+                    self._make_plan(count - num_evicted)
+                    has_planned = True
+                if not self._plan:
+                    break
+            run = self._plan.pop()
+            self._num_planned -= run.count
+            want = count - num_evicted
+            for part in self._unused_parts(run, before_ns):
+                if num_evicted >= count:
+                    self._give_back(part)
+                    continue
+                if part.count > want:
+                    self._give_back(Run(part.start + want, part.count - want))
+                    part = Run(part.start, want)
+                self._set(part, _BUSY)
+                evicted.append(part)
+                num_evicted += part.count
+                want = count - num_evicted
+        return evicted
+
+    def take(self, count: int) -> list[Run]:
+        """Free slots, which are busy from now on: at most ``count``."""
+        runs = self.free.take(count)
+        for run in runs:
+            self._set(run, _BUSY)
+        return runs
+
+    def release(self, run: Run) -> None:
+        """Busy or used slots are free. Ignores slots of a slab that was dropped."""
+        if run.slab in self._used_ns:
+            self._set(run, _FREE)
+            self.free.add(run)
+
+    def hold(self, run: Run) -> None:
+        """Used slots are busy: their block is gone, and ``release`` makes them free."""
+        self._set(run, _BUSY)
+
+    def is_held(self, slab: int) -> npt.NDArray[np.bool_]:
+        """Which slots of a slab hold a block."""
+        used_ns = self._used_ns[slab]
+        is_held: npt.NDArray[np.bool_] = (used_ns != _FREE) & (used_ns != _BUSY)
+        return is_held
+
+    def use(self, slots: Sequence[int], stamps_ns: Sequence[int]) -> None:
+        """Slots hold a block, used at these times. Ignores slots of other processes."""
+        for slot, stamp_ns in zip(slots, stamps_ns, strict=True):
+            used_ns = self._used_ns.get(slot // SLAB_STRIDE)
+            if used_ns is not None:
+                used_ns[slot % SLAB_STRIDE] = stamp_ns
+
+    def check_invariants(self) -> None:
+        """Raises ``AssertionError`` if free runs and times of use disagree."""
+        free = self.free.runs()
+        assert free == runs_of([slot for run in free for slot in range(run.start, run.stop)]), "runs are not maximal"
+        assert sum(run.count for run in free) == self.free.num_slots
+        expected = [
+            slot
+            for slab in sorted(self._used_ns)
+            for slot in (np.flatnonzero(self._used_ns[slab] == _FREE) + slab * SLAB_STRIDE).tolist()
+        ]
+        assert free == runs_of(expected), "free slots are lost, or not free"
+        assert self._num_slots == sum(len(used_ns) for used_ns in self._used_ns.values())
+        assert self._num_planned == sum(run.count for run in self._plan)
+
+    def _set(self, run: Run, value: int) -> None:
+        self._used_ns[run.slab][run.first : run.first + run.count] = value
+
+    def _give_back(self, run: Run) -> None:
+        self._plan.append(run)
+        self._num_planned += run.count
+
+    def _unused_parts(self, run: Run, before_ns: int) -> list[Run]:
+        """The slots of a planned run that still hold a block and were not used since."""
+        used_ns = self._used_ns[run.slab][run.first : run.first + run.count]
+        fit = (used_ns != _FREE) & (used_ns <= min(self._plan_ns, before_ns))
+        if fit.all():
+            return [run]
+        return runs_of((np.flatnonzero(fit) + run.start).tolist())
+
+    def _make_plan(self, count: int) -> None:
+        slabs = list(self._used_ns)
+        if not slabs:
+            self._plan = []
+            return
+        used_ns = np.concatenate([self._used_ns[slab] for slab in slabs])
+        numbers = np.concatenate([np.arange(len(self._used_ns[slab])) + slab * SLAB_STRIDE for slab in slabs])
+        held = (used_ns != _FREE) & (used_ns != _BUSY)
+        used_ns, numbers = used_ns[held], numbers[held]
+        size = min(max(count, self._num_slots // _PLAN_SHARE), len(numbers))
+        self._plan, self._num_planned = [], 0
+        if not size:
+            return
+        self._plan_ns = int(np.partition(used_ns, size - 1)[size - 1])
+        old = used_ns <= self._plan_ns
+        used_ns, numbers = used_ns[old], numbers[old]
+        starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
+        counts = np.diff(starts, append=len(numbers))
+        # Taken from the end: the longest run, to the power of two; of equals the one with the oldest use.
+        lengths = np.log2(np.minimum(counts, _MAX_GRAIN)).astype(np.int64)
+        order = np.lexsort((-np.minimum.reduceat(used_ns, starts), lengths))
+        self._plan = [Run(int(numbers[starts[at]]), int(counts[at])) for at in order]
+        self._num_planned = len(numbers)
+        self._replan_at = len(numbers) // 2

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two files of a slab: opened without following links, locked, read and written. Direct I/O where that works."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.tiering.stores.root import Access, try_lock
+from kvoffload.tiering.stores.slab.format import (
+    ENTRY_BYTES,
+    NEW_PREFIX,
+    PAGE_BYTES,
+    PAGE_SLOTS,
+    PAYLOAD_SUFFIX,
+    TABLE_SUFFIX,
+    SlabFormat,
+)
+
+__all__ = ["SlabFile", "SlabUnfit"]
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MAX_VECTOR = 512
+_BYTE = ctypes.c_char
+
+
+class SlabUnfit(Exception):
+    """These files are no slab of ours: another format, another owner, a link, or damaged."""
+
+
+class SlabFile:
+    """One slab in the directory ``dir_fd``. Any number of threads.
+
+    Payloads are moved by direct I/O while block and buffers are whole aligned pages and the file system supports it.
+    The first refusal of an aligned transfer ends it for good, and the transfer continues through the page cache.
+    """
+
+    def __init__(self, name: str, layout: SlabFormat, num_slots: int, table_fd: int, payload_fd: int) -> None:
+        self.name = name
+        self.num_slots = num_slots
+        self._block_bytes = layout.block_bytes
+        self._table_fd = table_fd
+        self._payload_fd = payload_fd
+        self._direct_fd = _reopen_direct(payload_fd) if layout.is_paged else -1
+        self._uses_at = layout.uses_at(num_slots)
+        self._entries_at = layout.entries_at(num_slots)
+        self._is_direct = self._direct_fd >= 0
+
+    def __repr__(self) -> str:
+        return f"SlabFile({self.name!r}, slots={self.num_slots}, direct={self._is_direct})"
+
+    @classmethod
+    def create(cls, name: str, layout: SlabFormat, num_slots: int, dir_fd: int, access: Access) -> SlabFile:
+        """A new slab, preallocated and locked. Raises ``OSError``, with nothing left behind if that is possible."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE
+        fds = list[int]()
+        new_names = [NEW_PREFIX + name + suffix for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX)]
+        try:
+            for new in new_names:
+                fds.append(os.open(new, flags, access.file_mode, dir_fd=dir_fd))
+                if access.is_group:  # the umask took bits away
+                    os.fchmod(fds[-1], access.file_mode)
+                if len(fds) == 1 and not try_lock(fds[0]):
+                    raise OSError(errno.EBUSY, "locked by somebody else", new)
+            table_fd, payload_fd = fds
+            _allocate(payload_fd, num_slots * layout.block_bytes)
+            _allocate(table_fd, layout.table_bytes(num_slots))
+            os.pwrite(table_fd, layout.header(num_slots), 0)
+            # The table last: a slab is there if its table is, and then it is complete.
+            for suffix in (PAYLOAD_SUFFIX, TABLE_SUFFIX):
+                os.rename(NEW_PREFIX + name + suffix, name + suffix, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            return cls(name, layout, num_slots, table_fd, payload_fd)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            for left in [*new_names, name + PAYLOAD_SUFFIX]:
+                try:
+                    os.unlink(left, dir_fd=dir_fd)
+                except OSError:
+                    pass
+            raise
+
+    @classmethod
+    def open(cls, name: str, layout: SlabFormat, dir_fd: int, access: Access) -> SlabFile:
+        """An existing slab. Raises ``SlabUnfit`` or ``OSError``."""
+        fds = list[int]()
+        try:
+            for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
+                fd = os.open(name + suffix, os.O_RDWR | _SAFE, dir_fd=dir_fd)
+                fds.append(fd)
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode) or not access.admits(status) or status.st_nlink != 1:
+                    raise SlabUnfit(f"{name}{suffix} is not ours")
+            table_fd, payload_fd = fds
+            num_slots = layout.parse_header(os.pread(table_fd, PAGE_BYTES, 0))
+            if num_slots is None:
+                raise SlabUnfit(f"{name} is of another format")
+            if os.fstat(table_fd).st_size < layout.table_bytes(num_slots):
+                raise SlabUnfit(f"{name}{TABLE_SUFFIX} was cut off")
+            return cls(name, layout, num_slots, table_fd, payload_fd)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Also ends the lock. The caller makes sure that no transfer runs."""
+        for fd in (self._table_fd, self._payload_fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._table_fd = self._payload_fd = self._direct_fd = -1
+
+    def try_lock(self) -> bool:
+        """Whether this process may write to the slab from now on. Raises ``OSError`` if that cannot be found out."""
+        return try_lock(self._table_fd)
+
+    def unlock(self) -> None:
+        """Lets another process have the slab."""
+        fcntl.flock(self._table_fd, fcntl.LOCK_UN)
+
+    def is_linked(self, dir_fd: int) -> bool:
+        """Whether the slab is still in its directory under its name."""
+        for fd, suffix in ((self._table_fd, TABLE_SUFFIX), (self._payload_fd, PAYLOAD_SUFFIX)):
+            try:
+                if not os.path.samestat(
+                    os.stat(self.name + suffix, dir_fd=dir_fd, follow_symlinks=False), os.fstat(fd)
+                ):
+                    return False
+            except OSError:
+                return False
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ table
+
+    def read_entries(self, first: int, count: int) -> bytearray:
+        return self._read_table(self._entries_at + first * ENTRY_BYTES, count * ENTRY_BYTES)
+
+    def write_entries(self, first: int, entries: bytes) -> None:
+        self._write_table(self._entries_at + first * ENTRY_BYTES, entries)
+
+    def read_changes(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self._read_table(PAGE_BYTES, 4 * -(-self.num_slots // PAGE_SLOTS)), np.uint32)
+
+    def write_changes(self, changes: npt.NDArray[np.uint32]) -> None:
+        self._write_table(PAGE_BYTES, changes.tobytes())
+
+    def read_uses(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self._read_table(self._uses_at, 4 * self.num_slots), np.uint32)
+
+    def write_uses(self, uses: npt.NDArray[np.uint32]) -> None:
+        self._write_table(self._uses_at, uses.tobytes())
+
+    def _read_table(self, offset: int, num_bytes: int) -> bytearray:
+        buffer = bytearray(num_bytes)
+        view, done = memoryview(buffer), 0
+        while done < num_bytes:
+            count = os.preadv(self._table_fd, [view[done:]], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "was cut off", self.name + TABLE_SUFFIX)
+            done += count
+        return buffer
+
+    def _write_table(self, offset: int, content: bytes) -> None:
+        view = memoryview(content)
+        while view:
+            count = os.pwrite(self._table_fd, view, offset)
+            if not count:
+                raise OSError(errno.EIO, "the kernel wrote nothing", self.name + TABLE_SUFFIX)
+            view, offset = view[count:], offset + count
+
+    # --------------------------------------------------------------------------------------------------- payloads
+
+    def read(self, first: int, blocks: Sequence[memoryview]) -> int:
+        """Fills ``blocks`` (contiguous bytes) from neighbouring slots. Returns how many are whole.
+
+        Raises ``OSError``.
+        """
+        return self._move(os.preadv, first, blocks)
+
+    def read_buffered(self, index: int, block: memoryview) -> bool:
+        """Reads one block another way, through the page cache."""
+        return self._move(os.preadv, index, [block], is_direct=False) == 1
+
+    def write(self, first: int, blocks: Sequence[memoryview]) -> int:
+        """Writes neighbouring slots. Returns how many are whole. Raises ``OSError``."""
+        return self._move(os.pwritev, first, blocks)
+
+    def sync(self) -> None:
+        """Puts payloads and entries on the disk."""
+        os.fdatasync(self._payload_fd)
+        os.fdatasync(self._table_fd)
+
+    def _move(
+        self,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        first: int,
+        blocks: Sequence[memoryview],
+        is_direct: bool = True,
+    ) -> int:
+        size, moved_blocks = self._block_bytes, 0
+        if len(blocks) <= _MAX_VECTOR:
+            return self._move_part(call, first * size, blocks, is_direct) // size
+        for begin in range(0, len(blocks), _MAX_VECTOR):
+            part = blocks[begin : begin + _MAX_VECTOR]
+            moved = self._move_part(call, (first + begin) * size, part, is_direct)
+            moved_blocks += moved // size
+            if moved < len(part) * size:
+                break
+        return moved_blocks
+
+    def _move_part(
+        self,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        offset: int,
+        buffers: Sequence[memoryview],
+        is_direct: bool,
+    ) -> int:
+        fd = self._payload_fd
+        if is_direct and self._is_direct and all(_address_of(buffer) % PAGE_BYTES == 0 for buffer in buffers):
+            fd = self._direct_fd
+        left, done, wanted = buffers, 0, self._block_bytes * len(buffers)
+        while left:
+            try:
+                moved = call(fd, left, offset + done)
+                if moved == wanted:
+                    return moved
+            except OSError as exc:
+                if exc.errno != errno.EINVAL or fd != self._direct_fd:
+                    raise
+                self._is_direct = False
+                fd = self._payload_fd
+                continue
+            if moved == 0:
+                break
+            done += moved
+            left = _after(left, moved)
+            fd = self._payload_fd  # the rest need not be aligned
+        return done
+
+
+def _reopen_direct(fd: int) -> int:
+    """The same file for direct I/O, -1 if its file system has none."""
+    if not _DIRECT:
+        return -1
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | _DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _allocate(fd: int, num_bytes: int) -> None:
+    """Gives a file its space, or at least its size where the file system does not know how. Raises ``OSError``."""
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as exc:
+        if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(fd, num_bytes)
+
+
+def _address_of(buffer: memoryview) -> int:
+    if buffer.readonly:
+        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        return address
+    return ctypes.addressof(_BYTE.from_buffer(buffer))
+
+
+def _after(buffers: Sequence[memoryview], moved: int) -> list[memoryview]:
+    for at, buffer in enumerate(buffers):
+        if moved < buffer.nbytes:
+            return [buffer[moved:], *buffers[at + 1 :]]
+        moved -= buffer.nbytes
+    return []

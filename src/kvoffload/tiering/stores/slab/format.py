@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a slab looks on disk. No I/O.
+
+::
+
+    root/.kvoffload/slabs               locked by whoever makes or removes a slab
+    root/<namespace>/                   locked (shared) by each process that uses the namespace
+    root/<namespace>/<16 hex>.slab      payloads: slot i at i * block_bytes, nothing else
+    root/<namespace>/<16 hex>.table     what the slots hold; locked by the process that writes to the slab
+
+Two files, because a table is written through the page cache and payloads past it, and Linux lets one wait for the other
+within a file. A name that begins with ``new-`` is a slab in the making. A table consists of::
+
+    header     4096 bytes    magic 8 · version u16 · 0 u16 · slots u32 · block_bytes u64 ·
+                             blake2b-256 of ``<block_bytes>:<directory>`` 32 · zeros · xxh3_64 of all before 8
+    changes    u32 per page of 64 slots, rounded up: grows whenever an entry of the page has changed
+    uses       u32 per slot: time of last use, seconds since 1970; a hint, which every process may write
+    entries    64 bytes per slot: payload's checksum 16 · time of writing u32 · key's hash u32 · length u8 · key 39
+
+All numbers are little endian. A slot with length 0 is empty. Length 255 stands for a key of more than 39 bytes, of
+which the entry has a digest (blake2b) of 39.
+
+``h``, the key's 64-bit hash, is xxh3_64 of the entry's last 40 bytes, length and key, seeded with xxh3_64 of
+``<block_bytes>:<directory>``. The entry has its lower half. The checksum is xxh3_128 of the payload, seeded
+with ``h``. So bytes of another key, namespace or block size never pass for a block, whatever the entry says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.slab.allocator import MAX_SLAB_SLOTS
+
+__all__ = [
+    "EMPTY_ENTRY",
+    "ENTRY",
+    "ENTRY_BYTES",
+    "NEW_PREFIX",
+    "PAGE_BYTES",
+    "PAGE_SLOTS",
+    "PAYLOAD_SUFFIX",
+    "PROBE_AT",
+    "SEAL_BYTES",
+    "TABLE_SUFFIX",
+    "HashedKey",
+    "SlabFormat",
+    "key_in",
+]
+
+PAYLOAD_SUFFIX = ".slab"
+TABLE_SUFFIX = ".table"
+NEW_PREFIX = "new-"
+PAGE_BYTES = 4096
+PAGE_SLOTS = 64
+ENTRY_BYTES = 64
+EMPTY_ENTRY = bytes(ENTRY_BYTES)
+SEAL_BYTES = 16
+PROBE_AT = 20
+"""Where an entry's probe begins: all of it that follows from the key alone."""
+ENTRY = np.dtype([("seal", "V16"), ("written_s", "<u4"), ("hash", "<u4"), ("length", "u1"), ("key", "V39")])
+
+_MAGIC = b"KVOSLAB\0"
+_VERSION = 1
+_FIELDS = struct.Struct("<8sHHIQ32s")
+_SUM_BYTES = 8
+_KEY = struct.Struct("<B39s")
+_LONGEST_KEY = 39
+_DIGEST_LENGTH = 255
+_MAX_SLAB_BYTES = 1 << 30
+_MIN_SLAB_BYTES = 1 << 20
+_SLABS_WANTED = 16
+_MAX_SLABS = 2000
+
+
+class HashedKey(NamedTuple):
+    """What a store needs of a key: its hash ``h``, and the part of an entry that follows from the key."""
+
+    hash64: int
+    probe: bytes
+
+
+def key_in(entry: bytes | bytearray) -> OffloadKey | None:
+    """The key of an entry. ``None`` if it has only a digest of it, or nothing, or is damaged."""
+    length = entry[24]
+    return OffloadKey(bytes(entry[25 : 25 + length])) if 0 < length <= _LONGEST_KEY else None
+
+
+@dataclass(frozen=True, slots=True)
+class SlabFormat:
+    """The slabs of one namespace and block size."""
+
+    directory: str
+    """Of the namespace; ``root.directory_of`` has its name."""
+    block_bytes: int
+    digest: bytes = field(init=False, repr=False)
+    _seed: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        identity = f"{self.block_bytes}:{self.directory}".encode()
+        object.__setattr__(self, "digest", hashlib.blake2b(identity, digest_size=32).digest())
+        object.__setattr__(self, "_seed", xxhash.xxh3_64_intdigest(identity))
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether payloads are whole pages, as direct I/O needs them."""
+        return self.block_bytes % PAGE_BYTES == 0
+
+    def hashed(self, key: OffloadKey) -> HashedKey:
+        length, content = len(key), key
+        if not 0 < length <= _LONGEST_KEY:
+            length, content = _DIGEST_LENGTH, OffloadKey(hashlib.blake2b(key, digest_size=_LONGEST_KEY).digest())
+        stored = _KEY.pack(length, content)
+        hash64 = xxhash.xxh3_64_intdigest(stored, self._seed)
+        return HashedKey(hash64, (hash64 & 0xFFFF_FFFF).to_bytes(4, "little") + stored)
+
+    def hash_of(self, entry: bytes) -> int:
+        """The key's hash ``h``, from the key that an entry has."""
+        return xxhash.xxh3_64_intdigest(entry[-_KEY.size :], self._seed)
+
+    @staticmethod
+    def seal(hash64: int, payload: memoryview) -> bytes:
+        """The only checksum that a block with this key and payload may have."""
+        return xxhash.xxh3_128_digest(payload, hash64)
+
+    def entry(self, key: HashedKey, payload: memoryview, written_ns: int) -> bytes:
+        """Of a block with this payload, written at this time (nanoseconds since 1970)."""
+        written_s = min(written_ns // 1_000_000_000, 0xFFFF_FFFF)
+        return xxhash.xxh3_128_digest(payload, key.hash64) + written_s.to_bytes(4, "little") + key.probe
+
+    def header(self, num_slots: int) -> bytes:
+        body = _FIELDS.pack(_MAGIC, _VERSION, 0, num_slots, self.block_bytes, self.digest)
+        body += bytes(PAGE_BYTES - _SUM_BYTES - len(body))
+        return body + xxhash.xxh3_64_digest(body)
+
+    def parse_header(self, page: bytes) -> int | None:
+        """The number of slots of a table that begins with ``page``. ``None`` unless its slab is of this format."""
+        if len(page) != PAGE_BYTES or xxhash.xxh3_64_digest(page[:-_SUM_BYTES]) != page[-_SUM_BYTES:]:
+            return None
+        magic, version, zero, num_slots, block_bytes, digest = _FIELDS.unpack_from(page)
+        is_ours = (magic, version, zero, block_bytes, digest) == (_MAGIC, _VERSION, 0, self.block_bytes, self.digest)
+        return num_slots if is_ours and 0 < num_slots <= MAX_SLAB_SLOTS else None
+
+    @staticmethod
+    def block_bytes_in(page: bytes) -> int | None:
+        """The block size of any sound table that begins with ``page``, for tools that do not know it."""
+        if len(page) != PAGE_BYTES or xxhash.xxh3_64_digest(page[:-_SUM_BYTES]) != page[-_SUM_BYTES:]:
+            return None
+        magic, version, _, _, block_bytes, _ = _FIELDS.unpack_from(page)
+        return int(block_bytes) if (magic, version) == (_MAGIC, _VERSION) else None
+
+    @staticmethod
+    def changes_at() -> int:
+        return PAGE_BYTES
+
+    @staticmethod
+    def uses_at(num_slots: int) -> int:
+        return PAGE_BYTES + 4 * -(-num_slots // PAGE_SLOTS)
+
+    @classmethod
+    def entries_at(cls, num_slots: int) -> int:
+        return cls.uses_at(num_slots) + 4 * num_slots
+
+    @classmethod
+    def table_bytes(cls, num_slots: int) -> int:
+        return cls.entries_at(num_slots) + ENTRY_BYTES * num_slots
+
+    def slab_bytes(self, num_slots: int) -> int:
+        """Of both files."""
+        return self.table_bytes(num_slots) + num_slots * self.block_bytes
+
+    def slots_in(self, num_bytes: int) -> int:
+        """The most slots of a slab that takes at most ``num_bytes``."""
+        num_slots = max(0, num_bytes - PAGE_BYTES - 4) // (self.block_bytes + ENTRY_BYTES + 4)
+        while num_slots and self.slab_bytes(num_slots) > num_bytes:
+            num_slots -= 1
+        return min(num_slots, MAX_SLAB_SLOTS)
+
+    def slots_per_slab(self, max_bytes: int) -> int:
+        """How large a slab to make under a quota: so many slabs that processes and namespaces can share it, and not so
+        many that each of them is small. At least one slot."""
+        wanted_bytes = max(min(_MAX_SLAB_BYTES, max_bytes // _SLABS_WANTED), max_bytes // _MAX_SLABS, _MIN_SLAB_BYTES)
+        return max(1, self.slots_in(min(max_bytes, wanted_bytes)))

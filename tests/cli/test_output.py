@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from kvoffload.cli.output import check_json_target, positive, progress, write_json
+from kvoffload.errors import ConfigError
+
+
+def test_a_long_task_has_ten_lines_and_one_without_a_total_one_in_ten(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress({"long": 1234, "open": None, "[red]": 1, "idle": 7}, "runs") as advance:
+        for _ in range(1234):
+            advance("long")
+        for _ in range(25):
+            advance("open")
+        advance("[red]")
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line.rpartition(",")[0] for line in err.splitlines()]
+    assert len(lines) == 13
+    assert lines[0] == "long: 124 of 1,234 runs"
+    assert lines[9:] == ["long: 1,234 of 1,234 runs", "open: 10 runs", "open: 20 runs", "[red]: 1 of 1 runs"]
+
+
+def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes any output a terminal
+    with progress({"way": 3}, "turns") as advance:
+        advance("way")
+    assert "\x1b[" in capsys.readouterr().err
+
+
+def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    with pytest.raises(TypeError):
+        write_json({"set": {1}}, target)
+    assert list(tmp_path.iterdir()) == []
+    write_json([1], target)
+    assert json.loads(target.read_text()) == [1]
+    assert list(tmp_path.iterdir()) == [target]
+    write_json({"set": {1}}, None)
+
+
+def test_targets_that_cannot_be_written(tmp_path: Path) -> None:
+    check_json_target(None)
+    check_json_target(tmp_path / "new.json")
+    for target, words in ((tmp_path / "a" / "out.json", "There is no folder"), (tmp_path, "is a folder")):
+        with pytest.raises(ConfigError, match=f"--json: .*{words}"):
+            check_json_target(target)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_numbers_that_are_not_positive(value: float) -> None:
+    with pytest.raises(ConfigError, match="--speed must be positive"):
+        positive(value, "--speed")
+    assert positive(2.5, "--speed") == 2.5

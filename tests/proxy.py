@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A TCP proxy that stalls or cuts what a server answers, after as many bytes as a test says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+
+class Proxy:
+    """Listens on a port of its own and passes everything on to ``port``, until told otherwise."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._change = threading.Condition()
+        self._allowance: int | None = None
+        self._cuts = False
+        self._is_closed = False
+        self._sockets: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def stall_after(self, num_bytes: int) -> None:
+        """Answers pass for ``num_bytes`` more, over all connections, and then wait."""
+        self._limit(num_bytes, cuts=False)
+
+    def cut_after(self, num_bytes: int) -> None:
+        """After ``num_bytes`` more of answers, connections are closed."""
+        self._limit(num_bytes, cuts=True)
+
+    def heal(self) -> None:
+        self._limit(None, cuts=False)
+
+    def close(self) -> None:
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        for sock in self._sockets:
+            self._end(sock)
+        for thread in self._threads[1:]:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+
+    def _limit(self, num_bytes: int | None, cuts: bool) -> None:
+        with self._change:
+            self._allowance, self._cuts = num_bytes, cuts
+            self._change.notify_all()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                return
+            self._sockets += [near, far]
+            for work in ((near, far, False), (far, near, True)):
+                self._threads.append(threading.Thread(target=self._pump, args=work))
+                self._threads[-1].start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+        try:
+            while data := source.recv(1 << 14):
+                while data:
+                    count = self._allowed(len(data)) if is_answer else len(data)
+                    if not count:
+                        return
+                    sink.sendall(data[:count])
+                    data = data[count:]
+        except OSError:
+            pass
+        finally:
+            self._end(source)
+            self._end(sink)
+
+    def _allowed(self, wanted: int) -> int:
+        """How many bytes may pass now; waits while the answers are stalled. 0: the connection is to be closed."""
+        with self._change:
+            self._change.wait_for(lambda: self._allowance != 0 or self._cuts or self._is_closed)
+            if self._is_closed or (self._allowance == 0 and self._cuts):
+                return 0
+            if self._allowance is None:
+                return wanted
+            count = min(wanted, self._allowance)
+            self._allowance -= count
+            return count
+
+    @staticmethod
+    def _end(sock: socket.socket) -> None:
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass

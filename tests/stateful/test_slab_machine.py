@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two slab stores on one root, as two processes have them, against an oracle of what each may answer.
+
+The stores' own threads are held off: rules decide when a store takes in what the other one did. A store may lose a
+block, if it announces that. What it has not announced as lost can be read, and whatever is read is right.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.sizes import by_size
+from tests.tiering.stores.slab.rig import aligned, damage, disk_bytes, slab_of
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.slab.store import SlabStore
+
+SIZE = 64
+KEYS = keys_of(*range(40))
+BLOCKS = {key: aligned(block_of(key, SIZE)) for key in KEYS}
+SLOTS = 6
+MAX_BYTES = 2 * slab_of(SLOTS, SIZE)
+WHO = st.integers(0, 1)
+SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=9)
+
+
+class SlabMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.stores: list[SlabStore] = []
+        self.known: list[set[OffloadKey]] = [set(), set()]
+        """Blocks that each store has, as far as it has said."""
+        self.slabs_are_small = patch("kvoffload.tiering.stores.slab.format._MIN_SLAB_BYTES", slab_of(SLOTS, SIZE))
+        self.slabs_are_small.start()
+
+    @initialize()
+    def each_takes_a_slab(self) -> None:
+        for who in (0, 1):
+            self.stores.append(self.open())
+            self.write(who, [KEYS[who]])
+
+    def open(self) -> SlabStore:
+        store = SlabStore(self.root, SIZE, max_bytes=MAX_BYTES)
+        store._upkeep.acquire()  # from now on the store's thread waits
+        return store
+
+    def close(self, who: int) -> None:
+        self.stores[who]._upkeep.release()
+        self.stores[who].close()
+
+    def take_news(self, who: int) -> None:
+        self.known[who] -= set(self.stores[who].take_evicted())
+
+    def scan(self, who: int) -> set[OffloadKey]:
+        return {key for batch in self.stores[who].scan() for key in batch}
+
+    def read_all(self, who: int, keys: Sequence[OffloadKey]) -> list[bool]:
+        buffers = [aligned(bytes(SIZE)) for _ in keys]
+        answers = self.stores[who].read_into(keys, buffers)
+        self.take_news(who)
+        for key, answer, buffer in zip(keys, answers, buffers, strict=True):
+            assert not answer or buffer == BLOCKS[key], "wrong bytes"
+        return answers
+
+    @rule(who=WHO, keys=SOME)
+    def write(self, who: int, keys: list[OffloadKey]) -> None:
+        answers = self.stores[who].write(keys, [BLOCKS[key] for key in keys])
+        self.take_news(who)
+        self.known[who].update(key for key, answer in zip(keys, answers, strict=True) if answer)
+        assert all(answers) or len(set(keys)) > SLOTS
+
+    @rule(who=WHO, keys=SOME)
+    def read(self, who: int, keys: list[OffloadKey]) -> None:
+        for key, answer in zip(keys, self.read_all(who, keys), strict=True):
+            # A copy in a neighbour's slab may be gone while there is another one.
+            while not answer and self.stores[who].contains([key]) == [True]:
+                (answer,) = self.read_all(who, [key])
+            if answer:
+                self.known[who].add(key)  # perhaps found while looking at a neighbour's slot
+            else:
+                assert key not in self.known[who], "a block is lost, which was not announced"
+
+    @rule(who=WHO, keys=SOME)
+    def touch(self, who: int, keys: list[OffloadKey]) -> None:
+        self.stores[who].touch(keys)
+
+    @rule(who=WHO, keys=SOME)
+    def discard(self, who: int, keys: list[OffloadKey]) -> None:
+        self.stores[who].discard(keys)
+        self.known[who] -= set(keys)
+        assert self.stores[who].contains(keys) == [False] * len(keys)
+
+    @rule(who=WHO)
+    def tell_and_ask(self, who: int) -> None:
+        self.stores[who]._flush_changes()
+        self.stores[who]._poll()
+        self.take_news(who)
+        self.known[who] |= self.scan(who)
+
+    @rule(who=WHO)
+    def write_uses(self, who: int) -> None:
+        self.stores[who]._flush_uses()
+
+    @rule(who=WHO, key=st.sampled_from(KEYS))
+    def written_is_found_by_the_neighbour(self, who: int, key: OffloadKey) -> None:
+        self.write(who, [key])
+        self.tell_and_ask(who)
+        self.stores[who].discard([key])  # also where it only lies in the neighbour's slab
+        self.write(who, [key])  # so now it lies in a slab of ours
+        self.tell_and_ask(who)
+        self.tell_and_ask(1 - who)
+        assert key in self.known[1 - who]
+
+    @rule(who=WHO, key=st.sampled_from(KEYS))
+    def damage(self, who: int, key: OffloadKey) -> None:
+        try:
+            damage(self.root, key, SIZE)
+        except AssertionError:
+            return  # it is in no slab
+        for reader in (who, 1 - who):
+            self.read(reader, [key])
+
+    @rule(who=WHO)
+    def restart(self, who: int) -> None:
+        self.close(who)
+        self.stores[who] = self.open()
+        self.known[who] = self.scan(who)
+
+    @rule(who=WHO)
+    def crash(self, who: int) -> None:
+        """As ``kill -9`` leaves it: nothing more is written, and the kernel drops all locks."""
+        with patch.object(self.stores[who], "_flush_uses"), patch.object(self.stores[who], "_flush_changes"):
+            self.close(who)
+        self.stores[who] = self.open()
+        self.known[who] = self.scan(who)
+
+    @invariant()
+    def is_sound(self) -> None:
+        for who, store in enumerate(self.stores):
+            store.check_invariants()
+            found = {key for key, is_here in zip(KEYS, store.contains(KEYS), strict=True) if is_here}
+            assert self.known[who] <= found, "a block is lost, which was not announced"
+        assert disk_bytes(self.root) <= MAX_BYTES
+
+    def teardown(self) -> None:
+        for who in range(len(self.stores)):
+            self.close(who)
+        self.slabs_are_small.stop()
+        shutil.rmtree(self.root)
+
+
+TestSlabMachine = SlabMachine.TestCase
+TestSlabMachine.settings = settings(
+    max_examples=by_size(quick=25, thorough=400), stateful_step_count=by_size(quick=40, thorough=80), deadline=None
+)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``make dist`` builds: what is in the wheel and in the sdist, and the wheel in an environment of its own."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "kvoffload"
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("PIP_")
+} | {"PIP_CONFIG_FILE": os.devnull}
+"""Without this checkout's sources, and without places that pip could take packages from."""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    result = subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that ``make dist`` fills. It builds the wheel from the sdist, not from the checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (found,) = dist.glob("kvoffload-*-py3-none-any.whl")
+    return found
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (info,) = {name.split("/")[0] for name in names} - {"kvoffload"}
+        license_text = archive.read(f"{info}/licenses/LICENSE").decode()
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+        entry_points = configparser.ConfigParser()
+        entry_points.read_string(archive.read(f"{info}/entry_points.txt").decode())
+    sources = {
+        path.relative_to(ROOT / "src").as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {name for name in names if name.startswith("kvoffload/")} == sources
+    assert "kvoffload/py.typed" in names
+    assert not [name for name in names if "tests" in name.split("/")]
+    assert license_text == (ROOT / "LICENSE").read_text()
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {section: dict(entry_points[section]) for section in entry_points.sections()} == {
+        "console_scripts": {"kvoffload": "kvoffload.cli:main"},
+        "vllm.general_plugins": {"kvoffload": "kvoffload.engines.vllm:register"},
+    }
+
+
+def test_the_sdist_is_the_checkout_without_what_was_built_in_it(dist: Path) -> None:
+    (found,) = dist.glob("kvoffload-*.tar.gz")
+    with tarfile.open(found) as archive:
+        names = {member.name.split("/", 1)[1] for member in archive.getmembers()}
+    assert {"LICENSE", "Makefile", "README.md", "docs/vllm.md", "scripts/bootstrap", "tests/test_dist.py"} <= names
+    assert {name.split("/")[0] for name in names} <= {
+        *("src", "tests", "bench", "docs", "scripts", "Makefile", "pyproject.toml", "PKG-INFO", ".gitignore"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    }
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+def closure(wheel: Path, extra: str) -> dict[str, Distribution]:
+    """By name, the installed distributions that ``pip install 'WHEEL[extra]'`` would bring: no others."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    found: dict[str, Distribution] = {}
+
+    def add(requires: list[str], extras: set[str]) -> None:
+        for requirement in map(Requirement, requires):
+            marker, name = requirement.marker, canonicalize_name(requirement.name)
+            if marker is not None and not any(marker.evaluate({"extra": each}) for each in extras or {""}):
+                continue
+            if name not in found:
+                found[name] = distribution(name)
+                add(found[name].requires or [], requirement.extras)
+
+    add(metadata.get_all("Requires-Dist", []), {extra})
+    return found
+
+
+def environment_with(distributions: dict[str, Distribution], folder: Path) -> Path:
+    """A virtual environment in which these distributions, and no others, are installed. They are links, because torch
+    is large. Returns its ``bin``."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for each in distributions.values():
+        for top in {file.parts[0] for file in each.files or []} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(each.locate_file(top))))
+    return folder / "bin"
+
+
+@pytest.mark.long
+def test_the_demo_runs_from_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    distributions = closure(wheel, "demo")
+    assert {"torch", "transformers", "typer"} <= set(distributions)
+    assert not {"kvoffload", "pytest", "matplotlib"} & set(distributions)
+    bin_ = environment_with(distributions, tmp_path / "environment")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", bin_ / "python")
+    run(*pip, "install", "--no-index", f"{wheel}[demo]", cwd=tmp_path)
+
+    where = run(bin_ / "python", "-c", "import kvoffload; print(kvoffload.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(tmp_path / "environment")
+    options = (
+        *("--conversations", "5", "--turns", "3", "--system-tokens", "16", "--message-tokens", "40"),
+        *("--reply-tokens", "8", "--device-tokens", "320", "--layers", "2", "--hidden", "128", "--threads", "1"),
+    )
+    out = run(bin_ / "kvoffload", "demo", *options, "--json", "figures.json", cwd=tmp_path)
+    assert "Identical: all 3 ways generated the same tokens." in out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["ways"][-1]["offloaded_hit_tokens"] > 0

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong with an object store is a miss, ends by its deadline, leaves nothing behind, and passes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.proxy import Proxy
+from tests.redis_server import free_port, wait_until
+from tests.s3_server import S3Server
+from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
+
+from kvoffload.errors import StoreError
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.stores.object import ObjectStore
+from kvoffload.tiering.stores.object.requests import Requests
+
+OpenStore = Callable[..., ObjectStore]
+
+SOON_S = 0.5
+"""A deadline that a test waits for. Where an answer is expected, the deadline is long."""
+
+
+@pytest.fixture
+def proxy(shared_s3: S3Server) -> Iterator[Proxy]:
+    made = Proxy(shared_s3.port)
+    yield made
+    made.close()
+
+
+def succeeds(call: Callable[[], bool]) -> bool:
+    try:
+        return call()
+    except StoreError:
+        return False
+
+
+def test_a_refused_connection_is_one_sentence(shared_s3: S3Server, open_store: OpenStore) -> None:
+    nowhere = {"endpoint": f"http://127.0.0.1:{free_port()}"}
+    store = open_store(shared_s3, "refused", config=nowhere)
+    for call in (
+        lambda: store.contains(keys(1)),
+        lambda: write(store, keys(1)),
+        lambda: read(store, keys(1)),
+        store.check,
+    ):
+        with pytest.raises(StoreError, match="The object store s3://kv-fleet/refused fails: ") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+        assert "hush" not in str(caught.value)
+
+
+def test_a_bucket_that_is_not_there_is_told_by_a_write_and_by_the_check(
+    shared_s3: S3Server, open_store: OpenStore
+) -> None:
+    store = open_store(shared_s3, "x", bucket="no-such-bucket")
+    assert store.contains(keys(1)) == [False]  # a missing block and a missing bucket look the same
+    with pytest.raises(StoreError, match="no-such-bucket"):
+        store.check()
+    with pytest.raises(StoreError, match="no-such-bucket"):
+        write(store, keys(1))
+
+
+def test_a_frozen_server_costs_a_deadline_and_touches_no_buffer_later(s3: S3Server, open_store: OpenStore) -> None:
+    patient = open_store(s3, "frozen")
+    store = open_store(s3, "frozen", request_s=SOON_S)
+    assert write(patient, keys(1, 2)) == [True, True]
+    s3.freeze()
+    targets = buffers(2)
+    with pytest.raises(StoreError):
+        store.read_into(keys(1, 2), targets)
+    with pytest.raises(StoreError):
+        write(store, keys(3))
+    s3.thaw()
+    assert read(patient, keys(1, 2)) == [True, True]
+    assert all(bytes(target) == UNTOUCHED * BLOCK_BYTES for target in targets)
+    wait_until(lambda: succeeds(lambda: read(store, keys(1, 2)) == [True, True]), "the store works again")
+
+
+@pytest.mark.parametrize("way", ["stall", "cut"])
+def test_a_stop_in_the_middle_of_an_object(shared_s3: S3Server, proxy: Proxy, open_store: OpenStore, way: str) -> None:
+    large = 1 << 20
+    direct = open_store(shared_s3, f"middle-{way}", large)
+    assert write(direct, keys(1), large) == [True]
+    store = open_store(
+        shared_s3,
+        f"middle-{way}",
+        large,
+        request_s=SOON_S if way == "stall" else 60.0,
+        config={"endpoint": f"http://127.0.0.1:{proxy.port}"},
+    )
+    (proxy.stall_after if way == "stall" else proxy.cut_after)(large // 2)
+    targets = buffers(1, large)
+    with pytest.raises(StoreError):
+        store.read_into(keys(1), targets)
+    assert bytes(targets[0]) == UNTOUCHED * large
+    assert store.stats().corrupt_blocks == 0  # what did not arrive proves nothing
+    proxy.heal()
+    wait_until(lambda: succeeds(lambda: read(store, keys(1), large) == [True]), "the store works again")
+
+
+def test_killed_restarted_and_used_again(s3: S3Server, open_store: OpenStore) -> None:
+    store = open_store(s3, "killed")
+    assert write(store, keys(1)) == [True]
+    s3.kill()
+    with pytest.raises(StoreError):
+        read(store, keys(1))
+    s3.start()
+    assert read(store, keys(1)) in ([False], [True])  # moto forgets, SeaweedFS does not
+    assert write(store, keys(1, 2)) == [True, True]
+    assert read(store, keys(1, 2)) == [True, True]
+
+
+@pytest.mark.parametrize("secret", [None, b"the fleet's own secret"])
+@pytest.mark.parametrize(
+    ("name", "value_from"),
+    [
+        ("short", lambda value: value[:-1]),
+        ("long", lambda value: value + b"x"),
+        ("empty", lambda value: b""),
+        ("altered", lambda value: value[:9] + bytes([value[9] ^ 1]) + value[10:]),
+        ("seal", lambda value: value[:-1] + bytes([value[-1] ^ 1])),
+    ],
+)
+def test_a_wrong_object_is_a_miss_is_deleted_and_written_anew(
+    shared_s3: S3Server,
+    open_store: OpenStore,
+    secret: bytes | None,
+    name: str,
+    value_from: Callable[[bytes], bytes],
+) -> None:
+    prefix = f"wrong-{name}-{bool(secret)}"
+    store = open_store(shared_s3, prefix, secret=secret)
+    wanted = keys(1, 2, 3)
+    assert write(store, wanted) == [True] * 3
+    (path,) = (path for path in shared_s3.names(prefix) if path.endswith(wanted[1].hex()))
+    shared_s3.put(path, value_from(shared_s3.get(path)))
+    assert read(store, wanted) == [True, False, True]
+    assert store.stats().corrupt_blocks == 1
+    assert store.take_evicted() == [wanted[1]]
+    assert store.contains(wanted) == [True, False, True]
+    assert write(store, wanted) == [True] * 3
+    assert read(store, wanted) == [True] * 3
+
+
+def test_what_a_lifecycle_rule_removed_is_a_miss(shared_s3: S3Server, open_store: OpenStore) -> None:
+    store = open_store(shared_s3, "lifecycle")
+    write(store, keys(1, 2))
+    for path in shared_s3.names("lifecycle"):
+        if path.endswith(keys(1)[0].hex()):
+            shared_s3.delete(path)
+    assert read(store, keys(1, 2)) == [False, True]
+    assert store.stats().corrupt_blocks == 0
+
+
+def test_who_lacks_the_secret_cannot_make_a_block(shared_s3: S3Server, open_store: OpenStore) -> None:
+    ours = open_store(shared_s3, "keyed", secret=b"ours, and ours alone")
+    theirs = open_store(shared_s3, "keyed", secret=b"made up by somebody")
+    write(theirs, keys(1))
+    assert ours.contains(keys(1)) == [False]
+    write(ours, keys(1))
+    mine, other = (store._path(keys(1)[0]) for store in (ours, theirs))
+    shared_s3.put(f"keyed/{mine}", shared_s3.get(f"keyed/{other}"))
+    assert read(ours, keys(1)) == [False]
+
+
+def test_a_batch_is_read_side_by_side(shared_s3: S3Server, open_store: OpenStore) -> None:
+    store = open_store(shared_s3, "many", requests=8)
+    wanted = keys(*range(40))
+    assert store.batch_blocks == 8
+    assert write(store, wanted) == [True] * 40
+    assert read(store, wanted) == [True] * 40
+    assert store.contains(keys(*range(20, 60))) == [True] * 20 + [False] * 20
+
+
+# ------------------------------------------------------------------------------------------------------- requests
+
+
+def test_as_many_requests_as_allowed_run_at_once_and_a_failure_is_its_own() -> None:
+    requests, together = Requests("test", 4), threading.Barrier(4)
+
+    def call(index: int) -> int:
+        together.wait(60)  # passes only if four are at it
+        if index == 2:
+            raise KeyboardInterrupt("not even this ends a thread")
+        return index
+
+    for _ in range(3):
+        results = requests.run(call, 8)
+        assert [result for result in results if not isinstance(result, BaseException)] == [0, 1, 3, 4, 5, 6, 7]
+        assert isinstance(results[2], KeyboardInterrupt)
+    assert requests.run(call, 0) == []
+    requests.close()
+    requests.close()
+    with pytest.raises(ValueError, match="closed"):
+        requests.run(call, 1)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store contract over a server that speaks S3, with checksums and with keyed seals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.s3_server import BUCKET, S3Server
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing.store_contract import BlockStoreContract
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.object import ObjectStore
+from kvoffload.tiering.stores.object.store import Deadlines
+
+
+class TestObjectStore(BlockStoreContract):
+    secret: bytes | None = None
+
+    @pytest.fixture(autouse=True)
+    def _on(self, shared_s3: S3Server) -> None:
+        self.server = shared_s3
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return ObjectStore(
+            f"s3://{BUCKET}/{directory.name}/kv",
+            self.block_bytes,
+            "ns",
+            config=self.server.config,
+            secret=self.secret,
+            deadlines=Deadlines(30.0, 60.0),
+        )
+
+    def reopen(self, directory: Path) -> BlockStore | None:
+        return self.make_store(directory)
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        (name,) = (name for name in self.server.names(directory.name) if name.endswith("/" + key.hex()))
+        value = bytearray(self.server.get(name))
+        value[7] ^= 1
+        self.server.put(name, bytes(value))
+        return True
+
+
+class TestKeyed(TestObjectStore):
+    secret = b"a secret of the fleet"

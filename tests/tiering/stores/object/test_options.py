@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An object tier from a mapping: mistakes are sentences, and what is secret appears nowhere."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.s3_server import BUCKET, S3Server
+from tests.tiering.stores.blocks import read, write
+
+from kvoffload.errors import ConfigError, MissingExtraError, StoreError
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.options import STORES, parse_tier
+from kvoffload.tiering.stores.object.options import ObjectOptions
+
+URL = "s3://bucket/prefix"
+
+
+def parse(**options: Any) -> ObjectOptions:
+    parsed = parse_tier({"type": "object", "url": URL} | options, 4096)
+    assert isinstance(parsed, ObjectOptions)
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"url": "http://x/y"}, "s3://bucket/prefix"),
+        ({"url": "s3:///y"}, "s3://bucket/prefix"),
+        ({"url": "s3://id:hush@bucket/y"}, "no credentials"),
+        ({"url": "s3://bucket/y?a=b"}, "no credentials or settings"),
+        ({"requests": 0}, "requests of the 'object' tier"),
+        ({"request_timeout_s": 0}, "request_timeout_s of the 'object' tier"),
+        ({"config": {"regoin": "x"}}, "config of the 'object' tier .* it has .*'regoin'"),
+        ({"config": {"endpoint": "http://id:hush@host"}}, "endpoint of the 'object' tier has no credentials"),
+        ({"config": {"secret_access_key": {"nev": "x"}}}, '{"env": name}'),
+        ({"tls_ca": "/nowhere/ca.pem"}, "tls_ca of the 'object' tier is /nowhere/ca.pem, which fails: No such file"),
+        ({"seal_key": "short"}, "16 characters"),
+        ({"ttl": "24h"}, "Unknown key 'ttl'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        parse(**options)
+    assert "\n" not in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+def test_it_is_persistent_and_secrets_appear_nowhere() -> None:
+    assert STORES.get("object").is_persistent
+    options = parse(config={"access_key_id": "me", "secret_access_key": "hush"})
+    store = options.open_store(4096, "ns")
+    assert "hush" not in repr(options) + repr(store) + str(options)
+    store.close()
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/prefix", "az://container/prefix"])
+def test_other_clouds_are_opened_without_asking_them(url: str) -> None:
+    config = (
+        {"account_name": "someone", "account_key": "aHVzaA=="} if url.startswith("az") else {"skip_signature": "true"}
+    )
+    store = parse(url=url, config=config).open_store(4096, "ns")
+    assert url in repr(store)
+    store.close()
+
+
+def test_secrets_come_from_files_and_the_environment(
+    shared_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("hush\n")
+    monkeypatch.setenv("KV_ID", "someone")
+    own = {"access_key_id": {"env": "KV_ID"}, "secret_access_key": {"file": str(tmp_path / "secret")}}
+    options = parse(url=f"s3://{BUCKET}/options", config=shared_s3.config | own, required=True)
+    store = options.open_store(4096, "ns")
+    assert write(store, keys(1)) == [True]
+    assert read(store, keys(1)) == [True]
+    store.close()
+
+
+def test_required_decides_whether_a_missing_bucket_stops_the_start(shared_s3: S3Server) -> None:
+    options: dict[str, Any] = {"url": "s3://no-such-bucket/x", "config": shared_s3.config}
+    parse(**options).open_store(4096, "ns").close()
+    with pytest.raises(StoreError, match="The object store s3://no-such-bucket/x fails") as caught:
+        parse(**options, required=True).open_store(4096, "ns")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "obstore" or name.startswith("obstore."):
+            raise ImportError(f"No module named {name!r}")
+        return original(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"pip install 'kvoffload\[object\]'"):
+        parse()

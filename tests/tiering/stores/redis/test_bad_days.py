@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong with a real server is a miss, ends by its deadline, leaves nothing behind, and passes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.proxy import Proxy
+from tests.redis_server import RedisServer, free_port, wait_until
+from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
+
+from kvoffload.errors import StoreError
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.stores.redis import RedisStore
+
+OpenStore = Callable[..., RedisStore]
+StartServer = Callable[..., RedisServer]
+
+SOON_S = 0.3
+"""A deadline that a test waits for. Where an answer is expected, the deadline is long."""
+
+
+@pytest.fixture
+def proxy_of() -> Iterator[Callable[[RedisServer], Proxy]]:
+    made: list[Proxy] = []
+
+    def make(server: RedisServer) -> Proxy:
+        made.append(Proxy(server.port))
+        return made[-1]
+
+    yield make
+    for proxy in made:
+        proxy.close()
+
+
+def name_of(server: RedisServer) -> bytes:
+    """The only name on the server."""
+    with server.client() as client:
+        (name,) = client.scan_iter()
+    return bytes(name)
+
+
+# ------------------------------------------------------------------------------------------------- not to be used
+
+
+def test_a_refused_connection_is_an_error_that_names_the_server(open_store: OpenStore) -> None:
+    port = free_port()
+    store = open_store(f"redis://someone:hush@127.0.0.1:{port}")
+    for call in (store.contains, store.discard):
+        with pytest.raises(StoreError, match=f"Redis at 127.0.0.1:{port} fails: .*refused") as caught:
+            call(keys(1))
+        assert "hush" not in str(caught.value)
+    with pytest.raises(StoreError):
+        read(store, keys(1))
+    with pytest.raises(StoreError):
+        write(store, keys(1))
+    store.touch(keys(1))  # only an order of use is lost
+
+
+def test_a_wrong_password_is_an_error_without_the_password(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server(requirepass="right")
+    with pytest.raises(StoreError, match="invalid username-password pair") as caught:
+        open_store(f"redis://:hush@127.0.0.1:{server.port}").contains(keys(1))
+    assert "hush" not in str(caught.value)
+    with pytest.raises(StoreError, match=r"[Aa]uthentication required"):
+        open_store(server.url).contains(keys(1))
+    assert open_store(f"redis://:right@127.0.0.1:{server.port}").contains(keys(1)) == [False]
+
+
+def test_a_user_who_may_not_write_reads_on(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server()
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~kvoffload:*", "+@read", "+select", "+client")
+    assert write(open_store(server.url), keys(1)) == [True]
+    store = open_store(server.url, username="reader", password="pw")
+    assert read(store, keys(1, 2)) == [True, False]
+    with pytest.raises(StoreError, match="NOPERM"):
+        write(store, keys(2))
+    elsewhere = open_store(server.url, username="reader", password="pw", prefix="other")
+    with pytest.raises(StoreError, match="NOPERM"):
+        elsewhere.contains(keys(1))
+
+
+# --------------------------------------------------------------------------------------------- frozen, killed, slow
+
+
+def test_a_frozen_server_costs_a_deadline_and_touches_no_buffer_later(
+    start_server: StartServer, open_store: OpenStore
+) -> None:
+    server = start_server()
+    patient = open_store(server.url)
+    assert write(patient, keys(1, 2, 3)) == [True] * 3
+    store = open_store(server.url, window_s=SOON_S)
+    assert read(store, keys(1)) == [True]
+    server.freeze()
+    targets = buffers(3)
+    with pytest.raises(StoreError, match="no answer in time"):
+        store.read_into(keys(1, 2, 3), targets)
+    with pytest.raises(StoreError):  # a new connection fares no better
+        store.contains(keys(1))
+    server.thaw()
+    assert read(patient, keys(1, 2, 3)) == [True] * 3  # by now the server has answered the old connection as well
+    assert all(bytes(target) == UNTOUCHED * BLOCK_BYTES for target in targets)
+    wait_until(lambda: _succeeds(lambda: read(store, keys(1, 2, 3)) == [True] * 3), "the store works again")
+
+
+def test_a_stop_in_the_middle_of_a_value(
+    start_server: StartServer, open_store: OpenStore, proxy_of: Callable[[RedisServer], Proxy]
+) -> None:
+    server = start_server()
+    proxy = proxy_of(server)
+    store = open_store(f"redis://127.0.0.1:{proxy.port}", window_s=SOON_S)
+    assert write(open_store(server.url), keys(1, 2)) == [True, True]
+    assert store.contains(keys(1, 2)) == [True, True]
+    for limit in (proxy.stall_after, proxy.cut_after):
+        limit(BLOCK_BYTES + BLOCK_BYTES // 2)
+        with pytest.raises(StoreError, match=r"in time|[Cc]onnection closed|closed the connection"):
+            read(store, keys(1, 2))
+        proxy.heal()
+        wait_until(lambda: _succeeds(lambda: read(store, keys(1, 2)) == [True, True]), "the store works again")
+
+
+def test_a_server_that_takes_no_more_of_a_block(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server()
+    large = 16 << 20  # more than the socket's buffers hold
+    store = open_store(server.url, large, window_s=SOON_S)
+    assert store.contains(keys(1)) == [False]
+    server.freeze()
+    block = [memoryview(bytearray(large))]
+    with pytest.raises(StoreError):
+        store.write(keys(1), block)
+    server.thaw()
+    wait_until(lambda: _succeeds(lambda: open_store(server.url, large).write(keys(1), block) == [True]), "it is taken")
+
+
+def test_killed_during_transfers_restarted_empty_and_used_again(
+    start_server: StartServer, open_store: OpenStore
+) -> None:
+    server = start_server()
+    store = open_store(server.url, 1 << 20)
+    wanted = keys(*range(4))
+    assert write(store, wanted, 1 << 20) == [True] * 4
+    begun, failed = threading.Barrier(3), []
+
+    def work() -> None:
+        begun.wait()
+        try:
+            while True:
+                read(store, wanted, 1 << 20)
+        except StoreError:
+            failed.append(True)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    server.kill()
+    for thread in threads:
+        thread.join()
+    assert failed == [True, True]
+    server.start()
+    assert store.contains(wanted) == [False] * 4  # at once: connections from before the restart are no reason to fail
+    assert write(store, wanted, 1 << 20) == [True] * 4
+    assert read(store, wanted, 1 << 20) == [True] * 4
+
+
+def test_failures_leave_no_sockets(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server()
+    store = open_store(server.url, window_s=30.0)
+    assert write(store, keys(1)) == [True]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        server.kill()
+        with pytest.raises(StoreError):
+            read(store, keys(1))
+        server.start()
+        assert read(store, keys(1)) == [False]
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert server.num_clients() == 1
+    store.close()
+    wait_until(lambda: server.num_clients() == 0, "the server has no connection left")
+
+
+def test_a_scan_of_many_pages_takes_one_connection_and_ends_with_a_lost_server(
+    start_server: StartServer, open_store: OpenStore
+) -> None:
+    server = start_server()
+    store = open_store(server.url, 16)
+    wanted = keys(*range(5000))
+    assert all(write(store, wanted, 16))
+    with server.client() as client:
+        before = client.info("stats")["total_connections_received"]
+        assert {key for batch in store.scan() for key in batch} == set(wanted)
+        assert client.info("stats")["total_connections_received"] == before + 1
+    pages = store.scan()
+    assert next(pages)
+    server.kill()
+    with pytest.raises(StoreError):
+        list(pages)
+    abandoned = store.scan()
+    abandoned.close()
+
+
+def test_failures_leave_no_memory(open_store: OpenStore) -> None:
+    store = open_store(f"redis://127.0.0.1:{free_port()}")
+    wanted, targets = keys(*range(8)), buffers(8)
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(StoreError):
+                store.read_into(wanted, targets)
+
+    fail(20)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        fail(20)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        fail(200)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 64 << 10
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_threads_keep_one_connection_each(shared_server: RedisServer, open_store: OpenStore) -> None:
+    store = open_store(shared_server.url, namespace="threads")
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(30):
+            write(store, keys(1, 2))
+            assert read(store, keys(1, 2)) == [True, True]
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (node,) = store._nodes.all()
+    assert 1 <= len(node._idle) <= 8
+
+
+# --------------------------------------------------------------------------------------------- full, evicting, aging
+
+
+def test_a_full_server_refuses_writes_and_reads_on(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server(maxmemory="6mb", maxmemory_policy="noeviction")
+    store = open_store(server.url, 1 << 20)
+    stored = [key for key in keys(*range(12)) if _succeeds(lambda key=key: write(store, [key], 1 << 20) == [True])]
+    assert 0 < len(stored) < 12
+    with pytest.raises(StoreError, match="OOM"):
+        write(store, keys(99), 1 << 20)
+    assert read(store, stored, 1 << 20) == [True] * len(stored)
+    store.discard(stored)
+    wait_until(lambda: _succeeds(lambda: write(store, keys(99), 1 << 20) == [True]), "there is room again")
+
+
+def test_what_a_server_evicts_is_a_miss(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server(maxmemory="12mb", maxmemory_policy="allkeys-lru")
+    store = open_store(server.url, 1 << 20)
+    wanted = keys(*range(24))
+    for key in wanted:
+        assert write(store, [key], 1 << 20) == [True]
+    here = store.contains(wanted)
+    assert 0 < here.count(True) < 24
+    # The answers take the server's memory too, so that it may evict some more before it reads them.
+    loaded = [read(store, [key], 1 << 20)[0] for key in reversed(wanted)][::-1]
+    assert any(loaded)
+    assert all(is_here for is_here, is_loaded in zip(here, loaded, strict=True) if is_loaded)
+
+
+def test_blocks_expire_at_their_age(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server()
+    assert write(open_store(server.url, ttl_s=3600), keys(1)) == [True]
+    with server.client() as client:
+        assert 3500 < client.ttl(name_of(server)) <= 3600
+        client.pexpire(name_of(server), 1)
+    store = open_store(server.url)
+    wait_until(lambda: store.contains(keys(1)) == [False], "it has expired")
+    assert read(store, keys(1)) == [False]
+
+
+# ----------------------------------------------------------------------------------------------------- wrong values
+
+
+@pytest.mark.parametrize("secret", [None, b"the fleet's own secret"])
+@pytest.mark.parametrize(
+    "value_from",
+    [
+        lambda value: value[:-1],
+        lambda value: value + b"x",
+        lambda value: b"",
+        lambda value: b"hello",
+        lambda value: bytes(10 * len(value)),
+        lambda value: value[:9] + bytes([value[9] ^ 1]) + value[10:],
+        lambda value: value[:-1] + bytes([value[-1] ^ 1]),
+        lambda value: bytes(len(value)),
+    ],
+)
+def test_a_wrong_value_is_a_miss_is_deleted_and_written_anew(
+    shared_server: RedisServer,
+    open_store: OpenStore,
+    secret: bytes | None,
+    value_from: Callable[[bytes], bytes],
+) -> None:
+    store = open_store(shared_server.url, prefix=f"wrong-{os.urandom(8).hex()}", secret=secret)
+    wanted = keys(1, 2, 3)
+    assert write(store, wanted) == [True] * 3
+    with shared_server.client() as client:
+        name = store._name(wanted[1])
+        client.set(name, value_from(client.get(name)))
+    assert read(store, wanted) == [True, False, True]
+    assert store.stats().corrupt_blocks == 1
+    assert store.take_evicted() == [wanted[1]]
+    assert store.contains(wanted) == [True, False, True]
+    assert write(store, wanted) == [True] * 3
+    assert read(store, wanted) == [True] * 3
+
+
+def test_a_key_of_another_kind_is_a_miss_and_is_deleted(shared_server: RedisServer, open_store: OpenStore) -> None:
+    store = open_store(shared_server.url, prefix="kind")
+    with shared_server.client() as client:
+        client.hset(store._name(keys(1)[0]), mapping={"a": 1})
+    write(store, keys(2))
+    assert read(store, keys(1, 2)) == [False, True]
+    assert store.stats().corrupt_blocks == 1
+    assert write(store, keys(1)) == [True]
+    assert read(store, keys(1)) == [True]
+
+
+def test_another_blocks_value_is_a_miss(shared_server: RedisServer, open_store: OpenStore) -> None:
+    store = open_store(shared_server.url, prefix="mixed")
+    one, other = keys(1, 2)
+    write(store, [one, other])
+    with shared_server.client() as client:
+        client.set(store._name(one), client.get(store._name(other)))
+    assert read(store, [one, other]) == [False, True]
+
+
+def test_who_lacks_the_secret_cannot_make_a_block(shared_server: RedisServer, open_store: OpenStore) -> None:
+    ours = open_store(shared_server.url, namespace="keyed", secret=b"ours, and ours alone")
+    theirs = open_store(shared_server.url, namespace="keyed", secret=b"made up by somebody")
+    open_ = open_store(shared_server.url, namespace="keyed")
+    write(theirs, keys(1))
+    write(open_, keys(1))
+    assert ours.contains(keys(1)) == [False]  # other names, so that they never delete each other's blocks
+    with shared_server.client() as client:
+        for other in (theirs, open_):
+            client.set(ours._name(keys(1)[0]), client.get(other._name(keys(1)[0])))
+            assert read(ours, keys(1)) == [False]
+
+
+def test_other_namespaces_and_sizes_never_mix(shared_server: RedisServer, open_store: OpenStore) -> None:
+    one = open_store(shared_server.url, namespace="model a")
+    write(one, keys(1))
+    assert open_store(shared_server.url, namespace="model b").contains(keys(1)) == [False]
+    assert open_store(shared_server.url, 2 * BLOCK_BYTES, namespace="model a").contains(keys(1)) == [False]
+    assert {key for batch in one.scan() for key in batch} == set(keys(1))
+
+
+def test_a_server_that_is_none(open_store: OpenStore) -> None:
+    """Whatever listens there does not speak the protocol."""
+    import socket
+
+    def serve() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            with peer:
+                peer.recv(100)
+                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=serve)
+    thread.start()
+    store = open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+    with pytest.raises(StoreError):
+        store.contains(keys(1))
+    with pytest.raises(StoreError):
+        read(store, keys(1))
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def _succeeds(call: Callable[[], bool]) -> bool:
+    try:
+        return call()
+    except StoreError:
+        return False

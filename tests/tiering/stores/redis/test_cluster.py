@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster of three: keys are spread, moved slots are followed, and a lost node costs its own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from redis.crc import key_slot
+from tests.redis_server import RedisCluster, RedisServer, free_port, wait_until
+from tests.tiering.stores.blocks import read, write
+
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.testing.clock import ManualClock
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.nodes import Cluster, Connector, Timeouts, slot_of
+from kvoffload.tiering.stores.redis.wire import ErrorReply
+
+OpenStore = Callable[..., RedisStore]
+WANTED = keys(*range(60))
+
+
+def by_node(cluster: RedisCluster, store: RedisStore) -> list[list[bool]]:
+    """Which of ``WANTED`` each node has."""
+    answers = []
+    for node in cluster.nodes:
+        with node.client() as client:
+            names = set(client.keys())
+        answers.append([store._name(key) in names for key in WANTED])
+    return answers
+
+
+def node_of(cluster: RedisCluster, slot: int) -> tuple[RedisServer, RedisServer]:
+    """The node that serves ``slot``, and another."""
+    with cluster.nodes[0].client() as client:
+        for start, stop, (_, port, *_), *_ in client.execute_command("CLUSTER", "SLOTS"):
+            if start <= slot <= stop:
+                (owner,) = (node for node in cluster.nodes if node.port == port)
+                return owner, next(node for node in cluster.nodes if node is not owner)
+    raise AssertionError(f"nobody serves slot {slot}")
+
+
+def node_id(node: RedisServer) -> str:
+    with node.client() as client:
+        return str(client.execute_command("CLUSTER", "MYID").decode())
+
+
+def test_slots_are_those_of_the_servers(open_store: OpenStore) -> None:
+    store = open_store("redis://127.0.0.1:1", cluster=True)
+    names = [store._name(key) for key in WANTED]
+    assert [slot_of(name) for name in names] == [key_slot(name) for name in names]
+    assert len({slot_of(name) for name in names}) > 50  # no tag holds them together
+
+
+def test_keys_are_spread_over_all_nodes(shared_cluster: RedisCluster, open_store: OpenStore) -> None:
+    store = open_store(shared_cluster.url, prefix="spread", cluster=True)
+    assert write(store, WANTED) == [True] * len(WANTED)
+    parts = by_node(shared_cluster, store)
+    assert all(any(part) for part in parts)
+    assert [sum(column) for column in zip(*parts, strict=True)] == [1] * len(WANTED)
+    assert read(store, WANTED) == [True] * len(WANTED)
+    assert {key for batch in store.scan() for key in batch} == set(WANTED)
+
+
+def test_a_lost_node_costs_its_own_keys(cluster: RedisCluster, open_store: OpenStore) -> None:
+    store = open_store(cluster.url, cluster=True, window_s=5.0)
+    assert write(store, WANTED) == [True] * len(WANTED)
+    lost, kept = cluster.nodes[1], by_node(cluster, store)[1]
+    others = [not is_lost for is_lost in kept]
+    lost.kill()
+    for _ in range(3):
+        assert read(store, WANTED) == others
+        assert store.contains(WANTED) == others
+    only_lost = [key for key, is_lost in zip(WANTED, kept, strict=True) if is_lost]
+    assert read(store, only_lost) == [False] * len(only_lost)  # no reason to leave the others alone
+    assert write(store, only_lost) == [False] * len(only_lost)
+    lost.start()  # without its blocks, but it still knows the cluster
+    wait_until(lambda: write(store, only_lost) == [True] * len(only_lost), "the node is used again")
+    assert read(store, WANTED) == [True] * len(WANTED)
+
+
+def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster, open_store: OpenStore) -> None:
+    store = open_store(cluster.url, cluster=True, window_s=0.5)
+    wait_until(lambda: all(write(store, WANTED)), "all is written")
+    frozen, kept = cluster.nodes[2], by_node(cluster, store)[2]
+    others = [not is_lost for is_lost in kept]
+    frozen.freeze()
+    try:
+        wait_until(lambda: read(store, WANTED) == others, "the others answer")
+        cluster_nodes = store._nodes
+        assert isinstance(cluster_nodes, Cluster)
+        open_breakers = [address for address, breaker in cluster_nodes._breakers.items() if not breaker.is_closed]
+        assert [address.port for address in open_breakers] == [frozen.port]
+    finally:
+        frozen.thaw()
+    wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the node is used again")
+
+
+def test_a_replica_that_takes_over_is_found(cluster: RedisCluster, open_store: OpenStore, tmp_path: Path) -> None:
+    store = open_store(cluster.url, cluster=True)
+    assert write(store, WANTED) == [True] * len(WANTED)
+    primary = cluster.nodes[1]
+    replica = cluster.add_replica(tmp_path, primary)
+    with primary.client() as old, replica.client() as new:
+        wait_until(lambda: old.dbsize() == new.dbsize(), "the replica has caught up")
+        primary.kill()
+        assert True in read(store, WANTED)
+        new.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the replica is asked")
+
+
+def test_all_nodes_lost_is_an_error(cluster: RedisCluster, open_store: OpenStore) -> None:
+    store = open_store(cluster.url, cluster=True)
+    assert all(write(store, WANTED))
+    for node in cluster.nodes:
+        node.kill()
+    assert read(store, WANTED[:1]) == [False]  # one node may be lost
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            read(store, WANTED)
+
+
+def test_a_slot_that_moves_and_has_moved_is_followed(cluster: RedisCluster, open_store: OpenStore) -> None:
+    store = open_store(cluster.url, cluster=True)
+    key, new = WANTED[0], keys(1000)[0]
+    assert write(store, WANTED) == [True] * len(WANTED)
+    slot = slot_of(store._name(key))
+    source, target = node_of(cluster, slot)
+    with source.client() as old, target.client() as fresh:
+        fresh.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
+        old.execute_command("MIGRATE", "127.0.0.1", target.port, store._name(key), 0, 5000)
+        # The block is at its new place, and the old one answers ASK.
+        assert read(store, WANTED) == [True] * len(WANTED)
+        assert store.contains([key, new]) == [True, False]
+        fresh.execute_command("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
+        old.execute_command("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
+    # The old one answers MOVED.
+    assert read(store, WANTED) == [True] * len(WANTED)
+    nodes = store._nodes
+    assert isinstance(nodes, Cluster)
+    wait_until(lambda: _owner_after_a_read(store, nodes, slot) == target.port, "the new map is known")
+
+
+def _owner_after_a_read(store: RedisStore, nodes: Cluster, slot: int) -> int:
+    assert read(store, WANTED[:1]) == [True]
+    (name,) = (store._name(key) for key in WANTED[:1])
+    (node,) = nodes.split([name])
+    return node.address.port
+
+
+def test_a_server_that_is_no_cluster(shared_server: RedisServer, open_store: OpenStore) -> None:
+    with pytest.raises(StoreError, match=f"Redis at 127.0.0.1:{shared_server.port} fails: .*cluster support disabled"):
+        open_store(shared_server.url, cluster=True).contains(keys(1))
+
+
+def test_a_cluster_that_is_not_set_up(start_server: Callable[..., RedisServer], open_store: OpenStore) -> None:
+    server = start_server(cluster_enabled="yes")
+    with pytest.raises(StoreError, match="serves no slots"):
+        open_store(server.url, cluster=True).contains(keys(1))
+
+
+def test_a_cluster_without_its_option_says_so(shared_cluster: RedisCluster, open_store: OpenStore) -> None:
+    store = open_store(shared_cluster.url)
+    with pytest.raises(StoreError, match=r"MOVED.*cluster"):
+        store.contains(WANTED)
+
+
+def test_a_cluster_has_no_socket_file(open_store: OpenStore) -> None:
+    with pytest.raises(ConfigError, match="cluster=true needs"):
+        open_store("unix:///nowhere", cluster=True)
+
+
+def test_redirections_are_read_and_other_errors_are_none() -> None:
+    cluster = Cluster(Connector(f"redis://127.0.0.1:{free_port()}", Timeouts()), clock=ManualClock())
+    for reply, address in (
+        ("MOVED 3999 10.0.0.2:6381", "10.0.0.2:6381"),
+        ("ASK 3999 [fe80::1]:6381", "fe80::1:6381"),
+        ("MOVED 3999 :6381", "127.0.0.1:6381"),
+    ):
+        node = cluster.redirect(ErrorReply(reply))
+        assert node is not None
+        assert str(node.address) == address
+    for reply in ("MOVED", "MOVED 1 x:y", "OOM command not allowed", ""):
+        assert cluster.redirect(ErrorReply(reply)) is None

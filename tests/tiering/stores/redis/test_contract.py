@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store contract over real servers: one alone, with keyed seals, as a tier of a cluster, under the wrappers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+from tests.redis_server import RedisCluster, RedisServer
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing.store_contract import BlockStoreContract
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, Throttled
+
+
+class TestRedisStore(BlockStoreContract):
+    secret: bytes | None = None
+
+    @pytest.fixture(autouse=True)
+    def _on(self, shared_server: RedisServer) -> None:
+        self.url = shared_server.url
+
+    def make_store(self, directory: Path) -> BlockStore:
+        # A prefix of its own shows the side door which names are this test's.
+        return RedisStore(self.url, self.block_bytes, "ns", ttl_s=600, prefix=directory.name, secret=self.secret)
+
+    def reopen(self, directory: Path) -> BlockStore | None:
+        return self.make_store(directory)
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        with redis.Redis.from_url(self.url) as client:
+            (name,) = client.scan_iter(f"{directory.name}:*:{key.hex()}", count=1000)
+            value = bytearray(client.get(name))
+            value[7] ^= 1
+            return bool(client.set(name, bytes(value)))
+
+
+class TestKeyed(TestRedisStore):
+    secret = b"a secret of the fleet"
+
+
+class TestCluster(BlockStoreContract):
+    @pytest.fixture(autouse=True)
+    def _on(self, shared_cluster: RedisCluster) -> None:
+        self.url = shared_cluster.url
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return RedisStore(self.url, self.block_bytes, str(directory), cluster=True)
+
+    def reopen(self, directory: Path) -> BlockStore | None:
+        return self.make_store(directory)
+
+
+class TestUnderWrappers(TestRedisStore):
+    def make_store(self, directory: Path) -> BlockStore:
+        inner = RedisStore(self.url, self.block_bytes + Checksummed.OVERHEAD_BYTES, str(directory))
+        return Namespaced(Throttled(Checksummed(inner), 1e12), "mine")
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        return False

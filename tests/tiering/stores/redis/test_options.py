@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A redis tier from a mapping: mistakes are sentences, and what is secret appears nowhere."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.redis_server import RedisServer, free_port
+from tests.tiering.stores.blocks import read, write
+
+from kvoffload.config import parse_config
+from kvoffload.errors import ConfigError, MissingExtraError, StoreError
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.options import STORES, build_tier, parse_tier
+from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.options import RedisOptions
+from kvoffload.tiering.stores.remote import read_secret, without_credentials
+from kvoffload.tiering.tier import StoreTier
+
+URL = "redis://127.0.0.1:1"
+SEAL_KEY = "0123456789abcdef0123456789abcdef"
+
+
+def parse(**options: Any) -> RedisOptions:
+    parsed = parse_tier({"type": "redis", "url": URL} | options, 4096)
+    assert isinstance(parsed, RedisOptions)
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"url": "http://x"}, "must begin with redis://"),
+        ({"url": "redis://x/0?ssl_cert_reqs=none"}, "give these settings as options"),
+        ({"url": "redis://x:port"}, "url of the 'redis' tier"),
+        ({"url": {"path": "x"}}, '{"file": path}'),
+        ({"password": {"env": "A", "file": "b"}}, "password of the 'redis' tier must be text"),
+        ({"seal_key": "short"}, "16 characters"),
+        ({"ttl": "soon"}, "ttl of the 'redis' tier: 'soon' is no span of time"),
+        ({"ttl": 0.5}, "a second at least"),
+        ({"prefix": "a{b}"}, "prefix of the 'redis' tier"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s of the 'redis' tier must be positive"),
+        ({"window_timeout_s": -1}, "window_timeout_s"),
+        ({"clustr": True}, "Did you mean 'cluster'"),
+        ({"url": "unix:///run/kv.sock", "cluster": True}, "cluster=true"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        parse(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    options = parse()
+    assert (options.connect_timeout_s, options.window_timeout_s) == (1.0, 5.0)
+    assert options.tls_verify
+    assert not options.required
+    assert STORES.get("redis").is_persistent
+    assert parse(ttl="24h").ttl_s == 86_400
+
+
+@pytest.mark.parametrize(
+    "secret", [{"url": "redis://someone:hush@h:1/0"}, {"password": "hush"}, {"seal_key": "hush" + SEAL_KEY}]
+)
+def test_secrets_appear_nowhere(
+    secret: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    options = parse(**secret)
+    store = options.open_store(4096, "ns")
+    texts = [repr(options), str(options), f"{options!r}", repr(store)]
+    with pytest.raises(StoreError) as caught:
+        store.contains(keys(1))
+    store.close()
+    texts += [str(caught.value), repr(caught.value), repr(caught.value.__cause__), caplog.text]
+    with pytest.raises(ConfigError) as wrong:
+        parse(**(secret | {"thread": 1}))
+    with pytest.raises(ConfigError) as no_type:
+        parse_config({"cpu_bytes_to_use": 1, "secondary_tiers": [secret]})
+    texts += [str(wrong.value), str(no_type.value)]
+    assert not [text for text in texts if "hush" in text]
+
+
+def test_a_url_for_people() -> None:
+    assert without_credentials("rediss://user:pw@host:6380/0?x=pw") == "rediss://host:6380/0"
+    assert without_credentials("redis://host") == "redis://host"
+    assert without_credentials("redis://[pw") == "..."
+
+
+def test_secrets_come_from_files_and_the_environment(
+    start_server: Callable[..., RedisServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(requirepass="hush")
+    (tmp_path / "password").write_text("hush\n")
+    monkeypatch.setenv("KV_URL", f"redis://:hush@127.0.0.1:{server.port}")
+    monkeypatch.setenv("KV_SEAL", SEAL_KEY)
+    by_file = parse(url=server.url, password={"file": str(tmp_path / "password")}, seal_key={"env": "KV_SEAL"})
+    by_env = parse(url={"env": "KV_URL"}, seal_key=SEAL_KEY)
+    first, second = by_file.open_store(4096, "ns"), by_env.open_store(4096, "ns")
+    assert write(first, keys(1)) == [True]
+    assert read(second, keys(1)) == [True]
+    first.close()
+    second.close()
+    assert "hush" not in repr(by_env)
+    assert read_secret("plain", "it") == "plain"
+
+
+@pytest.mark.parametrize(
+    ("secret", "text"),
+    [
+        ({"env": "KVOFFLOAD_UNSET"}, "environment variable KVOFFLOAD_UNSET, which is not set"),
+        ({"file": "/nowhere/secret"}, "read from /nowhere/secret, which fails: No such file"),
+    ],
+)
+@pytest.mark.parametrize("name", ["url", "password", "seal_key"])
+def test_a_secret_that_is_not_there_is_one_sentence_when_it_is_read(
+    name: str, secret: dict[str, str], text: str
+) -> None:
+    options = parse(**{name: secret})  # nothing is read yet: workers need no secrets
+    with pytest.raises(ConfigError, match=f"{name} of the 'redis' tier is to be .*{text}"):
+        options.open_store(4096, "ns")
+
+
+def test_a_short_secret_in_a_file_is_refused_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_SEAL", "short")
+    with pytest.raises(ConfigError, match="16 characters"):
+        parse(seal_key={"env": "KV_SEAL"}).open_store(4096, "ns")
+
+
+def test_required_decides_whether_a_missing_server_stops_the_start() -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    view = memoryview(bytearray(4 * 4096)).cast("B", (4, 4096))
+    with pytest.raises(StoreError, match="refused") as caught:
+        build_tier({"type": "redis", "url": url, "required": True}, view, "ns")
+    assert "\n" not in str(caught.value)
+    tier = build_tier({"type": "redis", "url": url}, view, "ns")
+    assert isinstance(tier, StoreTier)
+    tier.shutdown()
+
+
+def test_required_with_a_server_starts(shared_server: RedisServer) -> None:
+    store = parse(url=shared_server.url, required=True).open_store(4096, "ns")
+    assert isinstance(store, RedisStore)
+    assert str(shared_server.port) in repr(store)
+    store.close()
+
+
+def test_without_redis_py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "redis" or name.startswith("redis."):
+            raise ImportError(f"No module named {name!r}")
+        return original(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"pip install 'kvoffload\[redis\]'"):
+        parse()
+
+
+def test_a_socket_file_is_a_way_to_a_server_too(start_server: Callable[..., RedisServer], tmp_path: Path) -> None:
+    start_server(unixsocket=str(tmp_path / "kv.sock"))
+    store = parse(url=f"unix://{tmp_path}/kv.sock").open_store(4096, "ns")
+    assert write(store, keys(1)) == [True]
+    assert read(store, keys(1)) == [True]
+    store.close()

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replies are scattered to where they belong, however the bytes come in, and requests are gathered however they go."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.testing.keys import keys
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.redis.commands import Ask, Asking, Get, Put
+from kvoffload.tiering.stores.redis.store import RedisStore
+from kvoffload.tiering.stores.redis.wire import ErrorReply, ProtocolError, Wire, encode, open_wire
+from kvoffload.tiering.stores.seal import Sealer
+
+SIZE = 700
+SEALER = Sealer("ns")
+
+
+class Connected:
+    """Stands for redis-py's connection: a socket that is there already."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def connect(self) -> None:
+        pass
+
+    def disconnect(self) -> None:
+        self._sock.close()
+
+
+@contextmanager
+def wire() -> Iterator[tuple[Wire, socket.socket]]:
+    near, far = socket.socketpair()
+    opened = open_wire(Connected(near))
+    opened.begin(60.0)
+    try:
+        yield opened, far
+    finally:
+        opened.close()
+        far.close()
+
+
+@contextmanager
+def answering(far: socket.socket, data: bytes, chunks: list[int]) -> Iterator[None]:
+    """Sends ``data`` from a thread, in pieces of these sizes and then the rest."""
+
+    def send() -> None:
+        start = 0
+        for size in chunks:
+            far.sendall(data[start : start + size])
+            start += size
+        far.sendall(data[start:])
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    thread.join()
+
+
+def value(index: int, kind: str) -> bytes:
+    """The reply for key ``index``."""
+    key = keys(index)[0]
+    block = block_of(key, SIZE)
+    good = block + SEALER.seal(key, memoryview(block))
+    match kind:
+        case "hit":
+            return b"$%d\r\n%s\r\n" % (len(good), good)
+        case "altered":
+            return b"$%d\r\n%s\r\n" % (len(good), b"?" + good[1:])
+        case "short":
+            return b"$%d\r\n%s\r\n" % (len(good) - 5, good[5:])
+        case "long":
+            return b"$%d\r\n%s\r\n" % (3 * len(good), 3 * good)
+        case "empty":
+            return b"$0\r\n\r\n"
+        case "wrongtype":
+            return b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
+        case "error":
+            return b"-LOADING the dataset\r\n"
+    return b"$-1\r\n"
+
+
+KINDS = st.lists(
+    st.sampled_from(["hit", "hit", "miss", "altered", "short", "long", "empty", "wrongtype", "error"]),
+    min_size=1,
+    max_size=9,
+)
+
+
+@given(KINDS, st.lists(st.integers(1, 900), max_size=12))
+def test_values_are_scattered_however_they_come_in(kinds: list[str], chunks: list[int]) -> None:
+    wanted = keys(*range(len(kinds)))
+    blocks = [memoryview(bytearray(SIZE)) for _ in kinds]
+    get = Get([bytes(key) for key in wanted], 100, wanted, blocks, SEALER)
+    data = b"".join(value(index, kind) for index, kind in enumerate(kinds))
+    with wire() as (opened, far), answering(far, data, chunks):
+        answers = get.receive(opened, range(len(kinds)))
+    expected = [ErrorReply("LOADING the dataset") if kind == "error" else kind == "hit" for kind in kinds]
+    assert answers == expected
+    assert get.bad == [i for i, kind in enumerate(kinds) if kind in ("altered", "short", "long", "empty", "wrongtype")]
+    for key, block, kind in zip(wanted, blocks, kinds, strict=True):
+        if kind == "hit":
+            assert bytes(block) == block_of(key, SIZE)
+
+
+@given(st.lists(st.sampled_from([b":0", b":1", b"-ERR no"]), min_size=1, max_size=300), st.lists(st.integers(1, 9)))
+def test_lines_are_read_however_they_come_in(lines: list[bytes], chunks: list[int]) -> None:
+    ask = Ask(b"EXISTS", [b"name"] * len(lines), 1000)
+    with wire() as (opened, far), answering(far, b"".join(line + b"\r\n" for line in lines), chunks):
+        answers = ask.receive(opened, range(len(lines)))
+    assert answers == [ErrorReply("ERR no") if line[:1] == b"-" else line == b":1" for line in lines]
+
+
+def test_a_large_block_goes_out_whole_through_small_buffers() -> None:
+    key, size = keys(1)[0], 3 << 20
+    block = memoryview(block_of(key, size))
+    put = Put([b"name"], 10, [key], [block], SEALER, ttl_s=60)
+    received = bytearray()
+    with wire() as (opened, far):
+
+        def drain() -> None:
+            while data := far.recv(50_000):
+                received.extend(data)
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        opened.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        put.send(opened, [0])
+        opened.socket.shutdown(socket.SHUT_WR)
+        thread.join()
+    sealed = bytes(block) + SEALER.seal(key, block)
+    assert received == encode(b"SET", b"name", sealed, b"NX", b"EX", b"60")
+
+
+def test_more_parts_than_one_call_takes() -> None:
+    wanted = keys(*range(600))
+    blocks = [memoryview(block_of(key, 8)) for key in wanted]
+    put = Put([b"n"] * 600, 1000, wanted, blocks, SEALER, ttl_s=None)
+    with wire() as (opened, far):
+        put.send(opened, range(600))
+        opened.socket.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: far.recv(1 << 16), b""))
+    expected = [
+        encode(b"SET", b"n", bytes(block) + SEALER.seal(key, block), b"NX")
+        for key, block in zip(wanted, blocks, strict=True)
+    ]
+    assert received == b"".join(expected)
+
+
+def test_permission_is_asked_for_each_command() -> None:
+    ask = Asking(Ask(b"EXISTS", [b"a", b"b"], 10))
+    with wire() as (opened, far):
+        ask.send(opened, [0, 1])
+        expected = b"".join(encode(b"ASKING") + encode(b"EXISTS", name) for name in (b"a", b"b"))
+        assert far.recv(1000) == expected
+        far.sendall(b"+OK\r\n:1\r\n+OK\r\n:0\r\n")
+        assert ask.receive(opened, [0, 1]) == [True, False]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"$7",
+        b"$716\r\nabc",
+        b"HTTP/1.1 400\r\n",
+        b"$x\r\n",
+        b":5\r\n",
+        b"x" * 5000,
+        b"$716\r\n" + bytes(716) + b"xx",
+    ],
+)
+def test_what_is_no_value_is_an_error(data: bytes) -> None:
+    with wire() as (opened, far):
+        far.sendall(data)
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises(ProtocolError):
+            opened.read_value([memoryview(bytearray(716))], 716)
+
+
+def test_more_answers_than_questions_are_an_error() -> None:
+    with wire() as (opened, far):
+        far.sendall(b":1\r\n:1\r\n:1\r\n")
+        with pytest.raises(ProtocolError):
+            opened.read_lines(2)
+
+
+def test_no_answer_by_the_deadline_is_a_timeout() -> None:
+    with wire() as (opened, _):
+        opened.begin(0.05)
+        with pytest.raises(TimeoutError):
+            opened.read_lines(2)
+        with pytest.raises(TimeoutError):
+            opened.send([b"x"])  # the deadline is that of the whole exchange
+
+
+def test_nobody_who_takes_what_is_sent_is_a_timeout() -> None:
+    with wire() as (opened, _):
+        opened.begin(0.05)
+        with pytest.raises(TimeoutError):
+            opened.send([bytes(16 << 20)])
+
+
+def test_a_window_is_some_4_mib() -> None:
+    for size, expected in ((64, 256), (1 << 20, 4), (3 << 20, 1), (16 << 20, 1)):
+        store = RedisStore("redis://h", size)
+        assert store._window == expected
+        store.close()

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiering.stores.slab.rig import SMALL, slab_of
+
+from kvoffload.tiering.stores.slab.store import SlabStore
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Callable[..., SlabStore]]:
+    """Opens stores on one root, by default with one slab of eight slots, checks them at the end and closes them."""
+    opened = []
+
+    def make(size: int = SMALL, namespace: str = "", max_bytes: int | None = None, **options) -> SlabStore:
+        max_bytes = slab_of(8, size) if max_bytes is None else max_bytes
+        opened.append(SlabStore(tmp_path / "kv", size, namespace, max_bytes, **options))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.check_invariants()
+        store.close()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers for the tests of SlabStore."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
+
+SMALL, PAGED = 1000, 8192
+
+
+def aligned(data: bytes) -> memoryview:
+    """``data`` in page-aligned memory, like the primary tier's slots."""
+    buffer = mmap.mmap(-1, len(data))
+    buffer[:] = data
+    return memoryview(buffer)
+
+
+def write(store: SlabStore, *keys: OffloadKey, size: int = SMALL) -> list[bool]:
+    return store.write(keys, [aligned(block_of(key, size)) for key in keys])
+
+
+def read(store: SlabStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
+    buffer = aligned(bytes(size))
+    return bytes(buffer) if store.read_into([key], [buffer]) == [True] else None
+
+
+def right(store: SlabStore, *keys: OffloadKey, size: int = SMALL) -> set[OffloadKey]:
+    """The keys whose blocks can be read. Every block that can be read is right."""
+    found = set()
+    for key in keys:
+        if (block := read(store, key, size)) is not None:
+            assert block == block_of(key, size), "wrong bytes"
+            found.add(key)
+    return found
+
+
+def here(store: SlabStore, *keys: OffloadKey) -> set[OffloadKey]:
+    return {key for key, found in zip(keys, store.contains(keys), strict=True) if found}
+
+
+def tables(root: Path) -> list[Path]:
+    return sorted(root.rglob("*" + TABLE_SUFFIX))
+
+
+def payloads(root: Path) -> list[Path]:
+    return sorted(root.rglob("*" + PAYLOAD_SUFFIX))
+
+
+def disk_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def slab_of(num_slots: int, size: int = SMALL) -> int:
+    """The bytes of a slab with so many slots."""
+    return SlabFormat("", size).slab_bytes(num_slots)
+
+
+def damage(root: Path, key: OffloadKey, size: int = SMALL, at: int = -1) -> None:
+    """Flips a bit of the block, wherever it lies."""
+    block = block_of(key, size)
+    for path in payloads(root):
+        start = path.read_bytes().find(block)
+        if start >= 0:
+            with path.open("r+b") as file:
+                file.seek(start + at % size)
+                file.write(bytes([block[at] ^ 4]))
+            return
+    raise AssertionError("the block is in no slab")

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Free runs and the order of eviction, against plain sets and lists."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE, Allocator, FreeRuns, Run, runs_of
+
+BASE = 3 * SLAB_STRIDE
+
+
+def slots_of(runs: list[Run]) -> list[int]:
+    return [slot for run in runs for slot in range(run.start, run.stop)]
+
+
+def full(num_slots: int, slab: int = 3) -> Allocator:
+    """An allocator whose slot ``i`` was used at time ``i + 1``."""
+    allocator = Allocator()
+    allocator.add_slab(slab, np.arange(1, num_slots + 1, dtype=np.int64))
+    return allocator
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_runs_are_maximal_and_have_the_same_slots(slots: set[int]) -> None:
+    runs = runs_of(sorted(slots))
+    assert slots_of(runs) == sorted(slots)
+    assert all(later.start > run.stop for run, later in itertools.pairwise(runs))
+
+
+@settings(deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 40))
+def test_free_runs_never_lose_or_share_a_slot(rng: random.Random, num_steps: int) -> None:
+    free, out = FreeRuns(), [Run(0, 50), Run(SLAB_STRIDE, 20)]
+    have = set[int]()
+    for _ in range(num_steps):
+        if out and rng.random() < 0.5:
+            run = out.pop(rng.randrange(len(out)))
+            cut = rng.randrange(run.count + 1)
+            for part in (Run(run.start, cut), Run(run.start + cut, run.count - cut)):
+                if part.count:
+                    free.add(part)
+            have |= set(slots_of([run]))
+        else:
+            count = rng.randrange(1, 30)
+            taken = free.take(count)
+            slots = slots_of(taken)
+            assert len(slots) == len(set(slots)) == min(count, len(have))
+            assert set(slots) <= have
+            have -= set(slots)
+            out += taken
+        assert free.num_slots == len(have)
+        assert free.runs() == runs_of(sorted(have))
+
+
+def test_a_short_request_leaves_long_runs_whole() -> None:
+    free = FreeRuns()
+    for run in (Run(0, 10), Run(20, 3), Run(30, 5)):
+        free.add(run)
+    assert free.take(4) == [Run(30, 4)]
+    assert free.take(1) == [Run(34, 1)]
+    assert free.take(12) == [Run(0, 10), Run(20, 2)]
+    assert free.runs() == [Run(22, 1)]
+
+
+def test_slabs_are_no_neighbours() -> None:
+    free = FreeRuns()
+    free.add(Run(SLAB_STRIDE - 2, 1))
+    free.add(Run(SLAB_STRIDE, 4))
+    assert len(free) == 2
+    free.drop_slab(1)
+    assert free.runs() == [Run(SLAB_STRIDE - 2, 1)]
+    assert free.num_slots == 1
+
+
+def test_a_small_store_evicts_exactly_the_least_recently_used() -> None:
+    allocator = full(10)
+    allocator.use([BASE], [100])
+    order = []
+    for _ in range(9):
+        assert allocator.grain_of(1) == 1
+        order += slots_of(allocator.evict(1, before_ns=1000))
+    assert order == [BASE + index for index in range(1, 10)]
+
+
+def test_nothing_used_after_the_limit_is_evicted() -> None:
+    allocator = full(10)
+    assert sorted(slots_of(allocator.evict(8, before_ns=3))) == [BASE, BASE + 1, BASE + 2]
+    assert allocator.evict(1, before_ns=3) == []
+
+
+def test_what_is_used_after_the_plan_stays() -> None:
+    allocator = full(1600)
+    first = slots_of(allocator.evict(10, before_ns=10_000))
+    assert set(first) < set(range(BASE, BASE + 25)), "one in 64 slots is looked at"
+    kept = sorted(set(range(BASE, BASE + 25)) - set(first))[::2]
+    allocator.use(kept, [5000] * len(kept))
+    rest = slots_of(allocator.evict(5, before_ns=10_000))
+    assert not set(rest) & set(kept)
+
+
+def test_busy_and_free_slots_are_not_evicted() -> None:
+    allocator = full(8)
+    allocator.hold(Run(BASE, 2))
+    allocator.hold(Run(BASE + 2, 1))
+    allocator.release(Run(BASE + 2, 1))
+    assert sorted(slots_of(allocator.evict(8, before_ns=1000))) == [BASE + index for index in range(3, 8)]
+    assert allocator.take(5) == [Run(BASE + 2, 1)]
+    assert not allocator.is_held(3).any()
+
+
+def test_slots_of_a_dropped_slab_are_forgotten() -> None:
+    allocator = full(64)
+    allocator.add_slab(4, np.zeros(5, np.int64))
+    allocator.evict(2, before_ns=1000)
+    allocator.drop_slab(3)
+    allocator.release(Run(BASE, 2))
+    allocator.use([BASE], [7])
+    assert allocator.num_slots == 5
+    assert allocator.evict(1, before_ns=1000) == []
+    assert allocator.take(9) == [Run(4 * SLAB_STRIDE, 5)]
+
+
+@pytest.mark.parametrize(("num_slots", "mean_run"), [(300, 4), (4096, 15)])
+def test_prefixes_come_and_go_as_runs(num_slots: int, mean_run: int) -> None:
+    """Prefixes of 20 to 60 blocks: what is evicted together lies together."""
+    allocator, rng, now = Allocator(), random.Random(0), 1
+    allocator.add_slab(1, np.zeros(num_slots, np.int64))
+    held: dict[int, list[int]] = {}
+    num_runs = num_blocks = 0
+    for number in range(600):
+        count = rng.randrange(20, 60)
+        while allocator.free.num_slots < count:
+            for run in allocator.evict(allocator.grain_of(count - allocator.free.num_slots), now):
+                allocator.release(run)
+        runs = allocator.take(count)
+        held[number] = slots_of(runs)
+        now += count
+        allocator.use(held[number], range(now, now + count))
+        if number > 300:
+            num_runs, num_blocks = num_runs + len(runs), num_blocks + count
+    assert num_blocks / num_runs > mean_run

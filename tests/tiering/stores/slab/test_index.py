@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index against a plain dict."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE
+from kvoffload.tiering.stores.slab.format import ENTRY, ENTRY_BYTES, HashedKey, SlabFormat
+from kvoffload.tiering.stores.slab.index import SlotIndex
+
+LAYOUT = SlabFormat("index", 4096)
+
+
+def put(index: SlotIndex, slot: int, key: HashedKey) -> None:
+    table = index.tables.setdefault(slot // SLAB_STRIDE, bytearray(3000 * ENTRY_BYTES))
+    at = slot % SLAB_STRIDE * ENTRY_BYTES
+    table[at : at + ENTRY_BYTES] = LAYOUT.entry(key, memoryview(b""), 0)
+    index.add(key.hash64 & 0xFFFF_FFFF, slot)
+
+
+def crowded(key: OffloadKey) -> HashedKey:
+    """Hashes of which many begin their search in the same few cells, at the end of the table too."""
+    key_hash = LAYOUT.hashed(key)
+    hash64 = (key_hash.hash64 % 3) * 977 + 1020
+    return HashedKey(hash64, key_hash.probe)
+
+
+@pytest.mark.parametrize("hashed", [LAYOUT.hashed, crowded])
+def test_it_finds_what_a_dict_finds(hashed) -> None:
+    rng, index = random.Random(0), SlotIndex()
+    keys = [hashed(key) for key in keys_of(*range(600))]
+    oracle: dict[int, int] = {}
+    free = [slab * SLAB_STRIDE + place for slab in (1, 7) for place in range(600)]
+    for step in range(6000):
+        number = rng.randrange(600)
+        key = keys[number]
+        if number in oracle:
+            slot = oracle.pop(number)
+            assert index.remove(key.hash64 & 0xFFFF_FFFF, slot)
+            assert not index.remove(key.hash64 & 0xFFFF_FFFF, slot)
+            free.append(slot)
+        else:
+            oracle[number] = free.pop(rng.randrange(len(free)))
+            put(index, oracle[number], key)
+        if step % 500 == 0:
+            assert [index.find(key) for key in keys] == [oracle.get(number, -1) for number in range(600)]
+            assert len(index) == len(oracle)
+
+
+@pytest.mark.parametrize("hashed", [LAYOUT.hashed, crowded])
+def test_many_at_once_are_the_same_as_one_by_one(hashed) -> None:
+    keys = [hashed(key) for key in keys_of(*range(2000))]
+    entries = b"".join(LAYOUT.entry(key, memoryview(b""), 0) for key in keys)
+    index = SlotIndex()
+    index.tables[5] = bytearray(entries)
+    table = np.frombuffer(entries, ENTRY)
+    hashes = np.array([key.hash64 & 0xFFFF_FFFF for key in keys], np.uint32)
+    if hashed == LAYOUT.hashed:
+        assert (hashes == table["hash"]).all()
+    index.add_many(hashes, np.arange(2000) + 5 * SLAB_STRIDE)
+    assert [index.find(key) for key in keys] == [5 * SLAB_STRIDE + place for place in range(2000)]
+    for key in keys[::2]:
+        assert index.remove(key.hash64 & 0xFFFF_FFFF, index.find(key))
+    assert [index.find(key) >= 0 for key in keys] == [False, True] * 1000
+
+
+def test_one_key_in_several_slots() -> None:
+    index = SlotIndex()
+    (key, other) = (LAYOUT.hashed(key) for key in keys_of(1, 2))
+    slots = [SLAB_STRIDE, 2 * SLAB_STRIDE + 4]
+    for slot in slots:
+        put(index, slot, key)
+    put(index, SLAB_STRIDE + 1, other)
+    assert set(index.find_all(key)) == set(slots)
+    index.remove(key.hash64 & 0xFFFF_FFFF, slots[0])
+    assert index.find(key) == slots[1]
+    index.drop_slab(2)
+    assert index.find(key) == -1
+    assert index.find(other) == SLAB_STRIDE + 1
+    assert len(index) == 1

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several stores on one root: other instances, other processes, other namespaces, dead ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.tiering.stores.slab.rig import (
+    SMALL,
+    aligned,
+    damage,
+    disk_bytes,
+    here,
+    payloads,
+    right,
+    slab_of,
+    tables,
+    write,
+)
+
+from kvoffload.base import OffloadKey
+from kvoffload.errors import ConfigError
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.root import CONTROL_DIR, Access
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.directory import root_lock
+
+KEYS = keys_of(*range(100))
+
+CHILD = """
+import sys
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.slab import SlabStore
+root, size, max_bytes, first, last = sys.argv[1], *map(int, sys.argv[2:])
+store = SlabStore(root, size, "", max_bytes)
+keys = keys_of(*range(first, last))
+print(store.write(keys, [memoryview(block_of(key, size)) for key in keys]).count(True), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def neighbour(tmp_path: Path):
+    """Starts a process that writes blocks of these numbers, keeps the store open, and waits."""
+    started = []
+
+    def start(max_bytes: int, first: int, last: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CHILD, *map(str, (tmp_path / "kv", SMALL, max_bytes, first, last))]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == f"{last - first}\n"
+        return child
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+def two_slabs(size: int = SMALL) -> int:
+    """A quota of two slabs of a mebibyte."""
+    return 2 << 20
+
+
+class TestReading:
+    def test_neighbours_find_each_others_blocks(self, open_store) -> None:
+        mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
+        write(mine, *KEYS[:10])
+        mine.refresh()
+        theirs.refresh()
+        assert right(theirs, *KEYS[:20]) == set(KEYS[:10])
+        assert write(theirs, *KEYS[5:15]) == [True] * 10
+        theirs.refresh()
+        mine.refresh()
+        assert right(mine, *KEYS[:20]) == set(KEYS[:15])
+        write(mine, *KEYS[20:30])
+        mine.refresh()
+        theirs.refresh()
+        assert right(theirs, *KEYS[20:30]) == set(KEYS[20:30]), "also in a slab that was known before"
+
+    def test_without_being_asked(self, open_store) -> None:
+        """The threads of the stores do it by themselves; how soon is not tested here."""
+        mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
+        write(mine, KEYS[0])
+        for _ in range(10_000):
+            if here(theirs, KEYS[0]):
+                return
+            theirs._stop.wait(0.01)
+        raise AssertionError("never found")
+
+    def test_what_a_neighbour_evicts_is_announced(self, open_store) -> None:
+        mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
+        write(mine, *KEYS[:4])
+        mine.refresh()
+        theirs.refresh()
+        mine.discard(KEYS[1:3])
+        mine.refresh()
+        theirs.refresh()
+        assert here(theirs, *KEYS[:4]) == {KEYS[0], KEYS[3]}
+        assert set(theirs.take_evicted()) == set(KEYS[1:3])
+
+    def test_an_overwrite_that_nobody_has_told_of_is_a_miss_and_no_corruption(self, open_store) -> None:
+        mine, theirs = open_store(max_bytes=slab_of(8)), open_store(max_bytes=slab_of(8))
+        write(mine, *KEYS[:8])
+        mine.refresh()
+        theirs.refresh()
+        with mine._upkeep, theirs._upkeep:  # neither thread helps
+            assert write(mine, *KEYS[10:14]) == [True] * 4
+            assert right(theirs, *KEYS[:8]) == set(KEYS[4:8])
+            assert right(theirs, *KEYS[10:14]) == set(KEYS[10:14]), "found while looking"
+        assert theirs.stats().corrupt_blocks == 0
+        assert set(theirs.take_evicted()) == set(KEYS[:4])
+
+    def test_a_neighbours_bad_block_is_a_miss_until_it_is_written_anew(self, open_store, tmp_path: Path) -> None:
+        mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
+        write(mine, *KEYS[:4])
+        mine.refresh()
+        theirs.refresh()
+        damage(tmp_path, KEYS[1])
+        assert right(theirs, *KEYS[:4]) == {KEYS[0], KEYS[2], KEYS[3]}
+        assert theirs.stats().corrupt_blocks == 1
+        theirs.refresh()
+        assert not here(theirs, KEYS[1])
+        assert write(theirs, KEYS[1]) == [True], "in a slab of its own"
+        assert right(theirs, *KEYS[:4]) == set(KEYS[:4])
+        assert right(mine, *KEYS[:4]) == {KEYS[0], KEYS[2], KEYS[3]}
+
+    def test_one_block_in_two_slabs_outlives_either(self, open_store) -> None:
+        mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
+        write(mine, *KEYS[:3])
+        write(theirs, *KEYS[:3])
+        mine.refresh()
+        theirs.refresh()
+        mine.refresh()
+        assert [key for batch in mine.scan() for key in batch] == KEYS[:3]
+        mine.discard(KEYS[:1])
+        mine.refresh()
+        theirs.refresh()
+        assert theirs.take_evicted() == []
+        assert right(theirs, *KEYS[:3]) == set(KEYS[:3])
+
+    def test_a_use_by_a_neighbour_keeps_a_block(self, open_store, monkeypatch) -> None:
+        now_s = 1_700_000_000
+        monkeypatch.setattr("time.time_ns", lambda: now_s * 1_000_000_000)
+        mine, theirs = open_store(max_bytes=slab_of(8)), open_store(max_bytes=slab_of(8))
+        for number in range(8):
+            now_s += 1
+            write(mine, KEYS[number])
+        mine.refresh()
+        theirs.refresh()
+        now_s += 5
+        assert right(theirs, KEYS[0], KEYS[1]) == set(KEYS[:2])
+        with theirs._upkeep:
+            theirs._flush_uses()
+        with mine._upkeep:
+            mine._flush_uses()
+        now_s += 5
+        write(mine, *KEYS[8:12])
+        assert here(mine, *KEYS[:8]) == {KEYS[0], KEYS[1], KEYS[6], KEYS[7]}
+
+
+class TestAdoption:
+    def test_slabs_of_the_dead_are_adopted_with_their_blocks(self, open_store, neighbour, tmp_path: Path) -> None:
+        child = neighbour(two_slabs(), 0, 40)
+        store = open_store(max_bytes=two_slabs())
+        assert right(store, *KEYS[:40]) == set(KEYS[:40])
+        assert store._allocator.num_slots == 0
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        store.refresh()
+        assert store._allocator.num_slots > 0
+        assert right(store, *KEYS[:40]) == set(KEYS[:40])
+        assert write(store, *KEYS[40:60]) == [True] * 20
+        assert len(tables(tmp_path)) == 1, "in the slab of the dead"
+
+    def test_a_stopped_neighbour_is_waited_for_by_nobody(self, open_store, neighbour) -> None:
+        child = neighbour(two_slabs(), 0, 40)
+        child.send_signal(signal.SIGSTOP)
+        store = open_store(max_bytes=two_slabs())
+        assert right(store, *KEYS[:40]) == set(KEYS[:40])
+        assert write(store, *KEYS[40:60]) == [True] * 20
+        store.refresh()
+        child.send_signal(signal.SIGCONT)
+
+    def test_only_one_adopts(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=two_slabs())
+        write(store, *KEYS[:10])
+        store.close()
+        stores = [open_store(max_bytes=two_slabs()) for _ in range(3)]
+        assert sum(store._allocator.num_slots > 0 for store in stores) == 1
+        for store in stores:
+            assert right(store, *KEYS[:10]) == set(KEYS[:10])
+
+
+class TestQuota:
+    def test_it_is_the_roots(self, open_store, tmp_path: Path) -> None:
+        stores = [
+            open_store(max_bytes=3 << 20, **options)
+            for options in ({}, {}, {"namespace": "other"}, {"size": 500}, {"namespace": "third", "size": 70_000})
+        ]
+        sizes = [SMALL, SMALL, SMALL, 500, 70_000]
+        for number, (store, size) in enumerate(zip(stores * 4, sizes * 4, strict=True)):
+            keys = keys_of(*range(number * 1000, number * 1000 + 600))
+            store.write(keys, [memoryview(bytes(size)) for _ in keys])
+            assert disk_bytes(tmp_path) <= 3 << 20
+        assert len(tables(tmp_path)) >= 3
+
+    def test_a_namespace_that_nobody_uses_gives_way(self, open_store, tmp_path: Path) -> None:
+        old = open_store(namespace="yesterday", max_bytes=two_slabs())
+        keys = keys_of(*range(1900))
+        for start in range(0, 1900, 100):
+            assert all(write(old, *keys[start : start + 100]))
+        new = open_store(namespace="today", max_bytes=two_slabs())
+        assert write(new, KEYS[0]) == [False], "it is in use"
+        old.close()
+        new._no_growth_before_s = 0.0
+        assert write(new, KEYS[0]) == [True]
+        assert disk_bytes(tmp_path) <= two_slabs()
+        again = open_store(namespace="yesterday", max_bytes=two_slabs())
+        assert 0 < len(right(again, *keys)) < 1900, "one slab is enough for now"
+
+    def test_a_smaller_quota_removes_slabs_at_start(self, open_store, tmp_path: Path, monkeypatch) -> None:
+        now_s = 1_700_000_000
+        monkeypatch.setattr("time.time_ns", lambda: now_s * 1_000_000_000)
+        store = open_store(max_bytes=4 << 20)
+        keys = keys_of(*range(3800))
+        for start in range(0, 3800, 100):
+            now_s += 1
+            assert all(write(store, *keys[start : start + 100]))
+        store.close()
+        assert disk_bytes(tmp_path) > 3 << 20
+        store = open_store(max_bytes=2 << 20)
+        assert disk_bytes(tmp_path) <= 2 << 20
+        assert right(store, *keys[-1500:]) == set(keys[-1500:]), "the oldest go"
+
+    def test_a_root_that_another_process_has_locked_is_not_waited_for(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=two_slabs())
+        with root_lock(str(tmp_path / "kv"), Access()) as is_locked:
+            assert is_locked
+            assert write(store, KEYS[0]) == [False]
+        store._no_growth_before_s = 0.0
+        assert write(store, KEYS[0]) == [True]
+
+
+class TestSharing:
+    def fill(self, store: SlabStore, first: int, count: int) -> list[OffloadKey]:
+        keys = keys_of(*range(first, first + count))
+        for start in range(0, count, 100):
+            write(store, *keys[start : start + 100])
+        return keys
+
+    def settle(self, *stores: SlabStore) -> None:
+        for _ in range(12):
+            for store in stores:
+                store.refresh()
+
+    def owned(self, store: SlabStore) -> int:
+        return sum(slab.is_own for slab in store._slabs.values())
+
+    def test_a_late_comer_is_given_slabs_with_their_blocks(self, open_store, tmp_path: Path) -> None:
+        mine = open_store(max_bytes=6 << 20)
+        keys = self.fill(mine, 0, 5800)
+        late = open_store(max_bytes=6 << 20)
+        assert write(late, KEYS[0]) == [True], "it is there"
+        other = keys_of(*range(10_000, 10_100))
+        assert write(late, *other) == [False] * 100
+        self.settle(mine, late)
+        assert (self.owned(mine), self.owned(late)) == (3, 3)
+        for store in (mine, late):
+            assert right(store, *keys[::50]) == set(keys[::50]), "nothing is lost by it"
+        assert write(late, *other) == [True] * 100
+        assert disk_bytes(tmp_path) <= 6 << 20
+        self.settle(mine, late)
+        assert right(mine, *other) == set(other)
+
+    def test_a_late_comer_of_another_namespace_too(self, open_store, tmp_path: Path) -> None:
+        mine, late = open_store(max_bytes=6 << 20), open_store(max_bytes=6 << 20, namespace="late")
+        self.fill(mine, 0, 5800)
+        for _ in range(5):
+            late._no_growth_before_s = 0.0
+            self.fill(late, 0, 2000)
+            self.settle(mine, late)
+        assert abs(self.owned(mine) - self.owned(late)) <= 1
+        assert self.owned(mine) + self.owned(late) >= 5
+        assert disk_bytes(tmp_path) <= 6 << 20
+
+    def test_requests_of_the_dead_are_removed(self, open_store, neighbour, tmp_path: Path) -> None:
+        mine = open_store(max_bytes=two_slabs())
+        self.fill(mine, 0, 1900)
+        control = tmp_path / "kv" / CONTROL_DIR
+        (control / f"want-0-{'0' * 16}-{'1' * 16}").touch()
+        (control / "want-garbage").touch()
+        mine.refresh()
+        assert [path.name for path in control.glob("want-*")] == ["want-garbage"]
+        assert self.owned(mine) == 2
+
+    def test_who_has_as_much_gives_nothing(self, open_store) -> None:
+        mine, theirs = open_store(max_bytes=4 << 20), open_store(max_bytes=4 << 20)
+        for first in range(0, 12_000, 3000):
+            self.fill(mine, first, 1500)
+            self.fill(theirs, first + 1500, 1500)
+            self.settle(mine, theirs)
+        assert (self.owned(mine), self.owned(theirs)) == (2, 2)
+
+
+class TestAccess:
+    @pytest.mark.parametrize("umask", [0o000, 0o077], ids=oct)
+    @pytest.mark.parametrize(("mode", "modes"), [("private", (0o700, 0o600)), ("group", (0o2770, 0o660))])
+    def test_modes(self, open_store, tmp_path: Path, umask: int, mode: str, modes: tuple[int, int]) -> None:
+        before = os.umask(umask)
+        try:
+            write(open_store(max_bytes=two_slabs(), mode=mode), *KEYS[:3])
+        finally:
+            os.umask(before)
+        every = [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]
+        assert {stat.S_IMODE(path.lstat().st_mode) for path in every if path.is_dir()} == {modes[0]}
+        assert {stat.S_IMODE(path.lstat().st_mode) for path in every if path.is_file()} == {modes[1]}
+
+    @pytest.fixture
+    def precious(self, tmp_path: Path):
+        path = tmp_path / "victim"
+        path.mkdir()
+        (path / "precious.table").write_bytes(b"p" * 9000)
+        yield path
+        assert [(one.name, one.read_bytes()) for one in path.iterdir()] == [("precious.table", b"p" * 9000)]
+
+    def test_links_lead_nowhere(self, open_store, tmp_path: Path, precious: Path) -> None:
+        store = open_store(max_bytes=slab_of(8))
+        write(store, *KEYS[:4])
+        store.close()
+        (namespace,) = {path.parent for path in tables(tmp_path / "kv")}
+        for suffix in (".table", ".slab"):
+            (namespace / f"0000{suffix}").symlink_to(precious / "precious.table")
+        (tmp_path / "kv" / "linked").symlink_to(precious)
+        (tmp_path / "kv" / CONTROL_DIR / "slabs").unlink()
+        (tmp_path / "kv" / CONTROL_DIR / "slabs").symlink_to(precious / "precious.table")
+        store = open_store(max_bytes=slab_of(8))
+        assert right(store, *KEYS[:4]) == set(KEYS[:4])
+        write(store, *KEYS[4:12])
+        store.refresh()
+
+    def test_a_slab_with_a_second_name_is_not_used(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=two_slabs())
+        write(store, *KEYS[:4])
+        store.close()
+        os.link(payloads(tmp_path)[0], tmp_path / "second")
+        before = (tmp_path / "second").read_bytes()
+        store = open_store(max_bytes=two_slabs())
+        assert right(store, *KEYS[:4]) == set()
+        assert write(store, *KEYS[:4]) == [True] * 4
+        assert (tmp_path / "second").read_bytes() == before
+
+    def test_a_link_in_the_namespaces_place_is_refused(self, open_store, tmp_path: Path, precious: Path) -> None:
+        open_store(max_bytes=two_slabs()).close()
+        shutil.rmtree(tmp_path / "kv" / "=")
+        (tmp_path / "kv" / "=").symlink_to(precious)
+        with pytest.raises(ConfigError, match="cannot use"):
+            SlabStore(tmp_path / "kv", SMALL, max_bytes=two_slabs())
+
+    def test_a_link_put_there_later_ends_the_use_of_it(self, open_store, tmp_path: Path, precious: Path) -> None:
+        store = open_store(max_bytes=two_slabs())
+        write(store, *KEYS[:4])
+        (tmp_path / "kv" / "=").rename(tmp_path / "moved")
+        (tmp_path / "kv" / "=").symlink_to(precious)
+        store.refresh()
+        assert right(store, *KEYS[:4]) == set()
+        with pytest.raises(Exception, match="="):
+            write(store, KEYS[0])
+
+
+def test_a_block_that_both_write_at_once_is_right(open_store) -> None:
+    mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
+    key, block = KEYS[0], aligned(block_of(KEYS[0], SMALL))
+    assert mine.write([key], [block]) == theirs.write([key], [block]) == [True]
+    for store in (mine, theirs, mine):
+        store.refresh()
+    assert right(mine, key) == right(theirs, key) == {key}

@@ -1,0 +1,522 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SlabStore: order of eviction, restarts, damage, and failing disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiering.stores.slab.rig import (
+    PAGED,
+    SMALL,
+    aligned,
+    damage,
+    disk_bytes,
+    here,
+    payloads,
+    read,
+    right,
+    slab_of,
+    tables,
+    write,
+)
+
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.slab.file import SlabFile
+from kvoffload.tiering.stores.slab.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
+from kvoffload.tiering.stores.slab.store import SlabStore
+
+KEYS = keys_of(*range(100))
+
+
+class TestEviction:
+    def test_the_least_recently_used_goes_first(self, open_store) -> None:
+        store = open_store()
+        for key in KEYS[:8]:
+            write(store, key)
+        read(store, KEYS[0])
+        store.touch([KEYS[2], KEYS[1]])  # a prefix: its tail, 1, was used before its head
+        write(store, KEYS[3])
+        for number, victim in ((8, 4), (9, 5), (10, 6), (11, 7), (12, 0), (13, 1), (14, 2), (15, 3)):
+            assert write(store, KEYS[number]) == [True]
+            assert store.take_evicted() == [KEYS[victim]]
+            assert store.contains([KEYS[victim]]) == [False]
+        assert store.stats().evicted_blocks == 8
+        assert right(store, *KEYS[:16]) == set(KEYS[8:16])
+
+    def test_a_batch_never_evicts_its_own_blocks(self, open_store) -> None:
+        store = open_store()
+        assert write(store, *KEYS[:6]) == [True] * 6
+        answers = write(store, *KEYS[3:15])
+        assert answers == [True] * 8 + [False] * 4
+        assert right(store, *KEYS[:20]) == set(KEYS[3:11])
+
+    def test_the_order_survives_a_restart(self, open_store, monkeypatch) -> None:
+        now_s = 1_700_000_000
+        monkeypatch.setattr("time.time_ns", lambda: now_s * 1_000_000_000)
+        store = open_store()
+        for number in range(8):
+            now_s += 1
+            write(store, KEYS[number])
+        now_s += 1
+        assert read(store, KEYS[0])
+        store.close()
+        store = open_store()
+        now_s += 1
+        for number, victim in ((8, 1), (9, 2), (10, 3)):
+            write(store, KEYS[number])
+            assert store.take_evicted() == [KEYS[victim]]
+
+    def test_slots_are_used_up_before_anything_is_evicted(self, open_store) -> None:
+        store = open_store(max_bytes=4 * slab_of(1000))
+        keys = keys_of(*range(3500))
+        for start in range(0, 3500, 70):
+            assert write(store, *keys[start : start + 70]) == [True] * 70
+        assert store.stats().evicted_blocks == 0
+        assert right(store, *keys[::9]) == set(keys[::9])
+
+
+class TestRestart:
+    def test_a_large_store_is_served_while_its_last_slabs_are_read(self, open_store, monkeypatch) -> None:
+        store = open_store(max_bytes=4 << 20)
+        keys = keys_of(*range(3800))
+        for start in range(0, 3800, 100):
+            write(store, *keys[start : start + 100])
+        store.close()
+        monkeypatch.setattr("kvoffload.tiering.stores.slab.store._LOADED_AT_ONCE", 1000)
+        go_on, real = threading.Event(), SlabStore._load
+
+        def load(self: SlabStore, *, at_once: bool) -> None:
+            assert at_once or go_on.wait(30)
+            real(self, at_once=at_once)
+
+        monkeypatch.setattr(SlabStore, "_load", load)
+        store = open_store(max_bytes=4 << 20)
+        known = right(store, *keys)
+        assert 900 <= len(known) < 2000
+        assert write(store, KEYS[0]) == [True]
+        scan = store.scan()
+        go_on.set()
+        assert {key for batch in scan for key in batch} >= set(keys[100:])
+        assert right(store, *keys[100:]) == set(keys[100:])
+
+    @pytest.mark.parametrize("size", [SMALL, PAGED])
+    def test_everything_is_there_again(self, open_store, tmp_path: Path, size: int) -> None:
+        store = open_store(size, max_bytes=slab_of(40, size))
+        write(store, *KEYS[:30], size=size)
+        store.discard(KEYS[5:8])
+        store.close()
+        before = disk_bytes(tmp_path)
+        store = open_store(size, max_bytes=slab_of(40, size))
+        left = set(KEYS[:30]) - set(KEYS[5:8])
+        assert right(store, *KEYS, size=size) == left
+        assert {key for batch in store.scan() for key in batch} == left
+        assert store.stats().used_bytes == 27 * size
+        assert write(store, *KEYS[30:43], size=size) == [True] * 13
+        assert store.stats().evicted_blocks == 0
+        assert disk_bytes(tmp_path) == before
+
+    def test_another_block_size_or_namespace_sees_nothing_of_it(self, open_store, tmp_path: Path) -> None:
+        write(open_store(max_bytes=1 << 20), *KEYS[:5])
+        for options in ({"size": 500}, {"namespace": "other"}):
+            other = open_store(max_bytes=1 << 20, **options)
+            assert here(other, *KEYS[:5]) == set()
+            assert [list(batch) for batch in other.scan()] == []
+
+    def test_a_slab_in_the_making_is_swept(self, open_store, tmp_path: Path) -> None:
+        store = open_store()
+        write(store, *KEYS[:3])
+        store.close()
+        (namespace,) = {path.parent for path in tables(tmp_path)}
+        for name in ("new-0123.slab", "new-0123.table", "0456.slab"):
+            (namespace / name).write_bytes(bytes(5000))
+        store = open_store(max_bytes=slab_of(8) + slab_of(5))
+        assert write(store, *KEYS[3:12]) == [True] * 9
+        assert sorted(path.name for path in namespace.iterdir()) == sorted(
+            path.name for path in [*tables(tmp_path), *payloads(tmp_path)]
+        )
+        assert len(tables(tmp_path)) == len(payloads(tmp_path)) == 2
+
+
+class TestDamage:
+    @pytest.mark.parametrize("size", [SMALL, PAGED])
+    @pytest.mark.parametrize("at", [0, 500, -1])
+    def test_a_flipped_bit_is_a_miss(self, open_store, tmp_path: Path, size: int, at: int) -> None:
+        store = open_store(size)
+        write(store, *KEYS[:4], size=size)
+        damage(tmp_path, KEYS[1], size, at)
+        assert right(store, *KEYS[:4], size=size) == {KEYS[0], KEYS[2], KEYS[3]}
+        assert store.stats().corrupt_blocks == 1
+        assert store.take_evicted() == [KEYS[1]]
+        assert write(store, KEYS[1], size=size) == [True]
+        assert right(store, *KEYS[:4], size=size) == set(KEYS[:4])
+
+    def test_another_slots_block_is_a_miss(self, open_store, tmp_path: Path) -> None:
+        store = open_store()
+        write(store, *KEYS[:2])
+        (path,) = payloads(tmp_path)
+        data = bytearray(path.read_bytes())
+        data[:SMALL], data[SMALL : 2 * SMALL] = data[SMALL : 2 * SMALL], data[:SMALL]
+        path.write_bytes(data)
+        assert right(store, *KEYS[:2]) == set()
+        assert store.stats().corrupt_blocks == 2
+
+    @pytest.mark.parametrize("position", [0, 12, 30, 4095])
+    def test_a_damaged_header_costs_its_slab(self, open_store, tmp_path: Path, position: int) -> None:
+        store = open_store()
+        write(store, *KEYS[:3])
+        store.close()
+        (path,) = tables(tmp_path)
+        data = bytearray(path.read_bytes())
+        data[position] ^= 1
+        path.write_bytes(data)
+        store = open_store()
+        assert right(store, *KEYS[:3]) == set()
+        assert write(store, *KEYS[:3]) == [True] * 3, "it is nobody's, and gives way"
+        assert disk_bytes(tmp_path) <= slab_of(8)
+
+    def test_garbage_in_a_table_is_no_block(self, open_store, tmp_path: Path) -> None:
+        rng = random.Random(0)
+        store = open_store()
+        write(store, *KEYS[:8])
+        store.close()
+        (path,) = tables(tmp_path)
+        at = SlabFormat.entries_at(8)
+        data = bytearray(path.read_bytes())
+        for slot in (1, 2, 5):
+            data[at + slot * ENTRY_BYTES : at + (slot + 1) * ENTRY_BYTES] = rng.randbytes(ENTRY_BYTES)
+        data[at + 7 * ENTRY_BYTES + 20] ^= 255  # the hash in an otherwise sound entry
+        path.write_bytes(data)
+        store = open_store()
+        assert right(store, *KEYS[:8]) == {KEYS[number] for number in (0, 3, 4, 6)}
+        for _ in store.scan():
+            pass
+        for number in range(10, 40):
+            assert write(store, KEYS[number]) == [True]
+        assert right(store, *KEYS) == set(KEYS[32:40])
+
+    @pytest.mark.parametrize("left", [0, 1, SMALL, 3 * SMALL + 1])
+    def test_payloads_that_were_cut_off_are_misses(self, open_store, tmp_path: Path, left: int) -> None:
+        store = open_store()
+        write(store, *KEYS[:6])
+        (path,) = payloads(tmp_path)
+        os.truncate(path, left)
+        buffers = [aligned(bytes(SMALL)) for _ in range(6)]
+        answers = store.read_into(KEYS[:6], buffers)
+        assert answers == [number < left // SMALL for number in range(6)]
+        assert all(bytes(buffers[number]) == block_of(KEYS[number], SMALL) for number in range(left // SMALL))
+        assert write(store, *KEYS[:6]) == [True] * 6
+        assert right(store, *KEYS[:6]) == set(KEYS[:6])
+
+    def test_a_table_that_was_cut_off_costs_its_slab(self, open_store, tmp_path: Path) -> None:
+        store = open_store()
+        write(store, *KEYS[:6])
+        store.close()
+        (path,) = tables(tmp_path)
+        os.truncate(path, path.stat().st_size - 1)
+        store = open_store()
+        assert right(store, *KEYS[:6]) == set()
+
+
+class Broken:
+    """Fails transfers of chosen slots with an error of the disk, below the store: in the system call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slots: set[int] = set()
+        self.size = SMALL
+        for name in ("preadv", "pwritev"):
+            monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
+
+    def _wrap(self, call):
+        def wrapped(fd, buffers, offset):
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
+                count = sum(buffer.nbytes for buffer in buffers)
+                if any(offset < (slot + 1) * self.size and offset + count > slot * self.size for slot in self.slots):
+                    raise OSError(errno.EIO, "Input/output error")
+            return call(fd, buffers, offset)
+
+        return wrapped
+
+
+class TestBadMedia:
+    @pytest.fixture
+    def broken(self, monkeypatch: pytest.MonkeyPatch) -> Broken:
+        return Broken(monkeypatch)
+
+    def test_a_slot_that_cannot_be_written_costs_itself(self, open_store, broken: Broken) -> None:
+        store = open_store()
+        broken.slots = {3}
+        assert write(store, *KEYS[:6]) == [True, True, True, False, True, True]
+        assert write(store, KEYS[3]) == [True], "in another slot"
+        assert right(store, *KEYS[:6]) == set(KEYS[:6])
+        for number in range(20, 40):
+            assert write(store, KEYS[number]) == [True], "the slot is left out of use"
+        assert len(here(store, *KEYS)) == 7
+
+    def test_a_slot_that_cannot_be_read_costs_itself(self, open_store, broken: Broken) -> None:
+        store = open_store()
+        write(store, *KEYS[:6])
+        broken.slots = {3}
+        buffers = [aligned(bytes(SMALL)) for _ in range(6)]
+        assert store.read_into(KEYS[:6], buffers) == [True, True, True, False, True, True]
+        assert store.take_evicted() == [KEYS[3]]
+        assert store.contains([KEYS[3]]) == [False]
+        assert write(store, KEYS[3]) == [True]
+        assert right(store, *KEYS[:6]) == set(KEYS[:6])
+
+    def test_a_disk_that_fails_altogether_is_an_error_and_recovers(self, open_store, broken: Broken) -> None:
+        store = open_store(max_bytes=slab_of(200))
+        write(store, *KEYS[:20])
+        broken.slots = set(range(200))
+        with pytest.raises(StoreError, match="Input/output error"):
+            write(store, *KEYS[20:30])
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.read_into(KEYS[:3], [aligned(bytes(SMALL)) for _ in range(3)])
+        broken.slots = set()
+        assert right(store, *KEYS[3:20]) == set(KEYS[3:20])
+        for start in range(20, 100, 10):
+            assert write(store, *KEYS[start : start + 10]) == [True] * 10
+        assert len(here(store, *KEYS)) >= 97
+
+    @pytest.mark.parametrize("call", ["write_entries", "write_changes", "read_uses"])
+    def test_a_table_that_fails_costs_its_slab(self, open_store, monkeypatch, tmp_path: Path, call: str) -> None:
+        store = open_store(max_bytes=2 * slab_of(1100))
+        keys = keys_of(*range(1200))
+        for start in range(0, 1200, 50):
+            write(store, *keys[start : start + 50])
+        first = store._by_name[min(store._by_name, key=lambda name: store._by_name[name].number)]
+
+        def fail(self: SlabFile, *args):
+            if self.name == first.file.name:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(self, *args)
+
+        real = getattr(SlabFile, call)
+        monkeypatch.setattr(SlabFile, call, fail)
+        store.discard(keys[:1])
+        store.refresh()
+        with store._upkeep:
+            store._flush_uses()
+        monkeypatch.setattr(SlabFile, call, real)
+        assert first.is_dropped
+        left = right(store, *keys)
+        assert 0 < len(left) < 1200
+        assert left.isdisjoint(store.take_evicted())
+        assert write(store, *keys[:20]) == [True] * 20
+
+    def test_a_table_that_cannot_be_read_at_start(self, open_store, monkeypatch, tmp_path: Path) -> None:
+        store = open_store(max_bytes=2 * slab_of(1100))
+        keys = keys_of(*range(1200))
+        for start in range(0, 1200, 50):
+            write(store, *keys[start : start + 50])
+        store.close()
+        bad = min(tables(tmp_path)).stem
+        real = SlabFile.read_entries
+
+        def fail(self: SlabFile, first: int, count: int):
+            if self.name == bad:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(self, first, count)
+
+        monkeypatch.setattr(SlabFile, "read_entries", fail)
+        store = open_store(max_bytes=2 * slab_of(1100))
+        assert 0 < len(right(store, *keys)) < 1200
+
+
+class TestRoot:
+    def test_a_root_that_goes_away_and_comes_back(self, open_store, tmp_path: Path) -> None:
+        store = open_store()
+        write(store, *KEYS[:3])
+        shutil.rmtree(tmp_path / "kv")
+        store.refresh()
+        assert right(store, *KEYS[:3]) == set()
+        with pytest.raises(StoreError, match="gone"):
+            write(store, KEYS[0])
+        store.touch([KEYS[0]])
+        store.discard([KEYS[0]])
+        assert not (tmp_path / "kv").exists(), "a mount that went away is not written under"
+        (tmp_path / "kv" / ".kvoffload").mkdir(parents=True)
+        store._no_growth_before_s = 0.0
+        assert write(store, *KEYS[:8]) == [True] * 8
+        assert right(store, *KEYS[:8]) == set(KEYS[:8])
+        assert disk_bytes(tmp_path) <= slab_of(8)
+
+    @pytest.fixture
+    def small_disk(self, tmp_path: Path) -> Iterator[Path]:
+        path = tmp_path / "disk"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", path]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a small disk needs root")
+        yield path
+        subprocess.run(["umount", "-l", path], check=True)
+
+    def test_a_disk_that_cannot_give_the_next_slab_uses_those_it_has(self, small_disk: Path) -> None:
+        store = SlabStore(small_disk, SMALL, max_bytes=16 << 20)
+        keys = keys_of(*range(4000))
+        for start in range(0, 4000, 100):
+            assert write(store, *keys[start : start + 100]) == [True] * 100
+        assert right(store, *keys[-1500:]) == set(keys[-1500:])
+        assert not list(small_disk.rglob("new-*")), "nothing is left of the slab that did not fit"
+        store.check_invariants()
+        store.close()
+
+    def test_a_disk_without_room_for_one_slab(self, small_disk: Path) -> None:
+        (small_disk / "other").write_bytes(bytes(int(2.5 * (1 << 20))))
+        store = SlabStore(small_disk, SMALL, max_bytes=16 << 20)
+        with pytest.raises(StoreError, match="No space left"):
+            write(store, *KEYS[:4])
+        with pytest.raises(StoreError, match="No space left"):
+            write(store, *KEYS[:4])
+        assert right(store, *KEYS[:4]) == set()
+        (small_disk / "other").unlink()
+        store._no_growth_before_s = 0.0
+        assert write(store, *KEYS[:4]) == [True] * 4
+        store.close()
+
+    def test_a_disk_that_becomes_read_only(self, small_disk: Path) -> None:
+        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        write(store, *KEYS[:3])
+        store.close()
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        assert right(store, *KEYS[:3]) == set(), "not used, but no error either"
+        with pytest.raises(StoreError, match="Read-only"):
+            write(store, *KEYS[:3])
+        store.close()
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        assert right(store, *KEYS[:3]) == set(KEYS[:3])
+        store.close()
+
+    def test_mistakes_are_one_sentence(self, tmp_path: Path) -> None:
+        FileSystemStore(tmp_path / "fs", SMALL, max_bytes=1 << 20).write([KEYS[0]], [aligned(bytes(SMALL))])
+        for make, said in [
+            (lambda: SlabStore(tmp_path, 0), "block_bytes must be positive"),
+            (lambda: SlabStore(tmp_path, SMALL, max_bytes=SMALL), "no room for one block"),
+            (lambda: SlabStore(tmp_path, SMALL, durability="yes"), "durability must be"),
+            (lambda: SlabStore(tmp_path, SMALL, mode="all"), "mode must be"),
+            (lambda: SlabStore(tmp_path / "fs", SMALL, max_bytes=1 << 20), "belongs to an 'fs' tier"),
+        ]:
+            with pytest.raises(ConfigError, match=said):
+                make()
+
+    def test_a_file_system_without_locks_is_refused(self, tmp_path: Path, monkeypatch) -> None:
+        def flock(fd: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr("fcntl.flock", flock)
+        with pytest.raises(ConfigError, match="cannot lock"):
+            SlabStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
+
+    def test_without_a_quota_a_tenth_of_the_disk_stays_free(self, small_disk: Path) -> None:
+        store = SlabStore(small_disk, SMALL)
+        assert write(store, *KEYS[:4]) == [True] * 4
+        keys = keys_of(*range(4000))
+        for start in range(0, 4000, 100):
+            store._no_growth_before_s = 0.0
+            write(store, *keys[start : start + 100])
+        disk = os.statvfs(small_disk)
+        assert disk.f_bavail >= disk.f_blocks // 10
+        store.close()
+
+    def test_durable_blocks_are_synced_before_write_returns(self, open_store, monkeypatch) -> None:
+        synced = []
+        real = os.fdatasync
+        monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+        write(open_store(max_bytes=1 << 20), KEYS[0])
+        assert synced == []
+        write(open_store(namespace="durable", max_bytes=2 << 20, durability="fsync"), *KEYS[:3])
+        assert [Path(path).suffix for path in synced] == [".slab", ".table"]
+
+
+class TestThreads:
+    def test_threads_on_a_full_store_never_read_wrong_bytes(self, open_store) -> None:
+        """Aimed at slots that were just evicted: every write evicts what others are about to read."""
+        store = open_store(PAGED, max_bytes=slab_of(40, PAGED))
+        keys, wrong = keys_of(*range(200)), []
+        blocks = {key: aligned(block_of(key, PAGED)) for key in keys}
+        start = threading.Barrier(4)
+
+        def work(seed: int) -> None:
+            rng, buffers = random.Random(seed), [aligned(bytes(PAGED)) for _ in range(6)]
+            start.wait()
+            for _ in range(300):
+                first = rng.randrange(194)
+                some = keys[first : first + rng.randrange(1, 6)]
+                match rng.randrange(6):
+                    case 0 | 1 | 2:
+                        store.write(some, [blocks[key] for key in some])
+                    case 3 | 4:
+                        recent = list(store.take_evicted())[-5:] or some
+                        for key, good, buffer in zip(
+                            recent, store.read_into(recent, buffers[: len(recent)]), buffers, strict=False
+                        ):
+                            if good and buffer != blocks[key]:
+                                wrong.append(key)
+                    case _:
+                        store.discard(some)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert store.stats().corrupt_blocks == 0, "an eviction is no corruption"
+        store.check_invariants()
+        assert right(store, *keys, size=PAGED) == here(store, *keys)
+
+    def test_a_slab_that_is_dropped_under_a_running_write_is_closed_after_it(
+        self, open_store, tmp_path: Path, monkeypatch
+    ) -> None:
+        """Its descriptor may be another file's a moment later."""
+        store, in_write, go_on = open_store(), threading.Event(), threading.Event()
+        write(store, KEYS[0])
+        real = os.pwritev
+
+        def slow(fd, buffers, offset):
+            in_write.set()
+            assert go_on.wait(30)
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", slow)
+        said = []
+
+        def fail() -> None:
+            with pytest.raises(StoreError, match="gone") as error:
+                write(store, KEYS[1])
+            said.append(error)
+
+        writer = threading.Thread(target=fail)
+        writer.start()
+        assert in_write.wait(30)
+        shutil.rmtree(tmp_path / "kv")
+        store.refresh()
+        other = os.open(tmp_path / "precious", os.O_RDWR | os.O_CREAT)
+        os.write(other, b"p" * 5000)
+        go_on.set()
+        writer.join()
+        monkeypatch.setattr(os, "pwritev", real)
+        assert said
+        assert os.pread(other, 9999, 0) == b"p" * 5000
+        os.close(other)
+        assert not any(
+            "(deleted)" in os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{fd}") and ".slab" in os.readlink(f"/proc/self/fd/{fd}")
+        )
+
+
+def test_empty_entries_are_what_a_new_table_has() -> None:
+    assert bytes(ENTRY_BYTES) == EMPTY_ENTRY

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes of ``docs/fleet.md`` are valid, its tables state the real defaults, and the access rule of
+``docs/security.md`` is enough for a store and for no more."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from tests.redis_server import RedisServer
+from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
+
+from kvoffload.config import parse_config
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.options import StoreOptions, parse_tiers
+from kvoffload.tiering.stores.mooncake.options import MooncakeOptions
+from kvoffload.tiering.stores.object.options import ObjectOptions
+from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.options import RedisOptions
+from kvoffload.tiering.stores.remote import RemoteOptions
+
+DOCS = Path(__file__).parents[2] / "docs"
+FLEET, SECURITY = (DOCS / "fleet.md").read_text(), (DOCS / "security.md").read_text()
+
+
+def test_the_recipes_are_valid() -> None:
+    recipes = re.findall(r"^```json\n(.*?)^```", FLEET, re.MULTILINE | re.DOTALL)
+    assert len(recipes) == 3
+    for recipe in recipes:
+        assert parse_tiers(parse_config(json.loads(recipe)).secondary_tiers, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"), [("redis", RedisOptions), ("object", ObjectOptions), ("mooncake", MooncakeOptions)]
+)
+def test_the_tables_have_every_option_and_its_default(title: str, kind: type[RemoteOptions]) -> None:
+    (table,) = (part for part in FLEET.split("\n## ") if re.match(rf"Options of an? `{title}` tier", part))
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]*)\|", table, re.MULTILINE)
+    stated = {name: default.strip() for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    assert set(stated) == set(kind.__struct_fields__) - set(StoreOptions.__struct_fields__)
+    needed = {"master": "x", "metadata": "x"} if kind is MooncakeOptions else {"url": "x"}
+    options = kind(type=title, **needed)
+    for name, default in stated.items():
+        if re.fullmatch(r"[\d.]+|true|false|\".*\"", default):
+            assert json.loads(default) == getattr(options, name), name
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    made = RedisServer(tmp_path)
+    yield made
+    made.stop()
+
+
+def test_the_access_rule_is_enough_and_no_more(server: RedisServer) -> None:
+    (rule,) = re.findall(r"^    (ACL SETUSER .*?)\n\n", SECURITY, re.MULTILINE | re.DOTALL)
+    with server.client() as client:
+        client.execute_command(*rule.replace("\\\n", " ").split())
+    own = {"username": "fleet-a", "password": "PASSWORD"}
+    store = RedisStore(f"{server.url}/0", BLOCK_BYTES, prefix="fleet-a", **own)
+    assert write(store, keys(1, 2)) == [True, True]
+    assert read(store, keys(1, 2)) == [True, True]
+    assert store.contains(keys(2, 3)) == [True, False]
+    assert {key for batch in store.scan() for key in batch} == set(keys(1, 2))
+    store.touch(keys(1))
+    store.discard(keys(1))
+    assert store.contains(keys(1)) == [False]
+    store.close()
+    with server.client(**own) as stranger:
+        for command in (("GET", "fleet-b:x"), ("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                stranger.execute_command(*command)
