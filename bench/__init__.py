@@ -15,6 +15,7 @@ BENCHES: tuple[str, ...] = (
     "disk_store",
     "slab_eviction",
     "fs_store",
+    "scan",
     "remote_store",
     "placement",
     "crossings",
