@@ -426,31 +426,34 @@ class SlabStore(BlockStore):
         return bool(runs)
 
     def _grow(self, errors: list[OSError]) -> bool:
-        """Whether there are free slots now."""
+        """Whether there are free slots now. One thread makes a slab; others wait for it, but not if it hangs."""
         if time.monotonic() < self._no_growth_before_s:
             if self._growth_error is not None and not self._allocator.num_slots:
                 errors.append(self._growth_error)
             return False
-        with self._growth:
-            if self._allocator.free.num_slots:
-                return True
-            try:
-                # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
-                self._growing = secrets.token_hex(8)
-                file = self._directory.grow(self._growing)
-                self._growth_error = None
-                if file is not None:
-                    self._register(file, is_own=True)
-                    return True
-                self._wants_until_s = time.monotonic() + _WANT_S
-            except OSError as exc:
-                self._growth_error = exc
-                if not self._allocator.num_slots:
-                    errors.append(exc)
-            finally:
-                self._growing = ""
+        if not self._growth.acquire(timeout=_GROW_S):
             self._no_growth_before_s = time.monotonic() + _GROW_S
             return False
+        try:
+            if self._allocator.free.num_slots:
+                return True
+            # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
+            self._growing = secrets.token_hex(8)
+            file = self._directory.grow(self._growing)
+            self._growth_error = None
+            if file is not None:
+                self._register(file, is_own=True)
+                return True
+            self._wants_until_s = time.monotonic() + _WANT_S
+        except OSError as exc:
+            self._growth_error = exc
+            if not self._allocator.num_slots:
+                errors.append(exc)
+        finally:
+            self._growing = ""
+            self._growth.release()
+        self._no_growth_before_s = time.monotonic() + _GROW_S
+        return False
 
     def _clear(self, slabs: dict[int, _Slab], runs: Sequence[Run]) -> None:
         """Empties the entries of busy slots on the disk, and makes the slots free. In this order: nobody may write to a
