@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves traffic for minutes or hours while everything around the disk goes wrong: ``make soak MINUTES=60``.
 
-A reference engine serves conversations over a host memory and two disk tiers that are too small for them. Every token
-that it generates is compared with that of an engine that offloads nothing. A second engine, a process of its own,
-serves the same conversations over the same directories. By chance, and again and again: that neighbour is killed or
-stopped, files are damaged, cut short, replaced or deleted, the directories go away, reads and writes fail or take
-seconds (a C library in front of the real one), quotas change, requests are aborted, caches reset, the engine restarted.
+A reference engine (or vLLM) serves conversations over a host memory and two disk tiers that are too small for them.
+Every token that it generates is compared with that of an engine that offloads nothing. A second engine, a process of
+its own, works on the same directories. By chance, and again and again: that neighbour is killed or stopped, files are
+damaged, cut short, replaced or deleted, the directories go away, reads and writes fail or take seconds (a C library in
+front of the real one), quotas change, requests are aborted, caches reset, the engine restarted.
 
 The exit code is 0 if no token was wrong, nothing raised into a step, no request was put off for longer than
 ``max_wait_s``, requests went on finishing, and memory, descriptors and threads stayed flat after the first third. The
@@ -30,166 +30,28 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.engines.reference.zoo import VOCAB, random_prompts, tiny_model
-from tests.soak.watch import WatchedManager, WatchedSpec
+from tests.soak.server import HANG_S, MAX_WAIT_S, ReferenceServer, Server, Turn, make_turns
 
-from kvoffload.config import parse_config
-from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams, State
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.fs.admin import StoreRoot
 
-BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4
-"""Of four tokens: layers, keys and values, tokens, KV heads, head size, float32."""
-OPTIONS = EngineOptions(num_blocks=64, block_tokens=4, max_batch_tokens=64, max_requests=6)
-CONVERSATIONS, TURNS, REPLY_TOKENS = 24, 4, 6
-MAX_WAIT_S = 2.0
-QUOTA_BLOCKS = (60, 250, 600)
 FAULT_EVERY_S = 0.7
 SAMPLE_EVERY_S = 5.0
-HANG_S = 120.0
-"""No request may finish for so long before the run is called hung."""
-LEAST_MARGIN = 1e-2
-"""Where the two best tokens are closer than this, the order of additions may decide; such turns are not asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    prompt: list[int]
-    reply: list[int]
-
-
-def make_turns(seed: int) -> list[Turn]:
-    """Every turn of every conversation, with the tokens that an engine without any cache generates."""
-    chance, turns = random.Random(seed), []
-    with Engine(tiny_model("llama"), EngineOptions(num_blocks=512, block_tokens=4, prefix_caching=False)) as engine:
-        histories = random_prompts(CONVERSATIONS, 30, 60, seed)
-        for _ in range(TURNS):
-            requests = [engine.add_request(each, SamplingParams(max_tokens=REPLY_TOKENS)) for each in histories]
-            engine.drain()
-            for request, history in zip(requests, histories, strict=True):
-                if min(request.margins) >= LEAST_MARGIN:
-                    turns.append(Turn(list(history), request.output_token_ids))
-                history += request.output_token_ids
-                history += [chance.randrange(VOCAB) for _ in range(chance.randint(4, 16))]
-    return turns
-
-
-@dataclass
-class Served:
-    """What an engine has served."""
-
-    requests: int = 0
-    tokens: int = 0
-    wrong: list[str] = field(default_factory=list)
-    aborted: int = 0
-    hit_tokens: int = 0
-    last_finished_s: float = field(default_factory=time.monotonic)
-
-
-class Server:
-    """An engine under traffic. Every turn is asked by chance, a few requests at a time."""
-
-    def __init__(self, root: Path, turns: list[Turn], chance: random.Random, quota_blocks: int) -> None:
-        self.root, self.turns, self.chance = root, turns, chance
-        self.served = Served()
-        self.longest_wait_s = 0.0
-        self.num_waits = 0
-        self.exceptions: list[str] = []
-        self.is_asking = True
-        self._active: dict[str, tuple[Request, Turn]] = {}
-        self._ids = itertools.count()
-        self._start(quota_blocks)
-
-    def _start(self, quota_blocks: int) -> None:
-        limits = {"timeout_s": 1.0, "drain_timeout_s": 5.0, "threads": 2}
-        limits["max_bytes"] = quota_blocks * (BLOCK_BYTES + 128) + (64 << 10)
-        tiers = [
-            {"type": "disk", "path": str(self.root / "disk"), **limits},
-            {"type": "fs", "path": str(self.root / "files"), **limits},
-        ]
-        config = {
-            "cpu_bytes_to_use": 120 * BLOCK_BYTES,
-            "spec_name": "WatchedSpec",
-            "spec_module_path": "tests.soak.watch",
-            "secondary_tiers": tiers,
-            "max_wait_s": MAX_WAIT_S,
-        }
-        self.engine = Engine(tiny_model("llama"), OPTIONS, parse_config(config))
-        self.manager: WatchedManager = WatchedSpec.manager
-
-    def _stop(self) -> None:
-        self.engine.shutdown()
-        self.longest_wait_s = max(self.longest_wait_s, self.manager.longest_wait_s)
-        self.num_waits += self.manager.num_waits
-        self.exceptions += self.manager.exceptions
-
-    def restart(self, quota_blocks: int) -> None:
-        self.abort_all()
-        self._stop()
-        self._start(quota_blocks)
-
-    def step(self) -> None:
-        while self.is_asking and len(self._active) < 8:
-            turn = self.chance.choice(self.turns)
-            request = self.engine.add_request(
-                turn.prompt, SamplingParams(max_tokens=REPLY_TOKENS), request_id=f"{next(self._ids)}"
-            )
-            self._active[request.request_id] = request, turn
-        for request in self.engine.step():
-            _, turn = self._active.pop(request.request_id)
-            self.served.requests += 1
-            self.served.last_finished_s = time.monotonic()
-            self.served.tokens += len(request.output_token_ids)
-            self.served.hit_tokens += request.external_hit_tokens
-            if request.output_token_ids != turn.reply:
-                self.served.wrong.append(f"{request.output_token_ids} for {turn.reply}")
-
-    def abort_one(self) -> None:
-        if self._active:
-            self._abort(self.chance.choice(sorted(self._active)))
-
-    def abort_all(self) -> None:
-        for name in list(self._active):
-            self._abort(name)
-
-    def _abort(self, name: str) -> None:
-        request, _ = self._active.pop(name)
-        self.engine.abort(name)
-        assert request.state is State.ABORTED
-        self.served.aborted += 1
-
-    def end(self) -> None:
-        """Serves what is left and stops. Afterwards nothing is tracked, in flight or pinned."""
-        self.is_asking = False
-        deadline_s = time.monotonic() + HANG_S
-        while self._active or self.engine.has_requests:
-            if time.monotonic() > deadline_s:
-                self.exceptions.append("requests were left")
-                break
-            self.step()
-        self.engine.drain()
-        self.engine.check_invariants()
-        stats = self.engine.get_stats()
-        for name in ("jobs_in_flight", "requests_tracked", "primary_blocks_pinned"):
-            if stats[name,]:
-                self.exceptions.append(f"{stats[name,]} {name} were left")
-        self._stop()
 
 
 # ------------------------------------------------------------------------------------------------------ the neighbour
 
 
-def be_neighbour(root: Path, turns_file: Path, seed: int, quota_blocks: int) -> None:
-    """Serves until it is killed. Leaves with an exit code if it generates a wrong token."""
+def be_neighbour(root: Path, turns_file: Path, seed: int, quota_bytes: int) -> None:
+    """A reference engine that serves until it is killed. Leaves with an exit code if it generates a wrong token."""
     turns = [Turn(**each) for each in json.loads(turns_file.read_text())]
-    server = Server(root, turns, random.Random(seed), quota_blocks)
-    print("ready", flush=True)
+    server = ReferenceServer(root, turns, random.Random(seed), quota_bytes)
     parent = os.getppid()
     while os.getppid() == parent:
         server.step()
@@ -200,15 +62,15 @@ def be_neighbour(root: Path, turns_file: Path, seed: int, quota_blocks: int) -> 
 class Neighbour:
     """That process, from outside."""
 
-    def __init__(self, root: Path, turns_file: Path, chance: random.Random) -> None:
-        self._root, self._turns_file, self._chance = root, turns_file, chance
+    def __init__(self, root: Path, turns_file: Path, chance: random.Random, quotas_bytes: Sequence[int]) -> None:
+        self._root, self._turns_file, self._chance, self._quotas_bytes = root, turns_file, chance, quotas_bytes
         self.failures: list[str] = []
         self._log = turns_file.with_name("neighbour.log")
         self._start()
 
     def _start(self) -> None:
         arguments = ["--neighbour", str(self._root), str(self._turns_file)]
-        arguments += [str(self._chance.randrange(1 << 30)), str(self._chance.choice(QUOTA_BLOCKS))]
+        arguments += [str(self._chance.randrange(1 << 30)), str(self._chance.choice(self._quotas_bytes))]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.soak.soak", *arguments],
             stdout=subprocess.DEVNULL,
@@ -263,8 +125,9 @@ class Faults:
             "request aborted": (6, self._server.abort_one),
             "cache reset": (3, self._reset),
             "store shrunk": (1, self._shrink),
-            "engine restarted": (1, lambda: self._server.restart(self._chance.choice(QUOTA_BLOCKS))),
         }
+        if isinstance(server, ReferenceServer):  # vLLM takes too long
+            self._kinds["engine restarted"] = 1, lambda: server.restart(self._chance.choice(server.quotas_bytes))
         if plan is not None:
             self._kinds |= {
                 "reads fail": (2, lambda: self._fail("read", errno.EIO)),
@@ -289,7 +152,8 @@ class Faults:
 
     def heal(self, now_s: float = float("inf")) -> None:
         while self._healing and self._healing[0][0] <= now_s:
-            heapq.heappop(self._healing)[2]()
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # healed by another fault
+                heapq.heappop(self._healing)[2]()
 
     def _later(self, low_s: float, high_s: float, heal: Callable[[], None]) -> None:
         due_s = time.monotonic() + self._chance.uniform(low_s, high_s)
@@ -322,8 +186,10 @@ class Faults:
         os.truncate(path, self._chance.randrange(max(1, path.stat().st_size)))
 
     def _link(self, path: Path) -> None:
+        """Nothing is read or written through it, so that a tier may be out of use until somebody removes it."""
         path.unlink()
         path.symlink_to(self._chance.choice(["/etc/passwd", str(path), "nowhere"]))
+        self._later(1, 10, lambda: path.unlink() if path.is_symlink() else None)
 
     def _swap(self, path: Path) -> None:
         self._on_file(lambda other: shutil.copyfile(other, path) if other != path else None)
@@ -352,11 +218,11 @@ class Faults:
 
     def _reset(self) -> None:
         device = self._chance.random() < 0.7
-        self._server.engine.reset_cache(device=device, offloaded=not device or self._chance.random() < 0.5)
+        self._server.reset(device=device, offloaded=not device or self._chance.random() < 0.5)
 
     def _shrink(self) -> None:
-        with contextlib.suppress(ConfigError):  # other faults have made the directory unfit
-            StoreRoot(self._root / "files").shrink(self._chance.choice(QUOTA_BLOCKS) * BLOCK_BYTES // 2)
+        with contextlib.suppress(ConfigError, OSError):  # other faults have made the directory unfit
+            StoreRoot(self._root / "files").shrink(self._chance.choice(self._server.quotas_bytes) // 2)
 
     def _fail(self, call: str, number: int, milliseconds: int = 0) -> None:
         plan = self._plan
@@ -412,14 +278,19 @@ def workplace() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def soak(minutes: float, seed: int, root: Path, plan: Path | None) -> int:
+def soak(minutes: float, seed: int, engine: str, root: Path, plan: Path | None) -> int:
     chance, begin_s = random.Random(seed), time.monotonic()
     turns = make_turns(seed)
     turns_file = root.with_name("turns.json")
     turns_file.write_text(json.dumps([{"prompt": turn.prompt, "reply": turn.reply} for turn in turns]))
+    kind: type[Server] = ReferenceServer
+    if engine == "vllm":
+        from tests.soak.vllm_server import VLLMServer, make_vllm_turns
+
+        kind, turns = VLLMServer, make_vllm_turns(root.with_name("model"))
     print(f"seed {seed}: {len(turns)} turns; {'with' if plan else 'without (no C compiler)'} failing calls", flush=True)
-    server = Server(root, turns, random.Random(chance.random()), QUOTA_BLOCKS[1])
-    neighbour = Neighbour(root, turns_file, chance)
+    server = kind(root, turns, random.Random(chance.random()), kind.quotas_bytes[1])
+    neighbour = Neighbour(root, turns_file, chance, kind.quotas_bytes)
     faults = Faults(server, neighbour, root, plan, chance.randrange(1 << 30))
     samples: list[Sample] = []
     problems: list[str] = []
@@ -476,20 +347,21 @@ def line(server: Server, faults: Faults, samples: list[Sample], seconds: float) 
 
 def main() -> int:
     if sys.argv[1:2] == ["--neighbour"]:
-        root, turns_file, seed, quota = sys.argv[2:]
-        be_neighbour(Path(root), Path(turns_file), int(seed), int(quota))
+        root, turns_file, number, quota_bytes = sys.argv[2:]
+        be_neighbour(Path(root), Path(turns_file), int(number), int(quota_bytes))
         return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--engine", choices=["reference", "vllm"], default="reference")
     arguments = parser.parse_args()
     if plan := os.environ.get("KVO_SOAK_PLAN"):
         root = Path(os.environ["KVO_SOAK_ROOT"])
-        return soak(arguments.minutes, arguments.seed, root, Path(plan))
+        return soak(arguments.minutes, arguments.seed, arguments.engine, root, Path(plan))
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 30)
     with workplace() as directory:
         if (compiler := shutil.which("cc")) is None:
-            return soak(arguments.minutes, seed, directory / "kv", None)
+            return soak(arguments.minutes, seed, arguments.engine, directory / "kv", None)
         library, plan_file = directory / "faults.so", directory / "plan"
         source = Path(__file__).with_name("faults.c")
         subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
@@ -500,7 +372,8 @@ def main() -> int:
             "KVO_SOAK_PLAN": str(plan_file),
             "KVO_SOAK_ROOT": str(directory / "kv"),
         }
-        command = [sys.executable, "-m", "tests.soak.soak", "--minutes", str(arguments.minutes), "--seed", str(seed)]
+        command = [sys.executable, "-m", "tests.soak.soak", "--minutes", str(arguments.minutes)]
+        command += ["--seed", str(seed), "--engine", arguments.engine]
         return subprocess.run(command, env=environment, check=False).returncode
 
 
