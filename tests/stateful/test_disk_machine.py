@@ -194,6 +194,7 @@ class DiskMachine(RuleBasedStateMachine):
             return
         try:
             self.neighbour.die()
+            quota._LOCK_TIMEOUT_S = self.lock_timeout_s
             end = time.monotonic() + 60
             while self.manager.has_pending_work():
                 assert time.monotonic() < end, "work is pending for ever"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvoffload.base import OffloadKey
@@ -120,3 +122,47 @@ def test_each_change_is_announced_once(index: PresenceIndex) -> None:
     index.remove([A])
     assert events(index) == [([A, B], False), ([C], False), ([A, C], True)]
     assert events(index) == []
+
+
+def test_what_a_scan_did_not_find_is_forgotten_and_nothing_that_came_meanwhile(index: PresenceIndex) -> None:
+    index.add([A, B])
+    index.begin_scan()
+    index.forget_unseen()
+    assert len(index) == 2, "the scan has not ended"
+    index.add([B, C])
+    index.end_scan()
+    index.forget_unseen()
+    assert [key in index for key in (A, B, C)] == [False, True, True]
+    assert events(index) == [([A, B], False), ([C], False), ([A], True)]
+    index.forget_unseen()
+    assert len(index) == 2
+
+
+def test_many_keys_are_forgotten_in_small_parts(clock: ManualClock) -> None:
+    index = PresenceIndex("test", 100_000, clock=clock)
+    index.add(keys(*range(20_000)))
+    index.begin_scan()
+    index.end_scan()
+    sizes = [len(index)]
+    while sizes[-1]:
+        index.forget_unseen()
+        sizes.append(len(index))
+    assert max(before - after for before, after in itertools.pairwise(sizes)) < 8_192
+
+
+def test_keys_of_a_call_that_hangs_are_absent_until_it_returns(index: PresenceIndex) -> None:
+    index.add([A])
+    ask(index, B)
+    index.take_keys_to_ask()
+    index.begin_hang([A, B])
+    assert ask(index, A, B) == [False, False]
+    assert not index.is_asking
+    index.end_hang([A, B])
+    assert ask(index, A, B) == [True, None]
+
+
+def test_a_sample_leaves_out_what_it_is_told_to(index: PresenceIndex) -> None:
+    index.add([A, B, C])
+    assert set(index.sample(3, 0, [B])) == {A, C}
+    assert len(index.sample(1, 5, [])) == 1
+    assert index.sample(3, 0, [A, B, C]) == []

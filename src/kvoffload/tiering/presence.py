@@ -193,9 +193,12 @@ class PresenceIndex:
         self._num_swept = 0
 
     def forget_unseen(self) -> None:
-        """Removes such keys from one shard. Call it again and again; without a scan it does nothing."""
-        if self._num_swept < len(self._shards):
+        """Removes such keys from the next shards, of some 4,000 keys together. Call it again and again; without a scan
+        it does nothing."""
+        num_seen = 0
+        while self._num_swept < len(self._shards) and num_seen < _SHARD_BLOCKS:
             shard = self._shards[self._num_swept]
+            num_seen += len(shard)
             self._num_swept += 1
             self.remove([key for key, scan in shard.items() if scan != self._scan and key not in self._storing])
 
