@@ -305,7 +305,7 @@ def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     scenario, options, answer = sys.argv[1:]
-    faulthandler.dump_traceback_later(200, exit=True)  # a hang tells where, before the parent gives up
+    faulthandler.dump_traceback_later(370, exit=True)  # a hang tells where, before the parent gives up
     Path(answer).write_text(json.dumps(globals()[scenario](**json.loads(options))))
 
 
