@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hit rates of conversations that vLLM serves with little host memory. In the environment of ``make test-vllm``::
 
-    .venv-vllm/bin/python -m bench.served_trace BLOCKS
+    .venv-vllm/bin/python -m bench.served_trace BLOCKS [POLICY]
 
 BLOCKS is the size of host memory in GPU blocks. Only vLLM's interface and kvoffload's series are used, so that
 ``PYTHONPATH=OTHER/src:.`` measures another version. Not among ``BENCHES``: the development environment has no vLLM.
@@ -22,7 +22,7 @@ BLOCK_BYTES = 2 * BLOCK_TOKENS * 2 * 64 * 4
 """Of the model's one layer: key/value heads, tokens, keys and values, head size, float32."""
 
 
-def serve(model: str, blocks: int) -> tuple[int, int, int]:
+def serve(model: str, blocks: int, policy: str) -> tuple[int, int, int]:
     """(prompt tokens, those from vLLM's prefix cache and host memory together, those from host memory)."""
     from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
@@ -44,7 +44,7 @@ def serve(model: str, blocks: int) -> tuple[int, int, int]:
             "kv_connector_module_path": "kvoffload.engines.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": blocks * BLOCK_BYTES, "eviction_policy": "lru"},
+            "kv_connector_extra_config": {"cpu_bytes_to_use": blocks * BLOCK_BYTES, "eviction_policy": policy},
         },
     )
     engine = llm.llm_engine
@@ -80,9 +80,9 @@ def main() -> None:
     }
     from tests.engines.vllm.drafts import write_drafts
 
-    blocks = int(sys.argv[1])
+    blocks, policy = int(sys.argv[1]), (sys.argv[2:] or ["density"])[0]
     with tempfile.TemporaryDirectory() as directory:
-        prompt, cached, host = serve(write_drafts(Path(directory))["eagle"].target, blocks)
+        prompt, cached, host = serve(write_drafts(Path(directory))["eagle"].target, blocks, policy)
     print(
         f"{blocks} blocks: {prompt} prompt tokens, {cached / prompt:.1%} cached, {host / prompt:.1%} from host memory"
     )
