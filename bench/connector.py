@@ -83,7 +83,7 @@ class Decoding:
         for request in self.requests:
             request.grow(self.tokens)
         return tuple(
-            ScheduledRequest(r.request_id, (self.blocks(1) if starts_block else [],), self.tokens - 1, 1)
+            ScheduledRequest(r.request_id, (self.blocks(1),) if starts_block else (), self.tokens - 1, 1)
             for r in self.requests
         )
 

@@ -68,7 +68,8 @@ class ScheduledRequest:
 
     request_id: str
     new_block_ids: BlockIds
-    """GPU blocks allocated to it in this step; all of its blocks if ``block_table_is_new``."""
+    """GPU blocks allocated to it in this step; all of its blocks if ``block_table_is_new``. May be ``()`` if there are
+    none, as in most steps, which is the fastest to see."""
     num_computed_tokens: int
     """Tokens whose KV is on the device before this step (loaded ones included)."""
     num_scheduled_tokens: int

@@ -275,7 +275,8 @@ class OffloadingConnectorScheduler:
         stores: list[TransferJob] = []
         for scheduled in step.scheduled:
             state = self._requests.get(scheduled.request_id)
-            if scheduled.block_table_is_new or any(scheduled.new_block_ids):
+            new_ids = scheduled.new_block_ids
+            if scheduled.block_table_is_new or (new_ids and any(new_ids)):
                 self._take_new_blocks(state, scheduled)
             if state is None:
                 continue

@@ -312,7 +312,7 @@ def scheduler_output(**changes: Any) -> Any:
 
 
 def test_steps_are_translated_with_the_null_block_as_no_block() -> None:
-    step = StepTranslator(num_groups=2).step(scheduler_output())
+    step = StepTranslator().step(scheduler_output())
     by_id = {each.request_id: each for each in step.scheduled}
     assert list(by_id) == ["new", "running", "resumed", "idle"]
     assert by_id["new"].new_block_ids == ([1, 2], [NO_BLOCK, 4])
@@ -321,16 +321,16 @@ def test_steps_are_translated_with_the_null_block_as_no_block() -> None:
     assert not by_id["running"].block_table_is_new
     assert by_id["resumed"].block_table_is_new
     assert by_id["resumed"].new_block_ids == ([NO_BLOCK, 7], [3])
-    assert by_id["idle"].new_block_ids == ((), ())
+    assert by_id["idle"].new_block_ids == ()
     assert [each.num_scheduled_tokens for each in step.scheduled] == [10, 1, 20, 1]
     assert [each.num_computed_tokens for each in step.scheduled] == [16, 40, 16, 50]
     assert step.preempted_request_ids == {"gone"}
 
 
 def test_the_null_block_may_have_another_id() -> None:
-    translator = StepTranslator(num_groups=1, null_block_id=9)
+    translator = StepTranslator(null_block_id=9)
     assert translator.block_ids(([0, 9, 3],)) == ([0, NO_BLOCK, 3],)
 
 
 def test_preemptions_may_be_unknown() -> None:
-    assert StepTranslator(2).step(scheduler_output(preempted_req_ids=None)).preempted_request_ids == frozenset()
+    assert StepTranslator().step(scheduler_output(preempted_req_ids=None)).preempted_request_ids == frozenset()

@@ -246,14 +246,13 @@ class _SchedulerSide:
 
     def __init__(self, spec: OffloadingSpec, layout: EngineLayout, config: OffloadingConfig) -> None:
         self.core = OffloadingConnectorScheduler(GuardedManager(spec.get_manager()), layout, config)
-        self._num_groups = len(layout.groups)
-        self._steps = StepTranslator(self._num_groups)
+        self._steps = StepTranslator()
         self._events = EventTranslator(layout, layout.block_size_factor(config), config.self_describing_kv_events)
         self._reporter = StatsReporter()
         self._stats_due_s = 0.0
 
     def bind_null_block(self, null_block_id: int) -> None:
-        self._steps = StepTranslator(self._num_groups, null_block_id)
+        self._steps = StepTranslator(null_block_id)
 
     def on_new_request(self, request: Any) -> None:
         self._events.track(request)

@@ -14,9 +14,8 @@ __all__ = ["StepTranslator"]
 class StepTranslator:
     """Knows the id of vLLM's null block, which stands where a request has no GPU block."""
 
-    def __init__(self, num_groups: int, null_block_id: int = 0) -> None:
+    def __init__(self, null_block_id: int = 0) -> None:
         self._null = null_block_id
-        self._nothing: BlockIds = ((),) * num_groups
 
     def block_ids(self, ids: Sequence[Sequence[int]]) -> BlockIds:
         null = self._null
@@ -40,7 +39,7 @@ class StepTranslator:
             scheduled.append(
                 ScheduledRequest(
                     request_id,
-                    self._nothing if ids is None else self.block_ids(ids),
+                    () if ids is None else self.block_ids(ids),
                     computed,
                     tokens[request_id],
                     request_id in cached.resumed_req_ids,
