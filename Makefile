@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-all test-remote test-vllm lint format bench dist clean
+.PHONY: help demo test test-all test-remote test-vllm soak lint format bench dist clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
@@ -28,6 +28,10 @@ test-vllm:       ## the tests that run the real vLLM, in an environment of their
 
 test-remote: $(STAMP) ## the remote stores with Debian's Redis (TLS too) and SeaweedFS
 	@scripts/test-remote $(ARGS)
+
+MINUTES := 5
+soak: $(STAMP)   ## MINUTES (5) of served traffic while disk, neighbours and clients go wrong; SEED=N repeats one
+	@PYTHONPATH=src $(PY) -m tests.soak.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: $(STAMP)   ## ruff and mypy only
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

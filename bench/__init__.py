@@ -15,7 +15,9 @@ BENCHES: tuple[str, ...] = (
     "disk_store",
     "slab_eviction",
     "fs_store",
+    "scan",
     "remote_store",
     "placement",
     "crossings",
+    "policies_mixed",
 )

@@ -145,3 +145,16 @@ def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
         assert said in err
         assert err.count("\n") == 1
     assert len(block_files(tmp_path)) == 13
+
+
+def test_a_disk_that_refuses_is_one_sentence(server, tmp_path: Path, capsys) -> None:
+    usage_file = tmp_path / CONTROL_DIR / "ledger"
+    usage_file.unlink()
+    usage_file.symlink_to(usage_file)
+    server.close()
+    code, _, err = run(capsys, "gc", tmp_path, "--max-bytes", "4KiB")
+    assert code == 2
+    assert err.startswith("kvoffload: ")
+    assert "symbolic links" in err
+    assert err.count("\n") == 1
+    assert len(block_files(tmp_path)) == 13

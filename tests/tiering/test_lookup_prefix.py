@@ -153,3 +153,88 @@ def test_a_block_that_was_taken_is_counted_once_per_lookup() -> None:
     rig.store(prefix(4, of="q"), runs)
     assert rig.ask(prefix(3), unknown) == [False]
     assert rig.write(keys(0), runs) == [], "asked for twice and offered once, where it takes four"
+
+
+class Asked:
+    """How many blocks the primary tier was asked for since ``count`` was last called."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._num_asked = 0
+        lookup, lookup_prefix = rig.primary.lookup, rig.primary.lookup_prefix
+
+        def one(key: OffloadKey, context: ReqContext) -> bool | None:
+            self._num_asked += 1
+            return lookup(key, context)
+
+        def prefix(keys: list[OffloadKey], context: ReqContext) -> list[bool | None]:
+            answers = lookup_prefix(keys, context)
+            self._num_asked += len(answers)
+            return answers
+
+        monkeypatch.setattr(rig.primary, "lookup", one)
+        monkeypatch.setattr(rig.primary, "lookup_prefix", prefix)
+
+    def count(self) -> int:
+        asked, self._num_asked = self._num_asked, 0
+        return asked
+
+
+def test_a_request_that_waits_does_not_ask_again_for_what_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(64)
+    rig.below(prefix(40))
+    request, other = rig.start("r"), rig.start("other")
+    asked = Asked(rig, monkeypatch)
+    assert rig.ask(prefix(40), request) == [None] * 40
+    assert asked.count() == 40
+    rig.step()
+    assert rig.ask(prefix(40), request) == [None] * 40
+    assert asked.count() == 40, "its promotions are its claims now"
+    for _ in range(20):
+        rig.step()
+        rig.store(keys(*range(3), of="q"), other, finish=False)  # what others do is no change
+        assert rig.ask(prefix(40), request) == [None] * 40
+    assert asked.count() == 0
+    assert rig.ask(prefix(30), request) == [None] * 30, "another question"
+    assert asked.count() == 30
+    rig.ask(prefix(40), request)
+    assert asked.count() == 10, "only what was not asked with the last question"
+    rig.tier.finish()
+    assert rig.ask(prefix(40), request) == [True] * 40
+    assert asked.count() == 40
+    rig.step()
+    assert rig.ask(prefix(40), request) == [True] * 40
+    assert asked.count() == 0
+    rig.load(prefix(40), request)
+    assert rig.ask(prefix(40), request) == [True] * 40
+    assert asked.count() == 40, "it does not wait any more"
+
+
+def test_with_a_reuse_filter_every_lookup_counts_and_none_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(64, primary_options={"store_threshold": 2})
+    rig.below(prefix(10))
+    request = rig.start("r")
+    asked = Asked(rig, monkeypatch)
+    for _ in range(3):
+        assert rig.ask(prefix(10), request) == [None] * 10
+        assert asked.count() == 10
+        rig.step()
+
+
+def test_a_claimed_block_that_is_evicted_or_written_is_asked_for_again() -> None:
+    rig = Rig(4)
+    rig.below(keys(1))
+    runs, request = rig.start("runs"), rig.start("r")
+    written = rig.write(keys(0), runs)
+    for _ in range(3):
+        assert rig.ask(keys(0, 1), request) == [None, None]
+        rig.step()
+    rig.manager.complete_store(written, runs)
+    assert rig.ask(keys(0, 1), request) == [True, None]
+    rig.finish()
+    for _ in range(3):
+        assert rig.ask(keys(0, 1), request) == [True, True]
+        rig.step()
+    rig.finish()
+    rig.tier.blocks.clear()
+    rig.store(prefix(4, of="q"), runs)  # takes all there is
+    assert rig.ask(keys(0, 1), request) == [False]

@@ -123,8 +123,9 @@ def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "kv")
     (tmp_path / "sub").mkdir()
-    tiers = [{"type": "fs", "path": "kv", "name": "a"}, {"type": "memory"}, {"type": "fs", "path": other, "name": "b"}]
-    with pytest.raises(ConfigError, match=f"2 secondary tiers have the directory {tmp_path}/kv"):
-        parse_tiers(tiers)
+    tiers = [{"type": "fs", "path": "kv"}, {"type": "memory"}]
+    for kind in ("fs", "disk"):
+        with pytest.raises(ConfigError, match=f"2 secondary tiers have the directory {tmp_path}/kv"):
+            parse_tiers([*tiers, {"type": kind, "path": other}])
     assert not (tmp_path / "kv").exists()
-    assert len(parse_tiers([*tiers[:2], {"type": "memory"}, {"type": "fs", "path": "kv2"}])) == 4
+    assert len(parse_tiers([*tiers, {"type": "memory"}, {"type": "fs", "path": "kv2"}])) == 4

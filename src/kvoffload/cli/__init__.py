@@ -20,7 +20,8 @@ def _show_version(is_asked: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point. A caller's mistake or a missing extra gives one sentence on stderr and the exit code 2."""
+    """Entry point. A caller's mistake, a missing extra or a disk that fails gives one sentence on stderr and the exit
+    code 2."""
     try:
         import typer
     except ImportError:
@@ -43,6 +44,6 @@ def main(argv: list[str] | None = None) -> None:
         importlib.import_module(f"kvoffload.cli.{name}").register(app)
     try:
         app(args=argv, prog_name="kvoffload")
-    except (ConfigError, MissingExtraError) as exc:
+    except (ConfigError, MissingExtraError, OSError) as exc:
         print(f"kvoffload: {exc}", file=sys.stderr)
         sys.exit(2)

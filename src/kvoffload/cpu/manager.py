@@ -396,6 +396,11 @@ class CPUOffloadingManager(OffloadingManager):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.slots!r})"
 
+    @property
+    def counts_lookups(self) -> bool:
+        """Whether a lookup has an effect, so that it may not be left out."""
+        return self._filter is not None
+
     # ------------------------------------------------------------------------------------------ requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

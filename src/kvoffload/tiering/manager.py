@@ -142,6 +142,7 @@ class TieringOffloadingManager(OffloadingManager):
         output = self.primary_tier.prepare_store(keys, req_context, self._claims)
         if output is None:
             return None
+        self._claims.note_changed(output.evicted_keys)  # a claim is no pin
         if self._write_back is not None:
             self._write_back.on_reserved(len(output.keys_to_store), output.evicted_keys)
         for key in output.keys_to_store:
@@ -240,6 +241,7 @@ class TieringOffloadingManager(OffloadingManager):
         for request in requests.values():
             assert request.stores_in_flight == sum(storing is request for storing in self._storing.values())
         self._waiting.check_invariants(requests.values())
+        self._lookups.check_invariants(requests.values())
         for key in self._storing:
             block = self.primary_tier.slots.get(key)
             assert block is not None
@@ -277,6 +279,7 @@ class TieringOffloadingManager(OffloadingManager):
         before a reset overlaps with it, the primary tier publishes neither until both have ended. The last of them may
         be a late promotion.
         """
+        self._claims.note_changed(keys)
         written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
         ending = [key for key in dict.fromkeys(keys) if key in self._storing]
         blocks = self.primary_tier.slots.get_all(ending) if ending else ()

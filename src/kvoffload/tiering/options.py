@@ -144,6 +144,10 @@ class DiskOptions(_BoundedOptions, frozen=True, kw_only=True):
     mode: Literal["private", "group"] = "private"
     """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
 
+    @property
+    def directory(self) -> str:
+        return self.path
+
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
         if not self.path:
@@ -207,6 +211,7 @@ STORES: Registry[type[StoreOptions]] = Registry("secondary tier type", "kvoffloa
 STORES.register("disk", DiskOptions)
 STORES.register("fs", FileSystemOptions)
 STORES.register("memory", MemoryOptions)
+STORES.register("mooncake", "kvoffload.tiering.stores.mooncake.options:MooncakeOptions")
 STORES.register("object", "kvoffload.tiering.stores.object.options:ObjectOptions")
 STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
 

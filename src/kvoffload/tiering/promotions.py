@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import ceil
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -26,6 +26,18 @@ OnReserved = Callable[[int, Collection[OffloadKey]], None]
 
 
 # --------------------------------------------------------------------------------------------------- requests that wait
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Answers for the first blocks of a prefix."""
+
+    keys: list[OffloadKey]
+    answers: list[bool | None]
+
+    def is_of(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether ``keys`` begins with these blocks. Much cheaper than to ask for each of them."""
+        return [*keys[: len(self.keys)]] == self.keys
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +59,8 @@ class RequestState:
     hits_step: int = -1
     claims: dict[OffloadKey, None] = field(default_factory=dict)
     """Blocks that are not evicted for other waiting requests while it waits, in the order in which it got them."""
+    head: Head | None = None
+    """What it was answered for the claimed blocks that its prefix begins with, while none of them has changed."""
     promoted: set[OffloadKey] = field(default_factory=set)
     """Blocks promoted for it in this wait: a second time would be a loop, so it is a miss instead."""
     failed: set[OffloadKey] = field(default_factory=set)
@@ -81,6 +95,10 @@ class _Claimed:
     def __init__(self) -> None:
         self.claimants: dict[int, RequestState] = {}
         self.promoting = False
+
+    def forget_heads(self) -> None:
+        for request in self.claimants.values():
+            request.head = None
 
 
 class Claims(Collection[OffloadKey]):
@@ -143,8 +161,18 @@ class Claims(Collection[OffloadKey]):
         request.claims[key] = None
         return True
 
+    def note_changed(self, keys: Iterable[OffloadKey]) -> None:
+        """Some of ``keys`` may be ready, in flight or absent now, and were not before: who claims them asks again."""
+        if not self._claimed:
+            return
+        for key in keys:
+            claimed = self._claimed.get(key)
+            if claimed is not None:
+                claimed.forget_heads()
+
     def release(self, request: RequestState) -> None:
         """Ends all claims of ``request``."""
+        request.head = None
         for key in request.claims:
             claimed = self._claimed[key]
             del claimed.claimants[id(request)]
@@ -166,6 +194,7 @@ class Claims(Collection[OffloadKey]):
     def end_promotion(self, key: OffloadKey, success: bool) -> list[RequestState]:
         """The promotion of ``key`` has ended. If it failed, all claims on it end; returns the requests that had one."""
         claimed = self._claimed[key]
+        claimed.forget_heads()
         claimed.promoting = False
         waiters: list[RequestState] = []
         if not success:
@@ -185,6 +214,7 @@ class Claims(Collection[OffloadKey]):
     def clear(self) -> None:
         """Ends every claim of every request."""
         for claimed in self._claimed.values():
+            claimed.forget_heads()
             for request in claimed.claimants.values():
                 request.claims.clear()
         self._claimed.clear()
@@ -363,11 +393,22 @@ class Lookups:
 
     def _claimed_head(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The primary tier's answers for the blocks that ``keys`` begins with and ``request`` claims already, up to
-        one that was evicted all the same (``False``). So a waiting request asks for a long prefix cheaply."""
+        one that was evicted all the same (``False``). So a waiting request asks for a long prefix cheaply, and not
+        again while none of these blocks has changed."""
         if not request.claims:
             return []
         self._poll()
-        return self._primary.lookup_prefix([*takewhile(request.claims.__contains__, keys)], request.context)
+        head = request.head
+        if head is not None and head.is_of(keys):
+            answers, asked = list(head.answers), len(head.keys)
+        else:
+            answers, asked = [], 0
+        more = [*takewhile(request.claims.__contains__, islice(keys, asked, None))]
+        if more:
+            answers += self._primary.lookup_prefix(more, request.context)
+            if answers[-1] is not False and not self._primary.counts_lookups:
+                request.head = Head([*keys[: len(answers)]], list(answers))
+        return answers
 
     def _answer(self, request: RequestState, key: OffloadKey, answer: bool | None) -> bool | None:
         """The answer for ``key`` that ``request`` gets, when the primary tier says ``answer``."""
@@ -417,6 +458,13 @@ class Lookups:
         unclaimed = slots.num_blocks - slots.num_busy - (num_claimed - len(self._promotions))
         limit = min(claims.max_per_request - len(request.claims), claims.max_total - num_claimed)
         return min(unclaimed, limit) - hits
+
+    def check_invariants(self, requests: Iterable[RequestState]) -> None:
+        """What requests remember of their heads is what they would be answered now."""
+        for request in requests:
+            if request.head is not None:
+                assert request.head.answers == [self._peek(key) for key in request.head.keys]
+                assert request.claims.keys() >= set(request.head.keys)
 
     def _promote_run(
         self, request: RequestState, run: dict[OffloadKey, GuardedTier], answers: list[bool | None]

@@ -46,7 +46,7 @@ def agree(written: str, default: Any) -> bool:
     """A default that depends on other things (``None``, no entries) is described in words."""
     if default is ...:
         return written == "required"
-    if default is None or default == ():
+    if default in (None, (), msgspec.NODEFAULT):
         return not re.fullmatch(r"[\d.]+|true|false|required", written)
     if isinstance(default, str):
         return written == default
