@@ -113,6 +113,21 @@ class TestRestart:
         assert found >= left
         assert right(store, *left) == left
 
+    def test_the_stores_thread_outlives_what_fails(self, open_store, monkeypatch, caplog) -> None:
+        calls, twice = [], threading.Event()
+
+        def fail(self: SlabStore) -> None:
+            calls.append(1)
+            if len(calls) > 2:
+                twice.set()
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(SlabStore, "_poll", fail)
+        store = open_store()
+        assert twice.wait(60)
+        assert write(store, KEYS[0]) == [True]
+        assert [record.message for record in caplog.records if "Input/output" in record.message][1:] == [], "said once"
+
     @pytest.mark.parametrize("size", [SMALL, PAGED])
     def test_everything_is_there_again(self, open_store, tmp_path: Path, size: int) -> None:
         store = open_store(size, max_bytes=slab_of(40, size))

@@ -576,19 +576,24 @@ class SlabStore(BlockStore):
                 self._poll()
 
     def _keep_up(self) -> None:
-        uses_at_s = time.monotonic() + _USES_S
-        if not self._is_loaded.is_set():
-            with self._upkeep:
-                self._load(at_once=False)
-        while not self._stop.wait(_POLL_S):
+        uses_at_s, said = time.monotonic() + _USES_S, ""
+        while True:
             try:
+                if not self._is_loaded.is_set():
+                    with self._upkeep:
+                        self._load(at_once=False)
                 self.refresh()
                 if time.monotonic() >= uses_at_s:
                     uses_at_s = time.monotonic() + _USES_S
                     with self._upkeep:
                         self._flush_uses()
+                said = ""
             except Exception as exc:  # noqa: BLE001 - the thread must outlive whatever a broken disk does
-                _log.warning("The store at %s: %s", self._root, exc)
+                if str(exc) != said:
+                    said = str(exc)
+                    _log.warning("The store at %s: %s", self._root, exc)
+            if self._stop.wait(_POLL_S):
+                return
 
     def _load(self, *, at_once: bool) -> None:
         """Takes in the slabs that are there, the last used first. With ``at_once`` stops after a quarter million slots,
