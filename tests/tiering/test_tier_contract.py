@@ -14,6 +14,7 @@ from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.testing.tier_contract import SecondaryTierContract
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.options import build_tier
+from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, PAGE_BYTES, SlabFormat, key_in
 
 
 class TestFakeTierAtOnce(SecondaryTierContract):
@@ -48,6 +49,33 @@ class TestRequestLevelMemoryTier(SecondaryTierContract):
 
     def make_tier(self, primary_kv_view: memoryview) -> SecondaryTierManager:
         return build_tier({"type": "memory", "offload_policy": "request_level", "threads": 1}, primary_kv_view)
+
+
+class TestDiskTier(SecondaryTierContract):
+    @pytest.fixture(autouse=True)
+    def _root(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+
+    def make_tier(self, primary_kv_view: memoryview) -> SecondaryTierManager:
+        path = tempfile.mkdtemp(dir=self.root)
+        return build_tier({"type": "disk", "path": path, "max_bytes": "1MiB"}, primary_kv_view, "namespace")
+
+    def forget(self, tier: SecondaryTierManager, names: Sequence[OffloadKey]) -> bool:
+        """Overwrites the payloads, as another process of the namespace might."""
+        count = 0
+        for table in self.root.rglob("*.table"):
+            content = table.read_bytes()
+            block_bytes = SlabFormat.block_bytes_in(content[:PAGE_BYTES])
+            num_slots = SlabFormat(table.parent.name, block_bytes).parse_header(content[:PAGE_BYTES])
+            entries = content[SlabFormat.entries_at(num_slots) :]
+            for slot in range(num_slots):
+                if key_in(entries[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]) in names:
+                    with table.with_suffix(".slab").open("r+b") as file:
+                        file.seek(slot * block_bytes)
+                        file.write(bytes(block_bytes))
+                    count += 1
+        assert count == len(names)
+        return True
 
 
 class TestFileSystemTier(SecondaryTierContract):

@@ -149,6 +149,17 @@ class TestReading:
         assert theirs.take_evicted() == []
         assert right(theirs, *KEYS[:3]) == set(KEYS[:3])
 
+    def test_another_copy_is_read_where_one_is_bad(self, open_store, tmp_path: Path) -> None:
+        mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
+        write(mine, KEYS[0])
+        write(theirs, KEYS[0])
+        for store in (mine, theirs, mine):
+            store.refresh()
+        damage(tmp_path, KEYS[0])
+        assert right(mine, KEYS[0]) == right(theirs, KEYS[0]) == {KEYS[0]}
+        assert mine.stats().corrupt_blocks + theirs.stats().corrupt_blocks <= 2
+        assert mine.take_evicted() == theirs.take_evicted() == []
+
     def test_a_use_by_a_neighbour_keeps_a_block(self, open_store, monkeypatch) -> None:
         now_s = 1_700_000_000
         monkeypatch.setattr("time.time_ns", lambda: now_s * 1_000_000_000)

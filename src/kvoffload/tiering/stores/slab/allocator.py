@@ -169,31 +169,23 @@ class Allocator:
     def evict(self, count: int, before_ns: int) -> list[Run]:
         """Gives up at least ``count`` slots if that many were used before ``before_ns`` at the latest. They are busy
         afterwards: ``release`` makes them free."""
-        evicted, num_evicted = list[Run](), 0
-        has_planned = False
-        while num_evicted < count:
-            if self._num_planned <= self._replan_at or not self._plan:
-                if has_planned and not self._plan:
-                    break
-                if not has_planned:
-                    self._make_plan(count - num_evicted)
-                    has_planned = True
-                if not self._plan:
-                    break
+        evicted, lacking, is_new_plan = list[Run](), count, False
+        while lacking > 0:
+            if not is_new_plan and self._num_planned <= self._replan_at:
+                self._make_plan(lacking)
+                is_new_plan = True
+            if not self._plan:
+                break
             run = self._plan.pop()
             self._num_planned -= run.count
-            want = count - num_evicted
             for part in self._unused_parts(run, before_ns):
-                if num_evicted >= count:
-                    self._give_back(part)
-                    continue
-                if part.count > want:
-                    self._give_back(Run(part.start + want, part.count - want))
-                    part = Run(part.start, want)
-                self._set(part, _BUSY)
-                evicted.append(part)
-                num_evicted += part.count
-                want = count - num_evicted
+                count = min(part.count, lacking)
+                if count < part.count:
+                    self._give_back(Run(part.start + count, part.count - count))
+                if count:
+                    evicted.append(Run(part.start, count))
+                    self._set(evicted[-1], _BUSY)
+                    lacking -= count
         return evicted
 
     def take(self, count: int) -> list[Run]:

@@ -226,16 +226,34 @@ class SlabStore(BlockStore):
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         hashed = [self._layout.hashed(key) for key in keys]
         answers, errors = [False] * len(hashed), list[OSError]()
+        found = self._read_found(hashed, blocks, range(len(hashed)), answers, errors)
+        if not found:
+            return answers
+        if failed := [at for at in found if not answers[at]]:
+            # A block may have another copy, in the slab of another process.
+            self._read_found(hashed, blocks, failed, answers, errors)
+        self._raise_unless_any(answers, errors)
+        return answers
+
+    def _read_found(
+        self,
+        hashed: Sequence[HashedKey],
+        blocks: Sequence[memoryview],
+        asked: Sequence[int],
+        answers: list[bool],
+        errors: list[OSError],
+    ) -> list[int]:
+        """Reads those of the blocks ``asked`` that are in the index, and returns which these are."""
         wanted = list[tuple[int, int, bytes]]()
         with self._lock:
-            slots = [self._index.find(key) for key in hashed]
-            self._use(slots, self._stamps(len(hashed)))
-            for at, slot in enumerate(slots):
+            slots = [self._index.find(hashed[at]) for at in asked]
+            self._use(slots, self._stamps(len(slots)))
+            for at, slot in zip(asked, slots, strict=True):
                 if slot >= 0:
                     offset = slot % SLAB_STRIDE * ENTRY_BYTES
                     seal = bytes(self._slabs[slot // SLAB_STRIDE].entries[offset : offset + SEAL_BYTES])
                     wanted.append((slot, at, seal))
-            slabs = self._begin(slot // SLAB_STRIDE for slot, _, _ in wanted)
+            slabs = self._begin([slot // SLAB_STRIDE for slot, _, _ in wanted])
         try:
             wanted.sort()
             begin = 0
@@ -247,9 +265,7 @@ class SlabStore(BlockStore):
                 begin = end
         finally:
             self._end(slabs)
-        if wanted:
-            self._raise_unless_any(answers, errors)
-        return answers
+        return [at for _, at, _ in wanted]
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         hashed = [self._layout.hashed(key) for key in keys]
@@ -560,19 +576,24 @@ class SlabStore(BlockStore):
                 self._poll()
 
     def _keep_up(self) -> None:
-        uses_at_s = time.monotonic() + _USES_S
-        if not self._is_loaded.is_set():
-            with self._upkeep:
-                self._load(at_once=False)
-        while not self._stop.wait(_POLL_S):
+        uses_at_s, said = time.monotonic() + _USES_S, ""
+        while True:
             try:
+                if not self._is_loaded.is_set():
+                    with self._upkeep:
+                        self._load(at_once=False)
                 self.refresh()
                 if time.monotonic() >= uses_at_s:
                     uses_at_s = time.monotonic() + _USES_S
                     with self._upkeep:
                         self._flush_uses()
+                said = ""
             except Exception as exc:  # noqa: BLE001 - the thread must outlive whatever a broken disk does
-                _log.warning("The store at %s: %s", self._root, exc)
+                if str(exc) != said:
+                    said = str(exc)
+                    _log.warning("The store at %s: %s", self._root, exc)
+            if self._stop.wait(_POLL_S):
+                return
 
     def _load(self, *, at_once: bool) -> None:
         """Takes in the slabs that are there, the last used first. With ``at_once`` stops after a quarter million slots,
