@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 from kvoffload.testing.keys import keys
-from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
+from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
 
 ONE, OTHER = keys(1, 2)
 BLOCK = memoryview(bytes(range(256)) * 16)
@@ -38,6 +38,13 @@ def test_a_key_and_the_blocks_first_bytes_are_not_one_text() -> None:
 def test_what_checksummed_stores_have_stays_readable() -> None:
     expected = xxhash.xxh3_128_digest(len(ONE).to_bytes(4, "big") + ONE + BLOCK)
     assert Sealer().seal(ONE, BLOCK) == expected
+
+
+def test_the_identity_of_a_shared_store_tells_what_could_not_be_read_apart() -> None:
+    secrets = (None, b"one", b"two")
+    identities = [shared_identity(name, size, secret) for name in ("", "ns") for size in (1, 2) for secret in secrets]
+    assert len({identity for identity, _ in identities}) == len({digest for _, digest in identities}) == 12
+    assert all(len(digest) == 16 for _, digest in identities)
 
 
 def test_a_secret_is_not_to_be_seen() -> None:

@@ -10,9 +10,21 @@ import xxhash
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["SEAL_BYTES", "Sealer"]
+__all__ = ["SEAL_BYTES", "Sealer", "shared_identity"]
 
 SEAL_BYTES = 16
+_FORMAT = "1"
+"""Of a value in a shared store: the block and then its seal."""
+
+
+def shared_identity(namespace: str, block_bytes: int, secret: bytes | None) -> tuple[str, str]:
+    """What a shared store seals its blocks for, and 16 hex digits of it for names.
+
+    Stores that could not read each other's blocks have other names, so that neither deletes the other's as bad.
+    """
+    secret_id = hashlib.blake2b(secret, digest_size=8, person=b"kvoffload-id").hexdigest() if secret else ""
+    identity = "\0".join((_FORMAT, namespace, str(block_bytes), secret_id))
+    return identity, hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
 class Sealer:

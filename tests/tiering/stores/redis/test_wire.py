@@ -202,6 +202,28 @@ def test_no_answer_by_the_deadline_is_a_timeout() -> None:
             opened.send([b"x"])  # the deadline is that of the whole exchange
 
 
+def test_a_drip_is_no_answer_in_time() -> None:
+    """Each byte comes soon after the last one, and the value would come in the end: the deadline is for all of it."""
+    size = 1 << 20
+    with wire() as (opened, far):
+        has_ended = threading.Event()
+
+        def drip() -> None:
+            far.sendall(b"$%d\r\n" % size)
+            for _ in range(size):
+                if has_ended.wait(0.001):
+                    return
+                far.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        opened.begin(0.1)
+        with pytest.raises(TimeoutError):
+            opened.read_value([memoryview(bytearray(size))], size)
+        has_ended.set()
+        thread.join()
+
+
 def test_nobody_who_takes_what_is_sent_is_a_timeout() -> None:
     with wire() as (opened, _):
         opened.begin(0.05)

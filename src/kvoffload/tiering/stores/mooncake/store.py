@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import socket
 import threading
@@ -16,11 +15,10 @@ import numpy.typing as npt
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
-from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
+from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
 
 __all__ = ["MooncakeStore"]
 
-_FORMAT = "1"
 _BATCH_BLOCKS = 64
 _STAGED_BLOCKS = 4
 _MOST_CALLS = 16
@@ -66,9 +64,8 @@ class MooncakeStore(BlockStore):
         self._master = master
         self._setup = (hostname, metadata, segment_bytes, 16 << 20, protocol, device, master)
         self._block_bytes = block_bytes
-        secret_id = hashlib.blake2b(secret, digest_size=8, person=b"kvoffload-id").hexdigest() if secret else ""
-        identity = "\0".join((_FORMAT, namespace, str(block_bytes), secret_id))
-        self._directory = f"kvoffload:{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}:"
+        identity, digest = shared_identity(namespace, block_bytes, secret)
+        self._directory = f"kvoffload:{digest}:"
         self._sealer = Sealer(identity, secret)
         self._lock = threading.Lock()
         self._client: Any = None

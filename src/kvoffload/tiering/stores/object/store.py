@@ -15,11 +15,10 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
 from kvoffload.tiering.stores.object.requests import Requests
-from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
+from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
 
 __all__ = ["Deadlines", "ObjectStore"]
 
-_FORMAT = "1"
 _SCHEMES = ("s3", "gs", "az")
 _LIST_CHUNK = 1000
 _LONGEST_KEY = 112
@@ -63,10 +62,8 @@ class ObjectStore(BlockStore):
         self.batch_blocks = requests
         self._block_bytes = block_bytes
         self._where = _check_url(url)
-        secret_id = hashlib.blake2b(secret, digest_size=8, person=b"kvoffload-id").hexdigest() if secret else ""
-        # Stores that could not read each other's blocks have other names, so that neither deletes the other's as bad.
-        identity = "\0".join((_FORMAT, namespace, str(block_bytes), secret_id))
-        self._directory = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+        identity, digest = shared_identity(namespace, block_bytes, secret)
+        self._directory = digest
         self._sealer = Sealer(identity, secret)
         self._client, self._objects = _open(url, config or {}, deadlines or Deadlines(), tls_ca)
         self._reads, self._writes = Requests("object-read", requests), Requests("object-write", requests)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -13,11 +12,10 @@ from kvoffload.tiering.stores.base import BlockStore, StoreStats
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Commands, Get, Put
 from kvoffload.tiering.stores.redis.nodes import Cluster, Connector, Node, Nodes, Server, Timeouts
 from kvoffload.tiering.stores.redis.wire import ErrorReply
-from kvoffload.tiering.stores.seal import Sealer
+from kvoffload.tiering.stores.seal import Sealer, shared_identity
 
 __all__ = ["RedisStore"]
 
-_FORMAT = "1"
 _WINDOW_BYTES = 4 << 20
 _MOST_VALUES = 256
 _MOST_KEYS = 4096
@@ -76,10 +74,8 @@ class RedisStore(BlockStore):
         )
         self._nodes: Nodes = Cluster(connector) if cluster else Server(connector)
         self._block_bytes = block_bytes
-        # Stores that could not read each other's blocks have other names, so that neither deletes the other's as bad.
-        secret_id = hashlib.blake2b(secret, digest_size=8, person=b"kvoffload-id").hexdigest() if secret else ""
-        identity = "\0".join((_FORMAT, namespace, str(block_bytes), secret_id))
-        self._directory = f"{prefix}:{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}:".encode()
+        identity, digest = shared_identity(namespace, block_bytes, secret)
+        self._directory = f"{prefix}:{digest}:".encode()
         self._sealer = Sealer(identity, secret)
         self._ttl_s = None if ttl_s is None else int(ttl_s)
         self._window = max(1, min(_MOST_VALUES, _WINDOW_BYTES // block_bytes))
