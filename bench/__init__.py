@@ -13,8 +13,11 @@ BENCHES: tuple[str, ...] = (
     "simulator",
     "host_copies",
     "disk_store",
+    "slab_eviction",
     "fs_store",
+    "scan",
     "remote_store",
     "placement",
     "crossings",
+    "policies_mixed",
 )

@@ -2,9 +2,10 @@
 """The slab store against ``fio``: same disk, block size, threads and direct I/O, checksums on, quota full, in turn.
 
 ``fio`` reads and writes at random in one file that has been written before, as the store does in its slabs. *Single*
-blocks are scattered, one call each. *Runs* are 64 blocks of a prefix per call. Processor time is that of the whole
-process, per block. The start is that of a store with a million slots. ``KVOFFLOAD_BENCH_DIR`` chooses the disk
-(default: the working directory).
+blocks are scattered, one call each. *Runs* are parts of a prefix as ``StoreTier`` hands them over, up to 64 blocks or
+4 MiB per call. Processor time is that of the whole process, per block. The file store does the same in the same run.
+The start is that of a store with a million slots. ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working
+directory).
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ import numpy as np
 from bench.core import Row
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as make_keys
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.slab import SlabStore
 from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, PAGE_BYTES, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
 THREADS = 4
-RUN = 64
+RUN_BLOCKS, RUN_BYTES = 64, 4 << 20
 TARGETS = {
     64 << 10: ("0.8", "0.7", "2.0", "1.2"),
     256 << 10: ("0.9", "0.9", "1.1", "1.0"),
@@ -63,7 +66,7 @@ class _Blocks:
     """A page-aligned memory of random blocks, and keys that no slot has yet."""
 
     def __init__(self, size: int, total: int) -> None:
-        self.count = max(RUN, total // size)
+        self.count = max(2 * THREADS, total // size)
         self.memory = mmap.mmap(-1, self.count * size)
         flat = np.frombuffer(self.memory, np.uint64)
         flat[:] = np.random.default_rng(0).integers(0, 1 << 63, flat.size, np.uint64)
@@ -117,51 +120,70 @@ def _fio(file: Path, direction: str, size: int, span: int, total: int) -> _Speed
     return _Speed(float(job[direction.removeprefix("rand")]["bw_bytes"]), cpu_s)
 
 
+@dataclass(frozen=True)
+class _Case:
+    direction: str
+    label: str
+    batch: int
+
+    @property
+    def is_scattered(self) -> bool:
+        return self.direction == "read" and self.batch == 1
+
+
 def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
-    blocks = _Blocks(size, span // 2)
-    total = blocks.count * size
-    store = SlabStore(place / str(size), size, max_bytes=max(span, 2 * total) + (span >> 6))
-    for _ in range(4):  # until the quota is full, and every slot was written once
-        keys = blocks.keys()
-        _in_threads(store.write, _batches(keys, blocks.rows, RUN))
+    blocks, label = _Blocks(size, span // 2), f"{size >> 10} KiB"
+    total, run_blocks = blocks.count * size, max(1, min(RUN_BLOCKS, RUN_BYTES // size))
+    stores: dict[str, BlockStore] = {
+        "slabs": SlabStore(place / f"slabs{size}", size, max_bytes=span + (span >> 6)),
+        "files": FileSystemStore(place / f"files{size}", size, max_bytes=span + (span >> 6)),
+    }
+    for _ in range(3):  # until the quota is full, and every slot was written once
+        keys = {name: blocks.keys() for name in stores}
+        for name, store in stores.items():
+            _in_threads(store.write, _batches(keys[name], blocks.rows, run_blocks))
     reference = place / f"fio{size}"
     _fio(reference, "write", 1 << 20, span, span * THREADS)
-    cases = {
-        f"{direction} {label}, {size >> 10} KiB": (direction, batch)
-        for label, batch in (("single blocks", 1), ("runs", RUN))
+    cases = [
+        _Case(direction, f"{direction} {what}, {label}", batch)
+        for what, batch in (("single blocks", 1), ("runs", run_blocks))
         for direction in ("write", "read")
-    }
-    speeds: dict[str, list[_Speed]] = {case: [] for case in cases}
-    ratios: dict[str, list[float]] = {case: [] for case in cases}
-    cpu: dict[str, list[float]] = {case: [] for case in cases}
+    ]
+    found: dict[str, list[dict[str, _Speed]]] = {case.label: [] for case in cases}
     for _ in range(1 if short else 5):
-        for case, (direction, batch) in cases.items():
-            theirs = _fio(reference, f"rand{direction}", size, span, total)
-            if direction == "write":
-                keys = blocks.keys()
-            ours = _in_threads(
-                store.write if direction == "write" else store.read_into,
-                _batches(keys, blocks.rows, batch, is_scattered=direction == "read" and batch == 1),
-            )
-            speeds[case].append(ours)
-            if theirs is not None:
-                ratios[case].append(ours.bytes_per_s / theirs.bytes_per_s)
-                cpu[case].append(ours.cpu_s / max(theirs.cpu_s, 1e-9))
-    store.close()
-    shutil.rmtree(place / str(size))
+        for case in cases:
+            speeds = {}
+            if (theirs := _fio(reference, f"rand{case.direction}", size, span, total)) is not None:
+                speeds["fio"] = theirs
+            for name, store in stores.items():
+                if case.direction == "write":
+                    keys[name] = blocks.keys()
+                call = store.write if case.direction == "write" else store.read_into
+                batches = _batches(keys[name], blocks.rows, case.batch, is_scattered=case.is_scattered)
+                speeds[name] = _in_threads(call, batches)
+            found[case.label].append(speeds)
+    for store in stores.values():
+        store.close()
     reference.unlink(missing_ok=True)
+    rows = [
+        _rows(case, found[case.label], blocks.count, target) for case, target in zip(cases, TARGETS[size], strict=True)
+    ]
+    return [row for part in rows for row in part]
+
+
+def _rows(case: _Case, found: list[dict[str, _Speed]], num_blocks: int, target: str) -> list[Row]:
+    speed = statistics.median(one["slabs"].bytes_per_s for one in found) / 1e9
+    micros = statistics.median(one["slabs"].cpu_s for one in found) / num_blocks * 1e6
     rows = []
-    for (case, found), target in zip(speeds.items(), TARGETS[size], strict=True):
-        speed = statistics.median(one.bytes_per_s for one in found) / 1e9
-        if not ratios[case]:
-            rows.append(Row("disk_store", case, speed, "GB/s", "fio is not installed"))
+    for other, goal in (("fio", f">= {target}"), ("files", "")):
+        ratios = sorted(one["slabs"].bytes_per_s / one[other].bytes_per_s for one in found if other in one)
+        if not ratios:
             continue
-        spread = f"fio ({min(ratios[case]):.2f} to {max(ratios[case]):.2f})"
-        rows.append(Row("disk_store", case, speed, "GB/s", spread, statistics.median(ratios[case]), f">= {target}"))
-        micros = statistics.median(one.cpu_s for one in found) / blocks.count * 1e6
-        rows.append(
-            Row("disk_store", f"  processor time, {case}", micros, "us/block", "fio", statistics.median(cpu[case]))
-        )
+        name = {"fio": "fio", "files": "the file store"}[other]
+        reference = f"{name} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        rows.append(Row("disk_store", case.label, speed, "GB/s", reference, statistics.median(ratios), goal))
+        cpu = statistics.median(one["slabs"].cpu_s / max(one[other].cpu_s, 1e-9) for one in found)
+        rows.append(Row("disk_store", f"  processor time, {case.label}", micros, "us/block", name, cpu))
     return rows
 
 

@@ -5,6 +5,10 @@ Redis: a Valkey server of this machine, one thread, windows of 4 MiB. The refere
 moves the same bytes and checks nothing, the same loop with the seal's checksum, and redis-py with its own pipelines. A
 real network adds its latency to all of them; what the client's processor does for a byte stays. Lookups are compared
 with the server's own time for them, taken as that of the bare loop.
+
+Objects: a server that speaks S3 on this machine, 16 requests in flight. The reference is obstore alone, with as many
+threads. ``KVOFFLOAD_S3_SERVER`` names SeaweedFS' ``weed``; without it the server is moto's, which is so slow that the
+ratio says little.
 """
 
 from __future__ import annotations
@@ -14,15 +18,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import redis
 from tests.redis_server import RedisServer
+from tests.s3_server import BUCKET, S3Server
 
 from bench.core import Row
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as make_keys
+from kvoffload.tiering.stores.object import ObjectStore
+from kvoffload.tiering.stores.object.store import Deadlines
 from kvoffload.tiering.stores.redis import RedisStore
 from kvoffload.tiering.stores.redis.wire import encode
 from kvoffload.tiering.stores.seal import Sealer
@@ -30,6 +38,7 @@ from kvoffload.tiering.stores.seal import Sealer
 WINDOW_BYTES = 4 << 20
 SEAL = bytes(16)
 LOOKED_UP = 4000
+REQUESTS = 16
 
 
 def run(short: bool) -> list[Row]:
@@ -43,6 +52,11 @@ def run(short: bool) -> list[Row]:
             rows += _lookups(server, repeats)
         finally:
             server.stop()
+        s3 = S3Server(Path(name))
+        try:
+            rows += _objects(s3, sizes[-1] if short else 1 << 20, (1 << 20) if short else (64 << 20), repeats)
+        finally:
+            s3.stop()
     return rows
 
 
@@ -178,4 +192,48 @@ def _lookups(server: RedisServer, repeats: int) -> list[Row]:
     value = statistics.median(ours) * 1e3
     return [
         Row("remote_store", f"redis: lookup of {LOOKED_UP:,} keys", value, "ms", "a bare socket loop", ratio, "<= 1.5")
+    ]
+
+
+def _objects(server: S3Server, size: int, total: int, repeats: int) -> list[Row]:
+    """Seconds for all blocks, in one batch after the other, against obstore with 16 threads."""
+    import obstore
+
+    count = total // size
+    rows = [memoryview(row) for row in np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)]
+    store = ObjectStore(f"s3://{BUCKET}/store", size, config=server.config, deadlines=Deadlines(10.0, 60.0))
+    client = store._objects
+    figures: dict[str, list[tuple[float, float]]] = {"write": [], "read": []}
+    with ThreadPoolExecutor(REQUESTS) as pool:
+
+        def put(name: str, row: memoryview) -> None:
+            obstore.put(client, name, bytes(row), mode="create", use_multipart=False)
+
+        def get(name: str, row: memoryview) -> None:
+            row[:] = memoryview(obstore.get(client, name).buffer())
+
+        for number in range(repeats):
+            keys = make_keys(*range(number * count, (number + 1) * count))
+            names = [f"alone/{key.hex()}" for key in keys]
+            batches = [slice(start, start + 2 * REQUESTS) for start in range(0, count, 2 * REQUESTS)]
+            for direction, ours, its in (("write", store.write, put), ("read", store.read_into, get)):
+                begun = time.perf_counter()
+                for batch in batches:
+                    assert all(ours(keys[batch], rows[batch]))
+                between = time.perf_counter()
+                for batch in batches:
+                    list(pool.map(its, names[batch], rows[batch]))
+                figures[direction].append((between - begun, time.perf_counter() - between))
+    store.close()
+    return [
+        Row(
+            "remote_store",
+            f"object: {direction} {count} blocks of {size >> 10} KiB, {REQUESTS} in flight",
+            statistics.median(ours for ours, _ in taken),
+            "s",
+            "obstore alone",
+            statistics.median(ours / its for ours, its in taken),
+            "<= 1.3",
+        )
+        for direction, taken in figures.items()
     ]

@@ -147,6 +147,23 @@ class RedisCluster:
         for client in clients:
             client.close()
 
+    def add_replica(self, directory: Path, primary: RedisServer) -> RedisServer:
+        """A replica of ``primary`` that has all of its blocks. It takes over only when a test says so."""
+        place = directory / "replica"
+        place.mkdir()
+        options = {name: value for name, value in primary.options.items() if name != "port"}
+        replica = RedisServer(
+            place, **(options | {"cluster-replica-no-failover": "yes", "repl-diskless-sync-delay": "0"})
+        )
+        self.nodes.append(replica)
+        with replica.client() as client, primary.client() as other:
+            client.execute_command("CLUSTER", "MEET", "127.0.0.1", primary.port)
+            name = other.execute_command("CLUSTER", "MYID")
+            wait_until(lambda: name in client.execute_command("CLUSTER", "NODES"), "the replica knows its primary")
+            client.execute_command("CLUSTER", "REPLICATE", name)
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica has the blocks")
+        return replica
+
     @staticmethod
     def _knows_all(client: redis.Redis) -> bool:
         ranges: Sequence[Any] = client.execute_command("CLUSTER", "SLOTS")

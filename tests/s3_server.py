@@ -58,7 +58,7 @@ class S3Server:
             self._ports |= set(inner)
             words += [f"-{name}.grpc={port}" for name, port in zip(ports, inner[1:], strict=True)]
             words += [f"-s3.port.grpc={inner[0]}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-            words += ["-master.volumeSizeLimitMB=64"]
+            words += ["-master.volumeSizeLimitMB=1024"]
         else:
             words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         with (self.directory / f"s3-{self.port}.log").open("ab") as log:

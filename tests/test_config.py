@@ -67,3 +67,5 @@ def test_layouts_that_make_no_sense_are_refused() -> None:
         layout()
     with pytest.raises(LayoutError, match="sliding_window_tokens"):
         KVGroupLayout(GroupKind.SLIDING_WINDOW, 16, 100)
+    with pytest.raises(LayoutError, match="lookahead_tokens must be 0 or more"):
+        KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 100, lookahead_tokens=-1)

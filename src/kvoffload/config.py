@@ -145,8 +145,13 @@ class KVGroupLayout:
     """Bytes of one GPU block on one rank, all layers of the group together."""
     sliding_window_tokens: int | None = None
     """The window, for ``SLIDING_WINDOW`` groups; ``None`` for all others."""
+    lookahead_tokens: int = 0
+    """So many tokens behind a token are part of its KV. 1 where layers of a speculative head are in the group: they see
+    the next token, which the hash of a full block does not cover."""
 
     def __post_init__(self) -> None:
+        if self.lookahead_tokens < 0:
+            raise LayoutError(f"lookahead_tokens must be 0 or more: {self!r}.")
         if self.block_tokens < 1 or self.page_bytes < 1:
             raise LayoutError(f"A KV group needs positive block_tokens and page_bytes, got {self!r}.")
         if (self.kind is GroupKind.SLIDING_WINDOW) != (self.sliding_window_tokens is not None):

@@ -75,8 +75,8 @@ def test_after_a_restart_the_first_turn_comes_from_disk(capsys: pytest.CaptureFi
     assert code == 0, out
     assert "Identical: all 4 ways" in out
     *_, offloading, restarted = json.loads((tmp_path / "out.json").read_text())["ways"]
-    assert offloading["metrics"].get("tier_blocks_loaded fs", 0) == 0
-    assert restarted["metrics"]["tier_blocks_loaded fs"] > 0
+    assert offloading["metrics"].get("tier_blocks_loaded disk", 0) == 0
+    assert restarted["metrics"]["tier_blocks_loaded disk"] > 0
     # All prompts were served before, so of each at most the last block and a bit are computed, in every turn.
     assert restarted["computed_tokens"] < offloading["computed_tokens"] / 2
 

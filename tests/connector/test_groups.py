@@ -28,12 +28,12 @@ def geometry(*groups: KVGroupLayout, factor: int = 1, hash_tokens: int = 1) -> t
     return geometry_of(EngineLayout(groups, hash_tokens, "test"), config)
 
 
-def full(tokens: int = 4) -> KVGroupLayout:
-    return KVGroupLayout(GroupKind.FULL_ATTENTION, tokens, 1)
+def full(tokens: int = 4, lookahead: int = 0) -> KVGroupLayout:
+    return KVGroupLayout(GroupKind.FULL_ATTENTION, tokens, 1, lookahead_tokens=lookahead)
 
 
-def sliding(window: int, tokens: int = 4) -> KVGroupLayout:
-    return KVGroupLayout(GroupKind.SLIDING_WINDOW, tokens, 1, sliding_window_tokens=window)
+def sliding(window: int, tokens: int = 4, lookahead: int = 0) -> KVGroupLayout:
+    return KVGroupLayout(GroupKind.SLIDING_WINDOW, tokens, 1, window, lookahead)
 
 
 def state(tokens: int = 4) -> KVGroupLayout:
@@ -63,15 +63,16 @@ class Tier:
 
 
 def needed_tokens(group: GroupGeometry, computed: int, hit: int) -> list[int]:
-    """The tokens whose KV a request with a hit of ``hit`` tokens needs: token by token, by the definition of the
-    kinds."""
+    """The tokens whose KV a request with a hit of ``hit`` tokens needs, and those that this KV was computed with: token
+    by token, by the definition of the kinds."""
+    ahead = list(range(hit, hit + group.lookahead_tokens))
     match group.kind:
         case GroupKind.FULL_ATTENTION:
-            return list(range(computed, hit))
+            return [*range(computed, hit), *ahead]
         case GroupKind.SLIDING_WINDOW:
             assert group.window_tokens is not None
             # Token ``hit`` attends to itself and the window_tokens - 1 before it.
-            return [token for token in range(computed, hit) if hit - token < group.window_tokens]
+            return [token for token in range(computed, hit) if hit - token < group.window_tokens] + ahead
         case GroupKind.SINGLE_STATE:
             return [hit - 1]
 
@@ -97,8 +98,8 @@ def by_trying_all(groups: tuple[GroupGeometry, ...], answers: Answers, computed:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     layout = st.one_of(
-        st.sampled_from([2, 4, 6]).map(full),
-        st.tuples(st.integers(1, 20), st.sampled_from([2, 4, 6])).map(lambda pair: sliding(*pair)),
+        st.tuples(st.sampled_from([2, 4, 6]), st.integers(0, 1)).map(lambda pair: full(*pair)),
+        st.tuples(st.integers(1, 20), st.sampled_from([2, 4, 6]), st.integers(0, 1)).map(lambda row: sliding(*row)),
         st.sampled_from([2, 4]).map(state),
     )
     groups = geometry(*draw(st.lists(layout, min_size=1, max_size=3)), factor=draw(st.integers(1, 3)))
@@ -168,6 +169,35 @@ def test_what_the_device_has_is_not_asked_for() -> None:
 def test_a_hit_may_end_inside_a_block_of_full_attention() -> None:
     tier = Tier([[True, True]])
     assert find_hit(geometry(full(), factor=4), tier.keys, tier.ask, 0, 31) == 28
+
+
+def test_a_speculative_head_needs_the_block_behind_a_hit() -> None:
+    head = geometry(full(4, lookahead=1))
+    tier = Tier([[True, True, True, False]])
+    assert find_hit(head, tier.keys, tier.ask, 0, 19) == 8
+    tier = Tier([[True, True, True]])
+    assert find_hit(head, tier.keys, tier.ask, 0, 19) == 8, "the third has none behind it"
+    # The block behind a hit may hold the last token, which is never part of one.
+    tier = Tier([[True, True]])
+    assert find_hit(head, tier.keys, tier.ask, 0, 7) == 4
+
+
+def test_a_larger_block_of_a_speculative_head_tells_the_next_token_but_at_its_end() -> None:
+    tier = Tier([[True]])
+    assert find_hit(geometry(full(4, lookahead=1), factor=4), tier.keys, tier.ask, 0, 31) == 12
+
+
+def test_the_device_holds_what_a_speculative_head_dropped() -> None:
+    """vLLM drops the last block of a hit on the device, and it must not be loaded again."""
+    tier = Tier([[True, True, True]])
+    assert find_hit(geometry(full(4, lookahead=1)), tier.keys, tier.ask, 8, 12) == 8
+    assert tier.asked == []
+
+
+def test_only_a_group_with_a_speculative_head_needs_more() -> None:
+    tier = Tier([[True, True], [True, True, True]])
+    assert find_hit(geometry(full(), sliding(4, lookahead=1)), tier.keys, tier.ask, 0, 11) == 8
+    assert tier.asked == [(0, 0), (0, 1), (1, 1), (1, 2)]
 
 
 def test_windows_and_states_end_at_their_own_blocks() -> None:
@@ -272,6 +302,12 @@ def test_a_window_beside_larger_blocks_is_reachable_only_before_their_boundaries
 def test_of_small_states_beside_larger_blocks_only_one_is_reachable() -> None:
     groups = geometry(full(16), state(4))
     assert [block for block in range(8) if groups[1].is_reachable(block, hit_unit_tokens(groups))] == [3, 7]
+
+
+def test_a_window_with_a_speculative_head_needs_the_block_behind_a_boundary_too() -> None:
+    attention, window = geometry(full(16), sliding(8, lookahead=1))
+    unit = hit_unit_tokens((attention, window))
+    assert [block for block in range(10) if window.is_reachable(block, unit)] == [2, 3, 4, 6, 7, 8]
 
 
 def test_a_window_of_one_token_needs_no_earlier_one() -> None:

@@ -18,6 +18,8 @@ FINE = KVGroupLayout(GroupKind.FULL_ATTENTION, 2, 6)
 SLIDING = KVGroupLayout(GroupKind.SLIDING_WINDOW, 4, 8, sliding_window_tokens=7)
 NARROW = KVGroupLayout(GroupKind.SLIDING_WINDOW, 2, 5, sliding_window_tokens=3)
 STATE = KVGroupLayout(GroupKind.SINGLE_STATE, 4, 7)
+HEAD = KVGroupLayout(GroupKind.FULL_ATTENTION, 4, 8, lookahead_tokens=1)
+NARROW_HEAD = KVGroupLayout(GroupKind.SLIDING_WINDOW, 2, 5, sliding_window_tokens=3, lookahead_tokens=1)
 
 LAYOUTS = {
     "full": (FULL,),
@@ -27,6 +29,8 @@ LAYOUTS = {
     "full+state": (FULL, STATE),
     "two sizes": (FULL, NARROW),
     "all": (FINE, SLIDING, STATE),
+    "speculative head": (HEAD,),
+    "speculative heads of two sizes": (HEAD, NARROW_HEAD),
 }
 LENGTHS = (1, 8, 13, 20, 21, 33)
 MAX_NEW = 6
@@ -79,13 +83,17 @@ class Chaos:
 
     def __init__(self, setup: Setup) -> None:
         groups = LAYOUTS[setup.layout]
+        self._orders_prefixes = setup.num_slots < 32  # whoever stores touches its whole prefix
         base = min(group.block_tokens for group in groups)
         self.manager = PolicyManager(setup.num_slots, setup.policy)
+        layout = EngineLayout(groups, HASH, "chaos", num_ranks=setup.num_ranks)
         self.engine = FakeEngine(
             self.manager,
-            EngineLayout(groups, HASH, "chaos", num_ranks=setup.num_ranks),
+            layout,
             OffloadingConfig(
-                cpu_bytes_to_use=1 << 20, block_size=base * setup.factor, offload_prompt_only=setup.prompt_only
+                cpu_bytes_to_use=setup.num_slots * layout.block_bytes(setup.factor),
+                block_size=base * setup.factor,
+                offload_prompt_only=setup.prompt_only,
             ),
             num_gpu_blocks=sum(-(-setup.pool_tokens // group.block_tokens) for group in groups),
             num_slots=setup.num_slots,
@@ -94,6 +102,10 @@ class Chaos:
             scheduling=setup.scheduling,
         )
         self.engine.pool.reuses_newest = setup.reuses_newest
+        self.stopped = 0
+        """Requests that ended by a string: the frontend found it, and aborted them while they were running."""
+        self.orders_judged = 0
+        """Running requests with at least two blocks that can be evicted."""
         self.final_stores = 0
         self.final_stores_flushed = 0
         """Those whose GPU blocks were handed out again in the step that started them."""
@@ -123,6 +135,14 @@ class Chaos:
     def live(self) -> list[FakeRequest]:
         return [*self.engine.waiting, *self.engine.running]
 
+    def generating(self) -> list[FakeRequest]:
+        return [request for request in self.engine.running if request.num_tokens > request.num_prompt_tokens]
+
+    def stop(self, request: FakeRequest) -> None:
+        """A string ends the request, of which the scheduler knows nothing."""
+        self.stopped += 1
+        self.engine.abort(request)
+
     def end_some_jobs(self, chance: random.Random, lag: int, failures: float) -> None:
         """Each pending transfer runs with probability 1 / ``lag``, in any order, and some of them fail."""
         pending = self.pending()
@@ -149,6 +169,24 @@ class Chaos:
             slot = self.manager.prepare_load([key], PROBE).block_ids[0]
             self.engine.check_slot(key, int(slot))
             self.manager.complete_load([key], PROBE)
+        if self._orders_prefixes:
+            self._judge_eviction_order()
+
+    def _judge_eviction_order(self) -> None:
+        """What goes next of a running request is the tail of what is left of it: its head is part of all later hits.
+
+        Of a window or a state, a hit needs the last blocks only, and touches no others.
+        """
+        victims = self.manager.slots.policy.next_victims(self.manager.num_blocks)
+        assert victims is not None
+        order = {key: n for n, key in enumerate(victims)}
+        for request in self.engine.running:
+            for group in (each for each in self.engine.groups if each.kind is GroupKind.FULL_ATTENTION):
+                keys: list[OffloadKey] = []
+                group.extend_keys(keys, request.block_hashes)
+                ages = [order[key] for key in keys if key in order]
+                assert ages == sorted(ages, reverse=True), f"{request.request_id}: {ages}"
+                self.orders_judged += len(ages) > 1
 
     def drain(self) -> None:
         """With transfers that end, all requests end, and nothing is left: no jobs, states, pins or fences."""

@@ -71,7 +71,13 @@ class ConnectorMachine(RuleBasedStateMachine):
         live = self.chaos.live()
         self.chaos.engine.abort(live[data.draw(st.integers(0, len(live) - 1))])
 
-    @rule(what=st.sampled_from(["device", "device", "device", "reset", "refuse"]), rank=st.integers(0, 1))
+    @precondition(lambda self: self.chaos.generating())
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        generating = self.chaos.generating()
+        self.chaos.stop(generating[data.draw(st.integers(0, len(generating) - 1))])
+
+    @rule(what=st.sampled_from(["device", "device", "device", "reset", "refuse", "preempt"]), rank=st.integers(0, 1))
     def disturb(self, what: str, rank: int) -> None:
         disturb(self.chaos, what, rank)
 
@@ -91,6 +97,8 @@ def disturb(chaos: Chaos, what: str, rank: int) -> None:
             chaos.engine.pool.forget_all()
         case "reset":
             chaos.engine.connector.reset_cache()
+        case "preempt":
+            chaos.engine.preempt_all()
         case "refuse":
             chaos.engine.handlers[rank % len(chaos.engine.handlers)].refuse_next = True
 
@@ -111,10 +119,12 @@ def soak(seed: int, rounds: int) -> Chaos:
             )
         if chance.random() < 0.03 and chaos.live():
             chaos.engine.abort(chance.choice(chaos.live()))
+        if chance.random() < 0.03 and chaos.generating():
+            chaos.stop(chance.choice(chaos.generating()))
         if chance.random() < 0.15:
             disturb(chaos, "device", 0)
         if chance.random() < 0.03:
-            disturb(chaos, chance.choice(["reset", "refuse"]), chance.randrange(2))
+            disturb(chaos, chance.choice(["reset", "refuse", "preempt"]), chance.randrange(2))
         chaos.end_some_jobs(chance, lag, failures=0.05)
         chaos.step()
     chaos.drain()
@@ -140,4 +150,7 @@ def test_soak() -> None:
     ]:
         assert total[sample] >= 20, f"{sample} only {total[sample]} times"
     assert sum(run.final_stores for run in runs) >= 20
+    assert sum(run.stopped for run in runs) >= 20
+    assert sum(run.engine.num_preempted for run in runs) >= 20
+    assert sum(run.orders_judged for run in runs) >= 100
     assert sum(run.final_stores_flushed for run in runs) >= 10

@@ -834,7 +834,7 @@ class TestScans:
             rig.tier.get_finished_jobs()
             rig.tier.get_finished_jobs()
             seen.append(len(rig.tier._index))
-        assert max(after - before for before, after in itertools.pairwise(seen)) <= 512
+        assert max(after - before for before, after in itertools.pairwise(seen)) <= 64
 
     def test_blocks_that_were_deleted_from_outside_are_forgotten(self, make) -> None:
         rig = make()

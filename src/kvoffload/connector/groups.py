@@ -6,8 +6,9 @@ it, and a *block* (the offloaded unit) is ``factor`` GPU blocks. Ranges are half
 first token.
 
 A hit of T tokens is *good* when every group has the blocks it needs to continue after T tokens: the whole prefix for
-full attention, the last window for sliding windows, the last block for single states. ``GroupGeometry`` says which
-blocks those are, and ``find_hit`` searches for the greatest T that is good for all groups at once.
+full attention, the last window for sliding windows, the last block for single states. Groups with speculative heads
+also need the block behind T. ``GroupGeometry`` says which blocks those are, and ``find_hit`` searches for the greatest
+T that is good for all groups at once.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class GroupGeometry:
     """Tokens per block: ``factor * gpu_block_tokens``."""
     hashes_per_block: int
     window_tokens: int | None = None
+    lookahead_tokens: int = 0
 
     @property
     def hit_align_tokens(self) -> int:
@@ -78,17 +80,35 @@ class GroupGeometry:
             return range(0)
         return range(needed.start // self.factor, -(-needed.stop // self.factor))
 
+    def blocks_to_find(self, computed_tokens: int, hit_tokens: int) -> range:
+        """The blocks that a hit must find: ``blocks_for_hit``, and the block of the tokens that the last ones looked
+        ahead to.
+
+        The KV of a speculative head at a block's last token depends on the token behind the block, which the block's
+        key does not tell. That the next block is there as well shows that the two were computed in a row.
+        """
+        if hit_tokens <= computed_tokens:
+            return range(0)
+        needed = self.gpu_blocks_for_hit(computed_tokens, hit_tokens)
+        stop_tokens = max(needed.stop * self.gpu_block_tokens, hit_tokens + self.lookahead_tokens)
+        return range(needed.start // self.factor, -(-stop_tokens // self.block_tokens))
+
+    def longest_hit(self, num_blocks: int) -> int:
+        """The most tokens that a hit can have if ``num_blocks`` blocks of the request can be found, and no more."""
+        return max(0, num_blocks * self.block_tokens - self.lookahead_tokens)
+
     def is_reachable(self, block: int, unit_tokens: int) -> bool:
         """Whether some hit needs ``block``. Hits end at multiples of ``unit_tokens`` (``hit_unit_tokens``).
 
         A later request may share any part of this prefix and be longer, so every multiple is a possible hit. A window
-        or a state looks back the least from the first multiple at or behind the block's end. If that hit does not need
+        or a state looks back the least from the first multiple that reaches into the block. If that hit does not need
         the block, none does.
         """
         if self.kind is GroupKind.FULL_ATTENTION:
             return True
-        hit_tokens = -(-(block + 1) * self.block_tokens // unit_tokens) * unit_tokens
-        return block in self.blocks_for_hit(0, hit_tokens)
+        first = max(1, block * self.block_tokens + 1 - self.lookahead_tokens)
+        hit_tokens = -(-first // unit_tokens) * unit_tokens
+        return block in self.blocks_to_find(0, hit_tokens)
 
     def first_gpu_block(self, block: int) -> int:
         """The first GPU block of ``block`` that any hit can need. Earlier ones in the block are don't-care.
@@ -136,6 +156,7 @@ def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGe
             block_tokens=factor * group.block_tokens,
             hashes_per_block=factor * group.block_tokens // layout.hash_block_tokens,
             window_tokens=group.sliding_window_tokens,
+            lookahead_tokens=group.lookahead_tokens,
         )
         for index, group in enumerate(layout.groups)
     )
@@ -196,15 +217,15 @@ def find_hit(
     again in a later step.
     """
     unit = hit_unit_tokens(tuple(groups))
-    bound = min(max_tokens, *(len(own) * group.block_tokens for own, group in zip(keys, groups, strict=True)))
+    bound = min(max_tokens, *(group.longest_hit(len(own)) for own, group in zip(keys, groups, strict=True)))
     hit = bound // unit * unit
     answers = [_GroupAnswers(group, own, ask) for group, own in zip(groups, keys, strict=True)]
 
     def shrink(hit: int, of: _GroupAnswers) -> int:
-        # Shorter hits need blocks that start no later. So the first missing block rules out every hit that ends behind
-        # its start, and the search may jump there.
-        missing = of.first_missing(of.group.blocks_for_hit(computed_tokens, hit))
-        return hit if missing is None else missing * of.group.block_tokens // unit * unit
+        # Shorter hits need blocks that start no later. So the first missing block rules out every hit that reaches it,
+        # and the search may jump to the longest that does not.
+        missing = of.first_missing(of.group.blocks_to_find(computed_tokens, hit))
+        return hit if missing is None else of.group.longest_hit(missing) // unit * unit
 
     # Invariant: no good hit is longer than ``hit``. So when no group shortens it any more, ``hit`` is good, and it is
     # the longest. "Not yet" counts as present until then.
@@ -222,6 +243,6 @@ def find_hit(
             hit = shrink(hit, each)
     if hit <= computed_tokens:
         return computed_tokens
-    if any(each.any_deferred(each.group.blocks_for_hit(computed_tokens, hit)) for each in answers):
+    if any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers):
         return None
     return hit

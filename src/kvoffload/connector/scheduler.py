@@ -223,7 +223,7 @@ class OffloadingConnectorScheduler:
         """Marks the prefix as used. That includes what the device held: blocks in use there should not age here."""
         keys: list[OffloadKey] = []
         for group, group_state in zip(self._geometry, state.groups, strict=True):
-            blocks = group.blocks_for_hit(0, hit_tokens)
+            blocks = group.blocks_to_find(0, hit_tokens)
             keys += group_state.keys[blocks.start : blocks.stop]
         if keys:
             self._manager.touch(keys, state.context)

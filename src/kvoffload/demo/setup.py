@@ -83,7 +83,7 @@ def offloading_config(
         cpu_bytes = _gib(cpu_gib, "--cpu-gib")
     values: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes, "eviction_policy": policy, "block_size": block_size}
     if disk is not None:
-        tier = {"type": "fs", "path": str(disk), "max_bytes": _gib(disk_gib, "--disk-gib")}
+        tier = {"type": "disk", "path": str(disk), "max_bytes": _gib(disk_gib, "--disk-gib")}
         values |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
     return parse_config(values)
 

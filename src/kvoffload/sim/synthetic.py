@@ -31,12 +31,37 @@ class _Session:
 
 
 @dataclass(slots=True)
+class _Prompts:
+    """Shared prompts. The ``n``-th is used in proportion to ``n ** -skew``."""
+
+    starts: list[list[int]]
+    skew: float
+
+    def pick(self, random: np.random.Generator) -> list[int]:
+        shares = np.arange(1, len(self.starts) + 1) ** -self.skew
+        return self.starts[int(random.choice(len(self.starts), p=shares / shares.sum()))]
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """Sessions of one sort: mean lengths in blocks, mean turns, median pause."""
+
+    prompts: _Prompts
+    first_blocks: float
+    turns: float = 1.0
+    grow_blocks: float = 1.0
+    pause_s: float = 1.0
+
+
+@dataclass(slots=True)
 class _World:
     """The state that all sessions of a trace share."""
 
     random: np.random.Generator
     prompts: list[list[int]] = field(default_factory=list)
     documents: dict[int, list[int]] = field(default_factory=dict)
+    sorts: list[tuple[float, _Traffic]] = field(default_factory=list)
+    """The sorts of sessions that ``_assistants`` begins, and the share of each."""
     next_block: int = 0
     next_session: int = 0
 
@@ -54,6 +79,13 @@ class _World:
         while len(self.prompts) < choices:
             self.prompts.append(self.blocks(self.random_length(mean_blocks)))
         return self.prompts[min(int(self.random.zipf(1.6)), choices) - 1]
+
+    def between(self, least: float, most: float) -> float:
+        """Any order of magnitude between the two is as likely as any other."""
+        return float(np.exp(self.random.uniform(np.log(least), np.log(most))))
+
+    def shared_prompts(self, choices: int, mean_blocks: float, skew: float) -> _Prompts:
+        return _Prompts([self.blocks(self.random_length(mean_blocks)) for _ in range(choices)], skew)
 
     def session(self, start: list[int], turns: float, grow_blocks: float, pause_s: float) -> _Session:
         self.next_session += 1
@@ -83,14 +115,44 @@ def _mixed(world: _World) -> _Session:
     return (_chat, _chat, _chat, _agents, _documents)[int(world.random.integers(5))](world)
 
 
+def _assistants(world: _World) -> _Session:
+    if not world.sorts:
+        world.sorts = _drawn_sorts(world)
+    shares = [share for share, _ in world.sorts]
+    sort = world.sorts[int(world.random.choice(len(shares), p=shares))][1]
+    start = sort.prompts.pick(world.random) + world.blocks(world.random_length(sort.first_blocks))
+    return world.session(start, sort.turns, sort.grow_blocks, sort.pause_s)
+
+
+def _drawn_sorts(world: _World) -> list[tuple[float, _Traffic]]:
+    """What this seed's assistants are like: long prompts that never come back, chats, agents, and single tool calls."""
+    uniform, between = world.random.uniform, world.between
+    once = float(uniform(0.2, 0.5))
+    chats = float(uniform(0.4, 0.7)) * (1 - once)
+    rest = 1 - once - chats
+    system = world.shared_prompts(30, 2, skew=1.0)
+    tools = world.shared_prompts(int(between(20, 300)), between(4, 40), skew=float(uniform(0.4, 1.2)))
+    chat = _Traffic(system, between(4, 16), float(uniform(3, 10)), between(2, 6), between(200, 2000))
+    agent = _Traffic(tools, between(4, 16), float(uniform(4, 15)), between(1.5, 5), between(60, 1200))
+    return [
+        (once, _Traffic(system, between(15, 60))),
+        (chats, chat),
+        (0.7 * rest, agent),
+        (0.3 * rest, _Traffic(tools, 2)),
+    ]
+
+
 KINDS: dict[str, Callable[[_World], _Session]] = {
     "chat": _chat,
     "agents": _agents,
     "documents": _documents,
     "mixed": _mixed,
+    "assistants": _assistants,
 }
 """Chat of several turns under shared system prompts; agents whose context grows by tool calls; questions about
-documents, some of which are far more popular; and a mix of these."""
+documents, some of which are far more popular; a mix of these; and assistants that chat and call tools, with long pauses
+and many long prompts that never come back. The seed of the last also draws what the traffic is like: lengths, turns,
+pauses, and how many shared prompts there are and how popular they are."""
 
 
 def synthesize(kind: str, requests: int = 4000, seed: int = 0, sessions_per_s: float = 0.25) -> Trace:

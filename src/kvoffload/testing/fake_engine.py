@@ -74,11 +74,14 @@ class FakeEngine:
         self.finished: list[FakeRequest] = []
         self.computed_total = 0
         """Tokens computed since the start, including those computed again."""
+        self.num_preempted = 0
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
         self._scheduling = scheduling
         # Asynchronous: what the last step generated, which the scheduler receives after it has scheduled the next.
         self._undelivered: list[FakeRequest] = []
+        # Preempted between two steps, as an engine does that resets its prefix cache.
+        self._preempted: set[str] = set()
         self._prefixes: dict[bytes, tuple[FakeRequest, int]] = {}
 
     def _new_pages(self, num_gpu_blocks: int) -> Bytes:
@@ -107,6 +110,14 @@ class FakeEngine:
         if request.status is not Status.FINISHED:
             self._finish(request)
 
+    def preempt_all(self) -> None:
+        """Between two steps: running requests lose their GPU blocks, and the device its prefix cache. The next step may
+        admit them again. So vLLM does when it resets its prefix cache together with running requests."""
+        for request in reversed(self.running):
+            self._preempt(request)
+            self._preempted.add(request.request_id)
+        self.pool.forget_all()
+
     def _finish(self, request: FakeRequest) -> None:
         (self.running if request in self.running else self.waiting).remove(request)
         self.connector.request_finished(request)
@@ -134,6 +145,9 @@ class FakeEngine:
         scheduled = self._schedule_running(preempted)
         if not preempted:
             scheduled += self._schedule_waiting()
+        preempted |= self._preempted
+        self._preempted = set()
+        self.num_preempted += len(preempted)
         records = tuple(record for _, record in scheduled)
         meta = self.connector.build_connector_meta(EngineStep(records, frozenset(preempted)))
         for worker in self.workers:
@@ -179,7 +193,7 @@ class FakeEngine:
         return False
 
     def _preempt(self, victim: FakeRequest) -> None:
-        self.running.remove(victim)
+        self.running = [each for each in self.running if each is not victim]
         self._free_blocks(victim)
         victim.status, victim.computed_tokens, victim.table_is_new = Status.WAITING, 0, True
         self.waiting.insert(0, victim)

@@ -211,6 +211,7 @@ STORES: Registry[type[StoreOptions]] = Registry("secondary tier type", "kvoffloa
 STORES.register("disk", DiskOptions)
 STORES.register("fs", FileSystemOptions)
 STORES.register("memory", MemoryOptions)
+STORES.register("mooncake", "kvoffload.tiering.stores.mooncake.options:MooncakeOptions")
 STORES.register("object", "kvoffload.tiering.stores.object.options:ObjectOptions")
 STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
 

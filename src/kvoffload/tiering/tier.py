@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _LOOKUP_SLICE = 256
 _MAX_TOUCHED = 65_536
 _TOUCH_INTERVAL_S = 1.0
-_SCANNED_PER_STEP = 512
+_SCANNED_PER_STEP = 64
 _SCAN_SHARE = 4
 """A store is not scanned again before this many times the duration of the last scan."""
 _PROBED_BLOCKS = 3
@@ -103,6 +103,7 @@ class StoreTier(SecondaryTierManager):
         limits.check_limits(tier_type)
         self._limits = limits
         self._store = store
+        store.attach(primary_kv_view)
         self._policy = offload_policy
         self._exclusive = exclusive
         self._clock = clock

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from itertools import pairwise, zip_longest
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.sizes import by_size
 
@@ -17,6 +18,8 @@ from kvoffload.cpu.policies.density.model import NUM_CLASSES, NUM_DRAWS, RISEN, 
 from kvoffload.cpu.policies.density.policy import DensityCachePolicy
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.testing import CachePolicyContract, PolicyDriver, key, keys
+
+Table = npt.NDArray[np.float64]
 
 
 class TestContract(CachePolicyContract):
@@ -344,39 +347,111 @@ def test_classes_rise_as_often_as_they_should() -> None:
     assert {RISEN[draw][NUM_CLASSES - 1] for draw in range(NUM_DRAWS)} == {NUM_CLASSES - 1}
 
 
+class Stream:
+    """Uses of blocks as a model sees them, path by path."""
+
+    def __init__(self, capacity: int) -> None:
+        self.model = HitDensity(capacity)
+        self.now = 0
+
+    def use(self, path: Collection[OffloadKey], class_: int) -> None:
+        blocks = [BlockStatus(0) for _ in path]
+        for block, one in zip(blocks, path, strict=True):
+            block.key, block.pins, block.policy_state = one, 0, Chunk(class_)
+        self.model.used(path, blocks, self.now + 1)
+        self.now += len(blocks)
+
+
 class TestHitDensity:
     def test_values_fall_with_age_and_rise_with_use(self) -> None:
         generator = np.random.default_rng(5)
-        used, lost = generator.poisson(3, (2, NUM_CLASSES, 20)).astype(float)
-        found = densities(used, lost, np.arange(1.0, 21.0))
+        used, left = generator.poisson(3, (2, NUM_CLASSES, 20)).astype(float)
+        found = densities(used, left, np.arange(1.0, 21.0), prior=50)
         assert (np.diff(found, axis=1) <= 0).all()
         assert (np.diff(found, axis=0) >= 0).all()
         assert (found > 0).all()
 
     def test_a_class_that_comes_back_is_worth_more(self) -> None:
-        used, lost = np.zeros((2, NUM_CLASSES, 10))
-        lost[0, 9] = used[1, 3] = 10_000
-        found = densities(used, lost, np.ones(10))
+        used, left = np.zeros((2, NUM_CLASSES, 10))
+        left[0, 9] = used[1, 3] = 10_000
+        found = densities(used, left, np.ones(10), prior=50)
         assert found[1, 3] == pytest.approx(2, rel=0.05)  # one hit for half a span of waiting
         assert found[1, 4] < 0.1
         assert found[0, 0] < found[1, 0] / 50
 
     def test_thin_evidence_says_nothing(self) -> None:
-        used, lost = np.zeros((2, NUM_CLASSES, 10))
-        lost[0, 9] = used[0, 3] = 5000
+        used, left = np.zeros((2, NUM_CLASSES, 10))
+        left[0, 9] = used[0, 3] = 5000
         used[1, 3] = 1
-        found = densities(used, lost, np.ones(10))
+        found = densities(used, left, np.ones(10), prior=50)
         assert found[1, 0] == pytest.approx(found[0, 0], rel=0.05)
 
+    def test_what_was_not_used_yet_counts_up_to_its_age(self) -> None:
+        """Of 100 blocks seen up to age 2, half were used there; 1,000 younger ones say nothing about that age."""
+        used, left = np.zeros((2, NUM_CLASSES, 10))
+        used[0, 2] = left[0, 2] = 50
+        before = densities(used, left, np.ones(10), prior=1e-6)
+        left[0, 1] = 1000
+        after = densities(used, left, np.ones(10), prior=1e-6)
+        assert after[0] == pytest.approx(before[0], rel=0.05)
+        left[0, 3] = 1000
+        assert densities(used, left, np.ones(10), prior=1e-6)[0, 2] < before[0, 2] / 5
+
+    def test_a_class_that_was_used_more_while_young_is_worth_more_when_old(self) -> None:
+        """Nobody has seen a block of class 1 at age 5 yet, but all other ages speak for it."""
+        used, left = np.zeros((2, NUM_CLASSES, 10))
+        used[0, :6], left[0, 5] = 100, 5000
+        used[1, :4], left[1, 4] = 1000, 1000
+        found = densities(used, left, np.ones(10), prior=50)
+        assert found[1, 5] > 2 * found[0, 5]
+
+    def test_learns_that_a_class_does_not_come_back_without_waiting_for_the_horizon(self) -> None:
+        """A cache sees four of its capacities go by: loops come back twice each, and a flood never does."""
+        stream, fresh = Stream(1000), 10_000
+        for turn in range(80):
+            stream.use(keys(*range(fresh, fresh + 25)), class_=0)
+            stream.use(keys(*range(turn % 10 * 25, turn % 10 * 25 + 25)), class_=1)
+            fresh += 25
+        values = stream.model.values
+        assert values[1][0] > 2 * values[0][0]
+
+    @pytest.mark.parametrize("path_blocks", [1, 100])
+    def test_evidence_is_counted_in_paths(self, path_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A path whose blocks return together counts as one block would."""
+        priors: list[float] = []
+
+        def watched(used: Table, left: Table, widths: Table, prior: float) -> Table:
+            priors.append(prior)
+            return densities(used, left, widths, prior)
+
+        monkeypatch.setattr("kvoffload.cpu.policies.density.model.densities", watched)
+        stream = Stream(2000)
+        for turn in range(2000 // path_blocks):
+            at = turn * path_blocks % 400
+            stream.use(keys(*range(at, at + path_blocks)), class_=1)
+        assert priors[-1] == pytest.approx(5 * path_blocks, rel=0.1)
+
+    def test_follows_every_use_of_a_short_history(self) -> None:
+        stream = Stream(1_000_000)
+        for start in range(0, 4000, 10):
+            stream.use(keys(*range(start, start + 10)), class_=0)
+        assert len(stream.model._samples) == 4000
+
+    def test_a_longer_history_is_followed_evenly(self) -> None:
+        stream = Stream(1_000_000)
+        for start in range(0, 40_000, 10):
+            stream.use(keys(*range(start, start + 10)), class_=0)
+        times = np.array([time for _, time in stream.model._samples.values()])
+        assert 2000 < len(times) <= 4300
+        assert np.histogram(times, 4, (0, 40_000))[0].min() > 0.2 * len(times)
+
     def test_follows_a_bounded_number_of_keys(self) -> None:
-        num_blocks = by_size(quick=20_000, thorough=100_000)
-        model = HitDensity(num_blocks)
-        block = BlockStatus(0)
-        block.policy_state = Chunk(1)
-        for now in range(1, 30 * num_blocks):
-            block.key = key(now)
-            model.used([block.key], [block], now)
-        assert 4000 < len(model._samples) <= 4097
+        num_blocks = by_size(quick=10_000, thorough=100_000)
+        stream = Stream(num_blocks)
+        for number in range(40 * num_blocks // 5):
+            stream.use(keys(*range(5 * number, 5 * number + 5)), class_=1)
+            assert len(stream.model._samples) <= 4300
+        assert len(stream.model._samples) > 3800
 
 
 class TestUseCounts:

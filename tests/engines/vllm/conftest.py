@@ -7,11 +7,13 @@ scenarios, and the tests look at what it wrote down.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import Baseline, run_child
 from tests.engines.vllm.models import SmallModel, write_gemma3, write_llama
 
@@ -48,10 +50,38 @@ def gemma_baseline(gemma: SmallModel) -> Baseline:
     return Baseline(run_child("baseline", model=gemma.path, family="gemma"))
 
 
+@pytest.fixture(scope="session")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculation]:
+    return write_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="session")
+def drafts_baseline(drafts: dict[str, Speculation]) -> Baseline:
+    """What the target answers without drafts and without a connector."""
+    return Baseline(run_child("baseline", model=drafts["eagle"].target, family="llama"))
+
+
 @pytest.fixture(autouse=True)
 def no_shared_memory_left() -> Iterator[None]:
-    """Whatever an engine did, no segment of kvoffload's outlives it. Folders of other tests (``tests-of-...``) may."""
-    shm = Path("/dev/shm")
-    before = {path.name for path in shm.glob("kvoffload-*")}
+    """Whatever an engine did, no segment of kvoffload's outlives it. Folders of other tests (``tests-of-...``) may, and
+    so may the segments of engines that others run on this machine."""
+    before = abandoned_segments()
     yield
-    assert {path.name for path in shm.glob("kvoffload-*")} <= before
+    assert abandoned_segments() <= before
+
+
+def abandoned_segments() -> set[str]:
+    """Files of kvoffload's in shared memory, but for those of living processes, which keep their segments locked."""
+    shm = Path("/dev/shm")
+    names = {path.name for path in shm.glob("kvoffload-*")}
+    held = {name for name in names if "." not in name and is_locked(shm / name)}
+    return {name for name in names if name.partition(".")[0] not in held}
+
+
+def is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):  # in use, or unlinked just now
+        return True
+    return False

@@ -40,6 +40,10 @@ class Plan:
     """Results are withheld for up to this many polls."""
     corrupt_loads: int = 0
     """This many of the next loads succeed with wrong bytes in their first GPU block."""
+    corrupt_blocks: int = 1
+    """In so many GPU blocks of each group, instead of the first alone."""
+    corrupt_layers: slice = field(default_factory=lambda: slice(None))
+    """In these of the group's stretches of memory only: one for each layer, where layers lie apart."""
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def happens(self, probability: float) -> bool:
@@ -83,7 +87,7 @@ class FaultyHandler(OffloadingHandler):
             raise OSError("this transfer could not be started, on plan")
         if PLAN.happens(PLAN.fail_load if is_load else PLAN.fail_store):
             if isinstance(destination, GPULoadStoreSpec):
-                self._scribble(destination, len(destination.block_ids))
+                self._scribble(destination, len(destination.block_ids), slice(None))
             self._withhold(TransferResult(job_id, success=False))
             return
         if isinstance(destination, GPULoadStoreSpec) and PLAN.corrupt_loads > 0:
@@ -91,12 +95,12 @@ class FaultyHandler(OffloadingHandler):
             self._corrupt[job_id] = destination
         self._inner.transfer_async(job_id, spec)
 
-    def _scribble(self, spec: GPULoadStoreSpec, count: int) -> None:
+    def _scribble(self, spec: GPULoadStoreSpec, count: int, layers: slice) -> None:
         """Other numbers in the first GPU blocks, finite ones: NaN would be a different, easier fault."""
         position = 0
         for group, size in enumerate(spec.group_sizes):
             for block in spec.block_ids[position : position + size][:count]:
-                for ref in self._caches.group_data_refs[group]:
+                for ref in self._caches.group_data_refs[group][layers]:
                     page = self._caches.tensors[ref.tensor_idx].tensor[int(block), : ref.page_size_bytes]
                     page.copy_(torch.flip(page, (0,)) ^ 0x15)
                     page.view(torch.float32).nan_to_num_(0.5, 1.0, -1.0).clamp_(-3.0, 3.0)
@@ -108,7 +112,7 @@ class FaultyHandler(OffloadingHandler):
     def _collect(self) -> None:
         for result in self._inner.get_finished():
             if result.job_id in self._corrupt:
-                self._scribble(self._corrupt.pop(result.job_id), 1)
+                self._scribble(self._corrupt.pop(result.job_id), PLAN.corrupt_blocks, PLAN.corrupt_layers)
             self._withhold(result)
 
     def get_finished(self) -> list[TransferResult]:

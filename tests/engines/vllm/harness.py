@@ -131,21 +131,28 @@ class Engine:
 
         return get_kv_transfer_group()
 
-    def parameters(self, prompt: Prompt, logprobs: int | None = None) -> Any:
+    def parameters(self, prompt: Prompt, logprobs: int | None = None, limits: dict[str, int] | None = None) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=0, max_tokens=prompt.new_tokens, ignore_eos=True, logprobs=logprobs)
+        extra = None if limits is None else {"kv_transfer_params": limits}
+        return SamplingParams(
+            temperature=0, max_tokens=prompt.new_tokens, ignore_eos=True, logprobs=logprobs, extra_args=extra
+        )
 
-    def generate(self, prompts: Sequence[Prompt], logprobs: int | None = None) -> list[Any]:
+    def generate(
+        self, prompts: Sequence[Prompt], logprobs: int | None = None, limits: dict[str, int] | None = None
+    ) -> list[Any]:
         return self.llm.generate(
             [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts],
-            [self.parameters(prompt, logprobs) for prompt in prompts],
+            [self.parameters(prompt, logprobs, limits) for prompt in prompts],
             use_tqdm=False,
         )
 
-    def answers(self, prompts: Sequence[Prompt]) -> tuple[dict[str, list[int]], dict[str, int]]:
-        """Generated tokens and cached tokens by prompt name."""
-        outputs = self.generate(prompts)
+    def answers(
+        self, prompts: Sequence[Prompt], limits: dict[str, int] | None = None
+    ) -> tuple[dict[str, list[int]], dict[str, int]]:
+        """Generated tokens and cached tokens by prompt name. ``limits``: what to ask for in ``kv_transfer_params``."""
+        outputs = self.generate(prompts, limits=limits)
         tokens = {p.name: list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)}
         cached = {p.name: int(o.num_cached_tokens or 0) for p, o in zip(prompts, outputs, strict=True)}
         return tokens, cached
@@ -175,6 +182,10 @@ class Engine:
 
     def vllm_metric(self, name: str) -> float:
         return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+
+    def acceptance(self) -> tuple[int, int]:
+        """Draft tokens so far, and how many of them were accepted."""
+        return tuple(int(self.vllm_metric(f"vllm:spec_decode_num_{name}_tokens")) for name in ("draft", "accepted"))  # type: ignore[return-value]
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

@@ -246,6 +246,46 @@ def passes(model: str, extra: dict[str, Any], names: list[list[str]]) -> dict[st
     return result
 
 
+WITHOUT_KVOFFLOAD = {"max_offload_tokens": 0, "max_load_tokens": 0}
+
+
+def speculate(model: str, extra: dict[str, Any], speculative_config: dict[str, Any]) -> dict[str, Any]:
+    """The same prompts in several ways, with their acceptance; a crowd; and loads that spoil the drafter's KV alone."""
+    from tests.engines.vllm.faulty_spec import PLAN
+
+    flood = long_prompts(12)[4:]
+    prompts = long_prompts(4) + crowd(8)
+    engine = Engine(model, extra=extra | FAULTY, gpu_blocks=270, max_num_seqs=16, speculative_config=speculative_config)
+    result: dict[str, Any] = {
+        "layers": [group.layer_names for group in engine.core.scheduler.kv_cache_config.kv_cache_groups]
+    }
+
+    def ask(name: str, limits: dict[str, int] | None = None) -> None:
+        before = engine.acceptance()
+        tokens, cached = engine.answers(prompts, limits)
+        drafted, accepted = (now - then for now, then in zip(engine.acceptance(), before, strict=True))
+        result[name] = {"tokens": tokens, "cached": cached, "drafted": drafted, "accepted": accepted}
+        engine.drain()
+
+    ask("computed", WITHOUT_KVOFFLOAD)
+    ask("on the device", WITHOUT_KVOFFLOAD)
+    engine.forget_device_cache()
+    ask("stored")
+    result["stored bytes"] = engine.metrics()["store_bytes"]
+    engine.answers(flood, WITHOUT_KVOFFLOAD)
+    ask("restored")
+    result["metrics"] = engine.metrics()
+    PLAN.corrupt_loads, PLAN.corrupt_blocks = 1 << 30, 1 << 30
+    PLAN.corrupt_layers = slice(len(result["layers"][0]) // 2, None)  # the drafter has as many layers as the target
+    engine.answers(flood, WITHOUT_KVOFFLOAD)
+    ask("spoiled")
+    PLAN.corrupt_loads = 0
+    result["wave"] = _wave(engine, seed=3, reset=True)
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
 def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
     """What vLLM says at start to configurations that cannot work."""
     said = {}
@@ -265,7 +305,7 @@ def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     scenario, options, answer = sys.argv[1:]
-    faulthandler.dump_traceback_later(200, exit=True)  # a hang tells where, before the parent gives up
+    faulthandler.dump_traceback_later(370, exit=True)  # a hang tells where, before the parent gives up
     Path(answer).write_text(json.dumps(globals()[scenario](**json.loads(options))))
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tests.engines.vllm.harness import CONNECTOR, hash_block_size
+from tests.engines.vllm.scripted import SCRIPTED, ScriptedManager, ScriptedSpec, Worker
 
-from kvoffload.base import TransferResult
+from kvoffload.base import TransferResult, make_offload_key
 from kvoffload.connector import ConnectorMeta, TransferJob, WorkerReport
 
 BLOCK = 4
@@ -16,105 +18,165 @@ NUM_GPU_BLOCKS = 8
 STOP = 499
 
 
+def attention(window: int | None = None, block: int = BLOCK) -> Any:
+    """A KV group of vLLM: full attention, or a sliding window."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    # Groups share one pool of GPU blocks, so their blocks have the same number of bytes.
+    shape: dict[str, Any] = {"block_size": block, "num_kv_heads": 2 * BLOCK // block or 1, "dtype": torch.float32}
+    shape["head_size"] = PAGE_BYTES // (2 * block * shape["num_kv_heads"] * 4)
+    return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+
+
 class Steps:
     """One of vLLM's schedulers with ``KVOffloadConnector``. A worker that needs no time stands behind it."""
 
-    def __init__(self, model: str, asynchronous: bool, num_gpu_blocks: int = NUM_GPU_BLOCKS, **options: Any) -> None:
-        """``options`` of the connector, instead of 1 MiB of host memory."""
-        import torch
+    def __init__(
+        self,
+        model: str,
+        asynchronous: bool,
+        num_gpu_blocks: int = NUM_GPU_BLOCKS,
+        *,
+        groups: Sequence[Any] = (),
+        speculative_config: dict[str, Any] | None = None,
+        slots: int | None = None,
+        max_tokens_per_step: int = 64,
+        **options: Any,
+    ) -> None:
+        """``groups`` of ``attention()``; one of full attention by default. ``slots``: a ``ScriptedManager`` of so many
+        blocks (``manager``). ``options`` of the connector, instead of 1 MiB of host memory."""
+        from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+        from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
         from vllm.v1.structured_output import StructuredOutputManager
 
+        groups = groups or (attention(),)
+        if slots is not None:
+            options = SCRIPTED | {"cpu_bytes_to_use": slots * PAGE_BYTES} | options
         config = EngineArgs(
             model=model,
             dtype="float32",
             enforce_eager=True,
             max_model_len=64,
-            max_num_batched_tokens=64,
+            max_num_batched_tokens=max_tokens_per_step,
+            speculative_config=speculative_config,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
             kv_transfer_config={**CONNECTOR, "kv_connector_extra_config": options or {"cpu_bytes_to_use": "1MiB"}},
         ).create_engine_config()
-        config.cache_config.block_size = BLOCK
         config.cache_config.num_gpu_blocks = num_gpu_blocks
-        # vLLM's CPU platform turns both to its own taste.
+        # vLLM's CPU platform turns these to its own taste.
+        config.cache_config.block_size = BLOCK
         config.parallel_config.distributed_executor_backend = "uni"
         config.scheduler_config.async_scheduling = asynchronous
+        config.scheduler_config.enable_chunked_prefill = True
         scheduler_class = AsyncScheduler if asynchronous else Scheduler
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+        self.block_tokens = [spec.block_size for spec in groups]
+        hash_tokens = min(self.block_tokens)
         size = num_gpu_blocks * PAGE_BYTES
+        names = [f"layer{group}" for group in range(len(groups))]
         kv_cache_config = KVCacheConfig(
             num_blocks=num_gpu_blocks,
-            kv_cache_tensors=[
-                KVCacheTensor(size=size, layers=["layer"], layer_stride=size, block_stride=PAGE_BYTES),
-            ],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_tensors=[KVCacheTensor(size=size, layers=names, layer_stride=size, block_stride=PAGE_BYTES)],
+            kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, groups, strict=True)],
             kv_cache_layout="LBHNC",
-            **hash_block_size(BLOCK),
+            **hash_block_size(hash_tokens),
         )
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=max(self.block_tokens),
+            hash_block_size=hash_tokens,
+            log_stats=True,
         )
         hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        self._hasher = get_request_block_hasher(BLOCK, hash_fn)
+        self._hasher = get_request_block_hasher(hash_tokens, hash_fn)
         self._in_flight: list[Any] = []
         self._depth = 1 if asynchronous else 0
+        speculative = config.speculative_config
+        self._num_drafts = speculative.num_speculative_tokens if speculative else 0
+        self.lookahead_tokens = int(speculative is not None and speculative.use_eagle())
+        self.worker = Worker(self.block_tokens, self.lookahead_tokens)
+        self.manager: ScriptedManager | None = ScriptedSpec.latest if slots is not None else None
         self.metas: list[ConnectorMeta] = []
         """What the workers were sent, by step."""
+        self.events: list[Any] = []
+        """The KV events that vLLM would publish."""
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
+        self.failing: set[str] = set()
+        """Requests whose transfers fail from now on."""
 
     def add(self, request_id: str, tokens: list[int], new_tokens: int, **sampling: Any) -> Any:
+        request = self.request(request_id, tokens, new_tokens, **sampling)
+        self.scheduler.add_request(request)
+        return request
+
+    def request(self, request_id: str, tokens: list[int], new_tokens: int, **sampling: Any) -> Any:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         parameters = SamplingParams(max_tokens=new_tokens, temperature=0, **sampling)
-        request = Request(request_id, tokens, parameters, None, block_hasher=self._hasher)
-        self.scheduler.add_request(request)
-        return request
+        return Request(request_id, tokens, parameters, None, block_hasher=self._hasher)
 
-    def step(self, token: int = 7) -> ConnectorMeta:
-        """Schedules a step, then hands back the tokens and transfers of the step that is due."""
+    def step(self, token: int = 7, accept: int = 0) -> ConnectorMeta:
+        """Schedules a step and computes it, then hands back the tokens and transfers of the step that is due.
+
+        ``accept``: at most so many drafts of each request are accepted.
+        """
         output = self.scheduler.schedule()
-        self.metas.append(output.kv_connector_metadata.meta)
-        self._in_flight.append((output, token))
+        meta: ConnectorMeta = output.kv_connector_metadata.meta
+        self.metas.append(meta)
+        sampled = self.worker.execute(output, self.scheduler.requests, token, accept)
+        self._in_flight.append((output, sampled))
         while len(self._in_flight) > self._depth:
             self.deliver()
-        return self.metas[-1]
+        return meta
 
     def deliver(self) -> None:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
         from kvoffload.engines.vllm.connector import StepReport
 
-        output, token = self._in_flight.pop(0)
+        output, sampled = self._in_flight.pop(0)
         meta = output.kv_connector_metadata.meta
-        ended = [job.job_id for job in (*meta.loads, *meta.stores, *meta.final_stores)]
-        report = WorkerReport(tuple((0, TransferResult(job_id, True)) for job_id in ended))
+        jobs = (*meta.loads, *meta.stores, *meta.final_stores)
+        report = WorkerReport(
+            tuple((0, TransferResult(job.job_id, job.request_id not in self.failing)) for job in jobs)
+        )
         ids = list(output.num_scheduled_tokens)
+        broken = [job for job in meta.loads if job.request_id in self.failing]
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={request_id: n for n, request_id in enumerate(ids)},
-                sampled_token_ids=[[token] for _ in ids],
+                sampled_token_ids=[sampled[request_id] for request_id in ids],
                 kv_connector_output=KVConnectorOutput(
                     finished_recving={job.request_id for job in meta.loads} or None,
+                    invalid_block_ids={int(block_id) for job in broken for block_id in job.destination.block_ids},
                     kv_connector_worker_meta=StepReport(report),
                 ),
             ),
         )
+        if self._num_drafts and not self._depth:
+            # The next step's drafts; with asynchronous scheduling only the worker knows them.
+            drafts = [[STOP] * self._num_drafts for _ in ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
-    def drain(self) -> None:
-        for _ in range(50):
+    def deliver_all(self) -> None:
+        while self._in_flight:
+            self.deliver()
+
+    def drain(self, accept: int = 0) -> None:
+        for _ in range(80):
             if self.scheduler.has_requests():
-                self.step()
+                self.step(accept=accept)
             elif self._in_flight:
                 self.deliver()
             else:
@@ -124,6 +186,9 @@ class Steps:
     def stores(self) -> list[TransferJob]:
         return [job for meta in self.metas for job in (*meta.stores, *meta.final_stores)]
 
+    def loads(self) -> list[TransferJob]:
+        return [job for meta in self.metas for job in meta.loads]
+
     def hit_blocks(self, tokens: list[int]) -> int:
         """Blocks that another request with these tokens would load, if the device had none."""
         request = self.add("again", [*tokens, 1], 1)
@@ -131,6 +196,30 @@ class Steps:
         self.scheduler.finish_requests("again", aborted())
         assert found is not None
         return int(found) // BLOCK
+
+    def stored_blocks(self, tokens: list[int], group: int = 0) -> list[int]:
+        """Which blocks of these tokens are offloaded. Their content is right, or this raises."""
+        assert self.manager is not None
+        request = self.request("judge", [*tokens, 1], 1)
+        size = self.block_tokens[group]
+        per_block = size // min(self.block_tokens)
+        found = []
+        for block in range(len(tokens) // size):
+            key = make_offload_key(request.block_hashes[(block + 1) * per_block - 1], group)
+            state = self.manager.slots.get(key)
+            if state is None:
+                continue
+            found.append(block)
+            for offset, content in enumerate(self.worker.slots[state.block_id]):
+                position = block * size + offset
+                # What followed the block's last token was another request's affair, but something did.
+                end = position + 1 + (self.lookahead_tokens if offset + 1 < size else 0)
+                assert content[:end] == tuple(tokens[:end]), f"block {block} of group {group} at {position}: {content}"
+                assert len(content) == position + 1 + self.lookahead_tokens
+        return found
+
+    def close(self) -> None:
+        self.scheduler.connector.shutdown()
 
 
 def aborted() -> Any:

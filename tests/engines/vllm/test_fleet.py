@@ -13,7 +13,7 @@ from tests.engines.vllm.models import SmallModel
 from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import Server, ask, judge
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
@@ -70,5 +70,5 @@ def test_what_one_server_computed_the_other_hits(fleet: tuple[Server, Server], l
         other.close()
     assert all(cached == 992 for _, cached in shared.values())
     assert metrics["tier_blocks_loaded|redis"] >= 4 * 31
-    assert metrics["tier_corrupt_blocks|redis"] == 0
+    assert metrics.get("tier_corrupt_blocks|redis", 0) == 0  # a counter is exported once it counts
     assert metrics["tier_healthy|redis"] == 1

@@ -50,7 +50,7 @@ ATTRIBUTES = {
         "num_blocks kv_cache_tensors kv_cache_groups hash_block_size kv_cache_layout prefix_cacheable_group_ids"
     ),
     ("vllm.v1.kv_cache_interface", "KVCacheTensor"): "size",
-    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "layer_names kv_cache_spec",
+    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "layer_names kv_cache_spec is_eagle_group",
     ("vllm.v1.kv_cache_interface", "KVCacheSpec"): "block_size",
     ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): "sliding_window extra_retained_tokens",
     ("vllm.v1.kv_cache_interface", "RSWASpec"): "rswa_window",
@@ -67,8 +67,11 @@ ATTRIBUTES = {
     ),
     ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype",
     ("vllm.config.model", "ModelConfig"): "model revision quantization dtype hf_config",
+    ("vllm.config.speculative", "SpeculativeConfig"): (
+        "method draft_model_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
+    ),
     ("vllm.config.vllm", "VllmConfig"): (
-        "kv_transfer_config parallel_config cache_config model_config kv_events_config"
+        "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config"
     ),
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "

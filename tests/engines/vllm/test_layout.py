@@ -66,7 +66,7 @@ def vllm_config(**changes: Any) -> Any:
         },
     }
     config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})
-    config.kv_events_config = None
+    config.kv_events_config = config.speculative_config = None
     for path, value in changes.items():
         part, _, attribute = path.partition("__")
         if attribute:
@@ -103,6 +103,16 @@ def attention(**changes: Any) -> Any:
     return FullAttentionSpec(**{"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32} | changes)
 
 
+def speculative(**changes: Any) -> Any:
+    """vLLM's ``SpeculativeConfig`` in plain words."""
+    draft = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig())
+    values = {"method": "eagle", "parallel_drafting": False, "draft_model_config": draft, "drop": True, "modules": 1}
+    config = SimpleNamespace(**values | changes)
+    config.use_eagle_block_drop = lambda: config.drop
+    config.use_multi_module_mtp = lambda: config.modules > 1
+    return config
+
+
 def sliding(window: int, **changes: Any) -> Any:
     import torch
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
@@ -128,6 +138,12 @@ def sliding(window: int, **changes: Any) -> Any:
             {"parallel_config__world_size": 2, "parallel_config__distributed_executor_backend": "ray"},
             "--distributed-executor-backend mp",
         ),
+        (
+            {"speculative_config": speculative(method="dflash")},
+            "KV of the speculative method 'dflash': use one of eagle",
+        ),
+        ({"speculative_config": speculative(parallel_drafting=True)}, "'eagle' with parallel drafting"),
+        ({"speculative_config": speculative(method="mtp", modules=2)}, "several MTP modules at once"),
     ],
 )
 def test_configurations_that_cannot_work_say_why(change: dict[str, Any], words: str) -> None:
@@ -178,6 +194,22 @@ def test_groups_windows_and_sizes() -> None:
 
 
 @pytest.mark.vllm
+def test_speculative_heads_look_a_token_ahead_where_vllm_drops_a_block() -> None:
+    def lookahead(speculative_config: Any, *flags: bool) -> list[int]:
+        caches = kv_cache_config(attention(), sliding(64), attention(), sliding(32))
+        for group, flag in zip(caches.kv_cache_groups, flags or [False] * 4, strict=True):
+            group.is_eagle_group = flag
+        layout = layout_of(vllm_config(speculative_config=speculative_config), caches, CONFIG)
+        return [group.lookahead_tokens for group in layout.groups]
+
+    assert lookahead(None) == [0, 0, 0, 0]
+    assert lookahead(speculative(drop=False), True, False, False, False) == [0, 0, 0, 0]
+    assert lookahead(speculative()) == [1, 1, 1, 1], "nobody knows where the head is"
+    assert lookahead(speculative(), True, False, False, False) == [1, 0, 1, 0], "equal groups are looked up together"
+    assert lookahead(speculative(), False, False, False, True) == [0, 0, 0, 1]
+
+
+@pytest.mark.vllm
 def test_a_hash_covers_the_smallest_block() -> None:
     layout = layout_of(vllm_config(), kv_cache_config(attention(block_size=48), sliding(64)), CONFIG)
     assert [group.block_tokens for group in layout.groups] == [48, 16]
@@ -219,6 +251,7 @@ def test_stability_of_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
         {"cache_config__cache_dtype": "fp8"},
         {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"parallel_config__tensor_parallel_size": 2},
+        {"speculative_config": speculative()},
     ],
 )
 def test_identity_tells_engines_apart_whose_blocks_differ(change: dict[str, Any]) -> None:
@@ -228,6 +261,17 @@ def test_identity_tells_engines_apart_whose_blocks_differ(change: dict[str, Any]
     assert layout_of(same, caches, CONFIG).identity == identity
     assert layout_of(other, caches, CONFIG).identity != identity
     assert all(isinstance(value, str) for value in identity.values())
+
+
+@pytest.mark.vllm
+def test_identity_covers_the_drafter_if_it_has_kv() -> None:
+    def identity(config: Any) -> Any:
+        return layout_of(vllm_config(speculative_config=config), kv_cache_config(attention()), CONFIG).identity
+
+    other = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig(2.0))
+    drafters = [speculative(), speculative(method="eagle3"), speculative(draft_model_config=other)]
+    assert len({identity(each)["drafter"] for each in drafters}) == 3
+    assert identity(speculative(method="ngram")) == identity(None)
 
 
 @pytest.mark.vllm

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, parse_config
@@ -28,6 +28,12 @@ _KINDS = {
 
 _STABLE_ALGORITHMS = ("sha256", "sha256_cbor")
 
+_DRAFTERS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")
+"""Speculative methods whose drafter keeps KV that was shown to be good after a load."""
+
+_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Those without KV of their own. To a connector they only mean tokens that are scheduled and may be rejected."""
+
 
 def config_of(vllm_config: Any) -> OffloadingConfig:
     """The user's ``kv_connector_extra_config``, validated."""
@@ -44,6 +50,8 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ``ConfigError`` or ``LayoutError``, with the reason, if this engine cannot be served correctly."""
     _refuse_transfer(vllm_config.kv_transfer_config)
     _refuse_parallel(vllm_config.parallel_config)
+    if vllm_config.speculative_config is not None:
+        _refuse_speculation(vllm_config.speculative_config)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise LayoutError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
     cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
@@ -88,10 +96,31 @@ def _refuse_parallel(parallel: Any) -> None:
             )
 
 
+def _refuse_speculation(speculative: Any) -> None:
+    """Drafters whose KV was not shown to be good after a load. A wrong draft costs no wrong token, but time."""
+    reason = ""
+    if speculative.method not in _DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV:
+        reason = f"the speculative method {speculative.method!r}"
+    elif speculative.parallel_drafting:
+        reason = f"{speculative.method!r} with parallel drafting"
+    elif speculative.use_multi_module_mtp():
+        reason = "several MTP modules at once (with num_speculative_tokens 1, vLLM uses one)"
+    if reason:
+        raise ConfigError(
+            f"kvoffload cannot vouch for the KV of {reason}: use one of "
+            f"{', '.join(_DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV)} with sequential drafting by one module, or serve "
+            "without kvoffload."
+        )
+
+
 def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, rank: int = 0) -> EngineLayout:
     """The engine's KV cache as kvoffload describes it. Call ``refuse_unsupported`` first."""
     page_bytes = _bytes_per_gpu_block(kv_cache_config)
-    groups = tuple(_group_layout(group.kv_cache_spec, page_bytes) for group in kv_cache_config.kv_cache_groups)
+    lookahead = _lookahead_tokens(vllm_config.speculative_config, kv_cache_config.kv_cache_groups)
+    groups = tuple(
+        _group_layout(group.kv_cache_spec, page_bytes, ahead)
+        for group, ahead in zip(kv_cache_config.kv_cache_groups, lookahead, strict=True)
+    )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
     # vLLM's single-process executor runs the one worker on the scheduler's own thread.
@@ -125,13 +154,26 @@ def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
     return int(sizes.pop() // kv_cache_config.num_blocks)
 
 
-def _group_layout(spec: Any, page_bytes: int) -> KVGroupLayout:
+def _lookahead_tokens(speculative: Any, groups: Sequence[Any]) -> list[int]:
+    """By group: 1 where layers of a speculative head may be in the group, so that vLLM drops the last block of a hit in
+    its own prefix cache; otherwise 0.
+
+    Where vLLM does not know which groups these are, it takes all. It looks groups of equal specs up together, and so
+    drops the last block of all of them.
+    """
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return [0] * len(groups)
+    flagged = [group.kv_cache_spec for group in groups if group.is_eagle_group]
+    return [int(not flagged or group.kv_cache_spec in flagged) for group in groups]
+
+
+def _group_layout(spec: Any, page_bytes: int, lookahead_tokens: int) -> KVGroupLayout:
     kind = _KINDS[_kind_of(spec)]
     window = None
     if kind is GroupKind.SLIDING_WINDOW:
         # vLLM keeps more tokens than the window when a speculative head needs them.
         window = _window_of(spec) + int(getattr(spec, "extra_retained_tokens", 0))
-    return KVGroupLayout(kind, spec.block_size, page_bytes, window)
+    return KVGroupLayout(kind, spec.block_size, page_bytes, window, lookahead_tokens)
 
 
 def _kind_of(spec: Any) -> str:
@@ -156,12 +198,12 @@ def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig) 
         f"{_kind_of(group.kv_cache_spec)}:{group.kv_cache_spec.block_size}:{len(group.layer_names)}"
         for group in kv_cache_config.kv_cache_groups
     ]
-    architecture = model.hf_config.to_json_string(use_diff=False).encode()
+    drafter = _drafter_identity(vllm_config.speculative_config)
     return {
         "engine": "vllm",
         "model": str(model.model),
         "revision": str(model.revision),
-        "architecture": hashlib.sha256(architecture).hexdigest()[:16],
+        "architecture": _architecture(model),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(cache.cache_dtype),
@@ -172,4 +214,17 @@ def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig) 
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+        **({"drafter": drafter} if drafter else {}),
     }
+
+
+def _architecture(model: Any) -> str:
+    return hashlib.sha256(model.hf_config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
+
+
+def _drafter_identity(speculative: Any) -> str:
+    """The drafter whose layers are in the blocks; empty if there is none."""
+    if speculative is None or speculative.method not in _DRAFTERS_WITH_KV:
+        return ""
+    draft = speculative.draft_model_config
+    return f"{speculative.method}:{draft.model}:{draft.revision}:{draft.quantization}:{_architecture(draft)}"

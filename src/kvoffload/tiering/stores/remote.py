@@ -58,7 +58,6 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
 
     is_persistent: ClassVar[bool] = True
 
-    url: Secret
     required: bool = False
     """Refuse to start if the store cannot be used. Otherwise the engine starts, and the tier is used once it works."""
     seal_key: Secret | None = None
@@ -68,13 +67,14 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
         # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
         shown = ("type", "name", "required", "cascade", "threads", "timeout_s")
         known = {name: getattr(self, name) for name in shown}
-        known["url"] = without_credentials(self.url) if isinstance(self.url, str) else self.url
+        if (url := getattr(self, "url", None)) is not None:
+            known["url"] = without_credentials(url) if isinstance(url, str) else url
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
         for name in ("url", "seal_key"):
-            check_secret(getattr(self, name), f"{name} of the {self.type!r} tier")
+            check_secret(getattr(self, name, None), f"{name} of the {self.type!r} tier")
         if isinstance(self.seal_key, str):
             self._check_seal_key(self.seal_key)
 

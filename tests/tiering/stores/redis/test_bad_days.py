@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -167,7 +169,7 @@ def test_killed_during_transfers_restarted_empty_and_used_again(
     assert read(store, wanted, 1 << 20) == [True] * 4
 
 
-def test_failures_leave_no_sockets_and_no_memory(start_server: StartServer, open_store: OpenStore) -> None:
+def test_failures_leave_no_sockets(start_server: StartServer, open_store: OpenStore) -> None:
     server = start_server()
     store = open_store(server.url, window_s=30.0)
     assert write(store, keys(1)) == [True]
@@ -182,6 +184,49 @@ def test_failures_leave_no_sockets_and_no_memory(start_server: StartServer, open
     assert server.num_clients() == 1
     store.close()
     wait_until(lambda: server.num_clients() == 0, "the server has no connection left")
+
+
+def test_a_scan_of_many_pages_takes_one_connection_and_ends_with_a_lost_server(
+    start_server: StartServer, open_store: OpenStore
+) -> None:
+    server = start_server()
+    store = open_store(server.url, 16)
+    wanted = keys(*range(5000))
+    assert all(write(store, wanted, 16))
+    with server.client() as client:
+        before = client.info("stats")["total_connections_received"]
+        assert {key for batch in store.scan() for key in batch} == set(wanted)
+        assert client.info("stats")["total_connections_received"] == before + 1
+    pages = store.scan()
+    assert next(pages)
+    server.kill()
+    with pytest.raises(StoreError):
+        list(pages)
+    abandoned = store.scan()
+    abandoned.close()
+
+
+def test_failures_leave_no_memory(open_store: OpenStore) -> None:
+    store = open_store(f"redis://127.0.0.1:{free_port()}")
+    wanted, targets = keys(*range(8)), buffers(8)
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(StoreError):
+                store.read_into(wanted, targets)
+
+    fail(20)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        fail(20)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        fail(200)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 64 << 10
+    finally:
+        tracemalloc.stop()
 
 
 def test_many_threads_keep_one_connection_each(shared_server: RedisServer, open_store: OpenStore) -> None:

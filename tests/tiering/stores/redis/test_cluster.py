@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from redis.crc import key_slot
@@ -95,6 +96,19 @@ def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster
     finally:
         frozen.thaw()
     wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the node is used again")
+
+
+def test_a_replica_that_takes_over_is_found(cluster: RedisCluster, open_store: OpenStore, tmp_path: Path) -> None:
+    store = open_store(cluster.url, cluster=True)
+    assert write(store, WANTED) == [True] * len(WANTED)
+    primary = cluster.nodes[1]
+    replica = cluster.add_replica(tmp_path, primary)
+    with primary.client() as old, replica.client() as new:
+        wait_until(lambda: old.dbsize() == new.dbsize(), "the replica has caught up")
+        primary.kill()
+        assert True in read(store, WANTED)
+        new.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the replica is asked")
 
 
 def test_all_nodes_lost_is_an_error(cluster: RedisCluster, open_store: OpenStore) -> None:

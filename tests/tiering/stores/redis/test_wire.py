@@ -16,7 +16,7 @@ from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.redis.commands import Ask, Asking, Get, Put
 from kvoffload.tiering.stores.redis.store import RedisStore
-from kvoffload.tiering.stores.redis.wire import ErrorReply, ProtocolError, Wire, encode, open_wire
+from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, open_wire
 from kvoffload.tiering.stores.seal import Sealer
 
 SIZE = 700
@@ -182,14 +182,14 @@ def test_what_is_no_value_is_an_error(data: bytes) -> None:
     with wire() as (opened, far):
         far.sendall(data)
         far.shutdown(socket.SHUT_WR)
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ConnectionError):
             opened.read_value([memoryview(bytearray(716))], 716)
 
 
 def test_more_answers_than_questions_are_an_error() -> None:
     with wire() as (opened, far):
         far.sendall(b":1\r\n:1\r\n:1\r\n")
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ConnectionError):
             opened.read_lines(2)
 
 

@@ -25,6 +25,7 @@ from tests.tiering.stores.slab.rig import (
     write,
 )
 
+from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
@@ -249,6 +250,67 @@ class TestQuota:
             assert write(store, KEYS[0]) == [False]
         store._no_growth_before_s = 0.0
         assert write(store, KEYS[0]) == [True]
+
+
+class TestSharing:
+    def fill(self, store: SlabStore, first: int, count: int) -> list[OffloadKey]:
+        keys = keys_of(*range(first, first + count))
+        for start in range(0, count, 100):
+            write(store, *keys[start : start + 100])
+        return keys
+
+    def settle(self, *stores: SlabStore) -> None:
+        for _ in range(12):
+            for store in stores:
+                store.refresh()
+
+    def owned(self, store: SlabStore) -> int:
+        return sum(slab.is_own for slab in store._slabs.values())
+
+    def test_a_late_comer_is_given_slabs_with_their_blocks(self, open_store, tmp_path: Path) -> None:
+        mine = open_store(max_bytes=6 << 20)
+        keys = self.fill(mine, 0, 5800)
+        late = open_store(max_bytes=6 << 20)
+        assert write(late, KEYS[0]) == [True], "it is there"
+        other = keys_of(*range(10_000, 10_100))
+        assert write(late, *other) == [False] * 100
+        self.settle(mine, late)
+        assert (self.owned(mine), self.owned(late)) == (3, 3)
+        for store in (mine, late):
+            assert right(store, *keys[::50]) == set(keys[::50]), "nothing is lost by it"
+        assert write(late, *other) == [True] * 100
+        assert disk_bytes(tmp_path) <= 6 << 20
+        self.settle(mine, late)
+        assert right(mine, *other) == set(other)
+
+    def test_a_late_comer_of_another_namespace_too(self, open_store, tmp_path: Path) -> None:
+        mine, late = open_store(max_bytes=6 << 20), open_store(max_bytes=6 << 20, namespace="late")
+        self.fill(mine, 0, 5800)
+        for _ in range(5):
+            late._no_growth_before_s = 0.0
+            self.fill(late, 0, 2000)
+            self.settle(mine, late)
+        assert abs(self.owned(mine) - self.owned(late)) <= 1
+        assert self.owned(mine) + self.owned(late) >= 5
+        assert disk_bytes(tmp_path) <= 6 << 20
+
+    def test_requests_of_the_dead_are_removed(self, open_store, neighbour, tmp_path: Path) -> None:
+        mine = open_store(max_bytes=two_slabs())
+        self.fill(mine, 0, 1900)
+        control = tmp_path / "kv" / CONTROL_DIR
+        (control / f"want-0-{'0' * 16}-{'1' * 16}").touch()
+        (control / "want-garbage").touch()
+        mine.refresh()
+        assert [path.name for path in control.glob("want-*")] == ["want-garbage"]
+        assert self.owned(mine) == 2
+
+    def test_who_has_as_much_gives_nothing(self, open_store) -> None:
+        mine, theirs = open_store(max_bytes=4 << 20), open_store(max_bytes=4 << 20)
+        for first in range(0, 12_000, 3000):
+            self.fill(mine, first, 1500)
+            self.fill(theirs, first + 1500, 1500)
+            self.settle(mine, theirs)
+        assert (self.owned(mine), self.owned(theirs)) == (2, 2)
 
 
 class TestAccess:

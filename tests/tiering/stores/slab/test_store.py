@@ -477,6 +477,26 @@ class TestThreads:
         store.check_invariants()
         assert right(store, *keys, size=PAGED) == here(store, *keys)
 
+    def test_a_slab_whose_making_hangs_costs_one_thread(self, open_store, monkeypatch) -> None:
+        store, hangs, go_on = open_store(max_bytes=2 << 20), threading.Event(), threading.Event()
+        keys, real = keys_of(*range(1100)), os.posix_fallocate
+        for start in range(0, 900, 100):
+            assert all(write(store, *keys[start : start + 100]))
+
+        def hang(*args) -> None:
+            hangs.set()
+            assert go_on.wait(60)
+            real(*args)
+
+        monkeypatch.setattr(os, "posix_fallocate", hang)
+        writer = threading.Thread(target=write, args=(store, *keys[900:1100]))
+        writer.start()
+        assert hangs.wait(30)
+        assert all(write(store, *keys_of(*range(5000, 5100)))), "in slots of evicted blocks"
+        assert right(store, *keys_of(*range(5000, 5100)))
+        go_on.set()
+        writer.join()
+
     def test_a_slab_that_is_dropped_under_a_running_write_is_closed_after_it(
         self, open_store, tmp_path: Path, monkeypatch
     ) -> None:

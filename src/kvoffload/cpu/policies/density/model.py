@@ -35,37 +35,51 @@ CERTAIN = 1
 _BUCKETS_PER_OCTAVE = 2
 _FINEST = 64
 """The first bucket of ages is 1/64 of the capacity wide."""
-_HORIZON = 12
+_HORIZON = 32
 """A use more than this many capacities after the previous one is not waited for."""
 _SAMPLES = 4096
 _EVENTS_PER_FIT = 500
 _DECAY = 0.95
-_PRIOR = 50.0
-_LEAST_CAPACITY = 256
+_PRIOR = 5.0
+"""Paths of evidence that a class needs before its own hazard counts as much as that of all classes together."""
+_LEAST_CAPACITY = 128
+_MOST_LIKELY = 0.95
+_RANDOM_END = 1 << 31
 
 
 class HitDensity:
     """Value of a block by (class, age), where age is the number of block uses since its own last use.
 
-    The model follows sampled keys, resident or not. Each is either used again at some age, or not within the horizon.
-    From these counts it estimates the hazard of each class: the chance of a use at each age. Where a class has few
-    counts, its hazard is shrunk towards that of all classes together. The value of a block is a ratio: expected hits to
-    space-time spent, for the waiting time at which this ratio is best. It is the Gittins index (J. Gittins, "Bandit
-    processes and dynamic allocation indices", 1979), the optimal rank for choosing which of many such wagers to keep.
-    N. Beckmann, H. Chen and A. Cidon call it hit density ("LHD: Improving Cache Hit Rate by Maximizing Hit Density",
-    NSDI 2018).
+    The model follows sampled keys, resident or not, until each is used again or the horizon has passed. From these it
+    estimates the hazard of each class: the chance of a use at each age. The keys that it still follows count as well,
+    up to the age that they have (E. L. Kaplan and P. Meier, "Nonparametric estimation from incomplete observations",
+    1958). So the model knows a class that never comes back as soon as its blocks are old. To wait for the horizon would
+    take longer than many a cache is in use.
+
+    At ages where a class has little evidence, its hazard is shrunk towards that of all classes together, times one
+    factor for the class: proportional hazards (D. R. Cox, "Regression models and life-tables", 1972). So what a class
+    shows while its blocks are young counts when they are old for the first time, which is when a cache is first full.
+    Blocks of one path are used together, so evidence is counted in paths: a class with a few long prompts has little.
+
+    The value of a block is a ratio: expected hits to space-time spent, for the waiting time at which this ratio is
+    best. It is the Gittins index (J. Gittins, "Bandit processes and dynamic allocation indices", 1979), the optimal
+    rank for choosing which of many such wagers to keep. N. Beckmann, H. Chen and A. Cidon call it hit density ("LHD:
+    Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018).
 
     Values are made to fall with age and to rise with use. A block's predecessors are never older or less used than the
     block, so it is never worth more than they are: a prefix is evicted from its tail, whatever was learned.
 
     Below ``_LEAST_CAPACITY`` blocks (a few prompts) there is too little to learn from, and the order stays that of
-    recency. Memory is constant: the model follows some 8,000 keys, whatever the capacity.
+    recency. Memory is constant: the model follows some ``_SAMPLES`` keys, whatever the capacity.
+
+    ``horizon`` (in capacities) and ``prior`` (in paths) have their defaults from ``bench/policies_mixed.py``.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, horizon: int = _HORIZON, prior: float = _PRIOR) -> None:
         self._capacity = capacity
-        self._horizon = _HORIZON * capacity
-        octaves = (_HORIZON * _FINEST - 1).bit_length()
+        self._horizon = horizon * capacity
+        self._prior = prior
+        octaves = (horizon * _FINEST - 1).bit_length()
         steps = np.arange(octaves * _BUCKETS_PER_OCTAVE + 1)
         self.bounds: list[float] = (capacity / _FINEST * 2.0 ** (steps / _BUCKETS_PER_OCTAVE)).tolist()
         """Ages at which the next bucket begins: a block of age ``a`` is in bucket ``bisect_right(bounds, a)``."""
@@ -74,16 +88,25 @@ class HitDensity:
         self._widths = np.diff([0.0, *self.bounds, 2 * self.bounds[-1]])
         self._samples: OrderedDict[OffloadKey | None, tuple[int, int]] = OrderedDict()
         """Class and time of the use since which a key is followed, least recent first."""
-        self._gap = max(-(-self._horizon // _SAMPLES), 1)
-        """One use in each ``_gap`` consecutive uses, chosen at random, begins to be followed."""
+        self._widest_gap = max(-(-self._horizon // _SAMPLES), 1)
         self.clear()
 
     def clear(self) -> None:
         shape = NUM_CLASSES, len(self.bounds) + 1
         self._used = np.zeros(shape)
+        """Followed keys that were used again, by the class and age that they had."""
         self._lost = np.zeros(shape)
+        """Those that were not, within the horizon."""
         self._num_events = 0
+        """Keys that ceased to be followed since the last fit."""
+        self._num_again = self._num_again_paths = 0.0
+        """Followed keys that were used again, and the paths that used them. Both fade, as the counts do."""
         self._samples.clear()
+        self._num_followed = 0
+        self._gap = 1
+        """One use in each ``_gap`` consecutive uses, chosen at random, begins to be followed. The gap doubles as the
+        history grows, up to ``_widest_gap``, so ``_SAMPLES`` keys are spread over the history or over the horizon,
+        whichever is shorter."""
         self._draw = 1
         self._window = 1
         self._next_pick = 1
@@ -99,25 +122,30 @@ class HitDensity:
         samples, now = self._samples, begin + len(blocks)
         if not all_count or len(keys) != len(blocks):
             keys = [block.key for block in blocks if all_count or block.pins >= 0]
-        for key in samples.keys() & keys:
-            class_, since = samples.pop(key)
-            self._used[class_, bisect_right(self.bounds, now - since)] += 1
-            self._num_events += 1
+        again = samples.keys() & keys
+        if again:
+            for key in again:
+                class_, since = samples.pop(key)
+                self._used[class_, bisect_right(self.bounds, now - since)] += 1
+            self._num_events += len(again)
+            self._num_again += len(again)
+            self._num_again_paths += 1
         while self._next_pick < now:
             if self._next_pick >= begin:
                 block = blocks[self._next_pick - begin]
                 if all_count or block.pins >= 0:
                     self._follow(block.key, block.policy_state.class_, now)
-            self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
             self._window += self._gap
             if self._window < begin:
                 self._window = begin
-            self._next_pick = self._window + (self._draw >> 8) % self._gap
+            self._next_pick = self._window + (self._random() >> 8) % self._gap
         if self._num_events >= _EVENTS_PER_FIT and self._capacity >= _LEAST_CAPACITY:
-            self._num_events = 0
-            self.values = densities(self._used, self._lost, self._widths).tolist()
-            self._used *= _DECAY
-            self._lost *= _DECAY
+            self._fit(now)
+
+    def _random(self) -> int:
+        """At least 0, less than ``_RANDOM_END``."""
+        self._draw = (self._draw * 1103515245 + 12345) % _RANDOM_END
+        return self._draw
 
     def _follow(self, key: OffloadKey | None, class_: int, now: int) -> None:
         samples = self._samples
@@ -128,6 +156,36 @@ class HitDensity:
             del samples[old_key]
             self._lost[old_class, bisect_right(self.bounds, now - last)] += 1
             self._num_events += 1
+        self._num_followed += 1
+        if self._num_followed >= _SAMPLES and self._gap < self._widest_gap:
+            self._widen_gap()
+
+    def _widen_gap(self) -> None:
+        """Doubles the gap, and forgets as much of what the smaller gap found, so that all uses keep the same weight."""
+        gap = min(2 * self._gap, self._widest_gap)
+        kept = self._gap / gap
+        self._gap = gap
+        self._num_followed = int(kept * self._num_followed)
+        self._num_events = int(kept * self._num_events)
+        self._num_again *= kept
+        self._used *= kept
+        self._lost *= kept
+        for key in [key for key in self._samples if self._random() >= kept * _RANDOM_END]:
+            del self._samples[key]
+
+    def _fit(self, now: int) -> None:
+        left = self._lost.copy()
+        classes, times = np.array([*self._samples.values()], dtype=np.int64).reshape(-1, 2).T
+        np.add.at(left, (classes, np.searchsorted(self.bounds, now - times, side="right")), 1)
+        keys_per_path = max(self._num_again / max(self._num_again_paths, 1.0), 1.0)
+        self.values = densities(self._used, left, self._widths, self._prior * keys_per_path).tolist()
+        # A gap that is still small gives more events in the same time, and each fit fades the counts by less.
+        fade = _DECAY ** (self._gap / self._widest_gap)
+        self._num_events = 0
+        self._used *= fade
+        self._lost *= fade
+        self._num_again *= fade
+        self._num_again_paths *= fade
 
     def forget(self, key: OffloadKey) -> None:
         """Stops following ``key``: its store failed, so its last use did not happen."""
@@ -135,16 +193,22 @@ class HitDensity:
 
 
 def densities(
-    used: npt.NDArray[np.float64], lost: npt.NDArray[np.float64], widths: npt.NDArray[np.float64]
+    used: npt.NDArray[np.float64], left: npt.NDArray[np.float64], widths: npt.NDArray[np.float64], prior: float
 ) -> npt.NDArray[np.float64]:
-    """Values by (class, age bucket). ``used`` counts the blocks that were used again at each age, ``lost`` those that
-    were given up at it.
+    """Values by (class, age bucket). ``used`` counts the blocks that were used again at each age, ``left`` those that
+    were last seen unused at it.
 
-    Both have shape (classes, buckets); ``widths`` is the length of each bucket.
+    Both have shape (classes, buckets); ``widths`` is the length of each bucket. ``prior``: the hazard of a class is
+    its own as far as it has more than so many blocks at risk. Otherwise it is that of all classes together, times how
+    much more often the class was used than that predicts at the ages where it was seen.
     """
-    at_risk = np.cumsum((used + lost)[:, ::-1], axis=1)[:, ::-1]
+    # Those who left a bucket were at risk for half of it, on average.
+    at_risk = np.cumsum((used + left)[:, ::-1], axis=1)[:, ::-1] - left / 2
     everyone = used.sum(axis=0) / (at_risk.sum(axis=0) + 1)
-    hazard = (used + _PRIOR * everyone) / (at_risk + _PRIOR)
+    expected = (everyone * at_risk).sum(axis=1)
+    times_as_likely = (used.sum(axis=1) + prior) / (expected + prior)
+    likely = np.minimum(np.outer(times_as_likely, everyone), _MOST_LIKELY)
+    hazard = (used + prior * likely) / (at_risk + prior)
     alive = np.ones_like(hazard)
     np.cumprod(1 - hazard[:, :-1], axis=1, out=alive[:, 1:])
     # Hits to come and space to spend from each bucket on; the difference of two is what lies between.

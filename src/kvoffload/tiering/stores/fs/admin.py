@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -85,11 +86,8 @@ class StoreRoot:
 
     def remove(self, files: list[FileSeen]) -> int:
         """Deletes files and subtracts their bytes from the count. Returns how many there were."""
-        quota = self._quota(None)
-        try:
+        with self._quota(None) as quota:
             return quota.remove(Deletion(file.path, file.size_bytes) for file in files)
-        finally:
-            quota.close()
 
     def clear(self, directory: str) -> int:
         """Removes a namespace. Returns how many blocks it had. What a server writes meanwhile stays."""
@@ -107,18 +105,22 @@ class StoreRoot:
         return sweep(self._root, self._access())
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
-        """Enforces a quota on what is on the disk now. If no other process is at work, also corrects the count.
+        """Enforces a quota on what is on the disk now, and counts that anew.
 
         Returns the number of deleted files and the bytes on the disk.
         """
-        quota = self._quota(max_bytes)
-        try:
+        with self._quota(max_bytes) as quota:
             return quota.shrink(max_bytes)
+
+    @contextmanager
+    def _quota(self, max_bytes: int | None) -> Iterator[Quota]:
+        staging = StagingDirectory(self._root, self._access())
+        quota = Quota(self._root, max_bytes, staging)
+        try:
+            yield quota
         finally:
             quota.close()
-
-    def _quota(self, max_bytes: int | None) -> Quota:
-        return Quota(self._root, max_bytes, StagingDirectory(self._root, self._access()))
+            staging.close()
 
     def _access(self) -> Access:
         """As the servers on this root have it. Raises ``ConfigError`` if the root is not for us to change."""

@@ -28,6 +28,7 @@ _PUBLISH_ATTEMPTS = 100
 """Each failed attempt means another process published and then evicted this block meanwhile."""
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 _BYTE = ctypes.c_char
 
@@ -67,15 +68,20 @@ class FileIO:
             return False
         return self._is_whole(status)
 
-    def write(self, temporary: str, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int) -> bool:
+    def write(
+        self, temporary: str, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int, *, replaces: bool = False
+    ) -> bool:
         """Writes a block to ``temporary`` (absolute; absent, or a file of the right size) and publishes it as
-        ``path``. Sets its mtime to ``stamp_ns``.
+        ``path``. Sets its mtime to ``stamp_ns``. ``replaces``: what is there now cannot be read.
 
         Returns whether the bytes reserved for the file are in use now. They are not if another writer was first. If
         it raises ``OSError``, ``temporary`` is gone.
         """
         try:
             self._write(temporary, key, payload, stamp_ns)
+            if replaces and _exchange(temporary, f"{self._root}/{path}"):
+                os.unlink(temporary)
+                return False  # the bytes that the old file was counted with are the new one's
             try:
                 return self._publish(temporary, path)
             except FileNotFoundError:
@@ -271,6 +277,13 @@ def _rename_if_absent(temporary: str, final: str) -> bool:
     if number in _UNSUPPORTED:
         return _link_if_absent(temporary, final)
     raise OSError(number, os.strerror(number), final)
+
+
+def _exchange(temporary: str, final: str) -> bool:
+    """Makes each the other's file, in one atomic step. ``False`` if ``final`` is absent or that is not possible."""
+    if _renameat2 is None:
+        return False
+    return not _renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE)
 
 
 def _link_if_absent(temporary: str, final: str) -> bool:

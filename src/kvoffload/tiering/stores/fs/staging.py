@@ -56,6 +56,11 @@ class StagingDirectory:
                 self._make()
             raise OSError(errno.EBUSY, "staging directories are swept again and again", self._control)
 
+    @property
+    def token(self) -> bytes:
+        """Eight bytes that name this writer in the usage file; empty until the first ``new_paths``."""
+        return _token_of(os.path.basename(self.path))
+
     def close(self) -> None:
         """Removes the directory."""
         with self._lock:
@@ -120,18 +125,9 @@ def sweep(root: str, access: Access = PRIVATE) -> int:
     return num_dead
 
 
-def writers_alive(root: str, besides: str = "", access: Access = PRIVATE) -> bool:
-    """Whether a writer is at work on the root, other than the one with the staging directory ``besides``."""
-    own = os.path.basename(besides)
-    for name, fd, _ in _staging_directories(root, access):
-        if name == own:
-            continue
-        try:
-            if fd is None or not try_lock(fd):
-                return True
-        except OSError:
-            return True  # what cannot be locked is not known to be dead
-    return False
+def writers_alive(root: str, access: Access = PRIVATE) -> set[bytes]:
+    """The tokens of all writers whose directory is there. Those of the dead are gone after a ``sweep``."""
+    return {_token_of(name) for name, _, _ in _staging_directories(root, access)}
 
 
 def staged_bytes(root: str, access: Access = PRIVATE) -> int:
@@ -154,6 +150,13 @@ def unlink_quietly(path: str) -> None:
         os.unlink(path)
     except OSError:
         pass
+
+
+def _token_of(name: str) -> bytes:
+    try:
+        return bytes.fromhex(name.removeprefix(STAGING_PREFIX))
+    except ValueError:
+        return b""
 
 
 def _staging_directories(root: str, access: Access) -> Iterator[tuple[str, int | None, int]]:

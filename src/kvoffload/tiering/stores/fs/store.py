@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -13,12 +15,18 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
 from kvoffload.tiering.stores.fs.format import BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, set_used
-from kvoffload.tiering.stores.fs.quota import Deletion, Quota
-from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep
+from kvoffload.tiering.stores.fs.quota import Deletion, Quota, Reservation
+from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep, unlink_quietly
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 from kvoffload.tiering.stores.root import check_directory, check_root, directory_of
 
 __all__ = ["FileSystemStore"]
+
+_BLOCK_ERRORS = (errno.EIO, getattr(errno, "EUCLEAN", errno.EIO), errno.EBADMSG)
+"""A file that cannot be read: one block, not the store."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MAX_UNREADABLE = 65_536
+_FULL_DISK_ROUNDS = 3
 
 
 class FileSystemStore(BlockStore):
@@ -35,9 +43,14 @@ class FileSystemStore(BlockStore):
     Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
     read and write as well. Links under the root are never followed, and a root of another user is refused.
 
+    A block that the disk cannot read is a miss until it is written anew. A disk that is full below ``max_bytes`` makes
+    room as a full quota does. Nobody waits longer than 10 s for a lock, and no reader waits for one at all.
+
     Several processes of one host may share a root. Its file system must have locks. It is made only here: if it goes
     away later, calls raise ``StoreError`` until it is back. Blocks of a prefix are best given head to tail.
     """
+
+    rescan_s = 30.0
 
     def __init__(
         self,
@@ -72,10 +85,12 @@ class FileSystemStore(BlockStore):
         self._durable = durability == "fsync"
         self._io = FileIO(self._root, layout, access, durable=self._durable)
         self._staging = StagingDirectory(self._root, access)
-        self._quota = Quota(self._root, max_bytes, self._staging)
+        self._quota = Quota(self._root, max_bytes, self._staging, layout)
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
         self._num_bad = 0
+        # Files that the disk could not read, oldest first; each until it is written anew.
+        self._unreadable: OrderedDict[str, None] = OrderedDict()
         sweep(self._root, access)
 
     def __repr__(self) -> str:
@@ -84,7 +99,7 @@ class FileSystemStore(BlockStore):
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         self._check_directory()
         errors = BatchErrors(self._root)
-        answers = self._find([self._layout.path_of(key) for key in keys], errors)
+        answers = self._find(keys, [self._layout.path_of(key) for key in keys], errors)
         errors.raise_unless_any(answers)
         return answers
 
@@ -100,12 +115,17 @@ class FileSystemStore(BlockStore):
         answers, errors, bad = list[bool](), BatchErrors(self._root), dict[OffloadKey, Deletion]()
         paths = [self._layout.path_of(key) for key in keys]
         for key, block, path, stamp_ns in zip(keys, blocks, paths, self._quota.use(paths), strict=True):
+            if self._quota.is_doomed(path):
+                answers.append(False)
+                continue
             try:
                 outcome, inode = self._io.read(path, key, self._bytes(block), stamp_ns)
             except OSError as exc:
                 outcome = None
-                errors.add(exc)
+                self._add_error(errors, exc, key, path)
             answers.append(outcome is ReadOutcome.GOOD)
+            if answers[-1] and self._unreadable:
+                self._unreadable.pop(path, None)
             if outcome is ReadOutcome.ABSENT:
                 self._quota.forget(path)
             elif outcome is ReadOutcome.BAD:
@@ -114,7 +134,7 @@ class FileSystemStore(BlockStore):
             with self._lock:
                 self._bad += bad
                 self._num_bad += len(bad)
-            self._quota.remove(bad.values())
+            self._quota.remove(bad.values(), timeout_s=0)  # readers wait for nobody
         errors.raise_unless_any(answers)
         return answers
 
@@ -122,13 +142,14 @@ class FileSystemStore(BlockStore):
         self._quota.remove(Deletion(self._layout.path_of(key), self._layout.file_bytes) for key in keys)
 
     def close(self) -> None:
-        self._staging.close()
         self._quota.close()
+        self._staging.close()
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         try:
             for files in self._quota.scan():
-                yield self._own_keys(file.path for file in files if file.size_bytes == self._layout.file_bytes)
+                whole = (file.path for file in files if file.size_bytes == self._layout.file_bytes)
+                yield self._own_keys(path for path in whole if not self._is_out_of_use(path))
         except OSError as exc:
             raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
 
@@ -156,21 +177,35 @@ class FileSystemStore(BlockStore):
         except OSError as exc:
             raise StoreError(f"The store at {self._root} fails: {exc}") from exc
 
-    def _find(self, paths: Sequence[str], errors: BatchErrors) -> list[bool]:
+    def _find(self, keys: Sequence[OffloadKey], paths: Sequence[str], errors: BatchErrors) -> list[bool]:
         """Which files are there with the right size. Here and below, paths are relative to the root."""
         found = list[bool]()
-        for path in paths:
+        for key, path in zip(keys, paths):
             try:
-                found.append(self._io.is_whole(path))
+                found.append(not self._is_out_of_use(path) and self._io.is_whole(path))
             except OSError as exc:
-                errors.add(exc)
+                self._add_error(errors, exc, key, path)
                 found.append(False)
         return found
+
+    def _is_out_of_use(self, path: str) -> bool:
+        """The file is a miss, whatever is there: the disk could not read it, or it is about to be deleted."""
+        return path in self._unreadable or self._quota.is_doomed(path)
+
+    def _add_error(self, errors: BatchErrors, error: OSError, key: OffloadKey, path: str) -> None:
+        """Records the error of one file. If the disk cannot read it, the file is a miss until it is written anew."""
+        errors.add(error)
+        if error.errno in _BLOCK_ERRORS:
+            with self._lock:
+                self._bad.append(key)
+                self._unreadable[path] = None
+                if len(self._unreadable) > _MAX_UNREADABLE:
+                    self._unreadable.popitem(last=False)
 
     def _write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         errors = BatchErrors(self._root)
         paths = [self._layout.path_of(key) for key in keys]
-        found = self._find(paths, errors)
+        found = self._find(keys, paths, errors)
         if here := [path for path, is_here in zip(paths, found) if is_here]:
             self._touch(here)
         new: dict[str, int] = {}
@@ -181,18 +216,32 @@ class FileSystemStore(BlockStore):
             return found
         payloads = {path: self._bytes(blocks[index]) for path, index in new.items()}
         # A batch never evicts its own blocks: those found here are True in the answer.
-        reservation = self._quota.reserve(len(new), self._layout.file_bytes, protected=set(paths))
+        protected = set(paths)
+        reservation = self._reserve(len(new), protected)
         published, num_unused = dict[str, int](), 0
+        files = list(zip(new, reservation.temporaries, reservation.stamps_ns))
         try:
-            for (path, index), temporary, stamp_ns in zip(new.items(), reservation.temporaries, reservation.stamps_ns):
-                try:
-                    is_added = self._io.write(temporary, path, keys[index], payloads[path], stamp_ns)
-                    published[path] = stamp_ns
-                except OSError as exc:
-                    is_added = False
-                    errors.add(exc)
-                if not is_added:
-                    num_unused += 1
+            for _ in range(_FULL_DISK_ROUNDS):
+                without_room = []
+                for path, temporary, stamp_ns in files:
+                    bad = path in self._unreadable
+                    try:
+                        num_unused += not self._io.write(
+                            temporary, path, keys[new[path]], payloads[path], stamp_ns, replaces=bad
+                        )
+                        published[path] = stamp_ns
+                        self._unreadable.pop(path, None)
+                    except OSError as exc:
+                        errors.add(exc)
+                        if exc.errno in _FULL:
+                            without_room.append((path, temporary, stamp_ns))
+                        num_unused += 1
+                temporaries = [temporary for _, temporary, _ in without_room]
+                if not without_room or not self._quota.make_disk_room(self._layout.file_bytes, temporaries, protected):
+                    break
+                files, num_unused = without_room, num_unused - len(without_room)
+            else:
+                num_unused += len(without_room)
         finally:
             self._quota.release(reservation, published, num_unused)
         if self._durable:
@@ -200,6 +249,18 @@ class FileSystemStore(BlockStore):
         answers = [is_here or path in published for path, is_here in zip(paths, found)]
         errors.raise_unless_any(answers)
         return answers
+
+    def _reserve(self, count: int, protected: set[str]) -> Reservation:
+        try:
+            return self._quota.reserve(count, self._layout.file_bytes, protected)
+        except OSError as exc:
+            if exc.errno not in _FULL:
+                raise
+        # Even the usage file may find the disk full.
+        temporaries = self._staging.new_paths(1)
+        self._quota.make_disk_room(self._layout.file_bytes, temporaries, protected)
+        unlink_quietly(temporaries[0])
+        return self._quota.reserve(count, self._layout.file_bytes, protected)
 
     def _touch(self, paths: Sequence[str]) -> None:
         """Records that files are used now, the last of them latest."""

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object.store import Deadlines, ObjectStore
@@ -16,7 +14,8 @@ __all__ = ["ObjectOptions"]
 class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "object", "url": "s3://bucket/prefix", "config": {"region": "eu-central-1"}}``."""
 
-    config: dict[str, Secret] = msgspec.field(default_factory=dict)
+    url: Secret
+    config: dict[str, Secret] | None = None
     """obstore's settings for the service: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key`` and so on.
     What is left out comes from the environment (``AWS_...``) and the machine's own role."""
     requests: int = 16
@@ -34,14 +33,16 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
         for name in ("connect_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} of the 'object' tier must be positive, not {getattr(self, name)}.")
-        for name, value in self.config.items():
+        for name, value in (self.config or {}).items():
             check_secret(value, f"config of the 'object' tier: {name}")
         if isinstance(self.url, str):
-            known = {name: value if isinstance(value, str) else "unread" for name, value in self.config.items()}
+            known = {name: value if isinstance(value, str) else "unread" for name, value in (self.config or {}).items()}
             self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and asks nobody anything
 
     def _open(self, block_bytes: int, namespace: str) -> BlockStore:
-        config = {name: read_secret(value, f"{name} of the 'object' tier") for name, value in self.config.items()}
+        config = {
+            name: read_secret(value, f"{name} of the 'object' tier") for name, value in (self.config or {}).items()
+        }
         return self._make(block_bytes, namespace, self.secret("url") or "", config, self.read_seal_key())
 
     def _make(

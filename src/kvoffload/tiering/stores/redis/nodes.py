@@ -8,7 +8,8 @@ import bisect
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -105,10 +106,10 @@ class Connector:
     def __repr__(self) -> str:
         return f"Connector({self.address})"
 
-    def connection(self, address: Address) -> Any:
+    def connection(self, address: Address, **changes: Any) -> Any:
         """One of redis-py's connections, not connected yet."""
         where = {} if self.is_socket_file else {"host": address.host, "port": address.port}
-        return self._class(**(self._known | where))
+        return self._class(**(self._known | where | changes))
 
 
 class Node:
@@ -141,15 +142,22 @@ class Node:
         except self._connector.errors as exc:
             raise self._failed(exc) from exc
 
-    def ask(self, *words: str | int | bytes) -> Any:
-        """A command that moves no block, by the library, on a connection of its own. Raises ``StoreError``."""
-        connection = self._connector.connection(self.address)
+    @contextmanager
+    def conversation(self, reply_s: float) -> Iterator[Callable[..., Any]]:
+        """A function that sends a command which moves no block and returns its reply, by the library, on a connection
+        of its own. It raises ``StoreError``, also if a reply takes longer than ``reply_s``."""
+        connection = self._connector.connection(self.address, socket_timeout=reply_s)
+
+        def ask(*words: str | int | bytes) -> Any:
+            try:
+                connection.connect()
+                connection.send_command(*words)
+                return connection.read_response()
+            except self._connector.errors as exc:
+                raise self._failed(exc) from exc
+
         try:
-            connection.connect()
-            connection.send_command(*words)
-            return connection.read_response()
-        except self._connector.errors as exc:
-            raise self._failed(exc) from exc
+            yield ask
         finally:
             connection.disconnect()
 
@@ -368,7 +376,8 @@ class Cluster(Nodes):
             with self._lock:
                 node = self._node(address)
             try:
-                return address, node.ask("CLUSTER", "SLOTS")
+                with node.conversation(self._connector.timeouts.connect_s) as ask:
+                    return address, ask("CLUSTER", "SLOTS")
             except StoreError as exc:
                 first = first or exc
         assert first is not None

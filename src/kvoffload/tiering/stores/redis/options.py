@@ -16,6 +16,7 @@ __all__ = ["RedisOptions"]
 class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "redis", "url": "rediss://user@host:6380/0", "cluster": true, "ttl": "24h"}``."""
 
+    url: Secret
     ttl: str | float | None = None
     """The age at which a block expires: seconds, or text with a unit such as ``"24h"``. Default: never."""
     cluster: bool = False

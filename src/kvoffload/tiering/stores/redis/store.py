@@ -63,9 +63,10 @@ class RedisStore(BlockStore):
             raise ConfigError(f"prefix of the 'redis' tier may have letters, digits and ._-: only, not {prefix!r}.")
         if ttl_s is not None and ttl_s < 1:
             raise ConfigError(f"ttl of the 'redis' tier must be a second at least, not {ttl_s:g} s.")
+        self._timeouts = timeouts or Timeouts()
         connector = Connector(
             url,
-            timeouts or Timeouts(),
+            self._timeouts,
             username=username,
             password=password,
             tls_ca=tls_ca,
@@ -123,14 +124,14 @@ class RedisStore(BlockStore):
         for node in self._nodes.all():
             cursor = b"0"
             found: set[OffloadKey] = set()  # a server may return a name twice
-            while True:
-                reply = node.ask("SCAN", cursor, "MATCH", self._directory + b"*", "COUNT", _SCAN_COUNT)
-                cursor, names = reply
-                new = {key for name in names if (key := self._key(name)) is not None} - found
-                found |= new
-                yield list(new)
-                if cursor == b"0":
-                    break
+            with node.conversation(self._timeouts.window_s) as ask:
+                while True:
+                    cursor, names = ask("SCAN", cursor, "MATCH", self._directory + b"*", "COUNT", _SCAN_COUNT)
+                    new = {key for name in names if (key := self._key(name)) is not None} - found
+                    found |= new
+                    yield list(new)
+                    if cursor == b"0":
+                        break
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         try:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Buffer", "ErrorReply", "ProtocolError", "Wire", "encode", "open_wire"]
+__all__ = ["Buffer", "ErrorReply", "Wire", "encode", "open_wire"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -25,10 +25,6 @@ _MOST_BUFFERS = 512
 """Buffers of one ``sendmsg``; the kernel takes 1,024."""
 _LINE_BYTES = 512
 """Read at once where a line is expected. What belongs to the block behind it is copied, so it is little."""
-
-
-class ProtocolError(OSError):
-    """The other side closed the connection, or sent what is no answer."""
 
 
 class ErrorReply(str):
@@ -102,7 +98,7 @@ class Wire(ABC):
             found += parts[-1].count(b"\n")
         *lines, rest = b"".join(parts).split(b"\r\n")
         if len(lines) != count or rest:
-            raise ProtocolError("the server sent more than was asked for")
+            raise ConnectionError("the server sent more than was asked for")
         return lines
 
     def read_value(self, targets: Sequence[memoryview], num_bytes: int) -> bool | ErrorReply | None:
@@ -116,14 +112,14 @@ class Wire(ABC):
         if line == b"$-1":
             return None
         if line[:1] != b"$" or not line[1:].isdigit():
-            raise ProtocolError("the server's answer is no value")
+            raise ConnectionError("the server's answer is no value")
         size = int(line[1:])
         if size != num_bytes:
             self._skip(size + 2)
             return False
         self._fill([*targets, memoryview(end := bytearray(2))])
         if end != b"\r\n":
-            raise ProtocolError("a value does not end where it should")
+            raise ConnectionError("a value does not end where it should")
         return True
 
     def read_line(self, first_bytes: int = _LINE_BYTES) -> bytes:
@@ -140,7 +136,7 @@ class Wire(ABC):
                 self._line[: self._stop - self._start] = self._line[self._start : self._stop]
                 self._start, self._stop = 0, self._stop - self._start
             if self._stop == len(self._line):
-                raise ProtocolError("a line does not end")
+                raise ConnectionError("a line does not end")
             self._stop += self._receive(memoryview(self._line)[self._stop : self._stop + first_bytes])
             first_bytes = _LINE_BYTES
 
@@ -206,7 +202,7 @@ class _PlainWire(Wire):
         except BlockingIOError as exc:
             raise TimeoutError("no answer in time") from exc
         if not count:
-            raise ProtocolError("the server closed the connection")
+            raise ConnectionError("the server closed the connection")
         return count
 
     def _limit(self, option: int) -> None:
@@ -237,7 +233,7 @@ class _TlsWire(Wire):
         self.socket.settimeout(self._remaining_s())
         count = self.socket.recv_into(target)
         if not count:
-            raise ProtocolError("the server closed the connection")
+            raise ConnectionError("the server closed the connection")
         return count
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.errors import StoreError
 from kvoffload.tiering.stores.root import Access, try_lock
 from kvoffload.tiering.stores.slab.format import (
     ENTRY_BYTES,
@@ -32,7 +33,7 @@ _MAX_VECTOR = 512
 _BYTE = ctypes.c_char
 
 
-class SlabUnfit(Exception):
+class SlabUnfit(StoreError):
     """These files are no slab of ours: another format, another owner, a link, or damaged."""
 
 

@@ -35,6 +35,7 @@ from kvoffload.tiering.stores.slab.format import (
     key_in,
 )
 from kvoffload.tiering.stores.slab.index import SlotIndex
+from kvoffload.tiering.stores.slab.sharing import PostedRequest, requests_of_others
 
 __all__ = ["SlabStore"]
 
@@ -48,6 +49,10 @@ _GROW_S = 1.0
 """A quota or disk that had no room for a slab is not asked again for so long."""
 _LOADED_AT_ONCE = 1 << 18
 """Slots whose tables are read before the constructor returns. The rest follows in the store's own thread."""
+_WANT_S = 10.0
+"""For so long after it found no room, a process asks others for a slab."""
+_GIVEN_S = 5.0
+"""A slab that was given away is left to others for so long."""
 _MAX_EVICTED = 1 << 18
 _SCAN_BATCH = 1024
 _LAST_SLAB = (1 << 12) - 1
@@ -56,7 +61,10 @@ _NS = 1_000_000_000
 
 @dataclass(slots=True, eq=False)
 class _Slab:
-    """A slab that is open. All but ``file`` belongs to the holder of the store's lock."""
+    """A slab that is open. A slot is in the index if its entry here is not empty.
+
+    All but ``file`` belongs to the holder of the store's lock.
+    """
 
     number: int
     file: SlabFile
@@ -69,6 +77,8 @@ class _Slab:
     """Of our slab: pages with changes that neighbours do not know of yet."""
     uses: dict[int, int] = field(default_factory=dict)
     """Of a neighbour's slab: slots that we have used, and when (seconds)."""
+    given_until_s: float = 0.0
+    """Of a slab that we gave away: until when it is others' to take."""
     num_bad: int = 0
     """Slots that are out of use because the disk failed to read or write them."""
     users: int = 0
@@ -152,6 +162,11 @@ class SlabStore(BlockStore):
         self._growth = threading.Lock()
         self._no_growth_before_s = 0.0
         self._growth_error: OSError | None = None
+        self._identity = layout.digest.hex()[:16]
+        self._request = PostedRequest(self._root, self._identity, access)
+        self._answered: dict[str, tuple[int, float]] = {}
+        """Whom we gave a slab: how many it had then, and until when it has time to take it."""
+        self._wants_until_s = 0.0
         self._growing = ""
         """The name of a slab that is being made."""
         self._upkeep = threading.Lock()
@@ -196,13 +211,14 @@ class SlabStore(BlockStore):
             stamps_ns = self._stamps(len(hashed))
             slots = [self._index.find(key) for key in hashed]
             self._use(slots, stamps_ns)
-        for at, slot in enumerate(slots):
-            if slot < 0 and hashed[at].probe not in new:  # of a key that is given twice, the first block is written
-                new[hashed[at].probe] = _NewBlock(hashed[at], self._bytes(blocks[at]), stamps_ns[at])
+            for at, slot in enumerate(slots):
+                if slot < 0 and hashed[at].probe not in new:  # of a key that is given twice, the first block is written
+                    new[hashed[at].probe] = _NewBlock(hashed[at], self._bytes(blocks[at]), stamps_ns[at])
+            runs, slabs = self._take(len(new))
         if not new:
             return [True] * len(hashed)
         errors = list[OSError]()
-        self._write_new(list(new.values()), stamps_ns.start - 1, errors)
+        self._write_new(list(new.values()), runs, slabs, stamps_ns.start - 1, errors)
         answers = [slot >= 0 or new[key.probe].is_written for key, slot in zip(hashed, slots, strict=True)]
         self._raise_unless_any(answers, errors)
         return answers
@@ -263,6 +279,7 @@ class SlabStore(BlockStore):
             with self._lock:
                 for slab in list(self._slabs.values()):
                     self._drop(slab)
+            self._request.withdraw()
             self._directory.close()
         self._is_loaded.set()
 
@@ -305,17 +322,15 @@ class SlabStore(BlockStore):
 
     # ---------------------------------------------------------------------------------------------------- writing
 
-    def _write_new(self, new: list[_NewBlock], before_ns: int, errors: list[OSError]) -> None:
-        """Writes blocks to free slots, as many as there are. Evicts nothing that was used after ``before_ns``."""
+    def _write_new(
+        self, new: list[_NewBlock], runs: list[Run], slabs: dict[int, _Slab], before_ns: int, errors: list[OSError]
+    ) -> None:
+        """Writes blocks to the free slots ``runs`` of ``slabs``, which are begun, and to more if need be.
+
+        Evicts nothing that was used after ``before_ns``.
+        """
         begin = 0
-        while begin < len(new):
-            with self._lock:
-                runs = self._allocator.take(len(new) - begin)
-                slabs = self._begin(run.slab for run in runs)
-            if not runs:
-                if not self._make_room(len(new) - begin, before_ns, errors):
-                    return
-                continue
+        while True:
             try:
                 for run in runs:
                     self._write_run(slabs[run.slab], run, new[begin : begin + run.count], errors)
@@ -324,13 +339,17 @@ class SlabStore(BlockStore):
                     self._sync(slabs, new, errors)
             finally:
                 self._end(slabs)
+            if begin == len(new) or (not runs and not self._make_room(len(new) - begin, before_ns, errors)):
+                return
+            with self._lock:
+                runs, slabs = self._take(len(new) - begin)
 
     def _write_run(self, slab: _Slab, run: Run, new: list[_NewBlock], errors: list[OSError]) -> None:
         """Writes ``run.count`` blocks: payloads first, then their entries. So a process that dies in between leaves
         empty slots."""
-        bad = list[int]()
+        first, bad = run.first, list[int]()
         try:
-            whole = slab.file.write(run.first, [block.view for block in new])
+            whole = slab.file.write(first, [block.view for block in new])
             good = [Run(0, whole)] if whole else []
         except OSError as exc:
             errors.append(exc)
@@ -338,27 +357,28 @@ class SlabStore(BlockStore):
         entries = b"".join([self._layout.entry(block.key, block.view, block.stamp_ns) for block in new])
         try:
             for part in good:
-                first = run.first + part.start
-                slab.file.write_entries(first, entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES])
+                content = entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES]
+                slab.file.write_entries(first + part.start, content)
         except OSError as exc:
             errors.append(exc)
             self._lose(slab, exc)
             return
         with self._lock:
-            if slab.used_ns is None or slab.is_dropped:
+            used_ns = slab.used_ns
+            if used_ns is None or slab.is_dropped:
                 return
             for part in good:
-                first, offset = run.first + part.start, (run.first + part.start) * ENTRY_BYTES
-                slab.entries[offset : offset + part.count * ENTRY_BYTES] = entries[
-                    part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES
+                begin, end = part.start, part.stop
+                slab.entries[(first + begin) * ENTRY_BYTES : (first + end) * ENTRY_BYTES] = entries[
+                    begin * ENTRY_BYTES : end * ENTRY_BYTES
                 ]
-                slab.changed_pages.update(range(first // PAGE_SLOTS, (first + part.count - 1) // PAGE_SLOTS + 1))
-                for at in range(part.start, part.stop):
+                slab.changed_pages.update(range((first + begin) // PAGE_SLOTS, (first + end - 1) // PAGE_SLOTS + 1))
+                for at in range(begin, end):
                     block = new[at]
                     self._index.add(block.key.hash64 & 0xFFFF_FFFF, run.start + at)
-                    slab.used_ns[run.first + at] = block.stamp_ns
+                    used_ns[first + at] = block.stamp_ns
                     block.is_written = True
-            if len(good) == 1 and good[0].count == run.count:
+            if not bad and good and good[0].count == run.count:
                 return
             left = {at for at, block in enumerate(new) if not block.is_written}
             if bad and self._may_leave_out(slab, len(bad), any_good=bool(good)):
@@ -406,30 +426,34 @@ class SlabStore(BlockStore):
         return bool(runs)
 
     def _grow(self, errors: list[OSError]) -> bool:
-        """Whether there are free slots now."""
+        """Whether there are free slots now. One thread makes a slab; others wait for it, but not if it hangs."""
         if time.monotonic() < self._no_growth_before_s:
             if self._growth_error is not None and not self._allocator.num_slots:
                 errors.append(self._growth_error)
             return False
-        with self._growth:
-            if self._allocator.free.num_slots:
-                return True
-            try:
-                # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
-                self._growing = secrets.token_hex(8)
-                file = self._directory.grow(self._growing)
-                self._growth_error = None
-                if file is not None:
-                    self._register(file, is_own=True)
-                    return True
-            except OSError as exc:
-                self._growth_error = exc
-                if not self._allocator.num_slots:
-                    errors.append(exc)
-            finally:
-                self._growing = ""
+        if not self._growth.acquire(timeout=_GROW_S):
             self._no_growth_before_s = time.monotonic() + _GROW_S
             return False
+        try:
+            if self._allocator.free.num_slots:
+                return True
+            # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
+            self._growing = secrets.token_hex(8)
+            file = self._directory.grow(self._growing)
+            self._growth_error = None
+            if file is not None:
+                self._register(file, is_own=True)
+                return True
+            self._wants_until_s = time.monotonic() + _WANT_S
+        except OSError as exc:
+            self._growth_error = exc
+            if not self._allocator.num_slots:
+                errors.append(exc)
+        finally:
+            self._growing = ""
+            self._growth.release()
+        self._no_growth_before_s = time.monotonic() + _GROW_S
+        return False
 
     def _clear(self, slabs: dict[int, _Slab], runs: Sequence[Run]) -> None:
         """Empties the entries of busy slots on the disk, and makes the slots free. In this order: nobody may write to a
@@ -511,9 +535,9 @@ class SlabStore(BlockStore):
                 return False
             self._num_corrupt += 1
             self._note_gone(entry)
-            if not slab.is_own:
-                return False  # its own process will find out; until then the slot is out of our index
             slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = EMPTY_ENTRY
+            if not slab.is_own:
+                return False  # its own process will find out; here it is gone until its page changes
             run = Run(slot, 1)
             self._allocator.hold(run)
             if error is not None and self._may_leave_out(slab, 1, any_good=True):
@@ -632,6 +656,7 @@ class SlabStore(BlockStore):
                     self._drop(slab)
         if self._directory.fd < 0:
             return
+        self._share()
         names = [seen.name for seen in self._directory.slabs()]
         self._unfit.intersection_update(names)
         for name in names:
@@ -640,14 +665,49 @@ class SlabStore(BlockStore):
             elif (slab_here := self._by_name.get(name)) is not None and not slab_here.is_own:
                 self._poll_neighbour(slab_here)
 
+    def _share(self) -> None:
+        """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we. Raises
+        ``OSError``."""
+        with self._lock:
+            own = [slab for slab in self._slabs.values() if slab.used_ns is not None]
+        now_s = time.monotonic()
+        if now_s < self._wants_until_s:
+            self._request.post(len(own))
+        else:
+            self._request.withdraw()
+        self._answered = {process: given for process, given in self._answered.items() if now_s < given[1]}
+        for theirs in requests_of_others(self._root, self._directory.access, self._request.process):
+            has_been_given = self._answered.get(theirs.process, (-1, 0.0))[0] == theirs.num_slabs
+            if has_been_given or len(own) <= theirs.num_slabs + 1:
+                continue
+            with self._lock:
+                slab = min(own, key=lambda one: -1 if one.used_ns is None else int(one.used_ns.max()))
+                own.remove(slab)
+                if slab.users:
+                    continue  # somebody writes to it just now: perhaps at the next poll
+                self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
+                if theirs.identity != self._identity:
+                    self._drop(slab)
+                    is_removed = True
+                else:
+                    self._allocator.drop_slab(slab.number)
+                    slab.used_ns, is_removed = None, False
+                    slab.given_until_s = now_s + _GIVEN_S
+            if is_removed:
+                self._directory.remove(slab.file.name)
+            else:
+                slab.file.write_changes(slab.changes + 1)  # also what was not told yet
+                slab.file.unlock()
+
     def _poll_neighbour(self, slab: _Slab) -> None:
         try:
-            if slab.file.try_lock():
+            if time.monotonic() >= slab.given_until_s and slab.file.try_lock():
                 # Its process is gone, and it is ours.
+                changes = slab.file.read_changes().copy()  # neighbours have seen these: ours must be larger
                 self._apply(slab, 0, slab.file.read_entries(0, slab.file.num_slots))
                 uses = slab.file.read_uses()
                 with self._lock:
-                    slab.changes = slab.changes.copy()
+                    slab.changes = changes
                     self._own(slab, uses)
                 return
             changes = slab.file.read_changes()
@@ -754,6 +814,11 @@ class SlabStore(BlockStore):
             else:
                 slab.uses[slot % SLAB_STRIDE] = stamp_ns // _NS
 
+    def _take(self, count: int) -> tuple[list[Run], dict[int, _Slab]]:
+        """Free slots, at most ``count``, and their slabs, which are begun."""
+        runs = self._allocator.take(count) if count else []
+        return runs, self._begin([run.slab for run in runs])
+
     def _begin(self, numbers: Iterator[int] | Sequence[int]) -> dict[int, _Slab]:
         """The slabs of a call that is about to do I/O. They stay open until ``_end``."""
         slabs = {number: self._slabs[number] for number in set(numbers)}
@@ -762,11 +827,12 @@ class SlabStore(BlockStore):
         return slabs
 
     def _forget(self, slot: int) -> None:
-        """Takes a block out of the index. A slot of ours is busy then, with an empty entry."""
+        """Takes a block out of the index. A slot of ours is busy then. A neighbour's block may come back when its page
+        changes."""
         slab, index = self._slabs[slot // SLAB_STRIDE], slot % SLAB_STRIDE
         self._index.remove(_hash_in(slab.entry(index)), slot)
+        slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = EMPTY_ENTRY
         if slab.is_own:
-            slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = EMPTY_ENTRY
             self._allocator.hold(Run(slot, 1))
 
     def _evict(self, run: Run) -> None:
@@ -783,9 +849,10 @@ class SlabStore(BlockStore):
 
     def _note_gone(self, entry: bytes) -> None:
         """A block is gone from its slot. It counts as evicted unless it is in another slot too."""
-        key = key_in(entry)
-        if key is not None and len(self._evicted) < _MAX_EVICTED and self._index.find(_hashed_in(entry)) < 0:
-            self._evicted.append(key)
+        if len(self._evicted) < _MAX_EVICTED and self._index.find(_hashed_in(entry)) < 0:
+            key = key_in(entry)
+            if key is not None:
+                self._evicted.append(key)
 
     def _may_leave_out(self, slab: _Slab, count: int, *, any_good: bool) -> bool:
         """Whether slots that the disk cannot read or write are left out of use. Not if there are many: then it is not
@@ -830,10 +897,9 @@ class SlabStore(BlockStore):
                 assert slab.users == 0
                 table = slab.view()
                 for index in np.flatnonzero(table["length"]).tolist():
+                    num_found += 1
                     found = set(self._index.find_all(_hashed_in(slab.entry(index))))
-                    is_found = number * SLAB_STRIDE + index in found
-                    num_found += is_found
-                    assert is_found or not slab.is_own, "a block of ours is not in the index"
+                    assert number * SLAB_STRIDE + index in found, "a block is not in the index"
                 if slab.used_ns is not None:
                     is_held = self._allocator.is_held(number)
                     assert ((table["length"] != 0) == is_held).all(), "a slot and its entry disagree"

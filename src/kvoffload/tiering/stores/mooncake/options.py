@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration keys of a ``mooncake`` tier."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.mooncake.store import MooncakeStore
+from kvoffload.tiering.stores.remote import RemoteOptions
+from kvoffload.units import parse_bytes
+
+__all__ = ["MooncakeOptions"]
+
+
+class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
+    """``{"type": "mooncake", "master": "host:50051", "metadata": "http://host:8080/metadata"}``. Experimental."""
+
+    master: str
+    """host:port of the master."""
+    metadata: str
+    """Where the engines of Mooncake find each other: the URL of its metadata service."""
+    hostname: str = "127.0.0.1"
+    """This machine's name or address for the others."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    """The network card, with ``rdma``."""
+    segment_bytes: int | str | None = None
+    """Memory of this machine that the engine gives to the pool. Default: none; other processes donate."""
+
+    def check(self, block_bytes: int | None = None) -> None:
+        RemoteOptions.check(self, block_bytes)
+        for name in ("master", "metadata"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} of the 'mooncake' tier is empty.")
+        self._make(block_bytes or 1, "", None)  # connects to nothing
+
+    def _open(self, block_bytes: int, namespace: str) -> BlockStore:
+        return self._make(block_bytes, namespace, self.read_seal_key())
+
+    def _make(self, block_bytes: int, namespace: str, secret: bytes | None) -> MooncakeStore:
+        given = self.segment_bytes
+        return MooncakeStore(
+            self.master,
+            self.metadata,
+            block_bytes,
+            namespace,
+            hostname=self.hostname,
+            protocol=self.protocol,
+            device=self.device,
+            segment_bytes=0 if given is None else parse_bytes(given, "segment_bytes of the 'mooncake' tier"),
+            secret=secret,
+        )

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own schedulers drive the connector step by step: what is looked up, offered, stored and announced.
+
+There is no model, and the manager does what a test says.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.vllm.models import SmallModel
+from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps, aborted, attention
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"]),
+]
+
+
+def tokens(first: int, blocks: int, more: int = 1) -> list[int]:
+    return list(range(first, first + blocks * BLOCK + more))
+
+
+def run(steps: Steps, request: Any) -> list[int]:
+    """To its end. Returns the blocks that are offloaded of it."""
+    while not request.is_finished():
+        steps.step()
+    steps.drain()
+    return steps.stored_blocks(list(request.all_token_ids))
+
+
+def test_a_refused_store_is_offered_again(llama: SmallModel, asynchronous: bool) -> None:
+    steps = Steps(llama.path, asynchronous, 40, slots=40)
+    manager = steps.manager
+    # In the next step with room, although no other block fills.
+    manager.refuses = True
+    request = steps.add("next", tokens(100, 3), 30)
+    steps.step()
+    assert manager.offered == [manager.offered[0], *[manager.offered[0][:1]] * (len(manager.offered) - 1)]
+    offers = len(manager.offered)
+    steps.step()
+    assert len(manager.offered) == offers + 1, "a full tier costs one call a step"
+    assert steps.stores() == []
+    manager.refuses = False
+    meta = steps.step()
+    assert [len(job.source.block_ids) for job in meta.stores][:1] == [1]
+    assert sum(len(job.source.block_ids) for job in meta.stores) == 3
+    assert request.num_output_tokens < BLOCK
+    steps.scheduler.finish_requests("next", aborted())
+    steps.drain()
+
+    # At its end, if there was no step with room before.
+    manager.refuses = True
+    ends = steps.add("end", tokens(200, 3), 2)
+    while ends.num_output_tokens < 1:
+        steps.step()
+    manager.refuses = False
+    steps.scheduler.finish_requests("end", aborted())
+    assert sum(len(job.source.block_ids) for job in steps.step().final_stores) == 3
+    steps.drain()
+    assert steps.stored_blocks(tokens(200, 3)) == [0, 1, 2]
+    steps.close()
+
+
+def test_of_a_window_only_what_a_hit_can_need_is_stored(llama: SmallModel, asynchronous: bool) -> None:
+    groups = [attention(block=4 * BLOCK), attention(window=2 * BLOCK)]
+    steps = Steps(llama.path, asynchronous, 60, groups=groups, slots=60)
+    prompt = tokens(100, 8)
+    assert run(steps, steps.add("r", prompt, 1)) == [0, 1]
+    # Full attention in blocks of 16 tokens: a hit ends at 16 or 32, and needs the 8 tokens before.
+    assert steps.stored_blocks(prompt, group=1) == [2, 3, 6, 7]
+    assert sum(len(keys) for keys in steps.manager.offered) == 6
+    assert steps.scheduler.reset_prefix_cache()
+    run(steps, steps.add("again", prompt, 1))
+    (load,) = steps.loads()
+    assert load.destination.group_sizes == (2, 2)
+    steps.close()
+
+
+def test_limits_of_a_request(llama: SmallModel, asynchronous: bool) -> None:
+    steps = Steps(llama.path, asynchronous, 60, slots=60)
+    manager = steps.manager
+
+    def add(name: str, prompt: list[int], **sampling: Any) -> Any:
+        return steps.add(name, prompt, 2, **sampling)
+
+    def limit(**params: Any) -> dict[str, Any]:
+        return {"extra_args": {"kv_transfer_params": params}}
+
+    # What is stored.
+    for number, (most, stored) in enumerate([(0, []), (BLOCK - 1, []), (2 * BLOCK, [0, 1]), (100, [0, 1, 2, 3])]):
+        assert run(steps, add(f"offload {most}", tokens(50 * number, 4), **limit(max_offload_tokens=most))) == stored
+    assert run(steps, add("bad", tokens(400, 4), **limit(max_offload_tokens=-1, max_load_tokens="all"))) == [0, 1, 2, 3]
+
+    # What is loaded.
+    prompt = tokens(150, 4)
+    for most, blocks in [(0, 0), (BLOCK - 1, 0), (2 * BLOCK + 1, 2), (100, 4)]:
+        assert steps.scheduler.reset_prefix_cache()
+        manager.looked_up.clear()
+        before = len(steps.loads())
+        run(steps, add(f"load {most}", prompt, **limit(max_load_tokens=most)))
+        assert sum(len(job.destination.block_ids) for job in steps.loads()[before:]) == blocks
+        assert len(set(manager.looked_up)) == blocks, "nothing beyond the limit is asked for"
+
+    # A request that does not read vLLM's prefix cache does not read offloaded blocks, and what it computes is stored.
+    assert steps.scheduler.reset_prefix_cache()
+    manager.looked_up.clear()
+    counted = steps.scheduler.connector.scheduler.core.get_stats()[("lookup_tokens",)]
+    before = len(steps.loads())
+    assert run(steps, add("skip", prompt, skip_reading_prefix_cache=True)) == [0, 1, 2, 3]
+    assert run(steps, add("skip new", tokens(450, 2), skip_reading_prefix_cache=True)) == [0, 1]
+    assert steps.loads()[before:] == manager.looked_up == []
+    assert steps.scheduler.connector.scheduler.core.get_stats()[("lookup_tokens",)] == counted
+    steps.close()
+
+
+def test_a_request_that_is_preempted_and_admitted_in_one_step_goes_on(llama: SmallModel, asynchronous: bool) -> None:
+    """As ``reset_prefix_cache(reset_running_requests=True)`` does to all of them."""
+    steps = Steps(llama.path, asynchronous, 60, slots=60)
+    requests = [steps.add(f"r{n}", tokens(100 * n, 3), 30) for n in range(3)]
+    for count in range(4):
+        for _ in range(2 + count):
+            steps.step()
+        while len(steps.scheduler.running) < 3:
+            steps.step()  # vLLM does not reset while a load is in flight
+            assert len(steps.metas) < 40, "a request waits for ever"
+        steps.deliver_all()  # nor while a step is
+        resets = steps.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=count == 2)
+        assert resets
+    loaded = {job.request_id for job in steps.loads()}
+    assert loaded == {"r0", "r1", "r2"}
+    while not all(request.is_finished() for request in requests):
+        steps.step()
+        assert len(steps.metas) < 80, "a request waits for ever"
+    steps.drain()
+    for request in requests:
+        assert request.num_output_tokens == 30
+        # The worker has checked what each went on from.
+        assert steps.stored_blocks(list(request.all_token_ids)) == list(range((request.num_tokens - 1) // BLOCK))
+    steps.close()
+
+
+def test_a_failed_load_is_recomputed(llama: SmallModel, asynchronous: bool) -> None:
+    steps = Steps(llama.path, asynchronous, 60, slots=60)
+    prompt = tokens(100, 3)
+    run(steps, steps.add("first", prompt, 1))
+    assert steps.scheduler.reset_prefix_cache()
+    steps.failing.add("second")
+    assert run(steps, steps.add("second", prompt, 6)) == [0, 1, 2]
+    assert len(steps.loads()) == 1
+    steps.close()
+
+
+def test_events_tell_all_about_promoted_blocks(llama: SmallModel, asynchronous: bool, tmp_path: Path) -> None:
+    from vllm.distributed.kv_events import BlockStored
+
+    tier = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 20 * PAGE_BYTES,
+        "self_describing_kv_events": True,
+        "secondary_tiers": [{"type": "fs", "path": str(tmp_path)}],
+    }
+    prompt = tokens(100, 3)
+
+    def announced(steps: Steps) -> dict[tuple[int, ...], Any]:
+        stored = [event for event in steps.events if isinstance(event, BlockStored) and event.medium == "CPU"]
+        return {tuple(event.token_ids): event for event in stored}
+
+    first = Steps(llama.path, asynchronous, 40, **tier)
+    first.add("first", prompt, 1)
+    while first.scheduler.has_requests():  # until the tier has everything
+        first.step()
+        time.sleep(0.001)
+    stored = announced(first)
+    first.close()
+
+    second = Steps(llama.path, asynchronous, 40, **tier)
+    second.add("second", prompt, 1)
+    while not second.loads():
+        assert second.scheduler.requests
+        second.step()
+        time.sleep(0.001)
+    seen = announced(second)  # all of them came up before it was admitted
+    second.drain()
+    blocks = [tuple(prompt[n * BLOCK : (n + 1) * BLOCK]) for n in range(3)]
+    assert list(stored) == list(seen) == blocks
+    for before, block in zip([None, *blocks], blocks, strict=False):
+        event = seen[block]
+        assert event.block_size == BLOCK
+        assert event.block_hashes == stored[block].block_hashes
+        assert event.parent_block_hash == (seen[before].block_hashes[-1] if before else None)
+        assert event.extra_keys == stored[block].extra_keys
+    second.close()

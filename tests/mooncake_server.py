@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Mooncake master, and a process that donates memory to its pool, of this machine and for one test."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.redis_server import PATIENCE_S, free_port, wait_until
+
+_DONOR = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+donor = MooncakeDistributedStore()
+code = donor.setup(sys.argv[1], sys.argv[2], int(sys.argv[3]), 16 << 20, "tcp", "", sys.argv[4])
+print("donor is ready" if code == 0 else f"donor failed with {code}", flush=True)
+time.sleep(1e6 if code == 0 else 0)
+"""
+
+
+class MooncakePool:
+    """``segment_bytes`` of one donor's memory."""
+
+    def __init__(self, directory: Path, segment_bytes: int = 256 << 20) -> None:
+        self.directory, self._segment_bytes = directory, segment_bytes
+        metadata = free_port()
+        self.master = f"127.0.0.1:{free_port()}"
+        self.metadata = f"http://127.0.0.1:{metadata}/metadata"
+        self._words = [
+            str(Path(sys.executable).with_name("mooncake_master")),
+            f"--port={self.master.rpartition(':')[2]}",
+            f"--metrics_port={free_port()}",
+            "--enable_http_metadata_server=true",
+            "--http_metadata_server_host=127.0.0.1",
+            f"--http_metadata_server_port={metadata}",
+        ]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.start_master()
+        self.start_donor()
+
+    def start_master(self) -> None:
+        self._start("master", self._words)
+        wait_until(lambda: "Master Admin Metrics" in self.log("master") or self._answers(), "the master serves")
+
+    def start_donor(self) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        arguments = [address, self.metadata, str(self._segment_bytes), self.master]
+        self._start("donor", [sys.executable, "-c", _DONOR, *arguments])
+        wait_until(lambda: "donor is ready" in self.log("donor"), "the donor is ready")
+
+    def _answers(self) -> bool:
+        import socket
+
+        try:
+            with socket.create_connection(("127.0.0.1", int(self.master.rpartition(":")[2])), timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def _start(self, name: str, words: list[str]) -> None:
+        with (self.directory / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(words, cwd=self.directory, stdout=log, stderr=subprocess.STDOUT)
+
+    def log(self, name: str) -> str:
+        process = self._processes[name]
+        text = (self.directory / f"{name}.log").read_text(errors="replace")
+        assert process.poll() is None, text[-4000:]
+        return text
+
+    def freeze(self, name: str) -> None:
+        self._processes[name].send_signal(signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        self._processes[name].send_signal(signal.SIGCONT)
+
+    def kill(self, name: str) -> None:
+        self._processes[name].kill()
+        self._processes[name].wait(PATIENCE_S)
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait(PATIENCE_S)

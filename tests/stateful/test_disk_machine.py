@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiering manager over a real ``FileSystemStore``, beside a neighbour that writes, evicts, is stopped and dies.
+
+Requests look up, load and store blocks while the neighbour, another process on the same root and quota, does what it
+likes with it. Whatever happens, a block that is served has its own bytes, no request waits beyond its patience, and the
+root keeps its quota; and once the neighbour is gone, one scan makes the count exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.sizes import by_size
+from tests.tiering.stores.rig import disk_bytes, files, room_for
+
+from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.cpu.region import SharedOffloadRegion
+from kvoffload.testing import ManualClock
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering import CPUPrimaryTierOffloadingManager, StoreTier, TieringOffloadingManager, TierLimits
+from kvoffload.tiering.stores.fs import FileSystemStore, quota
+
+SIZE = 1000
+NUM_KEYS = 12
+KEYS = keys_of(*range(NUM_KEYS))
+QUOTA_BLOCKS = 7
+MAX_WAIT_S = 5.0
+NEIGHBOUR = Path(__file__).with_name("neighbour.py")
+numbers = st.lists(st.integers(0, NUM_KEYS - 1), min_size=1, max_size=4, unique=True)
+
+WEIGHTS = {"store": 5, "ask": 8, "steps": 3, "tick": 2, "reset": 3, "vandal": 1, "corrupt": 2}
+WEIGHTS |= {"neighbour writes": 4, "neighbour deletes": 1, "neighbour scans": 1, "neighbour begins": 1}
+WEIGHTS |= {"neighbour stops": 1, "neighbour stops with the lock": 1, "neighbour dies": 1}
+ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+class Neighbour:
+    """The other process. A stopped one goes on before it is asked again."""
+
+    def __init__(self, root: Path) -> None:
+        command = [sys.executable, str(NEIGHBOUR), str(root), str(SIZE), str(room_for(QUOTA_BLOCKS))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.is_stopped = self.holds = False
+
+    def ask(self, *words: object) -> None:
+        self.go_on()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(*words, file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "done\n"
+        self.holds = words[0] == "hold"
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        self.is_stopped = True
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+        self.is_stopped = False
+        if self.holds:
+            assert self._process.stdin is not None
+            print(file=self._process.stdin, flush=True)
+            self.holds = False
+
+    def die(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class DiskMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(3, 8), cascade=st.sampled_from(["on_store", "on_evict"]))
+    def build(self, num_blocks: int, cascade: str) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.root = Path(self.directory.name) / "kv"
+        self.lock_timeout_s, quota._LOCK_TIMEOUT_S = quota._LOCK_TIMEOUT_S, 0.05
+        self.clock = ManualClock()
+        self.region = SharedOffloadRegion.anonymous(num_blocks, SIZE)
+        self.view = self.region.create_kv_memoryview()
+        self.primary = CPUPrimaryTierOffloadingManager(num_blocks, self.region)
+        self.store = FileSystemStore(self.root, SIZE, max_bytes=room_for(QUOTA_BLOCKS))
+        limits = TierLimits(threads=2, drain_timeout_s=20)
+        self.tier = StoreTier(self.primary.kv_view, "fs", self.store, limits, clock=self.clock)
+        self.manager = TieringOffloadingManager(
+            self.primary, [self.tier], clock=self.clock, max_wait_s=MAX_WAIT_S, cascade=[cascade]
+        )
+        self.neighbour = Neighbour(self.root)
+        self.num_requests = itertools.count()
+
+    @rule(action=st.sampled_from(ACTIONS), chosen=numbers)
+    def act(self, action: str, chosen: list[int]) -> None:
+        match action:
+            case "store":
+                self.offload(chosen)
+            case "ask":
+                self.ask([KEYS[number] for number in chosen])
+            case "steps":
+                self.step(20)
+            case "tick":
+                self.clock.advance(3.0)
+            case "reset":
+                self.manager.reset_cache()
+            case "vandal":
+                for path in files(self.root)[: len(chosen)]:
+                    path.unlink(missing_ok=True)
+            case "corrupt":
+                self.corrupt(chosen)
+            case "neighbour writes":
+                self.neighbour.ask("write", *chosen)
+            case "neighbour deletes":
+                self.neighbour.ask("discard", *chosen)
+            case "neighbour scans":
+                self.neighbour.ask("scan")
+            case "neighbour begins":
+                self.neighbour.ask("begin")
+            case "neighbour stops":
+                self.neighbour.stop()
+            case "neighbour stops with the lock":
+                self.neighbour.ask("hold")
+                self.neighbour.stop()
+            case "neighbour dies":
+                self.neighbour.die()
+                self.neighbour = Neighbour(self.root)
+
+    def offload(self, chosen: list[int]) -> None:
+        """A request whose blocks are computed, stored in host memory, and cascaded from there."""
+        context = self.start()
+        keys = [KEYS[number] for number in chosen]
+        output = self.manager.prepare_store(keys, context)
+        if output is not None:
+            for key, slot in zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True):
+                self.view[slot : slot + 1].cast("B")[:] = block_of(key, SIZE)
+            self.manager.complete_store(output.keys_to_store, context)
+        self.manager.on_request_finished(context)
+        self.step(5)
+
+    def ask(self, keys: list[OffloadKey]) -> None:
+        """A request that waits for its prefix, as long as it has patience, and loads what it gets."""
+        context, end_s = self.start(), self.clock() + 2 * MAX_WAIT_S
+        while None in (answers := self.manager.lookup_prefix(keys, context)):
+            assert self.clock() < end_s, "deferred beyond its patience"
+            self.step(1)
+            self.clock.advance(0.05)
+        hit = answers.index(False) if False in answers else len(answers)
+        if hit:
+            spec = self.manager.prepare_load(keys[:hit], context)
+            for key, slot in zip(keys, spec.block_ids.tolist()):
+                assert bytes(self.view[slot : slot + 1].cast("B")) == block_of(key, SIZE), f"wrong bytes for {key!r}"
+            self.manager.complete_load(keys[:hit], context)
+        self.manager.on_request_finished(context)
+
+    def corrupt(self, chosen: list[int]) -> None:
+        for number, path in zip(chosen, files(self.root)):
+            try:
+                data = bytearray(path.read_bytes())
+                data[(number * 97) % len(data)] ^= 0xFF
+                with path.open("r+b") as file:
+                    file.write(data)
+            except (OSError, ZeroDivisionError):
+                continue  # evicted meanwhile
+
+    def start(self) -> ReqContext:
+        context = ReqContext(f"r{next(self.num_requests)}")
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.manager.on_schedule_end()
+            self.manager.take_events()
+            time.sleep(0.0005)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check_invariants()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        try:
+            self.neighbour.die()
+            end = time.monotonic() + 60
+            while self.manager.has_pending_work():
+                assert time.monotonic() < end, "work is pending for ever"
+                self.step(1)
+            self.tier.drain_jobs()
+            for _ in self.store.scan():
+                pass
+            assert self.store.stats().used_bytes == disk_bytes(self.root)
+            assert disk_bytes(self.root) <= room_for(QUOTA_BLOCKS)
+            for key in KEYS:
+                buffer = bytearray(SIZE)
+                if self.store.read_into([key], [memoryview(buffer)]) == [True]:
+                    assert bytes(buffer) == block_of(key, SIZE)
+        finally:
+            self.manager.shutdown()
+            quota._LOCK_TIMEOUT_S = self.lock_timeout_s
+            self.view.release()
+            self.region.close()
+            self.directory.cleanup()
+
+
+TestDiskMachine = DiskMachine.TestCase
+TestDiskMachine.settings = settings(max_examples=by_size(quick=8, thorough=80), stateful_step_count=40, deadline=None)

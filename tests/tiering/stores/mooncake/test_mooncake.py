@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store contract over a real master and donor, with and without the copy, and Mooncake's bad days."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.mooncake_server import MooncakePool
+from tests.redis_server import free_port, wait_until
+from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
+
+from kvoffload.base import OffloadKey
+from kvoffload.errors import ConfigError, MissingExtraError, StoreError
+from kvoffload.testing.keys import keys
+from kvoffload.testing.store_contract import BlockStoreContract, block_of
+from kvoffload.tiering.options import STORES, parse_tier
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.mooncake.options import MooncakeOptions
+from kvoffload.tiering.stores.mooncake.store import MooncakeStore
+
+HAS_MOONCAKE = importlib.util.find_spec("mooncake") is not None
+needs_mooncake = pytest.mark.skipif(not HAS_MOONCAKE, reason="needs Mooncake's client; `make test-remote` brings it")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
+    made = MooncakePool(tmp_path_factory.mktemp("mooncake"))
+    yield made
+    made.stop()
+
+
+@needs_mooncake
+class TestMooncakeStore(BlockStoreContract):
+    @pytest.fixture(autouse=True)
+    def _on(self, pool: MooncakePool) -> None:
+        self.pool = pool
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return store_on(self.pool, self.block_bytes, directory.name)
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        assert isinstance(store, MooncakeStore)
+        client, name = store._connected(), store._name(key)
+        value = bytearray(client.get(name))
+        value[7] ^= 1
+        return client.batch_remove([name], True) == [0] and client.put(name, bytes(value)) == 0
+
+
+def store_on(pool: MooncakePool, block_bytes: int = BLOCK_BYTES, namespace: str = "", **options: Any) -> MooncakeStore:
+    hostname = f"127.0.0.1:{free_port()}"
+    return MooncakeStore(pool.master, pool.metadata, block_bytes, namespace, hostname=hostname, **options)
+
+
+@needs_mooncake
+def test_rows_of_the_attached_memory_move_without_a_copy(pool: MooncakePool) -> None:
+    store = store_on(pool, namespace="attached")
+    slots = np.zeros((100, BLOCK_BYTES), np.uint8)
+    store.attach(memoryview(slots))
+    wanted = keys(*range(100))
+    for slot, key in zip(slots, wanted, strict=True):
+        slot[:] = np.frombuffer(block_of(key, BLOCK_BYTES), np.uint8)
+    rows = [memoryview(slot) for slot in slots]
+    assert store.write(wanted, rows) == [True] * 100
+    assert store._staging.any() == np.False_  # nothing went through the store's own memory
+    slots[:] = 0
+    assert store.read_into(wanted[::-1], rows) == [True] * 100
+    assert all(bytes(row) == block_of(key, BLOCK_BYTES) for row, key in zip(rows, wanted[::-1], strict=True))
+    store.close()
+
+
+@needs_mooncake
+@pytest.mark.parametrize("value_from", [lambda value: value[:-1], lambda value: value + b"x", lambda value: b"hello"])
+def test_a_value_of_another_length_is_a_miss_and_is_deleted(
+    pool: MooncakePool, value_from: Callable[[bytes], bytes]
+) -> None:
+    store = store_on(pool, namespace=repr(value_from))
+    assert write(store, keys(1, 2)) == [True, True]
+    client, name = store._connected(), store._name(keys(1)[0])
+    value = client.get(name)
+    assert client.batch_remove([name], True) == [0]
+    assert client.put(name, value_from(value)) == 0
+    assert read(store, keys(1, 2)) == [False, True]
+    assert store.stats().corrupt_blocks == 1
+    assert store.contains(keys(1, 2)) == [False, True]
+    store.close()
+
+
+@needs_mooncake
+def test_two_engines_share_the_pool_and_secrets_keep_strangers_out(pool: MooncakePool) -> None:
+    first, second = (store_on(pool, namespace="shared", secret=b"the fleet's own secret") for _ in range(2))
+    stranger = store_on(pool, namespace="shared")
+    assert write(first, keys(1)) == [True]
+    assert read(second, keys(1)) == [True]
+    assert stranger.contains(keys(1)) == [False]
+    for store in (first, second, stranger):
+        store.close()
+
+
+@needs_mooncake
+def test_no_master_is_an_error(tmp_path: Path) -> None:
+    store = MooncakeStore(f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}/metadata", BLOCK_BYTES)
+    with pytest.raises(StoreError, match=r"Mooncake at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
+        store.contains(keys(1))
+    store.close()
+
+
+@needs_mooncake
+def test_a_frozen_donor_costs_a_deadline_and_passes(tmp_path: Path) -> None:
+    pool = MooncakePool(tmp_path)
+    store = store_on(pool)
+    try:
+        assert write(store, keys(1)) == [True]
+        pool.freeze("donor")
+        outcome: list[object] = []
+
+        def attempt() -> None:
+            try:
+                outcome.append(read(store, keys(1)))
+            except StoreError as exc:
+                outcome.append(exc)
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        assert outcome == [[False]] or isinstance(outcome[0], StoreError)
+        pool.thaw("donor")
+        wait_until(
+            lambda: succeeds(lambda: read(store, keys(1)) == [True] or write(store, keys(1)) == [True]), "it works"
+        )
+    finally:
+        store.close()
+        pool.stop()
+
+
+def succeeds(call: Callable[[], bool]) -> bool:
+    try:
+        return call()
+    except StoreError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"master": ""}, "master of the 'mooncake' tier is empty"),
+        ({"metadata": ""}, "metadata of the 'mooncake' tier is empty"),
+        ({"protocol": "udp"}, "protocol"),
+        ({"seal_key": "short"}, "16 characters"),
+        ({"segment_bytes": "many"}, "segment_bytes of the 'mooncake' tier"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options: dict[str, Any], text: str) -> None:
+    if text.startswith("segment_bytes") and not HAS_MOONCAKE:
+        pytest.skip("needs Mooncake's client")
+    known = {"type": "mooncake", "master": "host:1", "metadata": "http://host/metadata"}
+    with pytest.raises(ConfigError, match=text):
+        parse_tier(known | options, 4096)
+
+
+def test_without_the_client_the_extra_is_named() -> None:
+    if HAS_MOONCAKE:
+        pytest.skip("the client is here")
+    with pytest.raises(MissingExtraError, match=r"pip install 'kvoffload\[mooncake\]'"):
+        parse_tier({"type": "mooncake", "master": "host:1", "metadata": "http://host/metadata"}, 4096)
+    assert STORES.get("mooncake") is MooncakeOptions
