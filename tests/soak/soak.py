@@ -258,7 +258,7 @@ def flat(samples: list[Sample]) -> list[str]:
     if third < 8:
         return []
     grown = []
-    for name, share, more in (("rss_mib", 1.05, 16), ("descriptors", 1.0, 8), ("threads", 1.0, 4)):
+    for name, share, more in (("rss_mib", 1.05, 16), ("descriptors", 1.1, 16), ("threads", 1.0, 4)):
         middle, last = (
             statistics.median(getattr(each, name) for each in part)
             for part in (samples[third : 2 * third], samples[2 * third :])

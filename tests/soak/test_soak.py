@@ -34,6 +34,6 @@ def test_what_grows_is_found_and_what_wanders_is_not() -> None:
     wandering = [Sample(400 + at % 7, 20 + at % 5, 12 + at % 3) for at in range(60)]
     assert flat(wandering) == []
     assert flat([Sample(400 + 3 * at, 20, 12) for at in range(60)]) == ["rss_mib grew from 488 to 548"]
-    assert flat([Sample(400, 20 + at, 12) for at in range(60)]) == ["descriptors grew from 50 to 70"]
+    assert flat([Sample(400, 20 + 2 * at, 12) for at in range(60)]) == ["descriptors grew from 79 to 119"]
     assert flat([Sample(400, 20, 12 + at // 2) for at in range(60)]) == ["threads grew from 26 to 36"]
     assert flat([Sample(400 + 50 * at, 20, 12) for at in range(12)]) == [], "too few to say"
