@@ -138,4 +138,5 @@ def test_engines_under_load_share_a_store_and_survive_its_restart(tmp_path: Path
         for engine in engines:
             engine.stop()
         server.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvoffload-")]
+    left = {thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffload-")}
+    assert left <= {"kvoffload-compile"}  # once in a process, and for all that follow

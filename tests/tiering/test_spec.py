@@ -96,7 +96,8 @@ class Engine:
 def _no_threads_are_left() -> Any:
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) <= before
+    # The copy loop may still be compiled, once in a process and for all that follow.
+    assert {thread for thread in threading.enumerate() if thread.name != "kvoffload-compile"} <= before
 
 
 def test_blocks_come_back_from_disk_after_a_restart(tmp_path: Path) -> None:
