@@ -43,6 +43,8 @@ from kvoffload.tiering.stores.fs.admin import StoreRoot
 
 FAULT_EVERY_S = 0.7
 SAMPLE_EVERY_S = 5.0
+CALM_S = 4.0
+"""Without faults, before the end: longer than any call hangs."""
 
 
 # ------------------------------------------------------------------------------------------------------ the neighbour
@@ -317,6 +319,9 @@ def soak(minutes: float, seed: int, engine: str, root: Path, plan: Path | None) 
     finally:
         faults.heal()
         neighbour.end()
+    calm_until_s = time.monotonic() + CALM_S
+    while time.monotonic() < calm_until_s:
+        server.step()
     server.end()
     problems += [f"wrong tokens: {wrong}" for wrong in server.served.wrong]
     problems += [f"raised: {each}" for each in server.exceptions] + neighbour.failures + flat(samples)
