@@ -17,6 +17,7 @@ import pytest
 from tests.engines.vllm.drafts import NUM_DRAFTS, Speculation
 from tests.engines.vllm.steps import BLOCK, Steps, aborted, attention
 
+from kvoffload.engines.vllm.versions import vllm_release
 from kvoffload.errors import ConfigError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -116,7 +117,9 @@ def test_a_hit_is_as_long_as_in_vllms_own_prefix_cache(drafts: dict[str, Specula
     assert set(own.values()) == {0, 8, 16, 24, 32}
     for prompt, hit in own.items():
         request = steps.add("again", list(prompt), 1)
-        assert steps.scheduler.connector.get_num_new_matched_tokens(request, 0)[0] == hit, len(prompt)
+        found = steps.scheduler.connector.get_num_new_matched_tokens(request, 0)[0]
+        # Before 0.32 vLLM finds less in its own cache where the prompt ends with a block.
+        assert found == hit or (vllm_release() < (0, 32) and found > hit), len(prompt)
         steps.scheduler.finish_requests("again", aborted())
     steps.close()
 
