@@ -133,9 +133,8 @@ class _BoundedOptions(StoreOptions, frozen=True, kw_only=True):
         return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
 
 
-class DiskOptions(_BoundedOptions, frozen=True, kw_only=True):
-    """``{"type": "disk", "path": ..., "max_bytes": "200GiB"}``: a local disk. ``max_bytes`` is a quota on all slabs
-    below ``path``. Default: all but a tenth of the disk."""
+class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
+    """A store in a directory of this host's file systems."""
 
     is_persistent: ClassVar[bool] = True
 
@@ -151,47 +150,41 @@ class DiskOptions(_BoundedOptions, frozen=True, kw_only=True):
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
         if not self.path:
-            raise ConfigError("path of the 'disk' tier is empty; name a directory.")
+            raise ConfigError(f"path of the {self.type!r} tier is empty; name a directory.")
         max_bytes = self.bound_bytes
-        if max_bytes is not None and block_bytes and max_bytes < SlabFormat("", block_bytes).slab_bytes(2):
+        if max_bytes is not None and block_bytes and max_bytes < self._two_blocks_bytes(block_bytes):
             raise ConfigError(
-                f"max_bytes of the 'disk' tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
+                f"max_bytes of the {self.type!r} tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
             )
+
+    @abstractmethod
+    def _two_blocks_bytes(self, block_bytes: int) -> int:
+        """Bytes on disk of the smallest store that is of use."""
+
+
+class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
+    """``{"type": "disk", "path": ..., "max_bytes": "200GiB"}``: a local disk. ``max_bytes`` is a quota on all slabs
+    below ``path``. Default: all but a tenth of the disk."""
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return SlabStore(
             self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
         )
 
+    def _two_blocks_bytes(self, block_bytes: int) -> int:
+        return SlabFormat("", block_bytes).slab_bytes(2)
 
-class FileSystemOptions(_BoundedOptions, frozen=True, kw_only=True):
+
+class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
     """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``. ``max_bytes`` is a quota on all files below ``path``."""
-
-    is_persistent: ClassVar[bool] = True
-
-    path: str
-    durability: Literal["none", "fsync"] = "none"
-    mode: Literal["private", "group"] = "private"
-    """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
-
-    @property
-    def directory(self) -> str:
-        return self.path
-
-    def check(self, block_bytes: int | None = None) -> None:
-        StoreOptions.check(self, block_bytes)
-        if not self.path:
-            raise ConfigError("path of the 'fs' tier is empty; name a directory.")
-        max_bytes = self.bound_bytes
-        if max_bytes is not None and block_bytes and max_bytes < 2 * BlockFormat("", block_bytes).file_bytes:
-            raise ConfigError(
-                f"max_bytes of the 'fs' tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
-            )
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return FileSystemStore(
             self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
         )
+
+    def _two_blocks_bytes(self, block_bytes: int) -> int:
+        return 2 * BlockFormat("", block_bytes).file_bytes
 
 
 class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
