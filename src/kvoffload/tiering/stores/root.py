@@ -10,11 +10,12 @@ import hashlib
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote, unquote
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, suggest
 
 __all__ = [
     "CONTROL_DIR",
@@ -27,6 +28,7 @@ __all__ = [
     "check_root",
     "directory_of",
     "display_name",
+    "find_directory",
     "make_directory",
     "namespace_of",
     "open_control",
@@ -82,6 +84,17 @@ class NamespaceUsage:
 def display_name(directory: str) -> str:
     """A namespace for people to read, also the one without a name."""
     return namespace_of(directory) or "(default)"
+
+
+def find_directory(namespace: str, known: Sequence[str], root: str) -> str:
+    """Which of the ``known`` directories is that of a namespace, given by its name or as ``ls`` shows it. Raises
+    ``ConfigError`` if ``root`` has none."""
+    if (directory := directory_of(namespace)) in known:
+        return directory
+    names = [display_name(directory) for directory in known]
+    if namespace in names:
+        return known[names.index(namespace)]
+    raise ConfigError(f"{root} has no namespace {namespace!r}.{suggest(namespace, names)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvoffload.errors import ConfigError, suggest
+from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.fs.format import PAGE_BYTES, SUFFIX, BlockFormat, Header, parse_name
 from kvoffload.tiering.stores.fs.quota import Deletion, Quota
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep
@@ -25,8 +25,7 @@ from kvoffload.tiering.stores.root import (
     NamespaceUsage,
     check_control,
     check_locks,
-    directory_of,
-    display_name,
+    find_directory,
 )
 
 __all__ = ["StoreRoot", "is_sound"]
@@ -52,13 +51,7 @@ class StoreRoot:
 
     def directory(self, namespace: str) -> str:
         """The directory of a namespace, which is given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
-        known = self.directories()
-        if (directory := directory_of(namespace)) in known:
-            return directory
-        names = [display_name(directory) for directory in known]
-        if namespace in names:
-            return known[names.index(namespace)]
-        raise ConfigError(f"{self.path} has no namespace {namespace!r}.{suggest(namespace, names)}")
+        return find_directory(namespace, self.directories(), str(self.path))
 
     def usage(self) -> list[NamespaceUsage]:
         """One entry per namespace. Reads no block."""

@@ -17,19 +17,25 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffload.errors import ConfigError, suggest
+from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     Access,
     NamespaceUsage,
     check_control,
     check_locks,
-    directory_of,
-    display_name,
-    open_directory,
+    find_directory,
     try_lock,
 )
-from kvoffload.tiering.stores.slab.directory import LOCK_NAME, SlabSeen, root_lock, slabs_in, sweep, try_remove
+from kvoffload.tiering.stores.slab.directory import (
+    LOCK_NAME,
+    SlabSeen,
+    namespaces_in,
+    root_lock,
+    slabs_in,
+    sweep,
+    try_remove,
+)
 from kvoffload.tiering.stores.slab.file import SlabFile, SlabUnfit
 from kvoffload.tiering.stores.slab.format import (
     EMPTY_ENTRY,
@@ -88,13 +94,7 @@ class SlabRoot:
 
     def directory(self, namespace: str) -> str:
         """The directory of a namespace, which is given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
-        known = self.directories()
-        if (directory := directory_of(namespace)) in known:
-            return directory
-        names = [display_name(directory) for directory in known]
-        if namespace in names:
-            return known[names.index(namespace)]
-        raise ConfigError(f"{self.path} has no namespace {namespace!r}.{suggest(namespace, names)}")
+        return find_directory(namespace, self.directories(), str(self.path))
 
     def usage(self) -> list[NamespaceUsage]:
         """One entry per namespace. Reads tables only."""
@@ -254,19 +254,4 @@ class SlabRoot:
             time.sleep(0.05)
 
     def _namespaces(self, only: str | None = None) -> Iterator[tuple[str, int]]:
-        root_fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for name in sorted(os.listdir(root_fd)) if only is None else [only]:
-                if name.startswith("."):
-                    continue
-                try:
-                    fd = open_directory(name, root_fd)
-                except OSError:
-                    continue  # a link, a file, or not for us
-                try:
-                    if self._access.admits(os.fstat(fd)):
-                        yield name, fd
-                finally:
-                    os.close(fd)
-        finally:
-            os.close(root_fd)
+        return namespaces_in(self._root, self._access, only)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.root import (
-    CONTROL_DIR,
     Access,
     make_directory,
     open_control,
@@ -22,7 +21,7 @@ from kvoffload.tiering.stores.root import (
 from kvoffload.tiering.stores.slab.file import SlabFile, SlabUnfit
 from kvoffload.tiering.stores.slab.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
-__all__ = ["LOCK_NAME", "SlabDirectory", "SlabSeen", "root_lock", "slabs_in", "sweep", "try_remove"]
+__all__ = ["LOCK_NAME", "SlabDirectory", "SlabSeen", "namespaces_in", "root_lock", "slabs_in", "sweep", "try_remove"]
 
 LOCK_NAME = "slabs"
 _LEAST_SHARE = 8
@@ -237,7 +236,7 @@ class SlabDirectory:
             disk = os.statvfs(self.root)
             return disk.f_frsize * (disk.f_bavail - disk.f_blocks // _FREE_SHARE - 2)  # two files, each in whole blocks
         used_bytes = 0
-        for _, dir_fd in self._namespaces():
+        for _, dir_fd in namespaces_in(self.root, self.access):
             sweep(dir_fd)
             used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
         return self._max_bytes - used_bytes
@@ -247,7 +246,7 @@ class SlabDirectory:
         in ours. Returns the bytes that this freed."""
         freed_bytes = 0
         unused = list[tuple[int, str, SlabSeen]]()
-        for directory, dir_fd in self._namespaces():
+        for directory, dir_fd in namespaces_in(self.root, self.access):
             if directory == self._name:
                 unused += [(slab.used_ns, directory, slab) for slab in slabs_in(dir_fd) if self._is_foreign(slab)]
             elif _is_unused(dir_fd):
@@ -256,7 +255,7 @@ class SlabDirectory:
         for _, directory, slab in unused:
             if freed_bytes >= num_bytes:
                 break
-            for _, dir_fd in self._namespaces(directory):
+            for _, dir_fd in namespaces_in(self.root, self.access, directory):
                 try:
                     if directory == self._name or _is_unused(dir_fd):
                         freed_bytes += slab.num_bytes * try_remove(slab.name, dir_fd)
@@ -273,24 +272,26 @@ class SlabDirectory:
             pass
         return False
 
-    def _namespaces(self, only: str | None = None) -> Iterator[tuple[str, int]]:
-        """Name and descriptor of each namespace's directory, never through a link. They are closed afterwards."""
-        root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for name in os.listdir(root_fd) if only is None else [only]:
-                if name == CONTROL_DIR:
-                    continue
-                try:
-                    fd = open_directory(name, root_fd)
-                except OSError:
-                    continue  # a link, a file, or not for us
-                try:
-                    if self.access.admits(os.fstat(fd)):
-                        yield name, fd
-                finally:
-                    os.close(fd)
-        finally:
-            os.close(root_fd)
+
+def namespaces_in(root: str, access: Access, only: str | None = None) -> Iterator[tuple[str, int]]:
+    """Name and descriptor of each namespace's directory, sorted, never through a link. Each descriptor is closed when
+    the next is asked for. No namespace's name begins with a dot."""
+    root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in sorted(os.listdir(root_fd)) if only is None else [only]:
+            if name.startswith("."):
+                continue
+            try:
+                fd = open_directory(name, root_fd)
+            except OSError:
+                continue  # a link, a file, or not for us
+            try:
+                if access.admits(os.fstat(fd)):
+                    yield name, fd
+            finally:
+                os.close(fd)
+    finally:
+        os.close(root_fd)
 
 
 def _disk_bytes(root: str) -> int:
