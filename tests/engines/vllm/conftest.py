@@ -17,6 +17,8 @@ from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import Baseline, run_child
 from tests.engines.vllm.models import SmallModel, write_gemma3, write_llama
 
+from kvoffload.engines.vllm.versions import drafters_are_proven
+
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
@@ -53,6 +55,14 @@ def gemma_baseline(gemma: SmallModel) -> Baseline:
 @pytest.fixture(scope="session")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculation]:
     return write_drafts(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="session")
+def proven_drafts(drafts: dict[str, Speculation]) -> dict[str, Speculation]:
+    """``drafts``, where kvoffload takes those with KV."""
+    if not drafters_are_proven():
+        pytest.skip("vLLM 0.30's CPU build cannot draft, so kvoffload refuses drafters with KV there")
+    return drafts
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from tests.engines.vllm.harness import hash_block_size
 
 from kvoffload.config import GroupKind, parse_config
 from kvoffload.connector import NO_BLOCK
+from kvoffload.engines.vllm import versions
 from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
 from kvoffload.engines.vllm.steps import StepTranslator
 from kvoffload.errors import ConfigError, LayoutError
@@ -149,6 +150,19 @@ def sliding(window: int, **changes: Any) -> Any:
 def test_configurations_that_cannot_work_say_why(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         refuse_unsupported(vllm_config(**change), SimpleNamespace())
+
+
+@pytest.mark.parametrize("release", [(0, 30), (0, 31)])
+def test_before_0_31_drafters_with_kv_are_refused(release: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "vllm_release", lambda: release)
+    caches = SimpleNamespace(prefix_cacheable_group_ids=[], kv_cache_groups=[])
+    refuse_unsupported(vllm_config(speculative_config=speculative(method="ngram")), caches)
+    config = vllm_config(speculative_config=speculative(method="eagle3"))
+    if release < (0, 31):
+        with pytest.raises(ConfigError, match=r"'eagle3' drafters .* vLLM 0\.31 or newer, one of ngram,"):
+            refuse_unsupported(config, caches)
+    else:
+        refuse_unsupported(config, caches)
 
 
 def test_the_users_keys_are_validated() -> None:

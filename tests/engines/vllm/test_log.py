@@ -16,15 +16,20 @@ from kvoffload.engines.vllm.log import log_with_vllm
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 CASES = r"""
-import io, json, logging
-from vllm.config.logging import LoggingConfig
-from vllm.logger import configure_logging
+import io, json, logging, os
+import vllm.logger
 from MODULE import log_with_vllm
+from kvoffload.engines.vllm.versions import vllm_release
 
 ours, theirs, root = (logging.getLogger(name) for name in ("kvoffload", "vllm", None))
 
 def configure(level):
-    configure_logging(LoggingConfig(log_level=level))
+    if vllm_release() < (0, 31):
+        os.environ["VLLM_LOGGING_LEVEL"] = level
+        vllm.logger._configure_vllm_root_logger()
+    else:
+        from vllm.config.logging import LoggingConfig
+        vllm.logger.configure_logging(LoggingConfig(log_level=level))
     theirs.handlers[0].setStream(out)
 
 def handler(form):

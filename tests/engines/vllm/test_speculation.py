@@ -33,11 +33,13 @@ def rate(seen: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
-def test_a_drafter_finds_its_kv_again(method: str, drafts: dict[str, Speculation], drafts_baseline: Baseline) -> None:
+def test_a_drafter_finds_its_kv_again(
+    method: str, proven_drafts: dict[str, Speculation], drafts_baseline: Baseline
+) -> None:
     seen = run_child(
         "speculate",
-        model=drafts[method].target,
-        speculative_config=drafts[method].config,
+        model=proven_drafts[method].target,
+        speculative_config=proven_drafts[method].config,
         extra={"cpu_bytes_to_use": "64MiB"},
     )
     (layers,) = seen["layers"]

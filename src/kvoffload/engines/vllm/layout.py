@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, parse_config
-from kvoffload.engines.vllm.versions import hash_block_tokens
+from kvoffload.engines.vllm.versions import drafters_are_proven, hash_block_tokens
 from kvoffload.errors import ConfigError, LayoutError
 
 __all__ = ["config_of", "layout_of", "refuse_unsupported"]
@@ -110,6 +110,11 @@ def _refuse_speculation(speculative: Any) -> None:
             f"kvoffload cannot vouch for the KV of {reason}: use one of "
             f"{', '.join(_DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV)} with sequential drafting by one module, or serve "
             "without kvoffload."
+        )
+    if speculative.method in _DRAFTERS_WITH_KV and not drafters_are_proven():
+        raise ConfigError(
+            f"kvoffload cannot vouch for the KV of {speculative.method!r} drafters with vLLM 0.30: use vLLM 0.31 or "
+            f"newer, one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or serve without kvoffload."
         )
 
 

@@ -16,6 +16,7 @@ from kvoffload.errors import ConfigError
 __all__ = [
     "NEWEST",
     "OLDEST",
+    "drafters_are_proven",
     "event_extra_keys",
     "hash_block_tokens",
     "host_hit_source",
@@ -70,6 +71,11 @@ def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 
     _, tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return int(tokens)
+
+
+def drafters_are_proven() -> bool:
+    """Whether the KV of drafters was shown to be good after a load. Not before 0.31, whose CPU build cannot draft."""
+    return vllm_release() >= _0_31
 
 
 def event_extra_keys(hashed: tuple[Any, ...] | None) -> list[Any] | None:
