@@ -4,12 +4,13 @@
 ``fio`` reads and writes at random in one file that has been written before, as the store does in its slabs. *Single*
 blocks are scattered, one call each. *Runs* are parts of a prefix as ``StoreTier`` hands them over, up to 64 blocks or
 4 MiB per call. Processor time is that of the whole process, per block. The file store does the same in the same run.
-The start is that of a store with a million slots. ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working
-directory).
+The start is that of a store with a million slots, and the memory that of such a store and its tier.
+``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -28,13 +30,14 @@ from pathlib import Path
 import numpy as np
 
 from bench.core import Row
-from kvoffload.base import OffloadKey
+from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.testing.keys import keys as make_keys
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.slab import SlabStore
 from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, PAGE_BYTES, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
+from kvoffload.tiering.tier import StoreTier
 
 THREADS = 4
 RUN_BLOCKS, RUN_BYTES = 64, 4 << 20
@@ -53,7 +56,7 @@ def run(short: bool) -> list[Row]:
         rows = [
             row for size in sizes for row in _against_fio(Path(name), size, 16 << 20 if short else 256 << 20, short)
         ]
-        return [*rows, _start(Path(name) / "start", 10_000 if short else 1_000_000)]
+        return [*rows, *_start(Path(name) / "start", 10_000 if short else 1_000_000)]
 
 
 @dataclass
@@ -199,7 +202,7 @@ def _batches(
     ]
 
 
-def _start(root: Path, num_slots: int) -> Row:
+def _start(root: Path, num_slots: int) -> list[Row]:
     """Opens a store whose tables are full. The payloads are holes, as a start does not read them."""
     layout, per_slab = SlabFormat(directory_of(""), 65536), min(num_slots, 16_000)
     SlabStore(root, 65536, max_bytes=1 << 30).close()
@@ -219,4 +222,33 @@ def _start(root: Path, num_slots: int) -> Row:
     seconds = time.perf_counter() - begun
     store.close()
     case = f"start with {num_blocks:,} blocks, lookups from {opened_s:.2f} s on"
-    return Row("disk_store", case, seconds, "s", "1 s", seconds, "<= 1" if num_slots >= 1_000_000 else "")
+    is_large = num_slots >= 1_000_000
+    return [
+        Row("disk_store", case, seconds, "s", "1 s", seconds, "<= 1" if is_large else ""),
+        *_memory(root, num_blocks, "<= 1" if is_large else ""),
+    ]
+
+
+def _memory(root: Path, num_blocks: int, target: str) -> list[Row]:
+    """What a store and its tier keep of blocks that were there at the start, and of lookups."""
+    view = memoryview(bytearray(65536)).cast("B", (1, 65536))
+    names, context = make_keys(*range(20_000)), ReqContext("memory")
+    tracemalloc.start()
+    tier = StoreTier(view, "disk", store := SlabStore(root, 65536, max_bytes=1 << 40))
+    while store.stats().used_bytes < num_blocks * 65536:
+        time.sleep(0.01)
+    for key in names:
+        assert not tier.lookup(key, context)
+    tier.on_schedule_end()
+    gc.collect()
+    per_block = tracemalloc.get_traced_memory()[0] / num_blocks
+    tracemalloc.stop()
+    begun = time.process_time()
+    for key in names:
+        tier.lookup(key, context)
+    micros = (time.process_time() - begun) / len(names) * 1e6
+    tier.shutdown()
+    return [
+        Row("disk_store", "memory per block, store and tier", per_block, "bytes", "150 bytes", per_block / 150, target),
+        Row("disk_store", "lookup of one block in the tier", micros, "us"),
+    ]

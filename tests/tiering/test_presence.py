@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The presence index alone: what it answers, what it asks for, what it forgets and which events it announces."""
+"""The presence index alone: what it answers, what it asks for, what it forgets and which events it announces.
+
+The last tests are about stores that know their own keys.
+"""
 
 from __future__ import annotations
 
@@ -166,3 +169,56 @@ def test_a_sample_leaves_out_what_it_is_told_to(index: PresenceIndex) -> None:
     assert set(index.sample(3, 0, [B])) == {A, C}
     assert len(index.sample(1, 5, [])) == 1
     assert index.sample(3, 0, [A, B, C]) == []
+
+
+@pytest.fixture
+def resident() -> set[OffloadKey]:
+    """What the store has."""
+    return {A, B}
+
+
+@pytest.fixture
+def exact(resident: set[OffloadKey], clock: ManualClock) -> PresenceIndex:
+    return PresenceIndex("test", 1, resident=resident, clock=clock)
+
+
+def test_an_exact_index_answers_what_the_store_has_now(exact: PresenceIndex, resident: set[OffloadKey]) -> None:
+    assert ask(exact, A, B, C) == [True, True, False]
+    resident.remove(A)
+    resident.add(C)
+    assert ask(exact, A, B, C) == [False, True, True]
+    assert len(exact) == 2
+    assert not exact.is_asking
+    exact.remove([B])
+    assert ask(exact, B) == [True], "the store has it, whatever was reported"
+    exact.begin_hang([B, C])
+    assert ask(exact, B, C) == [False, False]
+    exact.end_hang([B, C])
+    assert ask(exact, B, C) == [True, True]
+    assert exact.sample(3, 5, [B]) == [C]
+
+
+def test_an_exact_index_announces_what_is_true_once_somebody_asks(
+    exact: PresenceIndex, resident: set[OffloadKey]
+) -> None:
+    exact.add([A])
+    assert not exact.has_events
+    assert events(exact) == []
+    exact.begin_events()
+    exact.begin_store([A, B, C])
+    exact.remove([A])  # evicted, and written again before anybody heard of it
+    exact.end_store([A, B, C], [True, True, True])  # C was evicted meanwhile
+    exact.remove([C])
+    assert events(exact) == [([A, B], False), ([C], True)]
+
+
+def test_events_of_an_exact_index_that_nobody_takes_end(clock: ManualClock) -> None:
+    resident = set(keys(*range(70_000)))
+    exact = PresenceIndex("test", 1, resident=resident, clock=clock)
+    exact.begin_events()
+    exact.add(list(resident))
+    assert not exact.has_events
+    assert events(exact) == []
+    exact.begin_events()
+    exact.add([*resident][:5])
+    assert sum(len(names) for names, _ in events(exact)) == 5

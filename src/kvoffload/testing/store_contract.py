@@ -159,6 +159,19 @@ class BlockStoreContract(ABC):
             assert len(found) == len(set(found))
             assert set(found) <= keys - set(keys_of(7))
 
+    def test_resident_keys_are_those_that_are_here(self) -> None:
+        with self._open() as (store, _):
+            resident = store.resident
+            if resident is None:
+                return
+            keys = keys_of(*range(30))
+            self._write(store, keys)
+            store.discard(keys_of(7, 99))
+            asked = [*keys, *keys_of(99)]
+            assert [key in resident for key in asked] == store.contains(asked)
+            assert set(resident) == set(keys) - set(keys_of(7))
+            assert len(resident) == 29
+
     def test_touch_and_stats_are_harmless(self) -> None:
         with self._open() as (store, _):
             self._write(store, keys_of(1, 2))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An index of a store's content, for answers that need no call of the store."""
+"""What a tier knows of its store's content, for answers that need no call of the store."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvoffload.base import OffloadingEvent, OffloadKey
 from kvoffload.events import PendingEvents
@@ -15,6 +15,8 @@ __all__ = ["PresenceIndex"]
 
 _MAX_ASKING = 262_144
 _SHARD_BLOCKS = 4_096
+_MIN_EVENT_KEYS = 65_536
+_EVENT_SHARE = 8
 
 
 class PresenceIndex:
@@ -25,8 +27,9 @@ class PresenceIndex:
     ``max_absent`` absent ones, and forgets old ones first. An absent key is asked for again once it is older than
     ``absent_ttl_s``. Events name the store by ``medium``.
 
-    The present keys lie in shards of some 4,000, so that no call takes long: a large dictionary stops everything while
-    it grows.
+    A store that knows its own keys gives them as ``resident`` (``BlockStore.resident``). Then nothing is remembered
+    here, nothing is asked, and a key is present or absent as the store has it at that moment. Nor are changes recorded
+    before somebody takes them: ``begin_events``.
     """
 
     def __init__(
@@ -34,24 +37,16 @@ class PresenceIndex:
         medium: str,
         max_blocks: int,
         *,
+        resident: Collection[OffloadKey] | None = None,
         max_absent: int = 65_536,
         absent_ttl_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._medium = medium
-        self._max_blocks = max_blocks
         self._max_absent = max_absent
         self._absent_ttl_s = absent_ttl_s
         self._clock = clock
-        num_shards = 1 << (max_blocks // _SHARD_BLOCKS).bit_length()
-        # Each key with the number of the scan before or during which it was last seen.
-        self._shards: list[OrderedDict[OffloadKey, int]] = [OrderedDict() for _ in range(num_shards)]
-        self._mask = num_shards - 1
-        self._num_present = 0
-        self._scan = 0
-        self._num_swept = num_shards
-        """Shards that ``forget_unseen`` is done with."""
-        self._has_forgotten = False
+        self._present = _RememberedKeys(max_blocks) if resident is None else _ResidentKeys(resident)
         # Absent keys, and from when on each is worth asking for again.
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asking: set[OffloadKey] = set()
@@ -61,17 +56,22 @@ class PresenceIndex:
         """Keys to ask the store for. Others only test whether there are any; ``take_keys_to_ask`` takes them."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
-        self._events = PendingEvents(medium)
+        self._events = None if self._present.is_exact else PendingEvents(medium)
 
     def __repr__(self) -> str:
-        return f"PresenceIndex({self._medium!r}, present={self._num_present}, asking={len(self._asking)})"
+        return f"PresenceIndex({self._medium!r}, present={len(self)}, asking={len(self._asking)})"
 
     def __len__(self) -> int:
         """Blocks known to be present."""
-        return self._num_present
+        return len(self._present)
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._shards[hash(key) & self._mask]
+        return key in self._present
+
+    @property
+    def is_exact(self) -> bool:
+        """The store itself says what it has: no key is unknown, and no scan is needed to learn what is there."""
+        return self._present.is_exact
 
     # -------------------------------------------------------------------------------------------------- questions
 
@@ -82,7 +82,7 @@ class PresenceIndex:
         """
         if self._hanging and key in self._hanging:
             return False
-        if key in self._shards[hash(key) & self._mask]:
+        if key in self._present:
             return True
         if key in self._asking:
             return None
@@ -92,7 +92,8 @@ class PresenceIndex:
                 self._absent[key] = self._clock() + self._absent_ttl_s
                 self.to_ask.append(key)
             return False
-        if (is_complete and not self._has_forgotten) or len(self._asking) >= _MAX_ASKING:
+        is_absent = self._present.is_exact or (is_complete and not self._present.has_forgotten)
+        if is_absent or len(self._asking) >= _MAX_ASKING:
             return False
         self._asking.add(key)
         self.to_ask.append(key)
@@ -134,41 +135,26 @@ class PresenceIndex:
     def sample(self, count: int, start: int, besides: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Up to ``count`` present keys, none of ``besides``; others for another ``start``."""
         excluded = set(besides)
-        shards = (self._shards[(start + offset) & self._mask] for offset in range(len(self._shards)))
-        keys = (key for shard in shards for key in reversed(shard) if key not in excluded)
-        return list(itertools.islice(keys, count))
+        return list(itertools.islice((key for key in self._present.since(start) if key not in excluded), count))
 
     # ---------------------------------------------------------------------------------------------------- changes
 
     def add(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` are present."""
-        added = []
-        for key in keys:
-            shard = self._shards[hash(key) & self._mask]
-            if key in shard:
-                shard[key] = self._scan
-                continue
-            self._absent.pop(key, None)
-            if self._num_present >= self._max_blocks:
-                self._forget_one(shard)
-            shard[key] = self._scan
-            self._num_present += 1
-            added.append(key)
-        self._events.add(added, removed=False)
+        if self._absent:
+            for key in keys:
+                self._absent.pop(key, None)
+        self._announce(self._present.add(keys), removed=False)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` were evicted, or could not be read: they are unknown from now on."""
-        removed = []
         for key in keys:
             # The store may evict a block before its store job's result is taken. The mark keeps that late result from
             # adding a key that is gone.
             if key in self._storing:
                 self._storing[key] = True
             self._absent.pop(key, None)
-            if self._shards[hash(key) & self._mask].pop(key, None) is not None:
-                self._num_present -= 1
-                removed.append(key)
-        self._events.add(removed, removed=True)
+        self._announce(self._present.remove(keys), removed=True)
 
     def begin_store(self, keys: Iterable[OffloadKey]) -> None:
         """A job writes ``keys``; ``end_store`` follows for each."""
@@ -177,37 +163,158 @@ class PresenceIndex:
     def end_store(self, keys: Sequence[OffloadKey], outcomes: Sequence[bool]) -> None:
         """The job has written those of ``keys`` whose outcome is true. They are present, unless an eviction of them was
         recorded since ``begin_store``."""
-        was_evicted = [self._storing.pop(key, False) for key in keys]
+        was_evicted = [self._storing.pop(key, False) and key not in self._present for key in keys]
         self.add([key for key, is_written, gone in zip(keys, outcomes, was_evicted) if is_written and not gone])
+
+    # ----------------------------------------------------------------------------------------------------- events
+
+    @property
+    def has_events(self) -> bool:
+        """Changes are being recorded for whoever takes them."""
+        return self._events is not None
+
+    def begin_events(self) -> None:
+        """Somebody takes events. A scan of the store follows, which adds what is there already."""
+        self._events = PendingEvents(self._medium)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Changes since the last call. Of an exact index: each was true when it was recorded, and some may be repeated
+        or concern blocks of other processes that were never announced."""
+        return self._events.take() if self._events is not None else ()
+
+    def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if self._events is None:
+            return
+        self._events.add(keys, removed=removed)
+        # The keys of an exact index are in no memory but the store's, and nobody shall keep them in events that are not
+        # taken. Whoever comes later is told everything anew.
+        if self.is_exact and len(self._events) > max(_MIN_EVENT_KEYS, len(self._present) // _EVENT_SHARE):
+            self._events = None
 
     # ------------------------------------------------------------------------------------------------------ scans
 
     def begin_scan(self) -> None:
         """A scan of the store begins. Every key that it finds will be added."""
-        self._scan += 1
-        self._num_swept = len(self._shards)
+        self._present.begin_scan()
 
     def end_scan(self) -> None:
         """The scan has found everything. Keys that were present before it, and were not added since it began, are gone;
         ``forget_unseen`` removes them."""
-        self._num_swept = 0
+        self._present.end_scan()
 
     def forget_unseen(self) -> None:
         """Removes such keys from the next shards, of some 4,000 keys together. Call it again and again; without a scan
         it does nothing."""
-        num_seen = 0
+        if unseen := [key for key in self._present.take_unseen() if key not in self._storing]:
+            self.remove(unseen)
+
+
+class _RememberedKeys:
+    """Keys that the store was seen to have: the newest ``max_blocks`` of them.
+
+    They lie in shards of some 4,000, so that no call takes long: a large dictionary stops everything while it grows.
+    """
+
+    is_exact = False
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        num_shards = 1 << (max_blocks // _SHARD_BLOCKS).bit_length()
+        # Each key with the number of the scan before or during which it was last seen.
+        self._shards: list[OrderedDict[OffloadKey, int]] = [OrderedDict() for _ in range(num_shards)]
+        self._mask = num_shards - 1
+        self._count = 0
+        self._scan = 0
+        self._num_swept = num_shards
+        """Shards that ``take_unseen`` is done with."""
+        self.has_forgotten = False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._shards[hash(key) & self._mask]
+
+    def since(self, start: int) -> Iterator[OffloadKey]:
+        """All keys, from another one on for another ``start``."""
+        shards = (self._shards[(start + offset) & self._mask] for offset in range(len(self._shards)))
+        return (key for shard in shards for key in reversed(shard))
+
+    def add(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Returns those that are new."""
+        added = []
+        for key in keys:
+            shard = self._shards[hash(key) & self._mask]
+            if key in shard:
+                shard[key] = self._scan
+                continue
+            if self._count >= self._max_blocks:
+                self._forget_one(shard)
+            shard[key] = self._scan
+            self._count += 1
+            added.append(key)
+        return added
+
+    def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Returns those that were present."""
+        removed = [key for key in keys if self._shards[hash(key) & self._mask].pop(key, None) is not None]
+        self._count -= len(removed)
+        return removed
+
+    def begin_scan(self) -> None:
+        self._scan += 1
+        self._num_swept = len(self._shards)
+
+    def end_scan(self) -> None:
+        self._num_swept = 0
+
+    def take_unseen(self) -> list[OffloadKey]:
+        """From the next shards, the keys that the last scan did not find."""
+        num_seen, unseen = 0, list[OffloadKey]()
         while self._num_swept < len(self._shards) and num_seen < _SHARD_BLOCKS:
             shard = self._shards[self._num_swept]
             num_seen += len(shard)
             self._num_swept += 1
-            self.remove([key for key, scan in shard.items() if scan != self._scan and key not in self._storing])
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Changes since the last call."""
-        return self._events.take()
+            unseen += [key for key, scan in shard.items() if scan != self._scan]
+        return unseen
 
     def _forget_one(self, shard: OrderedDict[OffloadKey, int]) -> None:
         oldest = shard or next(other for other in self._shards if other)
         oldest.popitem(last=False)
-        self._num_present -= 1
-        self._has_forgotten = True
+        self._count -= 1
+        self.has_forgotten = True
+
+
+class _ResidentKeys:
+    """The same of a store that knows its own keys. What is reported is only compared with what the store has now."""
+
+    is_exact = True
+    has_forgotten = False
+
+    def __init__(self, keys: Collection[OffloadKey]) -> None:
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._keys
+
+    def since(self, start: int) -> Iterator[OffloadKey]:
+        first = start % max(1, len(self._keys))
+        return itertools.chain(itertools.islice(self._keys, first, None), itertools.islice(self._keys, first))
+
+    def add(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        return [key for key in keys if key in self._keys]
+
+    def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        return [key for key in keys if key not in self._keys]
+
+    def begin_scan(self) -> None:
+        return
+
+    def end_scan(self) -> None:
+        return
+
+    def take_unseen(self) -> list[OffloadKey]:
+        return []

@@ -54,7 +54,8 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that wait to be written or are being written, pinned in host memory; the tier drops more. Default: a
     quarter of host memory, but at least 64 blocks."""
     max_index_blocks: int = 1_000_000
-    """Blocks that the tier remembers as present, at some 150 bytes each. It asks the store for others."""
+    """Blocks that the tier remembers as present, at some 150 bytes each. It asks the store for others. A ``disk`` tier
+    remembers none, as the store itself knows what it has."""
 
     def check_limits(self, tier_type: str) -> None:
         """Raises ``ConfigError``, which names the tier by ``tier_type``, for numbers that no tier can work with."""
@@ -83,6 +84,8 @@ class StoreTier(SecondaryTierManager):
       that failed, and writes by the first slice of a job.
     * A call that hangs costs its thread and its job. The job has no result, because its slots may still be written, and
       the blocks of the call are absent until it returns. The tier goes on while more than half of the threads are left.
+    * A store that declares its ``resident`` keys answers each lookup itself, at once. It is scanned only for events: as
+      soon as somebody takes them, all that is there follows as events.
     * A store that declares ``rescan_s`` is scanned again and again. Blocks that were deleted from outside are forgotten
       then. One step takes in a bounded number of the keys that a scan has found.
     """
@@ -118,7 +121,7 @@ class StoreTier(SecondaryTierManager):
         """The blocks whose read failed last."""
         self._num_probes = 0
 
-        self._index = PresenceIndex(tier_type, limits.max_index_blocks, clock=clock)
+        self._index = PresenceIndex(tier_type, limits.max_index_blocks, resident=store.resident, clock=clock)
         self._callbacks: dict[IoTask, Callable[[IoResult], None]] = {}
         self._results: list[JobResult] = []
         self._transfers: dict[IoTask, None] = {}
@@ -143,7 +146,8 @@ class StoreTier(SecondaryTierManager):
         self._num_stored = self._num_loaded = self._num_dropped = 0
         self._num_store_failures = self._num_load_failures = self._num_corrupt = 0
         self._corruption_log = RateLimitedLog(_log, clock=clock)
-        self._submit_scan()
+        if not self._index.is_exact:
+            self._submit_scan()
 
     def __repr__(self) -> str:
         return f"StoreTier({self.tier_type!r}, {self._store!r}, present={len(self._index)}, {self._runner!r})"
@@ -310,6 +314,9 @@ class StoreTier(SecondaryTierManager):
         return bool(goes_on or self._results or self._index.is_asking)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        if not self._index.has_events:
+            self._index.begin_events()
+            self._submit_scan()
         return self._index.take_events()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey
@@ -42,6 +42,9 @@ class BlockStore(ABC):
     rescan_s: float | None = None
     """How many seconds after a scan the tier scans the store again, to find what others have written or deleted.
     ``None``: it scans once."""
+    resident: Collection[OffloadKey] | None = None
+    """The keys that are here now, for a store that has them all in memory. ``in`` and ``len`` return at once, without
+    I/O, on any thread. The tier then looks keys up here, and keeps no index of its own. ``None``: only I/O can tell."""
 
     @abstractmethod
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:

@@ -26,6 +26,7 @@ class StoreWrapper(BlockStore):
         self.batch_blocks = inner.batch_blocks
         self.requests_in_flight = inner.requests_in_flight
         self.rescan_s = inner.rescan_s
+        self.resident = inner.resident
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
@@ -151,6 +152,7 @@ class Namespaced(StoreWrapper):
 
     def __init__(self, inner: BlockStore, namespace: str) -> None:
         super().__init__(inner)
+        self.resident = None  # those of the inner store have other names; the tier above remembers them
         self.namespace = namespace
         self._prefix = xxhash.xxh3_128_digest(namespace.encode())
 

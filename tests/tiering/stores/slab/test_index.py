@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE
 from kvoffload.tiering.stores.slab.format import ENTRY, ENTRY_BYTES, HashedKey, SlabFormat
-from kvoffload.tiering.stores.slab.index import SlotIndex
+from kvoffload.tiering.stores.slab.index import ResidentKeys, SlotIndex
 
 LAYOUT = SlabFormat("index", 4096)
 
@@ -29,6 +31,10 @@ def crowded(key: OffloadKey) -> HashedKey:
     key_hash = LAYOUT.hashed(key)
     hash64 = (key_hash.hash64 % 3) * 977 + 1020
     return HashedKey(hash64, key_hash.probe)
+
+
+def same(key: OffloadKey) -> HashedKey:
+    return HashedKey(77, LAYOUT.hashed(key).probe)
 
 
 @pytest.mark.parametrize("hashed", [LAYOUT.hashed, crowded])
@@ -84,3 +90,45 @@ def test_one_key_in_several_slots() -> None:
     assert index.find(key) == -1
     assert index.find(other) == SLAB_STRIDE + 1
     assert len(index) == 1
+
+
+class Interrupted(dict[int, bytearray]):
+    """Tables of an index. When one is asked for, ``change`` runs first, as another thread might just then."""
+
+    def __init__(self, tables: dict[int, bytearray], change: Callable[[], None]) -> None:
+        super().__init__(tables)
+        self._changes = [change]
+
+    def __getitem__(self, slab: int) -> bytearray:
+        if self._changes:
+            self._changes.pop()()
+        return super().__getitem__(slab)
+
+
+def test_a_reader_without_the_lock_misses_no_block_that_moves() -> None:
+    """Two keys of one hash: the reader looks at the first one's cell, which is removed just then, so that the second
+    moves to where the reader has been."""
+    index, lock = SlotIndex(), threading.Lock()
+    first, second = keys_of(1, 2)
+    for slot, key in enumerate((first, second)):
+        put(index, slot, same(key))
+    index.tables = Interrupted(index.tables, lambda: index.remove(same(first).hash64, 0) and None)
+    resident = ResidentKeys(index, lock, same, lambda: iter([[second]]))
+    assert second in resident
+    assert first not in resident
+    assert list(resident) == [second]
+    assert len(resident) == 1
+
+
+def test_a_reader_without_the_lock_passes_over_a_slab_that_goes() -> None:
+    index, lock = SlotIndex(), threading.Lock()
+    (key,) = keys_of(1)
+    put(index, 7, LAYOUT.hashed(key))
+    resident = ResidentKeys(index, lock, LAYOUT.hashed, lambda: iter(()))
+    assert key in resident
+    with lock:
+        table = index.tables.pop(0)  # as ``drop_slab`` begins
+        assert index.holds(LAYOUT.hashed(key)) is None, "only the lock's holder knows"
+        index.tables[0] = table
+        index.drop_slab(0)
+    assert key not in resident

@@ -34,7 +34,7 @@ from kvoffload.tiering.stores.slab.format import (
     SlabFormat,
     key_in,
 )
-from kvoffload.tiering.stores.slab.index import SlotIndex
+from kvoffload.tiering.stores.slab.index import ResidentKeys, SlotIndex
 from kvoffload.tiering.stores.slab.sharing import PostedRequest, requests_of_others
 
 __all__ = ["SlabStore"]
@@ -174,6 +174,7 @@ class SlabStore(BlockStore):
         self._is_closed = False
         # Guarded by _lock.
         self._index = SlotIndex()
+        self.resident = ResidentKeys(self._index, self._lock, layout.hashed, self._keys)
         self._allocator = Allocator()
         self._slabs: dict[int, _Slab] = {}
         self._by_name: dict[str, _Slab] = {}
@@ -301,6 +302,10 @@ class SlabStore(BlockStore):
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         self._is_loaded.wait()
+        yield from self._keys()
+
+    def _keys(self) -> Iterator[Sequence[OffloadKey]]:
+        """The keys that are known by now, in batches."""
         with self._lock:
             numbers = list(self._slabs)
         for number in numbers:
