@@ -23,6 +23,7 @@ FLOOR = {
     "base": 2,
     "config": 2,
     "events": 3,
+    "exporter": 2,
     "specs": 3,
     "cpu": 3,
     "tiering": 4,

@@ -39,6 +39,7 @@ __all__ = [
     "PrepareStoreOutput",
     "ReqContext",
     "RequestOffloadingContext",
+    "Trail",
     "TransferResult",
     "get_offload_block_hash",
     "get_offload_group_idx",
@@ -75,6 +76,14 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 
 @dataclass(slots=True)
+class Trail:
+    """What managers and tiers record of one request for those who want to know. It decides nothing."""
+
+    sources: dict[OffloadKey, str] = field(default_factory=dict)
+    """Blocks that were promoted while the request waited for them, with the tier that they came from."""
+
+
+@dataclass(slots=True)
 class ReqContext:
     """What managers may know of a request: its id, and the parameters its client sent along for KV transfer."""
 
@@ -82,6 +91,7 @@ class ReqContext:
     kv_transfer_params: dict[str, Any] | None = None
     reads_cache: bool = True
     """``False``: the request wants all of its prompt computed. It looks nothing up, and its offers are no reuse."""
+    trail: Trail = field(default_factory=Trail, compare=False, repr=False)
 
 
 class OffloadPolicy(Enum):

@@ -1,28 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric of kvoffload in one table: its name, kind, labels and help.
+"""Every metric of kvoffload in one table: its name, kind, labels, buckets and help.
 
-A component counts in plain numbers and returns them from ``get_stats()`` as ``Stats``: counters since the component was
-made, which only grow, and gauges as of now. For a rate, subtract two snapshots. The engine adapters export them.
+A component counts in plain numbers and returns them from ``get_stats()`` as ``Stats``: counters and histograms since
+the component was made, which only grow, and gauges as of now. For a rate, subtract two snapshots. The engine adapters
+and ``kvoffload.exporter`` export them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
+from math import inf, nextafter
 
-__all__ = ["METRICS", "Kind", "Metric", "Sample", "Stats", "add_stats"]
+__all__ = [
+    "HOST",
+    "METRICS",
+    "Histogram",
+    "Kind",
+    "Metric",
+    "Sample",
+    "Stats",
+    "add_stats",
+    "buckets_of",
+    "initial_series",
+    "typical_value",
+]
 
 Sample = tuple[str, ...]
-"""A metric's name, then its label values in the order of ``Metric.labels``."""
+"""A metric's name, then its label values in the order of ``Metric.labels``. Histograms have two samples for each bucket
+that is not empty: the same, then ``"count"`` or ``"sum"``, then the bucket's upper bound as text."""
 
 Stats = dict[Sample, float]
 """Values by sample, for example ``{("tier_blocks_loaded", "fs"): 12}``."""
+
+HOST = "CPU"
+"""The label ``tier`` of host memory, where a metric counts it too."""
 
 
 class Kind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+_JOB_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Single copies and calls of a store."""
+_WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""What a request waits."""
+_AGE_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
+"""How old a block is."""
+_BLOCKS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
+
+OUTCOMES = ("ok", "failed")
+DIRECTIONS = ("read", "write")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +66,55 @@ class Metric:
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
+    values: tuple[tuple[str, ...], ...] = ()
+    """The values that each label can have, so that their series exist from the start. Of the label ``tier`` they come
+    before the configured tiers. A label without known values has no series before it is counted."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, rising. One more bucket has no bound."""
+    initial: float = 0
+    """The value of a gauge before the first report."""
+
+    def fits(self, sample: Sample) -> bool:
+        """Whether ``sample`` is one of this metric's."""
+        extra = 2 if self.kind is Kind.HISTOGRAM else 0
+        return sample[0] == self.name and len(sample) == 1 + len(self.labels) + extra
+
+
+class Histogram:
+    """Counts observations by bucket, and adds them up. One thread; an observation costs a bisection and two additions.
+
+    ``labels`` are the values of the metric's labels.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_samples", "_sums")
+
+    def __init__(self, name: str, *labels: str) -> None:
+        metric = METRICS[name]
+        assert metric.kind is Kind.HISTOGRAM
+        assert len(labels) == len(metric.labels)
+        self._bounds = metric.buckets
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sums = [0.0] * (len(self._bounds) + 1)
+        self._samples = [
+            ((name, *labels, "count", bound), (name, *labels, "sum", bound)) for bound in buckets_of(metric)
+        ]
+
+    def __repr__(self) -> str:
+        return f"Histogram({self._samples[0][0][:-2]}, {sum(self._counts)} observations)"
+
+    def observe(self, value: float) -> None:
+        at = bisect_left(self._bounds, value)
+        self._counts[at] += 1
+        self._sums[at] += value
+
+    def stats(self) -> Stats:
+        """Two samples for each bucket that is not empty."""
+        stats: Stats = {}
+        for count, total, (count_sample, sum_sample) in zip(self._counts, self._sums, self._samples):
+            if count:
+                stats[count_sample] = count
+                stats[sum_sample] = total
+        return stats
 
 
 def _table(rows: Iterable[Metric]) -> dict[str, Metric]:
@@ -44,7 +126,10 @@ def _table(rows: Iterable[Metric]) -> dict[str, Metric]:
     return table
 
 
-_C, _G = Kind.COUNTER, Kind.GAUGE
+_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_TIER: tuple[str, ...] = ("tier",)
+_TIER_DIRECTION = ("tier", "direction")
+_BY_DIRECTION = ((), DIRECTIONS)
 
 METRICS: dict[str, Metric] = _table(
     [
@@ -52,10 +137,30 @@ METRICS: dict[str, Metric] = _table(
         Metric("primary_blocks", _G, "Slots in the primary tier."),
         Metric("primary_blocks_used", _G, "Slots that hold a block or are being written."),
         Metric("primary_blocks_pinned", _G, "Slots that a transfer is reading or writing now."),
+        Metric("primary_blocks_being_read", _G, "Slots that a load or a cascade is reading now."),
+        Metric("primary_blocks_being_written", _G, "Slots that a store or a promotion is writing now."),
         Metric("primary_blocks_stored", _C, "Blocks published in the primary tier."),
         Metric("primary_blocks_evicted", _C, "Blocks evicted from the primary tier to make room for others."),
         Metric("primary_stores_refused", _C, "Calls of prepare_store refused because there was no room."),
         Metric("reuse_filtered_blocks", _C, "Blocks not stored because too few requests had asked for them so far."),
+        Metric(
+            "primary_allocation_blocks",
+            _H,
+            "Slots taken at once, by a store or by promotions.",
+            buckets=_BLOCKS,
+        ),
+        Metric(
+            "primary_eviction_age_seconds",
+            _H,
+            "How long ago a block was stored when it was evicted; of the first block of each eviction.",
+            buckets=_AGE_SECONDS,
+        ),
+        Metric(
+            "primary_reuse_age_seconds",
+            _H,
+            "How long ago a block was stored when it was loaded to the device; of the first block of each load.",
+            buckets=_AGE_SECONDS,
+        ),
         # connector
         Metric(
             "lookup_tokens",
@@ -63,39 +168,148 @@ METRICS: dict[str, Metric] = _table(
             "Prompt tokens looked up: not in the engine's own prefix cache, up to the request's limit.",
         ),
         Metric("hit_tokens", _C, "Prompt tokens that offloaded blocks supplied, out of lookup_tokens."),
+        Metric(
+            "tier_hit_tokens",
+            _C,
+            "The hit_tokens by the tier in which a block lay when its request arrived; host memory is CPU.",
+            _TIER,
+            ((HOST,),),
+        ),
         Metric("lookups_deferred", _C, "Lookups that asked the engine to come back in the next step."),
-        Metric("load_jobs", _C, "Finished loads, by outcome.", ("outcome",)),
-        Metric("store_jobs", _C, "Finished stores, by outcome.", ("outcome",)),
+        Metric("load_jobs", _C, "Finished loads, by outcome.", ("outcome",), (OUTCOMES,)),
+        Metric("store_jobs", _C, "Finished stores, by outcome.", ("outcome",), (OUTCOMES,)),
         Metric("load_bytes", _C, "Bytes copied from the primary tier to the device, summed over ranks."),
         Metric("store_bytes", _C, "Bytes copied from the device to the primary tier, summed over ranks."),
         Metric("load_seconds", _C, "Seconds spent copying to the device, summed over ranks and jobs."),
         Metric("store_seconds", _C, "Seconds spent copying from the device, summed over ranks and jobs."),
+        Metric(
+            "load_job_seconds",
+            _H,
+            "Seconds of one load's copy to the device, as the mean of its ranks.",
+            buckets=_JOB_SECONDS,
+        ),
+        Metric(
+            "store_job_seconds",
+            _H,
+            "Seconds of one store's copy from the device, as the mean of its ranks.",
+            buckets=_JOB_SECONDS,
+        ),
+        Metric(
+            "lookup_wait_seconds",
+            _H,
+            "Seconds from a request's first lookup until its answer, at each admission.",
+            buckets=_WAIT_SECONDS,
+        ),
         Metric("stale_jobs", _C, "Transfers that finished after a reset had discarded their blocks."),
         Metric("fenced_jobs", _C, "Transfers waited for because the engine was about to reuse their GPU blocks."),
         Metric("jobs_in_flight", _G, "Transfers that have not finished on every rank."),
         Metric("requests_tracked", _G, "Requests that the connector keeps state for."),
+        Metric("requests_waiting", _G, "Requests whose last lookup had no answer yet."),
         # secondary tiers
-        Metric("tier_blocks", _G, "Blocks known to be in the tier.", ("tier",)),
-        Metric("tier_bytes", _G, "Bytes stored in the tier.", ("tier",)),
+        Metric("tier_blocks", _G, "Blocks known to be in the tier.", _TIER, ((),)),
+        Metric("tier_bytes", _G, "Bytes stored in the tier.", _TIER, ((),)),
+        Metric(
+            "tier_quota_bytes",
+            _G,
+            "Bytes that the tier may hold; +Inf if it has no bound that this process knows.",
+            _TIER,
+            ((),),
+            initial=inf,
+        ),
+        Metric("tier_free_bytes", _G, "What is left of tier_quota_bytes.", _TIER, ((),), initial=inf),
         Metric(
             "tier_healthy",
             _G,
-            "1 while the tier is in use, 0 while its circuit breaker is open.",
-            ("tier",),
+            "1 while the tier is in use, 0 while one of its circuit breakers is open.",
+            _TIER,
+            ((),),
+            initial=1,
         ),
-        Metric("tier_lookups", _C, "Blocks looked up in the tier, by answer.", ("tier", "answer")),
-        Metric("tier_blocks_stored", _C, "Blocks written to the tier.", ("tier",)),
-        Metric("tier_blocks_loaded", _C, "Blocks read back from the tier.", ("tier",)),
-        Metric("tier_store_failures", _C, "Blocks that the tier failed to write.", ("tier",)),
-        Metric("tier_load_failures", _C, "Blocks that the tier failed to read back.", ("tier",)),
-        Metric("tier_corrupt_blocks", _C, "Blocks whose checksum did not match; each counted as a miss.", ("tier",)),
-        Metric("tier_evicted_blocks", _C, "Blocks evicted to keep the tier within its quota.", ("tier",)),
-        Metric("tier_dropped_blocks", _C, "Blocks not written because the tier's backlog was full.", ("tier",)),
-        Metric("tier_queued_jobs", _G, "Jobs queued or running in the tier.", ("tier",)),
-        Metric("promotions", _C, "Blocks promoted from secondary tiers, by outcome.", ("outcome",)),
-        Metric("promotions_refused", _C, "Promotions not started, by reason.", ("reason",)),
+        Metric(
+            "tier_breaker_open",
+            _G,
+            "1 while the tier's circuit breaker for reading or for writing is open.",
+            _TIER_DIRECTION,
+            _BY_DIRECTION,
+        ),
+        Metric(
+            "tier_breaker_trips",
+            _C,
+            "How often the tier's circuit breaker has opened.",
+            _TIER_DIRECTION,
+            _BY_DIRECTION,
+        ),
+        Metric(
+            "tier_breaker_last_trip_timestamp_seconds",
+            _G,
+            "When the circuit breaker opened last for this reason, in Unix time. The reason is an errno, the name of "
+            "an exception, or hang.",
+            ("tier", "direction", "reason"),
+        ),
+        Metric(
+            "tier_lookups",
+            _C,
+            "Blocks looked up in the tier, by answer.",
+            ("tier", "answer"),
+            ((), ("hit", "miss", "pending")),
+        ),
+        Metric("tier_blocks_stored", _C, "Blocks written to the tier.", _TIER, ((),)),
+        Metric("tier_blocks_loaded", _C, "Blocks read back from the tier.", _TIER, ((),)),
+        Metric(
+            "tier_io_bytes", _C, "Bytes of blocks read from or written to the tier.", _TIER_DIRECTION, _BY_DIRECTION
+        ),
+        Metric(
+            "tier_io_seconds",
+            _C,
+            "Seconds that calls of the tier's store took to read or write blocks, summed over its threads.",
+            _TIER_DIRECTION,
+            _BY_DIRECTION,
+        ),
+        Metric(
+            "tier_batch_seconds",
+            _H,
+            "Seconds of one call of the tier's store that reads or writes a batch of blocks.",
+            _TIER_DIRECTION,
+            _BY_DIRECTION,
+            buckets=_JOB_SECONDS,
+        ),
+        Metric("tier_store_failures", _C, "Blocks that the tier failed to write.", _TIER, ((),)),
+        Metric("tier_load_failures", _C, "Blocks that the tier failed to read back.", _TIER, ((),)),
+        Metric("tier_corrupt_blocks", _C, "Blocks whose checksum did not match; each counted as a miss.", _TIER, ((),)),
+        Metric("tier_evicted_blocks", _C, "Blocks evicted to keep the tier within its quota.", _TIER, ((),)),
+        Metric("tier_dropped_blocks", _C, "Blocks not written because the tier's backlog was full.", _TIER, ((),)),
+        Metric("tier_queued_jobs", _G, "Jobs queued or running in the tier.", _TIER, ((),)),
+        Metric(
+            "tier_queued_blocks",
+            _G,
+            "Blocks queued or being worked on in the tier. Those of the queue store are its backlog of writes.",
+            ("tier", "queue"),
+            ((), ("lookup", "load", "store")),
+        ),
+        Metric("promotions", _C, "Blocks promoted from secondary tiers, by outcome.", ("outcome",), (OUTCOMES,)),
+        Metric(
+            "promotions_refused",
+            _C,
+            "Promotions not started, by reason.",
+            ("reason",),
+            (("claim_share", "promotion_share", "no_room"),),
+        ),
+        Metric("promotions_in_flight", _G, "Blocks that are being promoted."),
+        Metric(
+            "promotion_wait_seconds",
+            _H,
+            "Seconds that a request waited for tiers below host memory, in one wait.",
+            buckets=_WAIT_SECONDS,
+        ),
+        Metric("claimed_blocks", _G, "Blocks that waiting requests protect from eviction."),
         Metric("lookups_out_of_patience", _C, "Lookups that became misses because the request waited too long."),
-        Metric("cascades", _C, "Blocks cascaded to secondary tiers, by outcome.", ("outcome",)),
+        Metric(
+            "cascades",
+            _C,
+            "Blocks cascaded to secondary tiers, by outcome.",
+            ("outcome",),
+            ((*OUTCOMES, "dropped"),),
+        ),
         Metric("cascades_parked", _G, "Blocks of request-level tiers that wait to become ready before their cascade."),
     ]
 )
@@ -108,3 +322,31 @@ def add_stats(parts: Iterable[Stats]) -> Stats:
         for sample, value in part.items():
             total[sample] = total.get(sample, 0) + value
     return total
+
+
+def initial_series(tiers: Sequence[str] = ()) -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """The series that exist from the start, below host memory for ``tiers``: each metric with its label values."""
+    for metric in METRICS.values():
+        if len(metric.values) == len(metric.labels):
+            known = [
+                (*values, *tiers) if label == "tier" else values
+                for label, values in zip(metric.labels, metric.values, strict=True)
+            ]
+            for labels in product(*known):
+                yield metric, labels
+
+
+def buckets_of(metric: Metric) -> list[str]:
+    """The upper bounds of a histogram's buckets as Prometheus writes them."""
+    return [*map(str, metric.buckets), "+Inf"]
+
+
+def typical_value(metric: Metric, bound: str, count: float, total: float) -> float:
+    """The mean of a bucket's observations, which lies in the bucket even where rounding says otherwise.
+
+    To observe it ``count`` times gives the same histogram again.
+    """
+    at = buckets_of(metric).index(bound)
+    upper = metric.buckets[at] if at < len(metric.buckets) else inf
+    lower = metric.buckets[at - 1] if at else -inf
+    return min(max(total / count, nextafter(lower, inf)), upper)

@@ -15,9 +15,9 @@ import typer
 
 import kvoffload
 from kvoffload import cli
-from kvoffload.cli import demo, plan, simulate, store
+from kvoffload.cli import demo, plan, simulate, store, top
 
-MODULES = {"demo": demo, "plan": plan, "simulate": simulate, "store": store}
+MODULES = {"demo": demo, "plan": plan, "simulate": simulate, "store": store, "top": top}
 
 
 def commands(module: ModuleType) -> Iterator[Any]:

@@ -431,11 +431,38 @@ def test_the_backlog_is_bounded_and_drops_are_counted(make) -> None:
     second = rig.submit(keys_of(3, 4, 5), [3, 4, 5], load=False)
     third = rig.submit(keys_of(6), [6], load=False)
     assert not rig.wait(third).success
+    assert rig.stat("tier_queued_blocks", "store") == 4
     rig.gate.open_gate()
     assert rig.wait(first).success
     assert set(rig.wait(second).successful_keys) == set(keys_of(3))
+    assert rig.stat("tier_queued_blocks", "store") == 0
     assert rig.stat("tier_dropped_blocks") == 3
     assert rig.store_blocks(keys_of(8)).success
+
+
+def test_bytes_seconds_and_room_are_counted(make) -> None:
+    rig = make(max_blocks=8).start()
+    assert rig.store_blocks(keys_of(1, 2, 3)).success
+    assert rig.load_blocks(keys_of(2, 3)).success
+    assert not rig.load_blocks(keys_of(9)).success
+    assert rig.stat("tier_io_bytes", "write") == 3 * BLOCK_BYTES
+    assert rig.stat("tier_io_bytes", "read") == 2 * BLOCK_BYTES
+    stats = rig.tier.get_stats()
+    for direction in ("read", "write"):
+        batches = {
+            sample[3:]: value
+            for sample, value in stats.items()
+            if sample[:3] == ("tier_batch_seconds", "mem", direction)
+        }
+        total = sum(value for (part, _), value in batches.items() if part == "sum")
+        assert total == pytest.approx(stats["tier_io_seconds", "mem", direction])
+        # Two threads share a job of several blocks.
+        num_calls = len(
+            [call for call in rig.store.calls if call[0] == ("read_into" if direction == "read" else "write")]
+        )
+        assert sum(value for (part, _), value in batches.items() if part == "count") == num_calls
+    assert rig.stat("tier_quota_bytes") == 8 * BLOCK_BYTES
+    assert rig.stat("tier_free_bytes") == 5 * BLOCK_BYTES
 
 
 def test_failing_reads_turn_reads_alone_off_until_a_probe_succeeds(make) -> None:
@@ -490,6 +517,10 @@ def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
     assert rig.stat("tier_dropped_blocks") == 2
     assert rig.ask(keys_of(1)) == [True], "a full disk still reads"
     assert rig.load_blocks(keys_of(1)).success
+    assert [rig.stat("tier_breaker_open", direction) for direction in ("read", "write")] == [0, 1]
+    assert [rig.stat("tier_breaker_trips", direction) for direction in ("read", "write")] == [0, 1]
+    tripped_s = rig.stat("tier_breaker_last_trip_timestamp_seconds", "write", "ENOSPC")
+    assert 0 <= time.time() - tripped_s < 3600, "in Unix time"
     rig.store.broken = {}
     rig.clock.advance(2)
     keys = keys_of(*range(30, 34))
@@ -509,6 +540,7 @@ def test_a_hung_load_has_no_result_and_turns_reads_off_until_it_ends(make) -> No
     assert not rig.wait(queued).success, "what is queued is cancelled"
     assert rig.ask(keys_of(1, 2)) == [False, False]
     assert not rig.load_blocks(keys_of(2)).success
+    assert rig.stat("tier_breaker_last_trip_timestamp_seconds", "read", "hang") > 0
     for _ in range(20):
         rig.clock.advance(60)
         rig.step()

@@ -70,6 +70,8 @@ class RequestOffloadState:
     """A load of another request for which this one waited, once, instead of loading the same blocks itself."""
     asked: bool = False
     """The engine asked for hits, and has not reported yet which GPU blocks it allocated upon the answer."""
+    deferred_since_s: float | None = None
+    """When the lookup that has no answer yet was made first."""
     finished: bool = False
     num_hashes: int = 0
     """Block hashes that ``extend_keys`` has seen."""

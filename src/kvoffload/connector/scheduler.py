@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.base import (
     Direction,
@@ -27,7 +28,7 @@ from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.errors import TransferError
 from kvoffload.logs import RateLimitedLog
-from kvoffload.metrics import Sample, Stats, add_stats
+from kvoffload.metrics import HOST, Histogram, Sample, Stats, add_stats
 
 __all__ = ["OffloadingConnectorScheduler"]
 
@@ -39,11 +40,19 @@ class OffloadingConnectorScheduler:
 
     ``connector/engine.py`` has the call sequence. The engine never delays freeing GPU blocks: jobs that still use them
     are fenced, and flushed when the blocks are allocated again. ``manager`` is expected not to raise; adapters wrap it
-    in ``connector.guard.GuardedManager``, where exceptions become misses.
+    in ``connector.guard.GuardedManager``, where exceptions become misses. ``clock`` gives seconds and never goes back.
     """
 
-    def __init__(self, manager: OffloadingManager, layout: EngineLayout, config: OffloadingConfig) -> None:
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        layout: EngineLayout,
+        config: OffloadingConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._manager = manager
+        self._clock = clock
+        self._num_ranks = layout.num_ranks
         self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
         self._requests: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(layout.num_ranks)
@@ -60,6 +69,10 @@ class OffloadingConnectorScheduler:
         # Keys that are being loaded to the device, with the job that loads them: the first, if several load the key.
         self._loading: dict[OffloadKey, int] = {}
         self._counts: dict[Sample, float] = {}
+        self._num_waiting = 0
+        """Requests whose last lookup has no answer yet."""
+        self._lookup_waits = Histogram("lookup_wait_seconds")
+        self._job_seconds = {each: Histogram(f"{each.value}_job_seconds") for each in Direction}
 
     def __repr__(self) -> str:
         return f"OffloadingConnectorScheduler({len(self._requests)} requests, {self._jobs})"
@@ -103,6 +116,8 @@ class OffloadingConnectorScheduler:
     def _finish(self, state: RequestOffloadState) -> None:
         del self._requests[state.context.req_id]
         state.finished = True
+        if state.deferred_since_s is not None:
+            self._num_waiting -= 1
         if self._recording is not None:
             self._recording.finished(state)
         self._offers.forget(state)
@@ -154,10 +169,23 @@ class OffloadingConnectorScheduler:
             hit = self._find_hit(state, num_computed_tokens)
         if hit is None:
             self._count(("lookups_deferred",))
+            if state.deferred_since_s is None:
+                state.deferred_since_s = self._clock()
+                self._num_waiting += 1
             return None, False
+        self._record_wait(state)
         state.computed_tokens = num_computed_tokens
         state.asked = True
         return hit - num_computed_tokens, hit > num_computed_tokens
+
+    def _record_wait(self, state: RequestOffloadState) -> None:
+        """The lookup has an answer."""
+        waited_s = 0.0
+        if state.deferred_since_s is not None:
+            waited_s = self._clock() - state.deferred_since_s
+            state.deferred_since_s = None
+            self._num_waiting -= 1
+        self._lookup_waits.observe(waited_s)
 
     def _find_hit(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
         state.extend_keys(self._geometry)
@@ -215,9 +243,28 @@ class OffloadingConnectorScheduler:
             self._count(("lookup_tokens",), min(not_computed, self._max_load_tokens(state)))
             self._count(("hit_tokens",), num_external_tokens)
             if num_external_tokens > 0:
+                for tier, tokens in self._tokens_by_tier(state, hit_tokens).items():
+                    self._count(("tier_hit_tokens", tier), tokens)
                 self._begin_load(state, hit_tokens)
             self._touch(state, hit_tokens)
         self._offers.admit(state, hit_tokens)
+
+    def _tokens_by_tier(self, state: RequestOffloadState, hit_tokens: int) -> dict[str, int]:
+        """The tokens of a hit by the tier in which their blocks lay when the request came. With several groups, those
+        of the group with the smallest blocks count."""
+        first, sources = state.computed_tokens, state.context.trail.sources
+        if not sources:
+            return {HOST: hit_tokens - first}
+        finest = min(self._geometry, key=lambda group: group.block_tokens)
+        keys, size = state.groups[finest.index].keys, finest.block_tokens
+        tokens: dict[str, int] = {}
+        for block in range(first // size, -(-hit_tokens // size)):
+            tier = sources.get(keys[block], HOST)
+            count = min(hit_tokens, (block + 1) * size) - max(first, block * size)
+            tokens[tier] = tokens.get(tier, 0) + count
+        # Blocks of a later hit of this request, after a preemption, lie in host memory.
+        sources.clear()
+        return tokens
 
     def _touch(self, state: RequestOffloadState, hit_tokens: int) -> None:
         """Marks the prefix as used. That includes what the device held: blocks in use there should not age here."""
@@ -375,6 +422,8 @@ class OffloadingConnectorScheduler:
         self._count((f"{direction}_jobs", "ok" if job.success else "failed"))
         self._count((f"{direction}_bytes",), job.num_bytes)
         self._count((f"{direction}_seconds",), job.seconds)
+        if job.success:
+            self._job_seconds[job.direction].observe(job.seconds / self._num_ranks)
         if job.epoch != self._epoch:
             self._count(("stale_jobs",))
 
@@ -400,8 +449,14 @@ class OffloadingConnectorScheduler:
         self._manager.reset_cache()
 
     def get_stats(self) -> Stats:
-        gauges: Stats = {("jobs_in_flight",): len(self._jobs.in_flight), ("requests_tracked",): len(self._requests)}
-        return add_stats([self._counts, gauges, self._manager.get_stats()])
+        own: Stats = {
+            ("jobs_in_flight",): len(self._jobs.in_flight),
+            ("requests_tracked",): len(self._requests),
+            ("requests_waiting",): self._num_waiting,
+        }
+        for histogram in (self._lookup_waits, *self._job_seconds.values()):
+            own |= histogram.stats()
+        return add_stats([self._counts, own, self._manager.get_stats()])
 
     def shutdown(self) -> None:
         if self._recording is not None:

@@ -7,7 +7,8 @@ front of it. ``CPUPrimaryTierOffloadingManager`` adds the memory and the names b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn, Protocol
 
 from kvoffload.base import (
@@ -24,7 +25,7 @@ from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Unio
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
 from kvoffload.events import PendingEvents
-from kvoffload.metrics import Stats
+from kvoffload.metrics import Histogram, Stats
 
 __all__ = ["CPUOffloadingManager", "CPUPrimaryTierOffloadingManager", "KVMemory", "SlotTable"]
 
@@ -58,9 +59,16 @@ class SlotTable:
     (``kvoffload.cpu.orphans``).
 
     With ``enable_events`` the table records what appears and what leaves, in the order in which it becomes true.
+    ``clock`` gives seconds and never goes back; blocks have their age from it.
     """
 
-    def __init__(self, num_blocks: int, make_policy: type[CachePolicy], enable_events: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        make_policy: type[CachePolicy],
+        enable_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}: give the primary tier more memory.")
         self.num_blocks = num_blocks
@@ -83,6 +91,9 @@ class SlotTable:
         self._orphans = Orphans()
         self._num_in_flight = 0
         self._num_read = 0
+        self._clock = clock
+        self._allocations = Histogram("primary_allocation_blocks")
+        self._eviction_ages = Histogram("primary_eviction_age_seconds")
 
     def __repr__(self) -> str:
         return f"SlotTable({len(self.policy)} of {self.num_blocks} blocks, {self.policy!r})"
@@ -211,8 +222,11 @@ class SlotTable:
         if victims is None:
             return None
         assert len(victims) == num_victims, "the policy evicted another number of blocks than it was asked for"
+        now_s = self._clock()
+        self._allocations.observe(len(missing))
         evicted: list[OffloadKey] = []
         if victims:
+            self._eviction_ages.observe(now_s - victims[0][1].since_s)
             evicted = [key for key, _ in victims]
             self.num_evicted += num_victims
             self._record(evicted, removed=True)
@@ -224,6 +238,7 @@ class SlotTable:
         for key, block in zip(missing, blocks):
             block.key = key
             block.pins = _IN_FLIGHT
+            block.since_s = now_s
         self.policy.insert_all(arrivals, blocks[::-1])
         self._num_in_flight += len(blocks)
         return PrepareStoreOutput(missing, CPULoadStoreSpec([block.block_id for block in blocks]), evicted)
@@ -324,6 +339,24 @@ class SlotTable:
         """Events since the last call; none without ``enable_events``."""
         return self._events.take() if self._events is not None else []
 
+    def age_s(self, slot: int) -> float:
+        """Seconds since the block in ``slot`` was reserved."""
+        return self._clock() - self._slots[slot].since_s
+
+    def get_stats(self) -> Stats:
+        """What the table itself counts."""
+        return {
+            ("primary_blocks",): self.num_blocks,
+            ("primary_blocks_used",): self.num_blocks - self.num_free,
+            ("primary_blocks_pinned",): self.num_busy,
+            ("primary_blocks_being_read",): self._num_read,
+            ("primary_blocks_being_written",): self._num_in_flight,
+            ("primary_blocks_stored",): self.num_stored,
+            ("primary_blocks_evicted",): self.num_evicted,
+            **self._allocations.stats(),
+            **self._eviction_ages.stats(),
+        }
+
     def _record(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None:
             self._events.add(list(keys), removed=removed)
@@ -362,7 +395,7 @@ class CPUOffloadingManager(OffloadingManager):
     ``cache_policy`` names a registered policy (``UnknownNameError`` lists the choices). ``enable_events`` records what
     appears and leaves, for ``take_events``. With a ``store_threshold`` of 2 or more, a block is not stored before that
     many requests have asked for it; ``max_tracker_size`` bounds the keys counted (``ReuseFilter``). Raises
-    ``ConfigError`` for numbers that cannot work.
+    ``ConfigError`` for numbers that cannot work. ``clock`` gives seconds and never goes back.
 
     A block is *in flight* from ``prepare_store`` to ``complete_store``: ``lookup`` returns ``None``, and the block is
     neither loaded nor evicted. Each ``prepare_load`` pins a block until its ``complete_load``. A pinned block is not
@@ -382,9 +415,11 @@ class CPUOffloadingManager(OffloadingManager):
         enable_events: bool = False,
         store_threshold: int = 1,
         max_tracker_size: int = 64_000,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._filter = ReuseFilter.or_none(store_threshold, max_tracker_size)
-        self.slots = SlotTable(num_blocks, POLICIES.get(cache_policy), enable_events)
+        self.slots = SlotTable(num_blocks, POLICIES.get(cache_policy), enable_events, clock)
         """Slots, pins and readiness; tiers below the primary one use it too."""
         self.num_blocks = num_blocks
         self.medium = CPULoadStoreSpec.medium()
@@ -392,6 +427,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._used: dict[str, set[OffloadKey]] = {}
         """Keys that each announced request has stored or touched: its later touches are no new uses."""
         self._refused = self._filtered = 0
+        self._reuse_ages = Histogram("primary_reuse_age_seconds")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.slots!r})"
@@ -462,7 +498,10 @@ class CPUOffloadingManager(OffloadingManager):
     # --------------------------------------------------------------------------------------------- loads
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        return CPULoadStoreSpec(self.slots.pin(keys))
+        slots = self.slots.pin(keys)
+        if slots:
+            self._reuse_ages.observe(self.slots.age_s(slots[0]))
+        return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.slots.unpin(keys)
@@ -507,15 +546,11 @@ class CPUOffloadingManager(OffloadingManager):
         return self.slots.take_events()
 
     def get_stats(self) -> Stats:
-        slots = self.slots
         return {
-            ("primary_blocks",): slots.num_blocks,
-            ("primary_blocks_used",): slots.num_blocks - slots.num_free,
-            ("primary_blocks_pinned",): slots.num_busy,
-            ("primary_blocks_stored",): slots.num_stored,
-            ("primary_blocks_evicted",): slots.num_evicted,
+            **self.slots.get_stats(),
             ("primary_stores_refused",): self._refused,
             ("reuse_filtered_blocks",): self._filtered,
+            **self._reuse_ages.stats(),
         }
 
     def check_invariants(self) -> None:
@@ -554,8 +589,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         enable_events: bool = False,
         store_threshold: int = 1,
         max_tracker_size: int = 64_000,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size)
+        super().__init__(num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock=clock)
         self._kv_view = mmap_region.create_kv_memoryview()
 
     @property

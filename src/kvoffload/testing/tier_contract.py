@@ -252,5 +252,5 @@ class SecondaryTierContract:
         with self._opened() as (primary, tier):
             self._store(primary, tier, keys(1), self._context(tier))
             for sample, value in tier.get_stats().items():
-                assert len(sample) == 1 + len(METRICS[sample[0]].labels)
+                assert METRICS[sample[0]].fits(sample)
                 assert value >= 0

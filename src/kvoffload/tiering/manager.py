@@ -217,6 +217,9 @@ class TieringOffloadingManager(OffloadingManager):
         own |= {("cascades", outcome): count for outcome, count in self._cascades.outcomes.items()}
         own["cascades", "dropped"] = self._write_back.dropped if self._write_back is not None else 0
         own[("cascades_parked",)] = self._cascades.num_parked
+        own[("promotions_in_flight",)] = len(self._promotions)
+        own[("claimed_blocks",)] = len(self._claims)
+        own |= self._waiting.waits.stats()
         return add_stats([self.primary_tier.get_stats(), own, *(tier.get_stats() for tier in self._tiers)])
 
     def shutdown(self) -> None:

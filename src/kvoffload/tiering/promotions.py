@@ -17,6 +17,7 @@ from math import ceil
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.metrics import Histogram
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 
 __all__ = ["Claims", "Lookups", "Promotions", "RequestState", "WaitingRequests"]
@@ -192,13 +193,12 @@ class Claims(Collection[OffloadKey]):
             self._new.pop(key, None)
 
     def end_promotion(self, key: OffloadKey, success: bool) -> list[RequestState]:
-        """The promotion of ``key`` has ended. If it failed, all claims on it end; returns the requests that had one."""
+        """The promotion of ``key`` has ended. Returns the requests that claim it. If it failed, their claims end."""
         claimed = self._claimed[key]
         claimed.forget_heads()
         claimed.promoting = False
-        waiters: list[RequestState] = []
+        waiters = list(claimed.claimants.values())
         if not success:
-            waiters = list(claimed.claimants.values())
             for request in waiters:
                 del request.claims[key]
             claimed.claimants.clear()
@@ -252,6 +252,8 @@ class WaitingRequests:
         # In the order their waits began, so that the longest waits are in front.
         self._waiting: dict[int, RequestState] = {}
         self._step = 0
+        self.waits = Histogram("promotion_wait_seconds")
+        """How long the waits that have ended were."""
 
     def __repr__(self) -> str:
         return f"WaitingRequests({len(self._waiting)})"
@@ -283,7 +285,9 @@ class WaitingRequests:
         request.hits.clear()
         if request.waiting_since is None:
             return
-        request.patience_s -= self._clock() - request.waiting_since
+        waited_s = self._clock() - request.waiting_since
+        self.waits.observe(waited_s)
+        request.patience_s -= waited_s
         request.waiting_since = None
         request.promoted.clear()
         del self._waiting[id(request)]
@@ -591,7 +595,8 @@ class Promotions:
             return  # only its slots are left of it
         for key in job.succeeded:
             del self._wanted_by[key]
-            self._claims.end_promotion(key, success=True)
+            for waiter in self._claims.end_promotion(key, success=True):
+                waiter.context.trail.sources[key] = job.tier.name
         for key in job.failed:
             self._wanted_by.pop(key).failed.add(key)
             for waiter in self._claims.end_promotion(key, success=False):

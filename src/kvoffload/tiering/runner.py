@@ -93,6 +93,8 @@ class IoResult:
     """The task has no other open slice: it has ended."""
     outcomes: Sequence[bool]
     """Of the slice's items; all ``False`` unless it is ``DONE``."""
+    seconds: float = 0.0
+    """How long the work took, in real time; 0 if it never began or has not ended."""
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
@@ -128,7 +130,7 @@ class TierRunner:
         }
         self._queues: tuple[deque[_Slice], ...] = tuple(deque() for _ in IoQueue)
         self._running: dict[_Slice, None] = {}
-        self.ended: deque[tuple[_Slice, IoStatus, list[bool], BaseException | None]] = deque()
+        self.ended: deque[tuple[_Slice, IoStatus, list[bool], BaseException | None, float]] = deque()
         """Slices whose results ``take_results`` will return. Others only test whether there are any."""
         self._is_closing = False
         # These belong to the thread that submits. The backlog counts items whose result was not taken, by queue.
@@ -178,7 +180,7 @@ class TierRunner:
         that became ``OVERDUE``."""
         results = []
         while self.ended:
-            part, status, outcomes, error = self.ended.popleft()
+            part, status, outcomes, error, seconds = self.ended.popleft()
             task = part.task
             if status is not IoStatus.DONE:
                 outcomes = [False] * (part.stop - part.start)
@@ -186,7 +188,8 @@ class TierRunner:
             task.num_open_slices -= 1
             self.num_open_slices -= 1
             self._backlog[task.queue] -= part.stop - part.start
-            results.append(IoResult(task, part.start, part.stop, status, error, not task.num_open_slices, outcomes))
+            is_last = not task.num_open_slices
+            results.append(IoResult(task, part.start, part.stop, status, error, is_last, outcomes, seconds))
         return results + self._check_deadlines()
 
     def _check_deadlines(self) -> list[IoResult]:
@@ -256,7 +259,7 @@ class TierRunner:
                 self._cancel(self._queues[queue].popleft())
 
     def _cancel(self, part: _Slice) -> None:
-        self.ended.append((part, IoStatus.CANCELLED, [], None))
+        self.ended.append((part, IoStatus.CANCELLED, [], None, 0.0))
         self._slice_ended.notify_all()
         self._stores_may_begin.notify_all()
 
@@ -297,12 +300,13 @@ class TierRunner:
             del part, ended
 
     @staticmethod
-    def _run(part: _Slice) -> tuple[_Slice, IoStatus, list[bool], BaseException | None]:
+    def _run(part: _Slice) -> tuple[_Slice, IoStatus, list[bool], BaseException | None, float]:
+        begin_s = time.perf_counter()
         try:
             outcomes = part.task.work(part.start, part.stop)
             if len(outcomes) != part.stop - part.start:
                 raise ValueError(f"{len(outcomes)} outcomes for {part.stop - part.start} blocks")
         except BaseException as exc:  # noqa: BLE001 - the boundary where a store's exception becomes a failed task
             # Not only Exception: a native client's panic may be neither, and must not end the thread.
-            return part, IoStatus.FAILED, [], exc
-        return part, IoStatus.DONE, outcomes, None
+            return part, IoStatus.FAILED, [], exc, time.perf_counter() - begin_s
+        return part, IoStatus.DONE, outcomes, None, time.perf_counter() - begin_s

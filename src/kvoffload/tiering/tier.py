@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import threading
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.errors import ConfigError
 from kvoffload.logs import RateLimitedLog
-from kvoffload.metrics import Stats
+from kvoffload.metrics import Histogram, Sample, Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.presence import PresenceIndex
@@ -145,6 +146,7 @@ class StoreTier(SecondaryTierManager):
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._num_stored = self._num_loaded = self._num_dropped = 0
         self._num_store_failures = self._num_load_failures = self._num_corrupt = 0
+        self._io = {direction: _IoCounts(tier_type, direction) for direction in ("read", "write")}
         self._corruption_log = RateLimitedLog(_log, clock=clock)
         if not self._index.is_exact:
             self._submit_scan()
@@ -257,7 +259,9 @@ class StoreTier(SecondaryTierManager):
         self._num_storing -= len(keys)
         self._record(self._writes, result)
         self._index.end_store(keys, outcomes)
-        self._num_stored += outcomes.count(True)
+        num_stored = outcomes.count(True)
+        self._num_stored += num_stored
+        self._io["write"].count(result, num_stored * self.block_bytes)
         if result.status is IoStatus.CANCELLED:
             self._num_dropped += len(keys)
         else:
@@ -268,7 +272,9 @@ class StoreTier(SecondaryTierManager):
         self._record(self._reads, result)
         self._index.end_hang(keys)
         missing = [key for key, is_loaded in zip(keys, result.outcomes, strict=True) if not is_loaded]
-        self._num_loaded += len(keys) - len(missing)
+        num_loaded = len(keys) - len(missing)
+        self._num_loaded += num_loaded
+        self._io["read"].count(result, num_loaded * self.block_bytes)
         self._num_load_failures += len(missing)
         if result.status is IoStatus.DONE:
             # The store lacks them, whatever the index says: the next lookup asks the store.
@@ -364,11 +370,16 @@ class StoreTier(SecondaryTierManager):
 
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()
+        quota_bytes = math.inf if store.max_bytes is None else store.max_bytes
         stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._num_lookups.items()}
         stats |= {
             ("tier_blocks", tier): len(self._index),
             ("tier_bytes", tier): store.used_bytes,
+            ("tier_quota_bytes", tier): quota_bytes,
+            ("tier_free_bytes", tier): max(quota_bytes - store.used_bytes, 0),
             ("tier_healthy", tier): int(self._reads.is_closed and self._writes.is_closed),
+            ("tier_breaker_open", tier, "read"): int(not self._reads.is_closed),
+            ("tier_breaker_open", tier, "write"): int(not self._writes.is_closed),
             ("tier_blocks_stored", tier): self._num_stored,
             ("tier_blocks_loaded", tier): self._num_loaded,
             ("tier_store_failures", tier): self._num_store_failures,
@@ -377,7 +388,12 @@ class StoreTier(SecondaryTierManager):
             ("tier_evicted_blocks", tier): store.evicted_blocks,
             ("tier_dropped_blocks", tier): self._num_dropped,
             ("tier_queued_jobs", tier): len(self._transfers),
+            ("tier_queued_blocks", tier, "lookup"): self._runner.backlog(IoQueue.LOOKUP),
+            ("tier_queued_blocks", tier, "load"): self._runner.backlog(IoQueue.LOAD),
+            ("tier_queued_blocks", tier, "store"): self._runner.backlog(IoQueue.STORE),
         }
+        for counts in self._io.values():
+            stats |= counts.stats()
         return stats
 
     # --------------------------------------------------------------------------------------------- results of I/O
@@ -418,7 +434,8 @@ class StoreTier(SecondaryTierManager):
         if is_read:
             self._index.begin_hang(result.keys)
         if self._too_many_hang(*(READS if is_read else (IoQueue.STORE,))):
-            self._record_failure(self._reads if is_read else self._writes, "Too many calls hang.", is_grave=True)
+            breaker = self._reads if is_read else self._writes
+            self._record_failure(breaker, "hang", "Too many calls hang.", is_grave=True)
 
     def _too_many_hang(self, *queues: IoQueue) -> bool:
         """Whether half of the threads that serve ``queues`` hang."""
@@ -434,13 +451,14 @@ class StoreTier(SecondaryTierManager):
             case IoStatus.FAILED:
                 if breaker is self._reads and result.keys:
                     self._failed = result.keys
-                self._record_failure(breaker, str(result.error))
+                self._record_failure(breaker, _reason_of(result.error), str(result.error))
             case IoStatus.CANCELLED:
                 breaker.cancel_probe()
 
-    def _record_failure(self, breaker: CircuitBreaker, reason: str, *, is_grave: bool = False) -> None:
+    def _record_failure(self, breaker: CircuitBreaker, reason: str, text: str, *, is_grave: bool = False) -> None:
         if breaker.record_failure(is_grave=is_grave):
-            _log.warning("Tier %r is not used for %s until it recovers: %s", self.tier_type, breaker.name, reason)
+            self._io["read" if breaker is self._reads else "write"].count_trip(reason)
+            _log.warning("Tier %r is not used for %s until it recovers: %s", self.tier_type, breaker.name, text)
             # Queued slices would only fail one by one, and meanwhile hold slots.
             self._runner.cancel_queued(*(READS if breaker is self._reads else (IoQueue.STORE,)))
 
@@ -504,3 +522,47 @@ class StoreTier(SecondaryTierManager):
             return [True]
 
         self._submit(IoTask(IoQueue.UPKEEP, 1, touch), 1, lambda result: None)
+
+
+class _IoCounts:
+    """Reads of blocks from a tier's store, or writes to it, and the trips of the circuit breaker that stops them."""
+
+    def __init__(self, tier: str, direction: str) -> None:
+        self._labels = tier, direction
+        self._num_bytes = self._num_trips = 0
+        self._seconds = 0.0
+        self._batches = Histogram("tier_batch_seconds", tier, direction)
+        self._tripped_s: dict[str, float] = {}
+
+    def count(self, result: IoResult, num_bytes: int) -> None:
+        """A call of the store has ended, or was cancelled, and moved ``num_bytes``."""
+        self._num_bytes += num_bytes
+        if result.status is IoStatus.DONE:
+            self._seconds += result.seconds
+            self._batches.observe(result.seconds)
+
+    def count_trip(self, reason: str) -> None:
+        """The circuit breaker opened."""
+        self._num_trips += 1
+        self._tripped_s[reason] = time.time()
+
+    def stats(self) -> Stats:
+        stats: dict[Sample, float] = {
+            ("tier_io_bytes", *self._labels): self._num_bytes,
+            ("tier_io_seconds", *self._labels): self._seconds,
+            ("tier_breaker_trips", *self._labels): self._num_trips,
+        }
+        for reason, at_s in self._tripped_s.items():
+            stats["tier_breaker_last_trip_timestamp_seconds", *self._labels, reason] = at_s
+        return stats | self._batches.stats()
+
+
+def _reason_of(error: BaseException | None) -> str:
+    """One of few words for a failure, without any of its text: an errno's name, or the class."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None and error.errno in errno.errorcode:
+            return errno.errorcode[error.errno]
+        if error.__cause__ is None:
+            break
+        error = error.__cause__
+    return type(error).__name__

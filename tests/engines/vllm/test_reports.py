@@ -287,6 +287,44 @@ def test_reports_are_increments_of_counters_and_values_of_gauges() -> None:
     second = reporter.report({("hit_tokens",): 8, ("primary_blocks_used",): 0, ("load_jobs", "ok"): 2})
     assert second is not None
     assert (second.counters, second.gauges) == ({"hit_tokens": 3}, {"primary_blocks_used": 0})
+    third = reporter.report({("hit_tokens",): 8, ("primary_blocks_used",): 0, ("cascades_parked",): 0})
+    assert third is not None
+    assert third.gauges == {"cascades_parked": 0}, "a gauge is reported once even if it is 0"
+
+
+def test_histograms_are_the_same_after_reports_and_at_prometheus() -> None:
+    import random
+
+    from prometheus_client import REGISTRY, Counter, Gauge
+    from prometheus_client import Histogram as PrometheusHistogram
+
+    from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
+    from kvoffload.metrics import Histogram, buckets_of
+
+    types = {Counter: Counter, Gauge: Gauge, PrometheusHistogram: PrometheusHistogram}
+    config = SimpleNamespace(kv_transfer_config=None)
+    series = OffloadPromMetrics(config, types, ["engine"], {0: ["0"]}, ["disk"])
+    labels = {"engine": "0", "tier": "disk", "direction": "read"}
+    assert REGISTRY.get_sample_value("kvoffload_tier_batch_seconds_count", labels) == 0, "there from the start"
+    assert REGISTRY.get_sample_value("kvoffload_tier_healthy", {"engine": "0", "tier": "disk"}) == 1
+    histogram, reporter, rng = Histogram("tier_batch_seconds", "disk", "read"), StatsReporter(), random.Random(1)
+    values: list[float] = []
+    pending = OffloadStats()
+    for _ in range(20):
+        for _ in range(rng.randrange(30)):
+            values.append(rng.choice([0.0, 0.001, 10.0, rng.expovariate(20), rng.uniform(0, 30)]))
+            histogram.observe(values[-1])
+        pending = pending.aggregate(reporter.report(histogram.stats()) or OffloadStats())
+        if rng.random() < 0.5:
+            series.observe(pending.to_dict(), 0)
+            pending = OffloadStats()
+    series.observe(pending.to_dict(), 0)
+    metric = METRICS["tier_batch_seconds"]
+    for bound, upper in zip(buckets_of(metric), (*metric.buckets, float("inf")), strict=True):
+        seen = REGISTRY.get_sample_value("kvoffload_tier_batch_seconds_bucket", labels | {"le": bound})
+        assert seen == sum(value <= upper for value in values)
+    total = REGISTRY.get_sample_value("kvoffload_tier_batch_seconds_sum", labels)
+    assert total == pytest.approx(sum(values))
 
 
 def test_stats_add_up_and_survive_being_sent() -> None:

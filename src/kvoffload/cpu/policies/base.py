@@ -19,17 +19,18 @@ T = TypeVar("T")
 
 
 class BlockStatus:
-    """One slot of the primary tier: which block it holds, and how many transfers pin it.
+    """One slot of the primary tier: which block it holds, since when, and how many transfers pin it.
 
     Made once per slot and reused for every block that the slot ever holds. Only the ``SlotTable`` and its policy keep
-    one beyond a call. The table changes ``key`` and ``pins``; the policy reads them, and owns ``policy_state``.
+    one beyond a call. The table changes ``key``, ``pins`` and ``since_s``; the policy reads them, and owns
+    ``policy_state``.
 
     ``pins`` counts the reads in progress. While the block is being written it is ``IN_FLIGHT`` (-1): one integer
     instead of a count and a flag, because every eviction and every lookup tests it. ``key`` is set before the block is
     inserted in the policy, and is ``None`` while the slot is free.
     """
 
-    __slots__ = ("block_id", "key", "pins", "policy_state")
+    __slots__ = ("block_id", "key", "pins", "policy_state", "since_s")
 
     IN_FLIGHT: Final = -1
 
@@ -38,6 +39,7 @@ class BlockStatus:
         self.key: OffloadKey | None = None
         self.pins = self.IN_FLIGHT
         self.policy_state: Any = None
+        self.since_s = 0.0
 
     def __repr__(self) -> str:
         state = "in flight" if self.pins < 0 else f"pins={self.pins}"

@@ -43,8 +43,9 @@ from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator
 from kvoffload.engines.vllm.versions import host_hit_source
-from kvoffload.errors import LayoutError
+from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import make_spec
+from kvoffload.tiering.options import parse_tiers
 
 if TYPE_CHECKING:
     import torch
@@ -238,7 +239,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> OffloadPromMetrics:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        try:
+            tiers = [options.label for options in parse_tiers(config_of(vllm_config).secondary_tiers)]
+        except ConfigError:
+            tiers = []  # a spec of the user's own may have other tiers; their series appear with their first report
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, tiers)
 
 
 class _SchedulerSide:

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvoffload's metrics in vLLM's log and on its ``/metrics``.
 
-vLLM sends a connector's stats from the engine core to the front end as plain data. Here these are counters, as
-increments since the last report, and gauges, as they are, by the sample's name and label values joined in one string.
+vLLM sends a connector's stats from the engine core to the front end as plain data. Here these are counters and
+histograms, as increments since the last report, and gauges, as they are, by the sample's name and label values joined
+in one string.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvoffload.metrics import METRICS, Kind, Sample, Stats
+from kvoffload.metrics import METRICS, Kind, Stats, initial_series, typical_value
 
 __all__ = ["OffloadPromMetrics", "OffloadStats", "StatsReporter"]
 
@@ -32,22 +33,22 @@ class StatsReporter:
 
     def report(self, now: Stats) -> OffloadStats | None:
         """What changed since the last report, or ``None``. Samples that are not in ``METRICS`` are left out."""
-        changed = {sample: value for sample, value in now.items() if self._last.get(sample, 0) != value}
+        changed = {sample: value for sample, value in now.items() if self._last.get(sample) != value}
         changed = {sample: value for sample, value in changed.items() if sample[0] in METRICS}
         if not changed:
             return None
         stats = OffloadStats()
         for sample, value in changed.items():
-            if _kind(sample[0]) is Kind.COUNTER:
-                stats.counters[_SEPARATOR.join(sample)] = value - self._last.get(sample, 0)
-            else:
+            if _kind(sample[0]) is Kind.GAUGE:
                 stats.gauges[_SEPARATOR.join(sample)] = value
+            else:
+                stats.counters[_SEPARATOR.join(sample)] = value - self._last.get(sample, 0)
         self._last = dict(now)
         return stats
 
 
 class OffloadStats(KVConnectorStats):  # type: ignore[misc]
-    """Increments of counters and values of gauges, which vLLM sends, adds up and logs."""
+    """Increments of counters and histograms, and values of gauges, which vLLM sends, adds up and logs."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data if data else {_COUNTERS: {}, _GAUGES: {}})
@@ -110,7 +111,7 @@ def _unregister_earlier_series() -> None:
 
 class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """One Prometheus series per row of ``kvoffload.metrics.METRICS``, named ``kvoffload_<name>``, with vLLM's own
-    labels before the metric's."""
+    labels before the metric's. Those that are known from the start, of ``tiers`` too, are there from the start."""
 
     def __init__(
         self,
@@ -118,6 +119,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        tiers: Sequence[str] = (),
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister_earlier_series()
@@ -130,21 +132,34 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             }
             if metric.kind is Kind.COUNTER:
                 self._series[metric.name] = self._counter_cls(**arguments)
+            elif metric.kind is Kind.HISTOGRAM:
+                self._series[metric.name] = self._histogram_cls(buckets=metric.buckets, **arguments)
             else:
                 self._series[metric.name] = self._gauge_cls(multiprocess_mode="mostrecent", **arguments)
             _registered.append(self._series[metric.name])
-        # Series without labels of their own exist from the start, at 0.
         for engine_idx in per_engine_labelvalues:
-            for metric in METRICS.values():
-                if not metric.labels:
-                    self._labelled((metric.name,), engine_idx)
+            for metric, values in initial_series(tiers):
+                series = self._labelled(metric.name, values, engine_idx)
+                if metric.kind is Kind.GAUGE:
+                    series.set(metric.initial)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         stats = OffloadStats(transfer_stats_data)
-        for name, increment in stats.counters.items():
-            self._labelled(tuple(name.split(_SEPARATOR)), engine_idx).inc(increment)
-        for name, value in stats.gauges.items():
-            self._labelled(tuple(name.split(_SEPARATOR)), engine_idx).set(value)
+        for text, increment in stats.counters.items():
+            name, *rest = text.split(_SEPARATOR)
+            if _kind(name) is Kind.COUNTER:
+                self._labelled(name, rest, engine_idx).inc(increment)
+                continue
+            *labels, part, bound = rest
+            if part == "count":
+                total = stats.counters.get(_SEPARATOR.join([name, *labels, "sum", bound]), 0.0)
+                series = self._labelled(name, labels, engine_idx)
+                # A series takes single observations only. Of a bucket, the sum and the number of them are known.
+                for _ in range(int(increment)):
+                    series.observe(typical_value(METRICS[name], bound, increment, total))
+        for text, value in stats.gauges.items():
+            name, *labels = text.split(_SEPARATOR)
+            self._labelled(name, labels, engine_idx).set(value)
 
-    def _labelled(self, sample: Sample, engine_idx: int) -> Any:
-        return self._series[sample[0]].labels(*self.per_engine_labelvalues[engine_idx], *sample[1:])
+    def _labelled(self, name: str, labels: Sequence[str], engine_idx: int) -> Any:
+        return self._series[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)

@@ -20,6 +20,8 @@ class StoreStats:
     """Bytes of all blocks, as far as this process knows."""
     corrupt_blocks: int = 0
     evicted_blocks: int = 0
+    max_bytes: int | None = None
+    """Bytes that all blocks may take; ``None``: the store knows no bound."""
 
 
 class BlockStore(ABC):

@@ -65,7 +65,9 @@ class MemoryStore(BlockStore):
             return evicted
 
     def stats(self) -> StoreStats:
-        return StoreStats(used_bytes=len(self._blocks) * self._block_bytes, evicted_blocks=self._num_evicted)
+        max_bytes = None if self._max_blocks is None else self._max_blocks * self._block_bytes
+        used_bytes = len(self._blocks) * self._block_bytes
+        return StoreStats(used_bytes, evicted_blocks=self._num_evicted, max_bytes=max_bytes)
 
     def _put(self, key: OffloadKey, block: bytes) -> bool:
         if len(block) != self._block_bytes:

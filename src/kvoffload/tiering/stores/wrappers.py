@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import xxhash
 
@@ -109,7 +110,7 @@ class Checksummed(StoreWrapper):
 
     def stats(self) -> StoreStats:
         inner = self.inner.stats()
-        return StoreStats(inner.used_bytes, inner.corrupt_blocks + self._num_bad, inner.evicted_blocks)
+        return replace(inner, corrupt_blocks=inner.corrupt_blocks + self._num_bad)
 
 
 class Throttled(StoreWrapper):

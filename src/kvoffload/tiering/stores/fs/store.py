@@ -85,6 +85,7 @@ class FileSystemStore(BlockStore):
         self._durable = durability == "fsync"
         self._io = FileIO(self._root, layout, access, durable=self._durable)
         self._staging = StagingDirectory(self._root, access)
+        self._max_bytes = max_bytes
         self._quota = Quota(self._root, max_bytes, self._staging, layout)
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
@@ -166,7 +167,7 @@ class FileSystemStore(BlockStore):
         return bad + self._own_keys(self._quota.take_evicted()) if self._quota.evicted else bad
 
     def stats(self) -> StoreStats:
-        return StoreStats(self._quota.used_bytes, self._num_bad, self._quota.num_evicted)
+        return StoreStats(self._quota.used_bytes, self._num_bad, self._quota.num_evicted, self._max_bytes)
 
     # --------------------------------------------------------------------------------------------------- helpers
 

@@ -155,6 +155,7 @@ class SlabStore(BlockStore):
         if os.path.lexists(os.path.join(self._root, CONTROL_DIR, "ledger")):
             raise ConfigError(f"{self._root} belongs to an 'fs' tier; choose another directory.")
         try:
+            self._max_bytes = max_bytes
             self._directory = SlabDirectory(self._root, layout, max_bytes, access)
         except OSError as exc:
             raise ConfigError(f"The store cannot use {self._root}: {exc}; choose another directory.") from exc
@@ -339,7 +340,8 @@ class SlabStore(BlockStore):
             return evicted
 
     def stats(self) -> StoreStats:
-        return StoreStats(len(self._index) * self._layout.block_bytes, self._num_corrupt, self._num_evicted)
+        used_bytes = len(self._index) * self._layout.block_bytes
+        return StoreStats(used_bytes, self._num_corrupt, self._num_evicted, self._max_bytes)
 
     # ---------------------------------------------------------------------------------------------------- writing
 

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload top``: what a running server's tiers do right now."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvoffload.cli.output import positive
+from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.metrics import HOST, METRICS, Kind
+from kvoffload.units import format_bytes
+
+__all__ = ["Snapshot", "TierView", "View", "compare", "draw", "parse", "quantile", "register", "sparkline"]
+
+_TIMEOUT_S = 10.0
+_KEPT = 60
+"""Refreshes that a sparkline shows."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+Series = dict[tuple[str, ...], float]
+"""Values by the values of kvoffload's own labels, in the order of ``METRICS``; of histograms then by bucket."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(top)
+
+
+def top(
+    url: Annotated[str, typer.Argument(help="The server, as in http://localhost:8000; its /metrics is read.")],
+    interval: Annotated[float, typer.Option(help="Seconds between two refreshes.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each refresh as one line of JSON.")] = False,
+) -> None:
+    """Watch a server's tiers: hits, bandwidth, fill, queues, health, and what waits."""
+    positive(interval, "--interval")
+    url = metrics_url(url)
+    last = _scrape(url)
+    if not last.series:
+        raise ConfigError(f"{url} has no series of kvoffload: is this a server that uses it?")
+    console = Console()
+    views: deque[View] = deque(maxlen=_KEPT)
+    live = console.is_terminal and not (once or as_json)
+    with Live(console=console, auto_refresh=False) if live else _Plain(console) as screen:
+        try:
+            while True:
+                time.sleep(interval)
+                try:
+                    now = _scrape(url)
+                except ConfigError as exc:
+                    if once:
+                        raise
+                    screen.update(Text(str(exc), style="red"), refresh=True)
+                    continue
+                views.append(compare(last, now))
+                last = now
+                if as_json:
+                    print(json.dumps(_plain(asdict(views[-1]))))
+                    sys.stdout.flush()
+                else:
+                    screen.update(draw(views), refresh=True)
+                if once:
+                    return
+        except KeyboardInterrupt:
+            return
+
+
+class _Plain:
+    """Prints each refresh below the last, where the output is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console if console.is_terminal else Console(width=140)
+
+    def __enter__(self) -> _Plain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, shown: Any, refresh: bool) -> None:
+        self._console.print(shown)
+
+
+def metrics_url(url: str) -> str:
+    """The address of the metrics of the server at ``url``. Raises ``ConfigError`` if it is no HTTP address."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{url!r} is no address of a server; write it as http://localhost:8000.")
+    path = parts.path if parts.path.strip("/") else "/metrics"
+    return parts._replace(path=path).geturl()
+
+
+def _scrape(url: str) -> Snapshot:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+            text = response.read().decode()
+    except (OSError, ValueError) as exc:
+        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+        raise ConfigError(f"{url} cannot be read: {reason}.") from exc
+    return parse(text, time.monotonic(), time.time())
+
+
+# --------------------------------------------------------------------------------------------------------- the figures
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """kvoffload's series at one time, summed over everything that is no label of theirs, as engines are."""
+
+    at_s: float
+    unix_s: float
+    series: dict[str, Series]
+
+    def total(self, name: str, *labels: str) -> float:
+        """The sum of the series of a metric whose labels begin with ``labels``."""
+        found = self.series.get(name, {})
+        return sum(value for key, value in found.items() if key[: len(labels)] == labels)
+
+
+def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
+    """The snapshot in ``text``, which is in Prometheus' exposition format. Raises ``ConfigError`` for other text."""
+    try:
+        parser = importlib.import_module("prometheus_client.parser")
+    except ImportError as exc:
+        raise MissingExtraError("kvoffload top needs prometheus-client: pip install 'kvoffload[cli]'.") from exc
+    series: dict[str, Series] = {}
+    try:
+        for family in parser.text_string_to_metric_families(text):
+            name = family.name.removeprefix("kvoffload_")
+            if name == family.name or name not in METRICS:
+                continue
+            metric, values = METRICS[name], series.setdefault(name, {})
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                key = tuple(sample.labels.get(label, "") for label in metric.labels)
+                if metric.kind is Kind.HISTOGRAM:
+                    if not sample.name.endswith("_bucket"):
+                        continue
+                    key = (*key, sample.labels["le"])
+                if name == "tier_healthy":
+                    values[key] = min(values.get(key, 1), sample.value)
+                elif name == "tier_breaker_last_trip_timestamp_seconds":
+                    values[key] = max(values.get(key, 0), sample.value)
+                else:
+                    values[key] = values.get(key, 0) + sample.value
+    except (ValueError, KeyError, IndexError) as exc:
+        raise ConfigError(f"This is no page of metrics: {exc}.") from exc
+    return Snapshot(at_s, unix_s, series)
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """One tier in one interval. What cannot be known is ``None``."""
+
+    name: str
+    hit_rate: float | None
+    """Share of the prompt tokens that the device did not have."""
+    read_bytes_per_s: float
+    """Out of the tier; from host memory to the device."""
+    write_bytes_per_s: float
+    fill: float | None
+    """Share of its room that is in use."""
+    used: float
+    """Blocks of host memory, bytes of the tiers below."""
+    queued_blocks: float
+    trips: float
+    """How often circuit breakers opened since the start."""
+    off: tuple[str, ...] = ()
+    """Reading, writing: what the tier is not used for now, with the last reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What happened between two snapshots, and what is now."""
+
+    seconds: float
+    hit_rate: float | None
+    """Share of the prompt tokens that the device did not have, in this interval."""
+    hit_rate_total: float | None
+    """The same since the start."""
+    lookup_tokens_per_s: float
+    requests: float
+    requests_waiting: float
+    promotions_in_flight: float
+    claimed_blocks: float
+    pinned_blocks: float
+    waits_s: dict[str, float | None] = field(default_factory=dict)
+    """Median and 90th percentile of the waits that ended: for lookups, for lower tiers."""
+    problems: dict[str, float] = field(default_factory=dict)
+    """Events in this interval that should be rare, without those that did not happen."""
+    tiers: tuple[TierView, ...] = ()
+
+
+_PROBLEMS = {
+    "stores refused": ("primary_stores_refused",),
+    "failed loads": ("load_jobs", "failed"),
+    "failed promotions": ("promotions", "failed"),
+    "promotions refused": ("promotions_refused",),
+    "out of patience": ("lookups_out_of_patience",),
+    "dropped writes": ("tier_dropped_blocks",),
+    "evicted unwritten": ("cascades", "dropped"),
+    "corrupt blocks": ("tier_corrupt_blocks",),
+}
+
+
+def compare(before: Snapshot, after: Snapshot) -> View:
+    """The figures of the time between two snapshots. A server that was started again counts from its start."""
+    seconds = max(after.at_s - before.at_s, 1e-9)
+    is_new = after.total("lookup_tokens") < before.total("lookup_tokens")
+
+    def grown(name: str, *labels: str) -> float:
+        return max(after.total(name, *labels) - (0 if is_new else before.total(name, *labels)), 0)
+
+    looked_up = grown("lookup_tokens")
+
+    def share(value: float) -> float | None:
+        return min(value / looked_up, 1.0) if looked_up else None
+
+    waits: dict[str, float | None] = {}
+    for label, name in (("lookups", "lookup_wait_seconds"), ("lower tiers", "promotion_wait_seconds")):
+        for percent in (50, 90):
+            buckets = {
+                bound: value - (0 if is_new else before.series.get(name, {}).get((bound,), 0))
+                for (bound,), value in after.series.get(name, {}).items()
+            }
+            waits[f"{label} p{percent}"] = quantile(buckets, percent / 100)
+    blocks = after.total("primary_blocks")
+    used = after.total("primary_blocks_used")
+    host = TierView(
+        "host memory",
+        share(grown("tier_hit_tokens", HOST)),
+        grown("load_bytes") / seconds,
+        grown("store_bytes") / seconds,
+        used / blocks if blocks else None,
+        used,
+        after.total("jobs_in_flight"),
+        0,
+    )
+    tiers = [host]
+    for (name,) in after.series.get("tier_healthy", {}):
+        quota, bytes_used = after.total("tier_quota_bytes", name), after.total("tier_bytes", name)
+        tiers.append(
+            TierView(
+                name,
+                share(grown("tier_hit_tokens", name)),
+                grown("tier_io_bytes", name, "read") / seconds,
+                grown("tier_io_bytes", name, "write") / seconds,
+                bytes_used / quota if quota and math.isfinite(quota) else None,
+                bytes_used,
+                after.total("tier_queued_blocks", name),
+                after.total("tier_breaker_trips", name),
+                tuple(_off(after, name)),
+            )
+        )
+    total = after.total("lookup_tokens")
+    problems = {name: grown(*sample) for name, sample in _PROBLEMS.items()}
+    return View(
+        seconds=seconds,
+        hit_rate=share(grown("hit_tokens")),
+        hit_rate_total=after.total("hit_tokens") / total if total else None,
+        lookup_tokens_per_s=looked_up / seconds,
+        requests=after.total("requests_tracked"),
+        requests_waiting=after.total("requests_waiting"),
+        promotions_in_flight=after.total("promotions_in_flight"),
+        claimed_blocks=after.total("claimed_blocks"),
+        pinned_blocks=after.total("primary_blocks_pinned"),
+        waits_s=waits,
+        problems={name: value for name, value in problems.items() if value},
+        tiers=tuple(tiers),
+    )
+
+
+def _off(now: Snapshot, tier: str) -> Iterable[str]:
+    """What ``tier`` is not used for, each with why and since when."""
+    for direction, word in (("read", "reading"), ("write", "writing")):
+        if now.total("tier_breaker_open", tier, direction):
+            trips = now.series.get("tier_breaker_last_trip_timestamp_seconds", {})
+            own = [(at_s, reason) for (name, way, reason), at_s in trips.items() if (name, way) == (tier, direction)]
+            if own:
+                at_s, reason = max(own)
+                yield f"{word} off for {max(now.unix_s - at_s, 0):.0f} s: {reason}"
+            else:
+                yield f"{word} off"
+
+
+def quantile(cumulative: Mapping[str, float], share: float) -> float | None:
+    """The quantile of a histogram's buckets by upper bound, straight lines between bounds, as Prometheus computes it.
+    Beyond the last bound it is that bound; ``None`` without observations."""
+    buckets = sorted((float(bound), count) for bound, count in cumulative.items())
+    if not buckets or buckets[-1][1] <= 0:
+        return None
+    wanted = share * buckets[-1][1]
+    lower, below = 0.0, 0.0
+    for upper, count in buckets:
+        if count >= wanted:
+            if math.isinf(upper):
+                return lower
+            return lower + (upper - lower) * (wanted - below) / (count - below) if count > below else upper
+        lower, below = upper, count
+    return lower
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with infinities and the like as ``None``, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --------------------------------------------------------------------------------------------------------- the picture
+
+
+def draw(views: Iterable[View]) -> Group:
+    """The last of ``views`` as a table, with the course of all of them."""
+    views = list(views)
+    now = views[-1]
+    head = Text.assemble(
+        ("hits ", "dim"),
+        (_percent(now.hit_rate), "bold"),
+        (f" ({_percent(now.hit_rate_total)} since the start)  of ", "dim"),
+        f"{now.lookup_tokens_per_s:,.0f} tokens/s",
+        ("   requests ", "dim"),
+        f"{now.requests:,.0f}, {now.requests_waiting:,.0f} waiting",
+        ("   promotions ", "dim"),
+        f"{now.promotions_in_flight:,.0f} blocks",
+        ("   claimed, pinned ", "dim"),
+        f"{now.claimed_blocks:,.0f}, {now.pinned_blocks:,.0f} blocks",
+    )
+    table = Table(expand=True)
+    for heading in ("tier", "hits", "", "read/s", "", "written/s", "used", "queued", "health"):
+        justify: Any = "left" if heading in ("tier", "", "health") else "right"
+        table.add_column(heading, justify=justify, no_wrap=heading != "health")
+    for at, tier in enumerate(now.tiers):
+        course = [view.tiers[at] for view in views if len(view.tiers) > at]
+        used = f"{tier.used:,.0f} blocks" if at == 0 else format_bytes(tier.used)
+        table.add_row(
+            tier.name,
+            _percent(tier.hit_rate),
+            sparkline([each.hit_rate or 0 for each in course], 1.0),
+            format_bytes(tier.read_bytes_per_s),
+            sparkline([each.read_bytes_per_s for each in course]),
+            format_bytes(tier.write_bytes_per_s),
+            f"{used}, {_percent(tier.fill)}" if tier.fill is not None else used,
+            f"{tier.queued_blocks:,.0f}",
+            Text("; ".join(tier.off), style="red") if tier.off else Text(_trips(tier.trips), style="green"),
+        )
+    waits = ", ".join(f"{name} {_seconds(value)}" for name, value in now.waits_s.items() if value is not None)
+    problems = ", ".join(f"{name} {value:,.0f}" for name, value in now.problems.items())
+    return Group(
+        head,
+        table,
+        Text.assemble(("waits: ", "dim"), waits or "none"),
+        Text.assemble(("problems: ", "dim"), (problems or "none", "yellow" if problems else "")),
+    )
+
+
+def sparkline(values: Iterable[float], most: float | None = None) -> str:
+    """A bar for each of the last 12 values; a full bar is ``most``, or the largest of them."""
+    shown = list(values)[-12:]
+    top_value = most if most is not None else max(shown, default=0.0)
+    if top_value <= 0:
+        return _BARS[0] * len(shown)
+    return "".join(_BARS[min(int(value / top_value * len(_BARS)), len(_BARS) - 1)] for value in shown)
+
+
+def _trips(count: float) -> str:
+    return "ok" if not count else f"ok ({count:,.0f} trips so far)"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2g} s" if value >= 1 else f"{1000 * value:.3g} ms"

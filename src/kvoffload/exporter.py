@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvoffload's metrics as a Prometheus endpoint, for engines that have none of their own. Needs ``prometheus-client``.
+
+vLLM exports them through its own ``/metrics`` (``engines/vllm/stats.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.metrics import METRICS, Kind, Metric, Stats, buckets_of, initial_series
+
+__all__ = ["PrometheusExporter"]
+
+
+class PrometheusExporter:
+    """Shows the latest stats to Prometheus: a collector for ``prometheus_client``, and a small server::
+
+        exporter = PrometheusExporter(tiers=["disk"])
+        close = exporter.serve(9400)
+        ...
+        exporter.publish(engine.get_stats())     # now and then, on the engine's thread
+        ...
+        close()
+
+    ``publish`` only takes over a reference, so it costs the engine what ``get_stats`` costs. Threads that answer
+    scrapes read the latest stats and nothing else. Every series that is known from the start is shown from the start,
+    those of ``tiers`` (their names) included. ``labels`` are put before each metric's own. Raises ``MissingExtraError``
+    without ``prometheus-client``.
+    """
+
+    def __init__(self, tiers: Sequence[str] = (), labels: Mapping[str, str] | None = None) -> None:
+        self._client = _prometheus_client()
+        self._labels = dict(labels or {})
+        self._known = [(metric, values) for metric, values in initial_series(tiers)]
+        self._stats: Stats = {}
+
+    def __repr__(self) -> str:
+        return f"PrometheusExporter({len(self._stats)} samples)"
+
+    def publish(self, stats: Stats) -> None:
+        """``stats`` is what scrapes show from now on. The caller does not change it any more."""
+        self._stats = stats
+
+    def collect(self) -> Iterator[Any]:
+        """One family per metric, as ``prometheus_client`` registries ask for them. Any thread."""
+        core = importlib.import_module("prometheus_client.core")
+        by_metric: dict[str, dict[tuple[str, ...], dict[tuple[str, ...], float]]] = {name: {} for name in METRICS}
+        for metric, values in self._known:
+            by_metric[metric.name][values] = {} if metric.kind is Kind.HISTOGRAM else {(): metric.initial}
+        for (name, *rest), value in self._stats.items():
+            if name in METRICS:
+                num_labels = len(METRICS[name].labels)
+                series = by_metric[name].setdefault(tuple(rest[:num_labels]), {})
+                series[tuple(rest[num_labels:])] = value
+        families = {
+            Kind.COUNTER: core.CounterMetricFamily,
+            Kind.GAUGE: core.GaugeMetricFamily,
+            Kind.HISTOGRAM: core.HistogramMetricFamily,
+        }
+        for metric in METRICS.values():
+            family = families[metric.kind](
+                f"kvoffload_{metric.name}", metric.help, labels=[*self._labels, *metric.labels]
+            )
+            for values, samples in by_metric[metric.name].items():
+                labels = [*self._labels.values(), *values]
+                if metric.kind is Kind.HISTOGRAM:
+                    family.add_metric(labels, *_cumulative(metric, samples))
+                else:
+                    family.add_metric(labels, samples[()])
+            yield family
+
+    def describe(self) -> list[Any]:
+        """Registries need not collect to learn the names."""
+        return []
+
+    def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:
+        """Serves ``/metrics`` from a daemon thread. Returns what ends it. Raises ``ConfigError`` if the address cannot
+        be used."""
+        registry = self._client.CollectorRegistry()
+        registry.register(self)
+        try:
+            server, thread = self._client.start_http_server(port, address, registry)
+        except OSError as exc:
+            raise ConfigError(f"Metrics cannot be served at {address}:{port}: {exc}.") from exc
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return close
+
+
+def _cumulative(metric: Metric, samples: Mapping[tuple[str, ...], float]) -> tuple[list[tuple[str, float]], float]:
+    """Prometheus' form of a histogram: each bucket with the observations up to its bound, and the sum of all."""
+    count = 0.0
+    buckets = []
+    for bound in buckets_of(metric):
+        count += samples.get(("count", bound), 0)
+        buckets.append((bound, count))
+    return buckets, sum(value for (part, _), value in samples.items() if part == "sum")
+
+
+def _prometheus_client() -> Any:
+    try:
+        return importlib.import_module("prometheus_client")
+    except ImportError as exc:
+        raise MissingExtraError("Metrics need prometheus-client: pip install 'kvoffload[metrics]'.") from exc

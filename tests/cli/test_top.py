@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload top`` over the metrics of a real manager with a real disk tier, read over HTTP."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.integration.served_tiers import ServedTiers
+
+from kvoffload.cli import main
+from kvoffload.cli.top import Snapshot, compare, draw, metrics_url, parse, quantile, sparkline
+from kvoffload.errors import ConfigError
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedTiers]:
+    served = ServedTiers(tmp_path, num_blocks=16)
+    yield served
+    served.close()
+
+
+def scrape(served: ServedTiers, at_s: float) -> Snapshot:
+    with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as response:
+        return parse(response.read().decode(), at_s, time.time())
+
+
+def shown(*views: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=140).print(draw(views))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def test_an_interval_is_what_happened_in_it(served: ServedTiers) -> None:
+    served.serve(rounds=1)
+    before, stats = scrape(served, 0.0), served.engine.connector.get_stats()
+    served.serve(rounds=1)
+    after, now = scrape(served, 10.0), served.engine.connector.get_stats()
+    view = compare(before, after)
+
+    def grown(*sample: str) -> float:
+        return now[sample] - stats.get(sample, 0)
+
+    assert view.hit_rate == pytest.approx(grown("hit_tokens") / grown("lookup_tokens"))
+    assert view.hit_rate_total == pytest.approx(now["hit_tokens",] / now["lookup_tokens",])
+    host, disk = view.tiers
+    assert (host.name, disk.name) == ("host memory", "disk")
+    assert disk.hit_rate == pytest.approx(grown("tier_hit_tokens", "disk") / grown("lookup_tokens")) > 0
+    assert host.hit_rate + disk.hit_rate == pytest.approx(view.hit_rate)
+    assert host.fill == 1.0
+    assert disk.read_bytes_per_s == pytest.approx(grown("tier_io_bytes", "disk", "read") / 10)
+    assert disk.fill == pytest.approx(disk.used / served.disk_bytes)
+    assert view.waits_s["lower tiers p50"] > 0
+    assert not view.problems
+    text = shown(view, view)
+    assert "disk" in text
+    assert "problems: none" in text
+    assert disk.off == ()
+
+
+def test_a_tier_that_is_off_says_why() -> None:
+    lines = [
+        'kvoffload_tier_healthy{engine="0",tier="disk"} 0.0',
+        'kvoffload_tier_breaker_open{engine="0",tier="disk",direction="write"} 1.0',
+        'kvoffload_tier_breaker_last_trip_timestamp_seconds{engine="0",tier="disk",direction="write",reason="EIO"} 900',
+        'kvoffload_tier_breaker_last_trip_timestamp_seconds{engine="0",tier="disk",direction="write",reason="hang"} 940',
+        'kvoffload_tier_dropped_blocks_total{engine="0",tier="disk"} 7',
+        'vllm:other_total{engine="0"} 7',
+    ]
+    now = parse("\n".join(lines) + "\n", 10.0, 1000.0)
+    view = compare(Snapshot(0.0, 0.0, {}), now)
+    assert view.tiers[1].off == ("writing off for 60 s: hang",)
+    assert "hang" in shown(view)
+    assert view.problems == {"dropped writes": 7}
+
+
+def test_engines_of_one_server_are_added_up_and_a_restart_begins_anew() -> None:
+    def page(*values: float) -> Snapshot:
+        lines = [f'kvoffload_lookup_tokens_total{{engine="{at}"}} {value}' for at, value in enumerate(values)]
+        lines += [f'kvoffload_hit_tokens_total{{engine="{at}"}} {value / 2}' for at, value in enumerate(values)]
+        return parse("\n".join(lines) + "\n", values[0], 0.0)
+
+    view = compare(page(10, 20), page(20, 30))
+    assert view.lookup_tokens_per_s == 2.0
+    assert view.hit_rate == 0.5
+    restarted = compare(page(100, 100), page(110, 4))
+    assert restarted.lookup_tokens_per_s == 11.4
+
+
+def test_once_as_a_table_and_as_json(served: ServedTiers, capsys: pytest.CaptureFixture[str]) -> None:
+    served.serve(rounds=2)
+    url = f"127.0.0.1:{served.port}"
+    main_of(["top", url, "--once", "--interval", "0.01"])
+    text = capsys.readouterr().out
+    assert "host memory" in text
+    assert "disk" in text
+    main_of(["top", url, "--once", "--json", "--interval", "0.01"])
+    (line,) = capsys.readouterr().out.splitlines()
+    view = json.loads(line)
+    assert view["hit_rate_total"] > 0
+    assert [tier["name"] for tier in view["tiers"]] == ["host memory", "disk"]
+
+
+def main_of(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [("ftp://here", "no address"), ("http://127.0.0.1:1", "cannot be read"), ("127.0.0.1:1/metrics", "cannot be read")],
+)
+def test_mistakes_are_one_sentence(url: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["top", url, "--once"])
+    assert caught.value.code == 2
+    assert what in capsys.readouterr().err
+
+
+def test_a_page_without_kvoffload_or_without_metrics() -> None:
+    assert parse("# nothing\nup 1\n", 0, 0).series == {}
+    with pytest.raises(ConfigError, match="no page of metrics"):
+        parse("<html>\n", 0, 0)
+    assert metrics_url("localhost:8000") == "http://localhost:8000/metrics"
+    assert metrics_url("https://here/prometheus/") == "https://here/prometheus/"
+
+
+def test_quantiles_and_sparklines() -> None:
+    buckets = {"0.1": 50.0, "0.2": 90.0, "1.0": 100.0, "+Inf": 100.0}
+    assert quantile(buckets, 0.5) == pytest.approx(0.1)
+    assert quantile(buckets, 0.7) == pytest.approx(0.15)
+    assert quantile({"0.1": 0.0, "+Inf": 4.0}, 0.5) == 0.1
+    assert quantile({}, 0.5) is None
+    assert sparkline([0, 1, 2]) == "▁▄█"
+    assert sparkline([0, 0]) == "▁▁"
+    assert sparkline([0.5], 1.0) == "▅"

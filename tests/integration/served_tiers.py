@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small engine over host memory and a real disk tier, in real time, whose metrics are served over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffload.base import CanonicalKVCaches
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.connector import OffloadingConnectorWorker
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.exporter import PrometheusExporter
+from kvoffload.testing.fake_device import Bytes
+from kvoffload.testing.fake_engine import FakeEngine, FakeRequest, Status
+from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
+from kvoffload.tiering.manager import TieringOffloadingManager
+from kvoffload.tiering.options import build_tier
+
+BLOCK_TOKENS = 4
+PAGE_BYTES = 4096
+
+
+class _Region:
+    def __init__(self, num_blocks: int) -> None:
+        self.rows = np.zeros((num_blocks, PAGE_BYTES), dtype=np.uint8)
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(self.rows)
+
+
+class ServedTiers:
+    """``num_blocks`` slots of host memory above a disk tier called ``disk``. Call ``serve``, then ``close``.
+
+    Every step publishes the stats, which are at ``/metrics`` of ``port``, with a label ``engine``.
+    """
+
+    block_bytes = PAGE_BYTES
+    disk_bytes = 4 << 20
+
+    def __init__(self, root: Path, num_blocks: int, **config: Any) -> None:
+        region = _Region(num_blocks)
+        primary = CPUPrimaryTierOffloadingManager(num_blocks, region, "lru")
+        options = {"type": "disk", "path": str(root / "blocks"), "max_bytes": self.disk_bytes, "exclusive": True}
+        self.tier = build_tier(options, primary.kv_view)
+        self.manager = TieringOffloadingManager(primary, [self.tier])
+        self._handlers: list[ManualHandler] = []
+
+        def make_worker(rank: int, pages: Bytes) -> OffloadingConnectorWorker:
+            self._handlers.append(ManualHandler(pages, region.rows, (PAGE_BYTES,), 1))
+            worker = OffloadingConnectorWorker(rank)
+            worker.register_kv_caches(ManualSpec(self.manager, self._handlers[-1]), CanonicalKVCaches())
+            return worker
+
+        self.engine = FakeEngine(
+            self.manager,
+            EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, PAGE_BYTES),), BLOCK_TOKENS, "test"),
+            OffloadingConfig(cpu_bytes_to_use=num_blocks * PAGE_BYTES, **config),
+            num_gpu_blocks=24,
+            num_slots=num_blocks,
+            make_worker=make_worker,
+        )
+        self._exporter = PrometheusExporter(["disk"], {"engine": "0"})
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._close = self._exporter.serve(self.port)
+        self._num_requests = 0
+
+    def serve(self, rounds: int, num_prompts: int = 4, num_blocks: int = 8) -> None:
+        """Serves ``num_prompts`` prompts, ``rounds`` times. Together they are more than device and host memory hold."""
+        for _ in range(rounds):
+            for first in range(num_prompts):
+                self.finish(self.ask(first, num_blocks))
+            self.drain()
+
+    def ask(self, first_token: int, num_blocks: int) -> FakeRequest:
+        """A request with a prompt of ``num_blocks`` full blocks and one more token."""
+        self._num_requests += 1
+        tokens = [first_token] + [n % 11 for n in range(num_blocks * BLOCK_TOKENS)]
+        return self.engine.add(f"r{self._num_requests}", tokens, max_new_tokens=1)
+
+    def finish(self, request: FakeRequest) -> None:
+        deadline_s = time.monotonic() + 60
+        while request.status is not Status.FINISHED:
+            assert time.monotonic() < deadline_s, f"{request.request_id} is {request.status}"
+            self.step()
+
+    def drain(self) -> None:
+        deadline_s = time.monotonic() + 60
+        while not self.engine.idle:
+            assert time.monotonic() < deadline_s
+            self.step()
+
+    def step(self) -> None:
+        self.engine.step()
+        for handler in self._handlers:
+            for job_id in handler.pending:
+                handler.run(job_id)
+        self.engine.check()
+        self._exporter.publish(self.engine.connector.get_stats())
+        time.sleep(0.0005)
+
+    def close(self) -> None:
+        self._close()
+        self.manager.shutdown()
