@@ -65,12 +65,14 @@ def test_an_interval_is_what_happened_in_it(served: ServedTiers) -> None:
 
 
 def test_a_tier_that_is_off_says_why() -> None:
+    tier = 'engine="0",tier="disk"'
+    last_trip = f'kvoffload_tier_breaker_last_trip_timestamp_seconds{{{tier},direction="write"'
     lines = [
-        'kvoffload_tier_healthy{engine="0",tier="disk"} 0.0',
-        'kvoffload_tier_breaker_open{engine="0",tier="disk",direction="write"} 1.0',
-        'kvoffload_tier_breaker_last_trip_timestamp_seconds{engine="0",tier="disk",direction="write",reason="EIO"} 900',
-        'kvoffload_tier_breaker_last_trip_timestamp_seconds{engine="0",tier="disk",direction="write",reason="hang"} 940',
-        'kvoffload_tier_dropped_blocks_total{engine="0",tier="disk"} 7',
+        f"kvoffload_tier_healthy{{{tier}}} 0.0",
+        f'kvoffload_tier_breaker_open{{{tier},direction="write"}} 1.0',
+        f'{last_trip},reason="EIO"}} 900',
+        f'{last_trip},reason="hang"}} 940',
+        f"kvoffload_tier_dropped_blocks_total{{{tier}}} 7",
         'vllm:other_total{engine="0"} 7',
     ]
     now = parse("\n".join(lines) + "\n", 10.0, 1000.0)

@@ -9,6 +9,8 @@ from kvoffload.base import OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqC
 from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.cpu.policies.arc import ARCCachePolicy
 from kvoffload.errors import ConfigError
+from kvoffload.metrics import METRICS, Kind
+from kvoffload.testing import ManualClock
 
 REQ = ReqContext("r")
 
@@ -306,18 +308,31 @@ def test_two_resets_in_a_row(policy: str) -> None:
 
 
 def test_stats() -> None:
-    manager = CPUOffloadingManager(2)
+    clock = ManualClock()
+    manager = CPUOffloadingManager(2, clock=clock)
     store(manager, 1, 2)
+    clock.advance(20)
     manager.prepare_store(keys(3), REQ)
+    clock.advance(100)
     manager.prepare_load(keys(1), REQ)
-    assert manager.get_stats() == {
+    stats = manager.get_stats()
+    histograms = {sample: value for sample, value in stats.items() if METRICS[sample[0]].kind is Kind.HISTOGRAM}
+    assert {sample: value for sample, value in stats.items() if sample not in histograms} == {
         ("primary_blocks",): 2,
         ("primary_blocks_used",): 2,
         ("primary_blocks_pinned",): 2,
+        ("primary_blocks_being_read",): 1,
+        ("primary_blocks_being_written",): 1,
         ("primary_blocks_stored",): 2,
         ("primary_blocks_evicted",): 1,
         ("primary_stores_refused",): 0,
         ("reuse_filtered_blocks",): 0,
+    }
+    assert {sample: value for sample, value in histograms.items() if "sum" in sample} == {
+        ("primary_allocation_blocks", "sum", "1.0"): 1,
+        ("primary_allocation_blocks", "sum", "4.0"): 2,
+        ("primary_eviction_age_seconds", "sum", "60.0"): 20,
+        ("primary_reuse_age_seconds", "sum", "300.0"): 120,
     }
 
 

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.redis_server import free_port
 
 from kvoffload.base import CanonicalKVCaches
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
@@ -65,9 +65,7 @@ class ServedTiers:
             make_worker=make_worker,
         )
         self._exporter = PrometheusExporter(["disk"], {"engine": "0"})
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._close = self._exporter.serve(self.port)
         self._num_requests = 0
 
