@@ -60,7 +60,7 @@ class ServedTiers:
             self.manager,
             EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, PAGE_BYTES),), BLOCK_TOKENS, "test"),
             OffloadingConfig(cpu_bytes_to_use=num_blocks * PAGE_BYTES, **config),
-            num_gpu_blocks=24,
+            num_gpu_blocks=12,
             num_slots=num_blocks,
             make_worker=make_worker,
         )
@@ -70,10 +70,12 @@ class ServedTiers:
         self._num_requests = 0
 
     def serve(self, rounds: int, num_prompts: int = 4, num_blocks: int = 8) -> None:
-        """Serves ``num_prompts`` prompts, ``rounds`` times. Together they are more than device and host memory hold."""
+        """Serves ``num_prompts`` prompts, ``rounds`` times, each a second time after the next one. Two of them are more
+        than the device holds, and all of them more than host memory."""
         for _ in range(rounds):
             for first in range(num_prompts):
-                self.finish(self.ask(first, num_blocks))
+                for again in (first, first - 1):
+                    self.finish(self.ask(max(again, 0), num_blocks))
             self.drain()
 
     def ask(self, first_token: int, num_blocks: int) -> FakeRequest:

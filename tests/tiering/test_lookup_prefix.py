@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.tiering.rig import Rig, keys, prefix
+from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 
 from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqContext
 
@@ -42,7 +42,7 @@ def state(rig: Rig) -> object:
     return (
         resident,
         log,
-        rig.manager.get_stats(),
+        stats_of_blocks(rig.manager.get_stats()),
         [(key, event.removed) for event in rig.manager.take_events() for key in event.keys],
     )
 

@@ -142,8 +142,8 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
     series: dict[str, Series] = {}
     try:
         for family in parser.text_string_to_metric_families(text):
-            name = family.name.removeprefix("kvoffload_")
-            if name == family.name or name not in METRICS:
+            name = family.name.removeprefix("kvoffload_").removesuffix("_total")
+            if not family.name.startswith("kvoffload_") or name not in METRICS:
                 continue
             metric, values = METRICS[name], series.setdefault(name, {})
             for sample in family.samples:
