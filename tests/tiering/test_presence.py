@@ -6,6 +6,7 @@ The last tests are about stores that know their own keys.
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -89,6 +90,23 @@ def test_beyond_its_bound_the_oldest_key_is_unknown_again(clock: ManualClock) ->
     index.add([A, B, C])
     assert len(index) == 2
     assert ask(index, B, C, A, is_complete=True) == [True, True, None]
+
+
+def test_a_full_index_keeps_taking_keys_and_forgets_the_oldest(clock: ManualClock) -> None:
+    index = PresenceIndex("test", 1_000, clock=clock)
+    for number in range(0, 5_000, 10):
+        index.add(keys(*range(number, number + 10)))
+        assert len(index) <= 1_000
+    assert len(index) >= 900
+    assert ask(index, *keys(*range(4_200, 5_000))) == [True] * 800
+
+
+def test_the_garbage_collector_passes_over_present_keys(clock: ManualClock) -> None:
+    index, names = PresenceIndex("test", 1_000, clock=clock), [bytes([number]) * 40 for number in range(250)]
+    index.add([OffloadKey(name) for name in names])
+    assert list(index.take_events())
+    gc.collect()
+    assert not [each for each in gc.get_referrers(names[7]) if each is not names]
 
 
 def test_an_answer_that_a_store_overtook_does_not_count(index: PresenceIndex) -> None:
