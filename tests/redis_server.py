@@ -65,12 +65,13 @@ class RedisServer:
         return redis.Redis(**(known | options))
 
     def start(self) -> None:
-        words = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
         with (self.directory / f"server-{self.port}.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [program(), *words, "--dir", str(self.directory)], stdout=log, stderr=subprocess.STDOUT
-            )
+            self._process = subprocess.Popen([program(), *self._words()], stdout=log, stderr=subprocess.STDOUT)
         wait_until(self._listens, "the server listens")
+
+    def _words(self) -> list[str]:
+        words = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        return [*words, "--dir", str(self.directory)]
 
     def _listens(self) -> bool:
         assert self._process is not None and self._process.poll() is None, self.log()
@@ -107,6 +108,26 @@ class RedisServer:
         """Connections of others than this side door."""
         with self.client() as client:
             return len(client.client_list()) - 1
+
+
+class RedisSentinel(RedisServer):
+    """A sentinel that watches ``primary`` as ``service``, and lets a replica take over half a second after it fails."""
+
+    def __init__(self, directory: Path, primary: RedisServer, service: str) -> None:
+        self._file = directory / "sentinel.conf"
+        self._primary, self._service = primary, service
+        super().__init__(directory)
+        self.url = f"redis+sentinel://127.0.0.1:{self.port}/{service}"
+
+    def _words(self) -> list[str]:
+        if not self._file.exists():  # the sentinel itself writes into it later
+            self._file.write_text(
+                f"port {self.port}\nbind 127.0.0.1\ndir {self.directory}\n"
+                f"sentinel monitor {self._service} 127.0.0.1 {self._primary.port} 1\n"
+                f"sentinel down-after-milliseconds {self._service} 500\n"
+                f"sentinel failover-timeout {self._service} 2000\n"
+            )
+        return [str(self._file), "--sentinel"]
 
 
 class RedisCluster:

@@ -7,7 +7,9 @@ import pytest
 import xxhash
 
 from kvoffload.testing.keys import keys
+from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
+from kvoffload.tiering.stores.wrappers import Checksummed
 
 ONE, OTHER = keys(1, 2)
 BLOCK = memoryview(bytes(range(256)) * 16)
@@ -36,8 +38,11 @@ def test_a_key_and_the_blocks_first_bytes_are_not_one_text() -> None:
 
 
 def test_what_checksummed_stores_have_stays_readable() -> None:
-    expected = xxhash.xxh3_128_digest(len(ONE).to_bytes(4, "big") + ONE + BLOCK)
-    assert Sealer().seal(ONE, BLOCK) == expected
+    inner = MemoryStore(len(BLOCK) + Checksummed.OVERHEAD_BYTES)
+    assert Checksummed(inner).write([ONE], [BLOCK]) == [True]
+    found = memoryview(bytearray(len(BLOCK) + Checksummed.OVERHEAD_BYTES))
+    assert inner.read_into([ONE], [found]) == [True]
+    assert found == bytes(BLOCK) + xxhash.xxh3_128_digest(len(ONE).to_bytes(4, "big") + ONE + BLOCK)
 
 
 def test_the_identity_of_a_shared_store_tells_what_could_not_be_read_apart() -> None:

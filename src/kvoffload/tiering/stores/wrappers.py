@@ -13,7 +13,6 @@ import xxhash
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
-from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
 
 __all__ = ["Checksummed", "Namespaced", "StoreWrapper", "Throttled"]
 
@@ -70,19 +69,16 @@ class Checksummed(StoreWrapper):
     discarded. Each write and each read costs one more copy of the block.
     """
 
-    OVERHEAD_BYTES = SEAL_BYTES
+    OVERHEAD_BYTES = 16
 
     def __init__(self, inner: BlockStore) -> None:
         super().__init__(inner)
-        self._sealer = Sealer()
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
         self._num_bad = 0
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        sealed = [
-            memoryview(bytes(block) + self._sealer.seal(key, block)) for key, block in zip(keys, blocks, strict=True)
-        ]
+        sealed = [memoryview(bytes(block) + _checksum(key, block)) for key, block in zip(keys, blocks, strict=True)]
         return self.inner.write(keys, sealed)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
@@ -90,8 +86,8 @@ class Checksummed(StoreWrapper):
         answers = self.inner.read_into(keys, sealed)
         bad = []
         for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            payload, seal = sealed[index][: block.nbytes], sealed[index][block.nbytes :]
-            if answers[index] and not self._sealer.fits(seal, key, payload):
+            payload, stated = sealed[index][: block.nbytes], sealed[index][block.nbytes :]
+            if answers[index] and stated != _checksum(key, payload):
                 answers[index] = False
                 bad.append(key)
             elif answers[index]:
@@ -111,6 +107,12 @@ class Checksummed(StoreWrapper):
     def stats(self) -> StoreStats:
         inner = self.inner.stats()
         return replace(inner, corrupt_blocks=inner.corrupt_blocks + self._num_bad)
+
+
+def _checksum(key: OffloadKey, block: memoryview) -> bytes:
+    state = xxhash.xxh3_128(len(key).to_bytes(4, "big") + key)
+    state.update(block)
+    return state.digest()
 
 
 class Throttled(StoreWrapper):

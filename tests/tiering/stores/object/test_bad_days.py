@@ -15,7 +15,7 @@ from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, w
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.object import ObjectStore
-from kvoffload.tiering.stores.object.requests import Requests
+from kvoffload.tiering.stores.requests import Requests
 
 OpenStore = Callable[..., ObjectStore]
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.crc import key_slot
@@ -15,7 +17,8 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.redis import RedisStore
-from kvoffload.tiering.stores.redis.nodes import Cluster, Connector, Timeouts, slot_of
+from kvoffload.tiering.stores.redis.cluster import Cluster, slot_of
+from kvoffload.tiering.stores.redis.nodes import Connector, Node, Timeouts
 from kvoffload.tiering.stores.redis.wire import ErrorReply
 
 OpenStore = Callable[..., RedisStore]
@@ -96,6 +99,37 @@ def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster
     finally:
         frozen.thaw()
     wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the node is used again")
+
+
+def test_the_nodes_of_a_batch_are_served_side_by_side(
+    shared_cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(shared_cluster.url, prefix="together", cluster=True)
+    assert write(store, WANTED) == [True] * len(WANTED)
+    together, exchange = threading.Barrier(3), Node.exchange
+
+    def at_once(node: Node, *work: Any) -> Any:
+        together.wait(60)  # passes only if all three nodes are at it
+        return exchange(node, *work)
+
+    monkeypatch.setattr(Node, "exchange", at_once)
+    assert read(store, WANTED) == [True] * len(WANTED)
+    assert store.contains(WANTED) == [True] * len(WANTED)
+
+
+def test_two_frozen_nodes_do_not_delay_the_third(cluster: RedisCluster, open_store: OpenStore) -> None:
+    """The batch ends by the deadline of the frozen ones, and has what the third one answered long before."""
+    store = open_store(cluster.url, cluster=True, window_s=1.0)
+    wait_until(lambda: all(write(store, WANTED)), "all is written")
+    good = by_node(cluster, store)[0]
+    for node in cluster.nodes[1:]:
+        node.freeze()
+    try:
+        assert read(store, WANTED) == good
+    finally:
+        for node in cluster.nodes[1:]:
+            node.thaw()
+    wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "they are used again")
 
 
 def test_a_replica_that_takes_over_is_found(cluster: RedisCluster, open_store: OpenStore, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
-from kvoffload.tiering.stores.object.requests import Requests
+from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
 
 __all__ = ["Deadlines", "ObjectStore"]

@@ -98,15 +98,18 @@ class Get(Commands):
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         answers: list[Answer] = []
-        seal = bytearray(SEAL_BYTES)
+        seal = memoryview(bytearray(SEAL_BYTES))
         for index in indexes:
             block = self._blocks[index]
-            reply = wire.read_value([block, memoryview(seal)], block.nbytes + SEAL_BYTES)
-            is_other = reply is False or (isinstance(reply, ErrorReply) and reply.startswith("WRONGTYPE"))
-            if is_other or (reply is True and not self._sealer.fits(seal, self._keys[index], block)):
-                self.bad.append(index)
-                reply = False
-            answers.append(reply or False if not isinstance(reply, ErrorReply) else reply)
+            reply = wire.read_value(block, seal)
+            if reply is True and self._sealer.fits(seal, self._keys[index], block):
+                answers.append(True)
+            elif isinstance(reply, ErrorReply) and not reply.startswith("WRONGTYPE"):
+                answers.append(reply)
+            else:
+                answers.append(False)
+                if reply is not None:
+                    self.bad.append(index)
         return answers
 
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers: their connections, which of them has a key, and which of them is left alone for a while."""
+"""The servers: their connections, and what is to be known of them."""
 
 from __future__ import annotations
 
-import binascii
-import bisect
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -14,20 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
-from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, open_wire
 
-__all__ = ["Address", "Cluster", "Connector", "Node", "Nodes", "Server", "Timeouts", "slot_of"]
+__all__ = ["Address", "Connector", "Learned", "Node", "Nodes", "Server", "Timeouts"]
 
 T = TypeVar("T")
 
 _REFRESH_INTERVAL_S = 1.0
-_NUM_SLOTS = 16_384
-
-
-def slot_of(name: bytes) -> int:
-    """The cluster slot of ``name``, which has no braces and so no hash tag."""
-    return binascii.crc_hqx(name, 0) % _NUM_SLOTS
 
 
 class Address(NamedTuple):
@@ -70,7 +61,9 @@ class Connector:
         parse_url: Any = library.parse_url
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ConfigError("url of the 'redis' tier must begin with redis://, rediss:// or unix://.")
+            raise ConfigError(
+                "url of the 'redis' tier must begin with redis://, rediss://, unix:// or redis+sentinel://."
+            )
         if parts.query and parts.scheme != "unix":
             raise ConfigError("url of the 'redis' tier has a '?': give these settings as options of the tier instead.")
         try:
@@ -110,6 +103,24 @@ class Connector:
         """One of redis-py's connections, not connected yet."""
         where = {} if self.is_socket_file else {"host": address.host, "port": address.port}
         return self._class(**(self._known | where | changes))
+
+    def ask_sentinels(self, sentinels: Sequence[Address], service: str) -> Address | None:
+        """The primary of ``service`` by the first of ``sentinels`` that knows one that is up. They are asked with the
+        same timeouts and TLS as the servers, and without credentials."""
+        from redis import sentinel as library
+
+        make_client: Any = library.Sentinel
+        shared = {name: value for name, value in self._known.items() if name.startswith(("socket_", "ssl_"))}
+        shared |= {"retry": self._known["retry"], "protocol": 2, "ssl": "ssl_cert_reqs" in self._known}
+        client: Any = make_client(list(sentinels), sentinel_kwargs=shared)
+        try:
+            host, port = client.discover_master(service)
+        except self.errors:
+            return None
+        finally:
+            for sentinel in client.sentinels:
+                sentinel.close()
+        return Address(str(host), int(port))
 
 
 class Node:
@@ -247,163 +258,44 @@ class Server(Nodes):
         self._node.close()
 
 
-class Cluster(Nodes):
-    """The primaries of a cluster. The one that the URL names tells which others there are.
+class Learned(Nodes):
+    """Servers that others tell of. Who has which keys is read when it is first needed, and again once it is stale: at
+    most once a second, by the thread that needs it. Whoever comes meanwhile goes on with what was known before."""
 
-    A node that fails is left alone for a second, then for longer, with one exchange now and then as a probe. The keys
-    of all others go on. The map of slots is read again when a node fails or redirects, at most once a second, by the
-    thread that needs it.
-    """
-
-    def __init__(self, connector: Connector, *, clock: Callable[[], float] = time.monotonic) -> None:
-        if connector.is_socket_file:
-            raise ConfigError("A 'redis' tier with cluster=true needs a redis:// or rediss:// url, not unix://.")
+    def __init__(self, connector: Connector, clock: Callable[[], float] = time.monotonic) -> None:
         self._connector = connector
         self._clock = clock
         self._lock = threading.Lock()
         self._is_refreshing = threading.Lock()
-        self._nodes: dict[Address, Node] = {}
-        self._breakers: dict[Address, CircuitBreaker] = {}
-        # Ranges of slots: self._owners[i] has those from self._starts[i] on.
-        self._starts: list[int] = []
-        self._owners: list[Address | None] = []
         self._next_refresh_s = 0.0
         self._is_stale = True
 
-    def __repr__(self) -> str:
-        return f"cluster of {self._connector.address}"
-
-    def split(self, names: Sequence[bytes]) -> dict[Node, list[int]]:
-        if self._is_stale:
-            self._refresh()
-        by_owner: dict[Address, list[int]] = {}
-        for index, name in enumerate(names):
-            at = bisect.bisect_right(self._starts, slot_of(name)) - 1
-            if at >= 0 and (owner := self._owners[at]) is not None:
-                by_owner.setdefault(owner, []).append(index)
-        with self._lock:
-            usable = {
-                self._node(owner): indexes
-                for owner, indexes in by_owner.items()
-                if self._breaker(owner).is_closed or self._breaker(owner).begin_probe()
-            }
-            is_dead = not self._has_good_ones()
-            if any(not self._breaker(owner).is_closed for owner in self._owners if owner is not None):
-                self._is_stale = True  # a replica may have taken the slots of the node that failed
-        if names and not usable and is_dead:
-            raise StoreError(f"No node of the Redis {self} can be reached.")
-        return usable
-
     @property
-    def has_others(self) -> bool:
-        with self._lock:
-            return self._has_good_ones()
+    @abstractmethod
+    def _is_known(self) -> bool:
+        """Whether it was read once."""
 
-    def redirect(self, reply: ErrorReply) -> Node | None:
-        kind, _, rest = reply.partition(" ")
-        if kind not in ("MOVED", "ASK"):
-            return None
-        _, _, where = rest.partition(" ")
-        host, _, port = where.rpartition(":")
-        if not port.isdigit():
-            return None
-        if kind == "MOVED":
-            self._is_stale = True
-        with self._lock:
-            return self._node(Address(host.strip("[]") or self._connector.address.host, int(port)))
-
-    def record(self, node: Node, is_good: bool) -> None:
-        with self._lock:
-            breaker = self._breaker(node.address)
-            if is_good:
-                breaker.record_success()
-            else:
-                breaker.record_failure(is_grave=True)
-                self._is_stale = True
-
-    def all(self) -> list[Node]:
-        if self._is_stale:
-            self._refresh()
-        with self._lock:
-            return [self._node(owner) for owner in dict.fromkeys(self._owners) if owner is not None]
-
-    def close(self) -> None:
-        with self._lock:
-            for node in self._nodes.values():
-                node.close()
-
-    # -------------------------------------------------------------------------------------------- with _lock held
-
-    def _node(self, address: Address) -> Node:
-        return self._nodes.setdefault(address, Node(address, self._connector))
-
-    def _has_good_ones(self) -> bool:
-        return any(self._breaker(owner).is_closed for owner in self._owners if owner is not None)
-
-    def _breaker(self, address: Address) -> CircuitBreaker:
-        if address not in self._breakers:
-            self._breakers[address] = CircuitBreaker(str(address), longest_wait_s=8.0, clock=self._clock)
-        return self._breakers[address]
-
-    # ------------------------------------------------------------------------------------------------ map of slots
+    @abstractmethod
+    def _read(self) -> None:
+        """Reads and adopts it. Raises ``StoreError``."""
 
     def _refresh(self) -> None:
-        """Reads the map of slots from the first node that answers. Whoever comes while another thread does so goes on
-        with the old map, if there is one."""
-        has_map = bool(self._owners)
-        if has_map and self._clock() < self._next_refresh_s:
+        """Reads it if it is stale and that is due. Raises ``StoreError`` if nothing is known."""
+        if not self._is_stale:
             return
-        if not self._is_refreshing.acquire(blocking=not has_map):
+        was_known = self._is_known
+        if was_known and self._clock() < self._next_refresh_s:
+            return
+        if not self._is_refreshing.acquire(blocking=not was_known):
             return
         try:
-            if bool(self._owners) != has_map:
-                return  # another thread has made the first map meanwhile
+            if self._is_known != was_known:
+                return  # another thread has read it meanwhile
             self._next_refresh_s = self._clock() + _REFRESH_INTERVAL_S
-            self._adopt(*self._read_map())
+            self._read()
             self._is_stale = False
         except StoreError:
-            if not has_map:
+            if not was_known:
                 raise
         finally:
             self._is_refreshing.release()
-
-    def _read_map(self) -> tuple[Address, Any]:
-        with self._lock:
-            known = dict.fromkeys(owner for owner in self._owners if owner is not None)
-            good = [owner for owner in known if self._breaker(owner).is_closed]
-        first: StoreError | None = None
-        for address in dict.fromkeys([*good, self._connector.address]):
-            with self._lock:
-                node = self._node(address)
-            try:
-                with node.conversation(self._connector.timeouts.connect_s) as ask:
-                    return address, ask("CLUSTER", "SLOTS")
-            except StoreError as exc:
-                first = first or exc
-        assert first is not None
-        raise first
-
-    def _adopt(self, asked: Address, ranges: Any) -> None:
-        starts, owners = list[int](), list[Address | None]()
-        next_slot = 0
-        try:
-            for start, stop, primary, *_ in sorted(ranges, key=lambda entry: int(entry[0])):
-                if int(start) > next_slot:
-                    starts.append(next_slot)
-                    owners.append(None)  # slots that nobody serves
-                host = primary[0].decode() if primary[0] else ""
-                starts.append(int(start))
-                owners.append(Address(asked.host if host in ("", "?") else host, int(primary[1])))
-                next_slot = int(stop) + 1
-        except (AttributeError, IndexError, TypeError, ValueError) as exc:
-            raise StoreError(f"Redis at {asked} has no map of slots that can be read.") from exc
-        if next_slot < _NUM_SLOTS:
-            starts.append(next_slot)
-            owners.append(None)
-        if not any(owners):
-            raise StoreError(f"Redis at {asked} serves no slots: the cluster is not set up.")
-        with self._lock:
-            self._starts, self._owners = starts, owners
-            gone = [node for address, node in self._nodes.items() if address not in owners]
-        for node in gone:
-            node.close_idle()

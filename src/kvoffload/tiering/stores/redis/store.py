@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.redis.cluster import Cluster
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Commands, Get, Put
-from kvoffload.tiering.stores.redis.nodes import Cluster, Connector, Node, Nodes, Server, Timeouts
+from kvoffload.tiering.stores.redis.nodes import Connector, Node, Nodes, Server, Timeouts
+from kvoffload.tiering.stores.redis.sentinel import Primary, parse_sentinel_url
 from kvoffload.tiering.stores.redis.wire import ErrorReply
+from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.seal import Sealer, shared_identity
 
 __all__ = ["RedisStore"]
@@ -20,14 +24,29 @@ _WINDOW_BYTES = 4 << 20
 _MOST_VALUES = 256
 _MOST_KEYS = 4096
 _MOST_ROUNDS = 3
+_MOST_THREADS = 64
+"""For the nodes of a cluster, all batches together. They start as they are needed; one server alone needs none."""
 _SCAN_COUNT = 1000
 _SERVER_STATES = ("READONLY", "NOAUTH", "LOADING", "MASTERDOWN", "CLUSTERDOWN")
 """Error replies about the server, not the key: the next connection may find another server, or this one recovered."""
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:")
 
 
+@dataclass(slots=True)
+class _Part:
+    """What one node is asked of a batch, and what it answers."""
+
+    node: Node
+    indexes: Sequence[int]
+    commands: Commands
+    answers: list[Answer] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Why the rest has no answers."""
+
+
 class RedisStore(BlockStore):
-    """Blocks of ``block_bytes`` in the server or cluster that ``url`` names.
+    """Blocks of ``block_bytes`` in the server or cluster that ``url`` names, or in the primary that the sentinels of
+    ``redis+sentinel://host:26379,host:26379/service`` name.
 
     The constructor does no I/O. The server's ``maxmemory`` bounds what it holds, and its own policy evicts. ``ttl_s``
     is the age at which a block expires. ``secret`` makes the seals keyed, so that nobody who lacks it can make a block
@@ -62,8 +81,9 @@ class RedisStore(BlockStore):
         if ttl_s is not None and ttl_s < 1:
             raise ConfigError(f"ttl of the 'redis' tier must be a second at least, not {ttl_s:g} s.")
         self._timeouts = timeouts or Timeouts()
+        watched = parse_sentinel_url(url)
         connector = Connector(
-            url,
+            watched.url if watched else url,
             self._timeouts,
             username=username,
             password=password,
@@ -72,7 +92,14 @@ class RedisStore(BlockStore):
             tls_key=tls_key,
             tls_verify=tls_verify,
         )
-        self._nodes: Nodes = Cluster(connector) if cluster else Server(connector)
+        self._nodes: Nodes
+        if watched and cluster:
+            raise ConfigError("A 'redis' tier with cluster=true follows the cluster itself: give it no sentinels.")
+        if watched:
+            self._nodes = Primary(connector, watched.sentinels, watched.service)
+        else:
+            self._nodes = Cluster(connector) if cluster else Server(connector)
+        self._requests = Requests("redis", _MOST_THREADS)
         self._block_bytes = block_bytes
         identity, digest = shared_identity(namespace, block_bytes, secret)
         self._directory = f"{prefix}:{digest}:".encode()
@@ -115,6 +142,7 @@ class RedisStore(BlockStore):
 
     def close(self) -> None:
         self._nodes.close()
+        self._requests.close()
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         for node in self._nodes.all():
@@ -171,45 +199,60 @@ class RedisStore(BlockStore):
         return self._run(Ask(command, [self._name(key) for key in keys], _MOST_KEYS))
 
     def _run(self, commands: Commands) -> list[bool]:
-        """The outcomes of ``commands``, in windows, by the servers that have the keys. Follows redirections.
+        """The outcomes of ``commands``, by the servers that have the keys, side by side. Follows redirections.
 
         What is lost of a batch is a miss. If nothing came of it, the store fails as a whole; but not if a node of a
         cluster is lost and others work on, because the tier would leave those alone too.
         """
         answers = [False] * len(commands.names)
         refused, lost = list[str](), list[str]()
-        batches = [(node, indexes, commands) for node, indexes in self._nodes.split(commands.names).items()]
+        parts = [_Part(node, indexes, commands) for node, indexes in self._nodes.split(commands.names).items()]
         for _ in range(_MOST_ROUNDS):
+            self._serve_all(parts)
             redirected: dict[tuple[Node, bool], list[int]] = {}
-            for node, indexes, asked in batches:
-                for start in range(0, len(indexes), asked.most):
-                    part = indexes[start : start + asked.most]
-                    try:
-                        replies = self._exchange(node, asked, part)
-                    except StoreError as exc:
-                        lost.append(str(exc))
-                        break
-                    for index, reply in zip(part, replies, strict=True):
-                        if not isinstance(reply, ErrorReply):
-                            answers[index] = reply
-                        elif target := self._nodes.redirect(reply):
-                            redirected.setdefault((target, reply.startswith("ASK")), []).append(index)
-                        elif reply.partition(" ")[0] in _SERVER_STATES:
-                            lost.append(f"Redis at {node.address} answers: {reply}.")
-                            node.close_idle()
-                            self._nodes.record(node, is_good=False)
-                        else:
-                            hint = "; set cluster to true" if reply.startswith("MOVED") else ""
-                            refused.append(f"Redis at {node.address} answers: {reply}{hint}.")
-            batches = [
-                (node, indexes, Asking(commands) if is_asking else commands)
+            for part in parts:
+                lost += part.lost
+                # A part that was lost has answers for its first windows only.
+                for index, reply in zip(part.indexes, part.answers, strict=False):
+                    if not isinstance(reply, ErrorReply):
+                        answers[index] = reply
+                    elif target := self._nodes.redirect(reply):
+                        redirected.setdefault((target, reply.startswith("ASK")), []).append(index)
+                    elif reply.partition(" ")[0] in _SERVER_STATES:
+                        lost.append(f"Redis at {part.node.address} answers: {reply}.")
+                        part.node.close_idle()
+                        self._nodes.record(part.node, is_good=False)
+                    else:
+                        hint = "; set cluster to true" if reply.startswith("MOVED") else ""
+                        refused.append(f"Redis at {part.node.address} answers: {reply}{hint}.")
+            parts = [
+                _Part(node, indexes, Asking(commands) if is_asking else commands)
                 for (node, is_asking), indexes in redirected.items()
             ]
-            if not batches:
+            if not parts:
                 break
         if (refused or lost) and not any(answers) and not (lost and self._nodes.has_others):
             raise StoreError((refused + lost)[0])
         return answers
+
+    def _serve_all(self, parts: Sequence[_Part]) -> None:
+        """Returns when every part has ended, so that nothing is written to a buffer any more. A thread each: a node
+        that is frozen delays neither the sending to the others nor their deadlines."""
+        if len(parts) == 1:
+            self._serve(parts[0])
+            return
+        for result in self._requests.run(lambda index: self._serve(parts[index]), len(parts)):
+            if isinstance(result, BaseException):
+                raise result
+
+    def _serve(self, part: _Part) -> None:
+        for start in range(0, len(part.indexes), part.commands.most):
+            window = part.indexes[start : start + part.commands.most]
+            try:
+                part.answers += self._exchange(part.node, part.commands, window)
+            except StoreError as exc:
+                part.lost.append(str(exc))
+                return
 
     def _exchange(self, node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
         try:

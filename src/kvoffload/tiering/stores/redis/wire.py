@@ -19,12 +19,16 @@ from typing import Any
 __all__ = ["Buffer", "ErrorReply", "Wire", "encode", "open_wire"]
 
 Buffer = bytes | bytearray | memoryview
+Place = bytearray | memoryview
+"""Bytes that are received into."""
 
 _TIMEVAL = struct.Struct("ll")
 _MOST_BUFFERS = 512
 """Buffers of one ``sendmsg``; the kernel takes 1,024."""
 _LINE_BYTES = 512
-"""Read at once where a line is expected. What belongs to the block behind it is copied, so it is little."""
+_PRECISION = 8
+"""A deadline is kept to an eighth of the time that it allows: the kernel is told anew how long it may wait whenever so
+much has passed, and not before each call."""
 
 
 class ErrorReply(str):
@@ -48,11 +52,15 @@ class Wire(ABC):
         self._connection = connection  # closes the socket when it is collected, so it lives as long as this
         self.socket = sock
         self._end_s = 0.0
-        self._line = bytearray(_LINE_BYTES)
-        # Received and not taken yet: self._line[self._start : self._stop].
-        self._start = self._stop = 0
+        self._timeout_s = 0.0
+        self._left = memoryview(b"")
+        """Received, and not taken yet."""
+        # The line before a value of so many bytes, and where it is received.
+        self._num_bytes, self._head, self._head_place = 0, b"", bytearray()
+        self._end_place = bytearray(2)
 
     def begin(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._end_s = time.monotonic() + timeout_s
 
     def close(self) -> None:
@@ -69,13 +77,12 @@ class Wire(ABC):
         """Sends all bytes of ``parts``, in order. None of them is read after the call."""
 
     @abstractmethod
-    def _receive(self, target: memoryview) -> int:
-        """Fills some bytes of ``target``, at least one."""
+    def _receive(self, targets: Sequence[Place]) -> int:
+        """Fills some bytes of ``targets``, in order, at least one."""
 
-    def _receive_exactly(self, targets: Sequence[memoryview]) -> None:
-        for target in targets:
-            while target:
-                target = target[self._receive(target) :]
+    @abstractmethod
+    def _receive_exactly(self, targets: Sequence[Place]) -> None:
+        """Fills all of ``targets``."""
 
     def _remaining_s(self) -> float:
         remaining_s = self._end_s - time.monotonic()
@@ -90,23 +97,37 @@ class Wire(ABC):
         nothing may follow them."""
         if count == 1:
             return [self.read_line()]
-        parts = [bytes(self._take(_LINE_BYTES))]
+        parts = [bytes(self._take(self._left.nbytes))]
         found = parts[0].count(b"\n")
-        scratch = memoryview(bytearray(1 << 16)) if found < count else None
-        while scratch is not None and found < count:
-            parts.append(bytes(scratch[: self._receive(scratch)]))
+        scratch = memoryview(bytearray(min(1 << 16, 16 * count)))
+        while found < count:
+            parts.append(bytes(scratch[: self._receive([scratch])]))
             found += parts[-1].count(b"\n")
         *lines, rest = b"".join(parts).split(b"\r\n")
         if len(lines) != count or rest:
             raise ConnectionError("the server sent more than was asked for")
         return lines
 
-    def read_value(self, targets: Sequence[memoryview], num_bytes: int) -> bool | ErrorReply | None:
-        """The reply to a GET. ``True``: a value of just ``num_bytes``, which now fills ``targets``. ``None``: absent.
-        ``False``: a value of another length, which was skipped."""
-        # As many bytes as the line before such a value has: with more, the block would have to be copied in part, and
-        # the kernel would write the rest of it to an address that is not aligned.
-        line = self.read_line(len(b"$%d\r\n" % num_bytes))
+    def read_value(self, block: memoryview, seal: memoryview) -> bool | ErrorReply | None:
+        """The reply to a GET. ``True``: a value as long as ``block`` and ``seal``, which fills them now. ``None``:
+        absent. ``False``: a value of another length, which was skipped.
+
+        What comes is received as if it were such a value, in one call if it is there already. If it is something else,
+        it is taken back and read line by line. Little is done per value: a block that was just received has driven
+        everything else out of the processor's cache."""
+        num_bytes = block.nbytes + seal.nbytes
+        if not self._left:
+            if num_bytes != self._num_bytes:
+                self._num_bytes, self._head = num_bytes, b"$%d\r\n" % num_bytes
+                self._head_place = bytearray(len(self._head))
+            parts: list[Place] = [self._head_place, block, seal, self._end_place]
+            count = self._receive(parts)
+            if self._head_place == self._head and count >= len(self._head):
+                if count < len(self._head) + num_bytes + 2:
+                    self._receive_exactly(_after(parts, count))
+                return self._ended()
+            self._left = memoryview(b"".join(_before(parts, count)))
+        line = self.read_line()
         if line[:1] == b"-":
             return ErrorReply(line[1:].decode("utf-8", "replace"))
         if line == b"$-1":
@@ -117,34 +138,29 @@ class Wire(ABC):
         if size != num_bytes:
             self._skip(size + 2)
             return False
-        self._fill([*targets, memoryview(end := bytearray(2))])
-        if end != b"\r\n":
+        self._fill([block, seal, memoryview(self._end_place)])
+        return self._ended()
+
+    def _ended(self) -> bool:
+        if self._end_place != b"\r\n":
             raise ConnectionError("a value does not end where it should")
         return True
 
-    def read_line(self, first_bytes: int = _LINE_BYTES) -> bytes:
-        """The next line, without its end. Receives at most ``first_bytes`` at first."""
-        while True:
-            end = self._line.find(b"\r\n", self._start, self._stop)
-            if end >= 0:
-                line = bytes(self._line[self._start : end])
-                self._start = end + 2
-                return line
-            if self._start == self._stop:
-                self._start = self._stop = 0
-            elif self._start:
-                self._line[: self._stop - self._start] = self._line[self._start : self._stop]
-                self._start, self._stop = 0, self._stop - self._start
-            if self._stop == len(self._line):
+    def read_line(self) -> bytes:
+        """The next line, without its end."""
+        line = bytes(self._take(_LINE_BYTES))
+        while (end := line.find(b"\r\n")) < 0:
+            if len(line) >= _LINE_BYTES:
                 raise ConnectionError("a line does not end")
-            self._stop += self._receive(memoryview(self._line)[self._stop : self._stop + first_bytes])
-            first_bytes = _LINE_BYTES
+            more = memoryview(bytearray(_LINE_BYTES))
+            line += more[: self._receive([more])]
+        self._left = memoryview(b"".join((line[end + 2 :], self._left)))
+        return line[:end]
 
     def _take(self, most: int) -> memoryview:
-        """Up to ``most`` bytes that came with a line."""
-        start = self._start
-        self._start = min(self._stop, start + most)
-        return memoryview(self._line)[start : self._start]
+        """Up to ``most`` bytes of what is left."""
+        taken, self._left = self._left[:most], self._left[most:]
+        return taken
 
     def _fill(self, targets: Sequence[memoryview]) -> None:
         rest = []
@@ -153,13 +169,33 @@ class Wire(ABC):
                 target[: taken.nbytes] = taken
             if taken.nbytes < target.nbytes:
                 rest.append(target[taken.nbytes :])
-        self._receive_exactly(rest)
+        if rest:
+            self._receive_exactly(rest)
 
     def _skip(self, num_bytes: int) -> None:
         num_bytes -= self._take(num_bytes).nbytes
         waste = memoryview(bytearray(min(num_bytes, 1 << 16)))
         while num_bytes:
-            num_bytes -= self._receive(waste[:num_bytes])
+            num_bytes -= self._receive([waste[:num_bytes]])
+
+
+def _before(parts: Sequence[Place], count: int) -> list[memoryview]:
+    """The first ``count`` bytes of ``parts``."""
+    found = []
+    for part in parts:
+        found.append(memoryview(part)[:count])
+        count = max(0, count - len(part))
+    return found
+
+
+def _after(parts: Sequence[Buffer], count: int) -> list[memoryview]:
+    """``parts`` without their first ``count`` bytes."""
+    found = []
+    for part in parts:
+        if count < len(part):
+            found.append(memoryview(part)[count:])
+        count = max(0, count - len(part))
+    return found
 
 
 class _PlainWire(Wire):
@@ -169,34 +205,31 @@ class _PlainWire(Wire):
     def __init__(self, connection: Any, sock: socket.socket) -> None:
         super().__init__(connection, sock)
         sock.settimeout(None)
+        # Until when the kernel's own limit on a call holds, per direction.
+        self._told_s = {socket.SO_SNDTIMEO: 0.0, socket.SO_RCVTIMEO: 0.0}
+
+    def begin(self, timeout_s: float) -> None:
+        super().begin(timeout_s)
+        self._told_s = dict.fromkeys(self._told_s, 0.0)
 
     def send(self, parts: Sequence[Buffer]) -> None:
         rest = [memoryview(part) for part in parts]
         while rest:
-            self._limit(socket.SO_SNDTIMEO)
+            if time.monotonic() >= self._told_s[socket.SO_SNDTIMEO]:
+                self._limit(socket.SO_SNDTIMEO)
             try:
                 sent = self.socket.sendmsg(rest[:_MOST_BUFFERS])
             except BlockingIOError as exc:
                 raise TimeoutError("the server does not take what it is sent") from exc
-            while rest and sent >= rest[0].nbytes:
-                sent -= rest.pop(0).nbytes
-            if sent:
-                rest[0] = rest[0][sent:]
+            rest = _after(rest, sent)
 
-    def _receive(self, target: memoryview) -> int:
-        return self._received([target], 0)
+    def _receive_exactly(self, targets: Sequence[Place]) -> None:
+        while targets:
+            targets = _after(targets, self._receive(targets, socket.MSG_WAITALL))
 
-    def _receive_exactly(self, targets: Sequence[memoryview]) -> None:
-        rest = list(targets)
-        while rest:
-            count = self._received(rest, socket.MSG_WAITALL)
-            while rest and count >= rest[0].nbytes:
-                count -= rest.pop(0).nbytes
-            if count:
-                rest[0] = rest[0][count:]
-
-    def _received(self, targets: list[memoryview], flags: int) -> int:
-        self._limit(socket.SO_RCVTIMEO)
+    def _receive(self, targets: Sequence[Place], flags: int = 0) -> int:
+        if time.monotonic() >= self._told_s[socket.SO_RCVTIMEO]:
+            self._limit(socket.SO_RCVTIMEO)
         try:
             count = self.socket.recvmsg_into(targets, 0, flags)[0]
         except BlockingIOError as exc:
@@ -206,7 +239,10 @@ class _PlainWire(Wire):
         return count
 
     def _limit(self, option: int) -> None:
-        micros = max(1, int(self._remaining_s() * 1e6))
+        """Tells the kernel how long a call may wait. That holds for a while: the next calls may end a little later."""
+        remaining_s = self._remaining_s()
+        self._told_s[option] = min(self._end_s, self._end_s - remaining_s + self._timeout_s / _PRECISION)
+        micros = max(1, int(remaining_s * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
 
 
@@ -229,12 +265,16 @@ class _TlsWire(Wire):
             self.socket.settimeout(self._remaining_s())
             self.socket.sendall(part)  # the timeout is that of the whole call
 
-    def _receive(self, target: memoryview) -> int:
+    def _receive(self, targets: Sequence[Place]) -> int:
         self.socket.settimeout(self._remaining_s())
-        count = self.socket.recv_into(target)
+        count = self.socket.recv_into(targets[0])
         if not count:
             raise ConnectionError("the server closed the connection")
         return count
+
+    def _receive_exactly(self, targets: Sequence[Place]) -> None:
+        while targets:
+            targets = _after(targets, self._receive(targets))
 
 
 def open_wire(connection: Any) -> Wire:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the requests of a batch side by side, each of them a call that waits for one server."""
+"""Runs the requests of a batch side by side, each of them a call that waits for a server."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class _Batch(Generic[T]):
 
 
 class Requests:
-    """``count`` daemon threads for requests. The first ``run`` starts them. Any thread may call ``run``; batches share
-    the threads, first come, first served."""
+    """Up to ``count`` daemon threads for requests, started as they are needed. Any thread may call ``run``; batches
+    share the threads, first come, first served."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[_Batch[object], int] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._num_open = 0
         self._is_closed = False
 
     def run(self, call: Callable[[int], T], count: int) -> list[T | BaseException]:
@@ -53,16 +54,16 @@ class Requests:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the store is closed")
-            if not self._threads:
-                self._threads = [
-                    threading.Thread(target=self._serve, name=f"kvoffload-{self._name}-{index}", daemon=True)
-                    for index in range(self._count)
-                ]
-                for thread in self._threads:
-                    thread.start()
+            self._num_open += count
+            while len(self._threads) < min(self._count, self._num_open):
+                name = f"kvoffload-{self._name}-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+                self._threads[-1].start()
             for index in range(count):
                 self._queue.put((batch, index))  # type: ignore[arg-type]
         batch.has_ended.wait()
+        with self._lock:
+            self._num_open -= count
         results: Sequence[T | BaseException | None] = batch.results
         return results  # type: ignore[return-value]
 

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server and its replicas, watched by sentinels, which say who of them is the primary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.tiering.stores.redis.nodes import Address, Connector, Learned, Node
+
+__all__ = ["Primary", "SentinelUrl", "parse_sentinel_url"]
+
+_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+_PORT = 26379
+
+
+class SentinelUrl(NamedTuple):
+    url: str
+    """As of the primary: with the scheme, the credentials and the number of the database, and with the first sentinel's
+    address, which is to be replaced."""
+    sentinels: tuple[Address, ...]
+    service: str
+
+
+def parse_sentinel_url(url: str) -> SentinelUrl | None:
+    """``redis+sentinel://user:password@host:26379,host:26379/service/0`` in its parts, ``None`` for other schemes."""
+    parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES:
+        return None
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    service, _, database = parts.path.strip("/").partition("/")
+    sentinels = tuple(_address(text) for text in hosts.split(","))
+    if not service or None in sentinels or parts.query:
+        raise ConfigError(
+            f"url of the 'redis' tier must be {parts.scheme}://host:port,host:port/SERVICE, with SERVICE as the "
+            "sentinels call it."
+        )
+    known = tuple(address for address in sentinels if address is not None)
+    scheme = _SCHEMES[parts.scheme]
+    first = f"[{known[0].host}]" if ":" in known[0].host else known[0].host
+    return SentinelUrl(f"{scheme}://{credentials}{at}{first}:{known[0].port}/{database}", known, service)
+
+
+def _address(text: str) -> Address | None:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(_PORT)
+    host = host.strip("[]")
+    return Address(host, int(port)) if host and port.isdigit() else None
+
+
+class Primary(Learned):
+    """The primary of ``service``. The sentinels are asked again when it fails, or answers that it is one no longer."""
+
+    def __init__(
+        self,
+        connector: Connector,
+        sentinels: Sequence[Address],
+        service: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(connector, clock)
+        self._sentinels, self._service = tuple(sentinels), service
+        self._node: Node | None = None
+
+    def __repr__(self) -> str:
+        return f"primary {self._service} of the sentinels {', '.join(map(str, self._sentinels))}"
+
+    def split(self, names: Sequence[bytes]) -> dict[Node, list[int]]:
+        return {self._current(): list(range(len(names)))}
+
+    def record(self, node: Node, is_good: bool) -> None:
+        if not is_good:
+            self._is_stale = True
+
+    def all(self) -> list[Node]:
+        return [self._current()]
+
+    def close(self) -> None:
+        if self._node is not None:
+            self._node.close()
+
+    def _current(self) -> Node:
+        self._refresh()
+        assert self._node is not None, "a refresh without a node raises"
+        return self._node
+
+    @property
+    def _is_known(self) -> bool:
+        return self._node is not None
+
+    def _read(self) -> None:
+        address = self._connector.ask_sentinels(self._sentinels, self._service)
+        if address is None:
+            raise StoreError(f"No sentinel knows the {self}, or it is down.")
+        old = self._node
+        if old is None or old.address != address:
+            self._node = Node(address, self._connector)
+            if old is not None:
+                old.close()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentinels say who is the primary: their URL is read, and a real failover is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import redis
+from tests.redis_server import RedisSentinel, RedisServer, free_port, wait_until
+from tests.tiering.stores.blocks import read, write
+
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.nodes import Address
+from kvoffload.tiering.stores.redis.sentinel import Primary, parse_sentinel_url
+
+OpenStore = Callable[..., RedisStore]
+SERVICE = "kv"
+
+
+class Watched(NamedTuple):
+    primary: RedisServer
+    replica: RedisServer
+    sentinel: RedisSentinel
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    started: list[RedisServer] = []
+
+    def place(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    try:
+        started.append(primary := RedisServer(place("primary"), repl_diskless_sync_delay="0"))
+        started.append(replica := RedisServer(place("replica"), replicaof=f"127.0.0.1 {primary.port}"))
+        with replica.client() as client:
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
+        started.append(sentinel := RedisSentinel(place("sentinel"), primary, SERVICE))
+        with sentinel.client() as client:
+            wait_until(lambda: len(client.sentinel_slaves(SERVICE)) == 1, "the sentinel knows the replica")
+        yield Watched(primary, replica, sentinel)
+    finally:
+        for server in started:
+            server.stop()
+
+
+def address_of(store: RedisStore) -> Address:
+    (node,) = store._nodes.all()
+    return node.address
+
+
+def answers(call: Callable[[], list[bool]], expected: list[bool]) -> bool:
+    try:
+        return call() == expected
+    except StoreError:
+        return False
+
+
+def begins_failover(client: redis.Redis) -> bool:
+    try:
+        return bool(client.execute_command("SENTINEL", "FAILOVER", SERVICE))
+    except redis.exceptions.ResponseError:
+        return False
+
+
+def test_a_failover_is_followed(watched: Watched, open_store: OpenStore) -> None:
+    store = open_store(watched.sentinel.url)
+    assert write(store, keys(1, 2)) == [True, True]
+    assert address_of(store).port == watched.primary.port
+    with watched.replica.client() as client:
+        wait_until(lambda: client.dbsize() == 2, "the replica has the blocks")
+    watched.primary.kill()
+    wait_until(lambda: answers(lambda: read(store, keys(1, 2, 3)), [True, True, False]), "the replica is asked")
+    assert address_of(store).port == watched.replica.port
+    assert write(store, keys(3)) == [True]
+
+
+def test_a_primary_that_became_a_replica_is_left(watched: Watched, open_store: OpenStore) -> None:
+    """It is alive, and still has its connections: only its answers to writes say so."""
+    store = open_store(watched.sentinel.url)
+    assert write(store, keys(1)) == [True]
+    with watched.sentinel.client() as client:
+        wait_until(lambda: begins_failover(client), "the sentinel knows the replica well enough")
+        wait_until(
+            lambda: client.sentinel_get_master_addr_by_name(SERVICE)[1] == watched.replica.port, "the roles changed"
+        )
+    with watched.primary.client() as client:
+        wait_until(lambda: client.info("replication")["role"] == "slave", "the old primary is a replica")
+    number = iter(range(10, 10_000))
+    wait_until(lambda: answers(lambda: write(store, keys(next(number))), [True]), "the new primary is written to")
+    assert address_of(store).port == watched.replica.port
+
+
+def test_sentinels_that_are_lost_later_cost_nothing(watched: Watched, open_store: OpenStore) -> None:
+    url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{watched.sentinel.port}/{SERVICE}"
+    store = open_store(url)
+    assert write(store, keys(1)) == [True]  # by the second of them
+    watched.sentinel.kill()
+    store._nodes.record(store._nodes.all()[0], is_good=False)
+    assert read(store, keys(1)) == [True]
+
+
+def test_no_sentinel_and_no_such_service_are_one_sentence(watched: Watched, open_store: OpenStore) -> None:
+    for url in (f"redis+sentinel://me:hush@127.0.0.1:{free_port()}/kv", watched.sentinel.url + "-other"):
+        with pytest.raises(StoreError, match="No sentinel knows the primary kv") as caught:
+            open_store(url).contains(keys(1))
+        assert "hush" not in str(caught.value)
+
+
+def test_its_url() -> None:
+    parsed = parse_sentinel_url("rediss+sentinel://me:p%40w@a:1,b,[::1]:3,[::2]/kv/4")
+    assert parsed is not None
+    assert parsed.url == "rediss://me:p%40w@a:1/4"
+    assert parsed.sentinels == (Address("a", 1), Address("b", 26379), Address("::1", 3), Address("::2", 26379))
+    assert parsed.service == "kv"
+    assert parse_sentinel_url("redis://a:1/0") is None
+
+
+@pytest.mark.parametrize("url", ["redis+sentinel://a:1", "redis+sentinel://a:x/kv", "redis+sentinel:///kv"])
+def test_a_mistake_in_the_url_is_one_sentence(url: str) -> None:
+    with pytest.raises(ConfigError, match="host:port,host:port/SERVICE"):
+        RedisStore(url, 4096)
+
+
+def test_a_cluster_has_no_sentinels(open_store: OpenStore) -> None:
+    with pytest.raises(ConfigError, match="give it no sentinels"):
+        open_store("redis+sentinel://a:1/kv", cluster=True)
+    store = open_store("redis+sentinel://me:hush@a:1/kv")
+    assert isinstance(store._nodes, Primary)
+    assert "primary kv of the sentinels a:1" in repr(store)
+    assert "hush" not in repr(store)
