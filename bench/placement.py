@@ -204,6 +204,7 @@ def simulated_hit_rate(trace: Trace, cascade: CascadeMode, num_blocks: int) -> f
         disk_read_bytes_per_s=1e15,
         disk_write_bytes_per_s=1e15,
         disk_latency_s=0.0,
+        load_policy="always",
     )
     return simulate(trace, config).hit_rate
 

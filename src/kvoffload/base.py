@@ -39,6 +39,7 @@ __all__ = [
     "PrepareStoreOutput",
     "ReqContext",
     "RequestOffloadingContext",
+    "StepWork",
     "Trail",
     "TransferResult",
     "get_offload_block_hash",
@@ -201,6 +202,24 @@ class OffloadingEvent:
     removed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What an engine does in one step, from which a manager learns how fast it computes."""
+
+    tokens: int = 0
+    """All tokens that the step computes."""
+    prompt_tokens: int = 0
+    """Those of them that belong to prompts."""
+    queued_tokens: int = 0
+    """Prompt tokens of running requests that are left for later steps."""
+    is_continued: bool = False
+    """A request of an earlier step runs in this one, so the engine did not idle between the step before and this."""
+    loaded_bytes: int = 0
+    """Bytes of the loads to the device that have ended since the last step."""
+    load_seconds: float = 0.0
+    """Seconds that these loads took, one after the other, without their time in queues."""
+
+
 # ------------------------------------------------------------------------------------------------ control plane
 
 
@@ -216,7 +235,7 @@ class OffloadingManager(ABC):
         prepare_store -> (transfer) -> complete_store       reserves, then publishes or frees, keys_to_store
         on_request_finished                                 once, after the request's last prepare_*
 
-    and once per step ``on_schedule_end`` and ``take_events``. ``complete_*`` may arrive after
+    and once per step ``note_step``, ``on_schedule_end`` and ``take_events``. ``complete_*`` may arrive after
     ``on_request_finished``: a transfer outlives its request, which is why those two need no request context.
 
     No method blocks, does I/O or raises because a tier is broken: a failure is a miss. Methods that take pins or slots
@@ -270,6 +289,10 @@ class OffloadingManager(ABC):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """No more ``lookup`` or ``prepare_*`` for this request; transfers in flight may still complete."""
+
+    def note_step(self, work: StepWork) -> None:
+        """What the step that is being decided computes. Called just before ``on_schedule_end``. A manager that weighs
+        loading against computing learns from it; for others there is nothing to do."""
 
     def on_schedule_end(self) -> None:
         """The step is decided: submit what was gathered. Called on every step, also those without a forward pass."""

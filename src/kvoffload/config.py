@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -58,6 +58,9 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     no tokens. ``{pid}`` in it becomes the process id, for engines with several schedulers."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options."""
+    load_policy: Literal["cost", "always"] = "cost"
+    """Which hits in ``secondary_tiers`` are loaded: ``"cost"``, those that are expected to be loaded faster than they
+    would be computed, as measured; ``"always"``, all."""
     max_wait_s: float = 10.0
     """Seconds a request may wait, in all, for promotions and remote lookups before they count as misses."""
     claim_share: float = 0.75

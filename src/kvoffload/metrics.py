@@ -52,6 +52,7 @@ _WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 """What a request waits."""
 _AGE_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 """How old a block is."""
+_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
 _BLOCKS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 
 OUTCOMES = ("ok", "failed")
@@ -285,6 +286,27 @@ METRICS: dict[str, Metric] = _table(
             "Blocks queued or being worked on in the tier. Those of the queue store are its backlog of writes.",
             ("tier", "queue"),
             ((), ("lookup", "load", "store")),
+        ),
+        Metric(
+            "tier_declined_blocks",
+            _C,
+            "Blocks found in the tier and not loaded, by reason: computing them was expected to be faster, or was. "
+            "Host memory is CPU.",
+            ("tier", "reason"),
+            ((HOST,), ("slow", "busy", "late", "unmeasured")),
+        ),
+        Metric("tier_read_bytes_per_s", _G, "Speed at which the tier is believed to be read.", _TIER, ((),)),
+        Metric("tier_read_latency_s", _G, "Seconds believed to pass before the tier's first byte.", _TIER, ((),)),
+        Metric("tier_read_queue_bytes", _G, "Bytes of promotions that are queued or being read.", _TIER, ((),)),
+        Metric(
+            "prefill_tokens_per_s", _G, "Speed at which the engine is believed to compute prompts; 0: not known yet."
+        ),
+        Metric("device_load_bytes_per_s", _G, "Speed at which loads to the device are believed to go."),
+        Metric(
+            "promotion_wait_ratio",
+            _H,
+            "A wait for tiers below host memory, as a multiple of what was expected.",
+            buckets=_RATIOS,
         ),
         Metric("promotions", _C, "Blocks promoted from secondary tiers, by outcome.", ("outcome",), (OUTCOMES,)),
         Metric(

@@ -150,7 +150,12 @@ def test_an_engine_generates_the_same_tokens_and_finds_its_blocks_after_a_restar
     workload = ChatWorkload(8, 4, 8, 24, 6, 2, VOCAB, 5)
     tier = {"type": "fs", "path": str(tmp_path), "max_bytes": "1MiB", "cascade": cascade}
     config = parse_config(
-        {"cpu_bytes_to_use": "300KiB", "spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+        {
+            "cpu_bytes_to_use": "300KiB",
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [tier],
+            "load_policy": "always",
+        }
     )
     ways = (Way("no cache", False), Way("offloading", True, config), Way("restarted", True, config))
     options = EngineOptions(num_blocks=96, block_tokens=4, max_batch_tokens=48, max_requests=2)

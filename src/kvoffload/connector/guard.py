@@ -16,6 +16,7 @@ from kvoffload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    StepWork,
 )
 from kvoffload.errors import TransferError
 from kvoffload.logs import RateLimitedLog
@@ -84,6 +85,9 @@ class GuardedManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._guard(None, self.manager.on_request_finished, req_context)
+
+    def note_step(self, work: StepWork) -> None:
+        self._guard(None, self.manager.note_step, work)
 
     def on_schedule_end(self) -> None:
         self._guard(None, self.manager.on_schedule_end)

@@ -16,6 +16,7 @@ from kvoffload.base import (
     OffloadingManager,
     OffloadKey,
     ReqContext,
+    StepWork,
 )
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
@@ -73,6 +74,8 @@ class OffloadingConnectorScheduler:
         """Requests whose last lookup has no answer yet."""
         self._lookup_waits = Histogram("lookup_wait_seconds")
         self._job_seconds = {each: Histogram(f"{each.value}_job_seconds") for each in Direction}
+        self._loaded = (0, 0.0)
+        """Bytes and seconds of the loads that have ended since the last step."""
 
     def __repr__(self) -> str:
         return f"OffloadingConnectorScheduler({len(self._requests)} requests, {self._jobs})"
@@ -320,8 +323,18 @@ class OffloadingConnectorScheduler:
                 self._offers.forget(preempted)
                 preempted.lose_gpu_blocks()
         stores: list[TransferJob] = []
+        tokens = prompt_tokens = queued_tokens = 0
+        is_continued = False
         for scheduled in step.scheduled:
             state = self._requests.get(scheduled.request_id)
+            num_tokens = scheduled.num_scheduled_tokens
+            tokens += num_tokens
+            is_continued |= not scheduled.block_table_is_new
+            if num_tokens > 1 and state is not None:
+                left = state.request.num_prompt_tokens - scheduled.num_computed_tokens
+                if left > 0:
+                    prompt_tokens += min(num_tokens, left)
+                    queued_tokens += max(left - num_tokens, 0)
             new_ids = scheduled.new_block_ids
             if scheduled.block_table_is_new or (new_ids and any(new_ids)):
                 self._take_new_blocks(state, scheduled)
@@ -333,6 +346,11 @@ class OffloadingConnectorScheduler:
                 stores += self._offers.offer(state, self._epoch)
         if self._offers.refused:
             stores += self._offers.retry(self._epoch)
+        loaded_bytes, load_seconds = self._loaded
+        self._loaded = (0, 0.0)
+        self._manager.note_step(
+            StepWork(tokens, prompt_tokens, queued_tokens, is_continued, loaded_bytes, load_seconds)
+        )
         self._manager.on_schedule_end()
         meta = ConnectorMeta(
             tuple(self._loads),
@@ -423,7 +441,12 @@ class OffloadingConnectorScheduler:
         self._count((f"{direction}_bytes",), job.num_bytes)
         self._count((f"{direction}_seconds",), job.seconds)
         if job.success:
-            self._job_seconds[job.direction].observe(job.seconds / self._num_ranks)
+            # Ranks copy side by side; bytes and seconds of a job are sums over them.
+            seconds = job.seconds / self._num_ranks
+            self._job_seconds[job.direction].observe(seconds)
+            if job.direction is Direction.LOAD:
+                loaded_bytes, load_seconds = self._loaded
+                self._loaded = (loaded_bytes + job.num_bytes, load_seconds + seconds)
         if job.epoch != self._epoch:
             self._count(("stale_jobs",))
 

@@ -85,6 +85,7 @@ def offloading_config(
     if disk is not None:
         tier = {"type": "disk", "path": str(disk), "max_bytes": _gib(disk_gib, "--disk-gib")}
         values |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+        values["load_policy"] = "always"  # a demo of what is found on disk, however fast a toy model computes it
     return parse_config(values)
 
 

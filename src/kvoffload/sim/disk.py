@@ -110,16 +110,16 @@ class SimDisk(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished, self._refused = self._refused, []
         while self._reads and self._reads[0][0] <= self._clock():
-            _, job, keys = self._reads.popleft()
+            end_s, job, keys = self._reads.popleft()
             self._index.complete_load(keys)
             self.read_blocks += len(keys)
-            finished.append(JobResult(job.job_id, success=len(keys) == len(job.keys), successful_keys=keys))
+            finished.append(JobResult(job.job_id, len(keys) == len(job.keys), keys, end_s))
         while self._writes and self._writes[0][0] <= self._clock():
-            _, job, keys = self._writes.popleft()
+            end_s, job, keys = self._writes.popleft()
             self._index.complete_store(keys)
             self.written_blocks += len(keys)
             self.ever_written.update(keys)
-            finished.append(JobResult(job.job_id, success=True))
+            finished.append(JobResult(job.job_id, success=True, ended_s=end_s))
         return finished
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -32,6 +32,7 @@ from kvoffload.sim.disk import Link, SimDisk, VirtualClock, VirtualMemory
 from kvoffload.sim.server import Server
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
+from kvoffload.tiering.load_policy import BlockWorth, LoadPolicy
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import default_cascade
 
@@ -73,6 +74,8 @@ class SimConfig:
     """Tokens prefilled between two offers of computed blocks."""
     max_wait_s: float = DEFAULTS.max_wait_s
     """Seconds a request waits for promotions at most."""
+    load_policy: LoadPolicy = DEFAULTS.load_policy
+    """Which hits on disk are loaded."""
     cascade: CascadeMode | None = None
     """When blocks are written to the disk. Default: as in serving, by the sizes of disk and host memory."""
 
@@ -119,6 +122,8 @@ class SimResult:
     disk_written_bytes: int
     cpu_evicted_blocks: int
     disk_evicted_blocks: int
+    declined_blocks: int
+    """Blocks on disk that requests found there and did not load, because computing them was faster."""
     refused_stores: int
     disk_write_amplification: float
     """Disk writes per distinct block ever written; 0 with no writes."""
@@ -169,6 +174,7 @@ class _Driver:
         self._clock = VirtualClock()
         self._disk: SimDisk | None = None
         self._manager: OffloadingManager
+        weighs = config.load_policy == "cost"
         if config.disk_blocks:
             self._disk = SimDisk(
                 config.disk_blocks,
@@ -181,7 +187,12 @@ class _Driver:
                 config.cpu_blocks, VirtualMemory(), config.policy, store_threshold=config.store_threshold
             )
             self._manager = TieringOffloadingManager(
-                primary, [self._disk], max_wait_s=config.max_wait_s, cascade=[config.cascade_mode], clock=self._clock
+                primary,
+                [self._disk],
+                max_wait_s=config.max_wait_s,
+                cascade=[config.cascade_mode],
+                block_worth=BlockWorth(config.block_bytes, (trace.block_tokens,)) if weighs else None,
+                clock=self._clock,
             )
         else:
             self._manager = CPUOffloadingManager(
@@ -259,6 +270,7 @@ class _Driver:
             disk_written_bytes=written * config.block_bytes,
             cpu_evicted_blocks=int(stats["primary_blocks_evicted",]),
             disk_evicted_blocks=disk.evicted_blocks if disk else 0,
+            declined_blocks=sum(int(count) for sample, count in stats.items() if sample[0] == "tier_declined_blocks"),
             refused_stores=int(stats["primary_stores_refused",]),
             disk_write_amplification=written / len(disk.ever_written) if disk and disk.ever_written else 0.0,
             saved_prefill_s=(self._hit_tokens[1] + self._hit_tokens[2]) / config.prefill_tokens_per_s,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext, StepWork
 from kvoffload.connector.offers import Turnover, offer_in_portions
 from kvoffload.connector.requests import PortionState
 from kvoffload.sim.device_cache import DeviceCache
@@ -94,7 +94,11 @@ class Server:
             self._device.admit(path, on_device, total_hit)
         if loaded:
             manager.prepare_load(loaded, context)
-            clock.advance_to(self._load_link.queue(clock.now_s, len(loaded) * self._block_bytes))
+            begin_s = clock.now_s
+            clock.advance_to(self._load_link.queue(begin_s, len(loaded) * self._block_bytes))
+            manager.note_step(
+                StepWork(loaded_bytes=len(loaded) * self._block_bytes, load_seconds=clock.now_s - begin_s)
+            )
         if total_hit:
             manager.touch(path[:total_hit], context)
         if loaded:
@@ -136,16 +140,23 @@ class Server:
         tokens = prompt - first * block_tokens
         begin_s, seconds = clock.now_s, tokens / self._prefill_tokens_per_s
         offers = _Offers(self._manager, path, first, context, self._turnover)
+        done = 0
         for stop in range(first + self._chunk_blocks, len(path) + self._chunk_blocks, self._chunk_blocks):
             stop = min(stop, len(path))
             computed = (stop - first) * block_tokens
+            self._note_step(min(computed, tokens) - done, tokens - min(computed, tokens), is_continued=bool(done))
+            done = min(computed, tokens)
             clock.advance_to(begin_s + min(seconds, computed / self._prefill_tokens_per_s))
             offers.complete()
             offers.offer(stop)
             self._manager.on_schedule_end()
             if self._device is not None:
                 self._device.fill(path, stop)
+        if done < tokens:
+            self._note_step(tokens - done, 0, is_continued=bool(done))
         clock.advance_to(begin_s + seconds)
+        for _ in range(2):  # steps that decode, whose times show how long the last chunks took
+            self._manager.note_step(StepWork(tokens=1, is_continued=True))
         if self._device is not None:
             # All tokens but the last have KV; a partial block takes a whole one.
             self._device.grow(-(-max(prompt + output - 1, prompt) // block_tokens))
@@ -164,6 +175,9 @@ class Server:
             offers.complete()
         self.prefill_s += seconds
         return offers
+
+    def _note_step(self, tokens: int, queued_tokens: int, *, is_continued: bool) -> None:
+        self._manager.note_step(StepWork(tokens, tokens, queued_tokens, is_continued))
 
 
 class _Portion(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -44,6 +44,9 @@ class JobResult:
     job_id: int
     success: bool
     successful_keys: Collection[OffloadKey] | None = None
+    ended_s: float | None = field(default=None, compare=False)
+    """When the last byte was moved, by the manager's clock; ``None``: the tier does not know. The tier's speed is
+    measured by it, and otherwise by when its result is taken."""
 
 
 class SecondaryTierManager(ABC):

@@ -17,12 +17,14 @@ from kvoffload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    StepWork,
 )
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats, add_stats
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
+from kvoffload.tiering.load_policy import BlockWorth, LoadCosts
 from kvoffload.tiering.promotions import Claims, Lookups, Promotions, RequestState, WaitingRequests
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.write_back import WriteBack
@@ -44,7 +46,9 @@ class TieringOffloadingManager(OffloadingManager):
     ``claim_share`` and ``promotion_share`` (of the primary tier's blocks) bound what one waiting request, and all of
     them together, may claim. ``cascade`` has a mode for each secondary tier (default ``"on_store"`` for all, which is
     write-through). ``"on_evict"``, write-back, needs a cache policy that can name its next victims
-    (``CachePolicy.next_victims``), and is ``"on_store"`` without one. ``clock`` gives seconds and never goes back.
+    (``CachePolicy.next_victims``), and is ``"on_store"`` without one. With ``block_worth``, blocks of lower tiers are
+    promoted only where that is expected to be faster than computing them (``load_policy="cost"``); without it all are
+    (``"always"``). ``clock`` gives seconds and never goes back.
     Raises ``ConfigError`` for a ``cascade`` that does not fit the tiers.
 
     A context that was never announced by ``on_new_request`` is a new block-level request, and like any other is
@@ -60,6 +64,7 @@ class TieringOffloadingManager(OffloadingManager):
         claim_share: float = DEFAULTS.claim_share,
         promotion_share: float = DEFAULTS.promotion_share,
         cascade: Sequence[CascadeMode] | None = None,
+        block_worth: BlockWorth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary_tier = primary_tier
@@ -75,9 +80,14 @@ class TieringOffloadingManager(OffloadingManager):
             self._write_back = WriteBack(primary_tier, on_evict_tiers, self._submit_write_back)
         self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share)
         self._waiting = WaitingRequests(self._claims, clock)
+        self._costs: LoadCosts | None = None
+        if block_worth is not None:
+            self._costs = LoadCosts([tier.name for tier in self._tiers], block_worth, clock)
         on_reserved = self._write_back.on_reserved if self._write_back is not None else None
-        self._promotions = Promotions(primary_tier, self._claims, self._jobs, on_reserved)
-        self._lookups = Lookups(primary_tier, self._tiers, self._claims, self._promotions, self._waiting, self._poll)
+        self._promotions = Promotions(primary_tier, self._claims, self._jobs, on_reserved, self._costs)
+        self._lookups = Lookups(
+            primary_tier, self._tiers, self._claims, self._promotions, self._waiting, self._poll, self._costs
+        )
         self._requests: dict[str, RequestState] = {}
         self._storing: dict[OffloadKey, RequestState] = {}
 
@@ -121,7 +131,10 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         # Pinned now: no claims are needed any more.
-        self._waiting.end(self._request(req_context))
+        request = self._request(req_context)
+        if self._costs is not None and request.plan is not None:
+            self._costs.count_wait(request.plan)
+        self._waiting.end(request)
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
@@ -162,6 +175,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_stores(keys)
 
     # ----------------------------------------------------------------------------------------------------- steps
+
+    def note_step(self, work: StepWork) -> None:
+        if self._costs is not None:
+            self._costs.note_step(work)
 
     def on_schedule_end(self) -> None:
         self._poll()
@@ -220,6 +237,8 @@ class TieringOffloadingManager(OffloadingManager):
         own[("promotions_in_flight",)] = len(self._promotions)
         own[("claimed_blocks",)] = len(self._claims)
         own |= self._waiting.waits.stats()
+        if self._costs is not None:
+            own |= self._costs.get_stats()
         return add_stats([self.primary_tier.get_stats(), own, *(tier.get_stats() for tier in self._tiers)])
 
     def shutdown(self) -> None:
@@ -273,6 +292,8 @@ class TieringOffloadingManager(OffloadingManager):
                 self._end_stores(job.metadata.keys)
             if self._write_back is not None:
                 self._write_back.end(job)
+        if finished and self._costs is not None:
+            self._costs.end_poll()
         return bool(finished)
 
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:

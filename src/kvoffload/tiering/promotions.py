@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import ceil
 
-from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.base import OffloadKey, ReqContext, get_offload_group_idx
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.metrics import Histogram
+from kvoffload.tiering.load_policy import HERE, LoadCosts, Place, WaitPlan
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 
 __all__ = ["Claims", "Lookups", "Promotions", "RequestState", "WaitingRequests"]
@@ -66,6 +67,10 @@ class RequestState:
     """Blocks promoted for it in this wait: a second time would be a loop, so it is a miss instead."""
     failed: set[OffloadKey] = field(default_factory=set)
     """Blocks whose promotion failed while it waited for them: misses for good."""
+    plan: WaitPlan | None = None
+    """What it waits for, if that was weighed."""
+    num_declined: int = 0
+    """Blocks that were counted as declined for it."""
     stores_in_flight: int = 0
     """Blocks between ``prepare_store`` and ``complete_store``, each of which may still be cascaded for it."""
     parked: int = 0
@@ -137,6 +142,11 @@ class Claims(Collection[OffloadKey]):
 
     def __len__(self) -> int:
         return len(self._claimed)
+
+    @property
+    def room(self) -> int:
+        """Blocks that a request without claims may claim now."""
+        return min(self.max_per_request, self.max_total - len(self._claimed))
 
     # Changes.
 
@@ -269,6 +279,9 @@ class WaitingRequests:
         """Whether ``request`` has no patience left: it may neither begin to wait nor go on."""
         return request.has_waited_enough(self._clock())
 
+    def now_s(self) -> float:
+        return self._clock()
+
     def begin(self, request: RequestState) -> None:
         """``request`` waits from now on; no change if it waits already."""
         if request.waiting_since is not None:
@@ -289,6 +302,7 @@ class WaitingRequests:
         self.waits.observe(waited_s)
         request.patience_s -= waited_s
         request.waiting_since = None
+        request.plan = None
         request.promoted.clear()
         del self._waiting[id(request)]
         self._claims.release(request)
@@ -324,7 +338,10 @@ class WaitingRequests:
 
 class Lookups:
     """Answers from the primary tier. A block that it lacks is looked up in ``tiers``, in order, and promoted from the
-    first that has it. ``poll`` takes in the jobs that have ended, and returns whether there were any."""
+    first that has it. ``poll`` takes in the jobs that have ended, and returns whether there were any.
+
+    With ``costs``, a hit is promoted only as far as that is worth it. The rest of it is a miss for this request.
+    """
 
     def __init__(
         self,
@@ -334,6 +351,7 @@ class Lookups:
         promotions: Promotions,
         waiting: WaitingRequests,
         poll: Callable[[], bool],
+        costs: LoadCosts | None = None,
     ) -> None:
         self._primary = primary
         self._tiers = tiers
@@ -341,13 +359,120 @@ class Lookups:
         self._promotions = promotions
         self._waiting = waiting
         self._poll = poll
+        self._costs = costs
+        self._places = [Place(tier.index) for tier in tiers]
+        self._found: dict[OffloadKey, tuple[GuardedTier | None, bool | None]] = {}
+        """What the tiers answered to the survey of this call, for blocks that the walk has not reached."""
         self.out_of_patience = 0
 
     def one(self, request: RequestState, key: OffloadKey) -> bool | None:
+        if self._costs is not None:
+            return self.prefix(request, [key])[0]
         return self._answer(request, key, self._primary.lookup(key, request.context))
 
     def prefix(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Equal to the loop of ``one``, but consecutive misses that a tier can serve get their slots in one call.
+        """The answers for ``keys`` in order, up to the first ``False``. Where nothing is weighed, equal to the loop of
+        ``one``. Weighed together, blocks may be worth loading that would not be one by one."""
+        costs = self._costs
+        if costs is None or not keys or self._waiting.is_over(request):
+            return self._walk(request, keys)
+        if request.plan is not None:
+            self._poll()
+            return self._walk_to(request, keys, self._planned(request.plan, keys, costs))
+        if not costs.weighs(keys[0]):
+            return self._walk(request, keys)
+        self._poll()
+        places = self._survey(request, keys)
+        if all(place == HERE for place, _ in places) and not costs.device_is_slow(keys[0]):
+            return self._walk(request, keys)
+        choice = costs.choose(keys[0], places)
+        limit = choice.num_blocks
+        if limit == sum(num_blocks for _, num_blocks in places):
+            limit = len(keys)
+        elif not limit and places[0][0] == HERE:
+            limit = min(places[0][1], costs.take_device_probe())
+        answers = self._walk_to(request, keys, limit)
+        self._found.clear()
+        if request.waiting_since is not None:
+            request.plan = costs.plan(keys[0], places, choice, keys[limit] if limit < len(keys) else None)
+        if limit < len(keys):
+            request.num_declined = costs.count_declined(places, limit, request.num_declined)
+            self._probe(request, keys[limit:], costs)
+        return answers
+
+    def _walk_to(self, request: RequestState, keys: Sequence[OffloadKey], limit: int) -> list[bool | None]:
+        """The answers for the first ``limit`` of ``keys``; the next one is a miss."""
+        if limit >= len(keys):
+            return self._walk(request, keys)
+        answers = self._walk(request, keys[:limit]) if limit else []
+        return answers if answers and answers[-1] is False else [*answers, False]
+
+    def _survey(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[tuple[Place, int]]:
+        """Where the blocks of the hit are, in runs of blocks in the same place. Changes nothing but what the tiers note
+        of their lookups. A tier that does not know yet is taken to have the block.
+
+        Ends where the request could claim no more: what is behind may be evicted while it waits. Blocks before the
+        first that must be waited for need no claims.
+        """
+        self._found.clear()
+        runs: list[tuple[Place, int]] = []
+        last, count = HERE, 0
+        promotions, most = self._promotions, self._claims.room
+        for at, (key, block) in enumerate(zip(keys, self._primary.slots.get_all(keys), strict=True)):
+            if at >= most and (runs or last != HERE):
+                break
+            if block is not None:
+                place = promotions.place_of(key) if block.pins < 0 else HERE
+            else:
+                found = self._found[key] = self._tier_with(request, key)
+                tier, answer = found
+                if answer is False:
+                    break
+                place = self._places[tier.index if tier is not None else -1]
+            if place is not last and place != last:
+                if count:
+                    runs.append((last, count))
+                last, count = place, 0
+            count += 1
+        if count:
+            runs.append((last, count))
+        return runs
+
+    def _planned(self, plan: WaitPlan, keys: Sequence[OffloadKey], costs: LoadCosts) -> int:
+        """How many of ``keys`` a waiting request waits for. If it has waited too long, those that are there."""
+        group = get_offload_group_idx(keys[0])
+        declined = plan.declined.get(group)
+        limit = len(keys) if declined is None or declined not in keys else keys.index(declined)
+        if self._waiting.now_s() < plan.give_up_s:
+            return limit
+        ready = 0
+        for block in self._primary.slots.get_all(keys[:limit]):
+            if block is None or not block.is_ready:
+                break
+            ready += 1
+        if ready < limit:
+            costs.count_late(self._promotions.place_of(keys[ready]), limit - ready)
+            plan.declined[group] = keys[ready]
+        return ready
+
+    def _probe(self, request: RequestState, keys: Sequence[OffloadKey], costs: LoadCosts) -> None:
+        """Promotes a few blocks of a tier that was not measured for long, in the background: ``request``, which does
+        not load them, does not wait for them either."""
+        if self._primary.slots.get(keys[0]) is not None:
+            return
+        tier, _ = self._tier_with(request, keys[0])
+        if tier is None or request.waiting_since is not None or not costs.wants_probe(tier.index):
+            return
+        self._waiting.begin(request)
+        for key in keys[: costs.probe_blocks]:
+            if self._primary.slots.get(key) is not None or self._tier_with(request, key)[0] is not tier:
+                break
+            if not self._promotions.begin(request, key, tier):
+                break
+        self._waiting.end(request)
+
+    def _walk(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """Equal to the loop of ``_answer``, but consecutive misses that a tier can serve get their slots in one call.
 
         Such misses gather in ``run``. The invariant: nothing that the run's reservation could change has been looked
         at since the run began. So the run is promoted before the loop looks at one of its own keys again, before a
@@ -443,6 +568,8 @@ class Lookups:
 
     def _tier_with(self, request: RequestState, key: OffloadKey) -> tuple[GuardedTier | None, bool | None]:
         """The first tier that has ``key``; without one, ``None`` while a tier is still finding out, else ``False``."""
+        if (found_before := self._found.pop(key, None)) is not None:
+            return found_before
         if key in request.failed or key in request.promoted:
             return None, False
         is_unknown = False
@@ -502,6 +629,8 @@ class _Batch:
 
     tier: GuardedTier
     request: RequestState
+    place: Place
+    """Of each of its blocks."""
     slots: dict[OffloadKey, int] = field(default_factory=dict)
 
 
@@ -518,29 +647,37 @@ class Promotions:
         claims: Claims,
         jobs: TierJobs,
         on_reserved: OnReserved | None = None,
+        costs: LoadCosts | None = None,
     ) -> None:
         self._primary = primary
         self._claims = claims
         self._jobs = jobs
         self._on_reserved = on_reserved
+        self._costs = costs
         self.queue: dict[tuple[int, int], _Batch] = {}
         """Loads to submit, by tier and request. Others only read it."""
-        self._wanted_by: dict[OffloadKey, RequestState] = {}
+        self._batches: dict[OffloadKey, _Batch] = {}
+        """Of every block that is being promoted, the batch that it was queued in."""
         self._reserved_since_refresh = 0
         self.refused = Counter({"claim_share": 0, "promotion_share": 0, "no_room": 0})
         self.outcomes = Counter({"ok": 0, "failed": 0})
 
     def __repr__(self) -> str:
-        return f"Promotions(in_flight={len(self._wanted_by)}, batches_queued={len(self.queue)})"
+        return f"Promotions(in_flight={len(self._batches)}, batches_queued={len(self.queue)})"
 
     def __contains__(self, key: object) -> bool:
-        return key in self._wanted_by
+        return key in self._batches
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        return iter(self._wanted_by)
+        return iter(self._batches)
 
     def __len__(self) -> int:
-        return len(self._wanted_by)
+        return len(self._batches)
+
+    def place_of(self, key: OffloadKey) -> Place:
+        """Where a block that is being written comes from: a tier, or the device, which is as good as here."""
+        batch = self._batches.get(key)
+        return HERE if batch is None else batch.place
 
     def begin(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool:
         """Reserves a slot for ``key`` and queues its load; ``False``, counted by reason, if a limit refuses it."""
@@ -560,12 +697,15 @@ class Promotions:
             return False
         self._claims.begin_promotions(request, run)
         request.promoted.update(run)
-        self._wanted_by.update(dict.fromkeys(run, request))
         batch: _Batch | None = None
         for (key, tier), slot in zip(run.items(), reversed(slots), strict=True):
             if batch is None or batch.tier is not tier:
-                batch = self.queue.setdefault((tier.index, id(request)), _Batch(tier, request))
+                batch = self.queue.setdefault((tier.index, id(request)), _Batch(tier, request, Place(tier.index, True)))
             batch.slots[key] = slot
+            self._batches[key] = batch
+        if self._costs is not None:
+            for tier, num_blocks in Counter(run.values()).items():
+                self._costs.begun(tier.index, num_blocks)
         return True
 
     def submit(self, request: RequestState | None = None) -> None:
@@ -573,20 +713,24 @@ class Promotions:
         due = [name for name, batch in self.queue.items() if request is None or batch.request is request]
         for name in due:
             batch = self.queue.pop(name)
-            refused = self._jobs.submit(
-                batch.tier,
-                list(batch.slots),
-                list(batch.slots.values()),
-                batch.request.context,
-                is_promotion=True,
-            )
-            if refused is not None:
-                self.end(refused)
+            keys, slots = list(batch.slots), list(batch.slots.values())
+            size = len(keys) if self._costs is None else self._costs.portion_blocks(batch.tier.index)
+            for start in range(0, len(keys), size):
+                self._submit(batch, keys[start : start + size], slots[start : start + size])
+
+    def _submit(self, batch: _Batch, keys: list[OffloadKey], slots: list[int]) -> None:
+        if self._costs is not None:
+            self._costs.submitted(batch.tier.index, len(keys))
+        refused = self._jobs.submit(batch.tier, keys, slots, batch.request.context, is_promotion=True)
+        if refused is not None:
+            self.end(refused)
 
     def end(self, job: TierJob) -> None:
         """Publishes what arrived. The rest is a miss, for good, for each request that waited for it."""
         self.outcomes["ok"] += len(job.succeeded)
         self.outcomes["failed"] += len(job.failed)
+        if self._costs is not None:
+            self._costs.ended(job.tier.index, len(job.metadata.keys), len(job.succeeded), job.ended_s)
         if job.succeeded:
             self._primary.complete_write(job.succeeded, job.metadata.req_context)
         if job.failed:
@@ -594,11 +738,11 @@ class Promotions:
         if job.is_stale:
             return  # only its slots are left of it
         for key in job.succeeded:
-            del self._wanted_by[key]
+            del self._batches[key]
             for waiter in self._claims.end_promotion(key, success=True):
                 waiter.context.trail.sources[key] = job.tier.name
         for key in job.failed:
-            self._wanted_by.pop(key).failed.add(key)
+            self._batches.pop(key).request.failed.add(key)
             for waiter in self._claims.end_promotion(key, success=False):
                 waiter.failed.add(key)
 
@@ -607,8 +751,10 @@ class Promotions:
         jobs in flight are given back when those end."""
         for batch in self.queue.values():
             self._primary.complete_write(list(batch.slots), batch.request.context, success=False)
+            if self._costs is not None:
+                self._costs.dropped(batch.tier.index, len(batch.slots))
         self.queue.clear()
-        self._wanted_by.clear()
+        self._batches.clear()
 
     def check_invariants(self) -> None:
         """Every promotion is queued or in a job, once, and its slot is reserved and nobody else's."""
@@ -616,8 +762,16 @@ class Promotions:
         for job in self._jobs.in_flight.values():
             if job.metadata.is_promotion and not job.is_stale:
                 moving += zip(job.metadata.keys, job.metadata.block_ids.tolist(), strict=True)
-        assert len(moving) == len(self._wanted_by)
-        assert {key for key, _ in moving} == set(self._wanted_by)
+        assert len(moving) == len(self._batches)
+        assert {key for key, _ in moving} == set(self._batches)
+        if self._costs is not None:
+            submitted: Counter[int] = Counter()
+            for job in self._jobs.in_flight.values():
+                submitted[job.tier.index] += len(job.metadata.keys) if job.metadata.is_promotion else 0
+            queued = Counter(submitted)
+            for batch in self.queue.values():
+                queued[batch.tier.index] += len(batch.slots)
+            self._costs.check_invariants(queued, submitted)
         for key, slot in moving:
             block = self._primary.slots.get(key)
             assert block is not None

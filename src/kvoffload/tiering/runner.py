@@ -77,6 +77,8 @@ class _Slice:
     """When it was queued; once it runs, when it began."""
     is_overdue: bool = False
     """It has run for too long, and ``take_results`` has returned that."""
+    ended_s: float = 0.0
+    """When it was done or cancelled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +97,8 @@ class IoResult:
     """Of the slice's items; all ``False`` unless it is ``DONE``."""
     seconds: float = 0.0
     """How long the work took, in real time; 0 if it never began or has not ended."""
+    ended_s: float = 0.0
+    """When the slice ended, by the runner's clock; 0 while it has not."""
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
@@ -189,7 +193,8 @@ class TierRunner:
             self.num_open_slices -= 1
             self._backlog[task.queue] -= part.stop - part.start
             is_last = not task.num_open_slices
-            results.append(IoResult(task, part.start, part.stop, status, error, is_last, outcomes, seconds))
+            ended_s = part.ended_s
+            results.append(IoResult(task, part.start, part.stop, status, error, is_last, outcomes, seconds, ended_s))
         return results + self._check_deadlines()
 
     def _check_deadlines(self) -> list[IoResult]:
@@ -259,6 +264,7 @@ class TierRunner:
                 self._cancel(self._queues[queue].popleft())
 
     def _cancel(self, part: _Slice) -> None:
+        part.ended_s = self._clock()
         self.ended.append((part, IoStatus.CANCELLED, [], None, 0.0))
         self._slice_ended.notify_all()
         self._stores_may_begin.notify_all()
@@ -290,6 +296,7 @@ class TierRunner:
             if part is None:
                 return  # closing
             ended = self._run(part)
+            part.ended_s = self._clock()
             with self._lock:
                 # Both at once: whoever sees that the slice does not run any more can take its result.
                 del self._running[part]

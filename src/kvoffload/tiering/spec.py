@@ -8,11 +8,12 @@ import json
 import re
 
 from kvoffload.base import OffloadingManager
-from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.cpu.spec import CPUOffloadingSpec
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.base import SecondaryTierManager
+from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import parse_tiers
 
@@ -108,5 +109,16 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             max_wait_s=config.max_wait_s,
             claim_share=config.claim_share,
             promotion_share=config.promotion_share,
+            block_worth=self._block_worth(),
             cascade=[options.cascade_above(self.num_blocks * self.block_bytes) for options in self.tier_options],
         )
+
+    def _block_worth(self) -> BlockWorth | None:
+        """What the manager weighs; ``None``: nothing."""
+        if self.config.load_policy == "always":
+            return None
+        tokens = (
+            self.block_size_factor * group.block_tokens if group.kind is GroupKind.FULL_ATTENTION else 0
+            for group in self.layout.groups
+        )
+        return BlockWorth(self.block_bytes, tuple(tokens))

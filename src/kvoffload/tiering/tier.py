@@ -225,7 +225,8 @@ class StoreTier(SecondaryTierManager):
                 # The outcomes are fewer than the keys where a part of the job was dropped.
                 good = [key for key, is_good in zip(job.keys, task.outcomes, strict=False) if is_good]
                 all_good = len(good) == len(job.keys)
-                self._results.append(JobResult(job.job_id, all_good, good if good and not all_good else None))
+                some_good = good if good and not all_good else None
+                self._results.append(JobResult(job.job_id, all_good, some_good, result.ended_s))
 
         self._submit(task, self._slice_blocks_of(task.num_items), ended)
 

@@ -123,6 +123,8 @@ class TierJob:
     """Begun before a reset of the primary tier."""
     succeeded: list[OffloadKey] = field(default_factory=list)
     failed: list[OffloadKey] = field(default_factory=list)
+    ended_s: float | None = None
+    """When it ended, if its tier knows."""
 
 
 class TierJobs:
@@ -185,3 +187,4 @@ class TierJobs:
         good = set(result.successful_keys if result.successful_keys is not None else keys if result.success else ())
         job.succeeded = [key for key in keys if key in good]
         job.failed = [key for key in keys if key not in good]
+        job.ended_s = result.ended_s

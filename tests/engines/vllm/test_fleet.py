@@ -30,6 +30,7 @@ def fleet(llama: SmallModel, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
             extra: dict[str, Any] = {
                 "spec_name": "TieringOffloadingSpec",
                 "secondary_tiers": [tier],
+                "load_policy": "always",
                 "max_wait_s": 60.0,
             }
             servers.append(Server(llama.path, place, **extra))

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``load_policy="cost"``: keeps what was measured of tiers and engine, and weighs a hit with it (``worth.py``)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from kvoffload.base import OffloadKey, StepWork, get_offload_group_idx
+from kvoffload.metrics import HOST, Histogram, Stats
+from kvoffload.tiering.speeds import LinkSpeed, LinkSpeedEstimator, PrefillSpeedEstimator
+from kvoffload.tiering.worth import Choice, Pace, Run, choose
+
+__all__ = ["BlockWorth", "LoadCosts", "LoadPolicy", "Place", "WaitPlan"]
+
+LoadPolicy = Literal["cost", "always"]
+"""Which hits in lower tiers are loaded: those that are expected to be there before their tokens would be computed, or
+all of them."""
+
+CAUTION = 1.1
+"""Loading must be expected to be faster than computing by this factor: estimates have errors, and a tie gains
+nothing."""
+PATIENCE = 1.25
+"""A request waits for its blocks at most this many times as long as computing them would take."""
+PROBE_INTERVAL_S = 5.0
+"""Time without a read after which a tier whose blocks are declined is measured again."""
+PROBE_BYTES = 64 << 20
+"""Bytes read to measure a tier: all that may be under way from one that was never measured, and each later probe."""
+PORTION_S = 0.1
+"""A promotion is cut into jobs of about this duration, so that a request can use what came up when it gives up."""
+_FOREVER = 1e12
+"""Seconds of computing a block while the engine's speed is not known: any load is worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWorth:
+    """What a block costs and saves."""
+
+    num_bytes: int
+    """Of every block."""
+    tokens: tuple[int, ...]
+    """By KV group: the tokens that one block saves computing. 0 for groups whose blocks are not weighed, because a hit
+    needs only some of them (windows and states): they are loaded if the other groups' blocks are."""
+
+
+class Place(NamedTuple):
+    """Where a block of a hit is."""
+
+    tier: int | None = None
+    """The tier that has it; ``None``: host memory."""
+    is_coming: bool = False
+    """It is being promoted already."""
+
+
+HERE = Place()
+
+
+@dataclass(slots=True)
+class WaitPlan:
+    """What a waiting request waits for."""
+
+    declined: dict[int, OffloadKey]
+    """By KV group: the first block that it does not load. Groups without one are loaded as far as they are there."""
+    began_s: float
+    expected_s: float
+    """Of waiting."""
+    give_up_s: float
+    """When it stops waiting."""
+
+
+class _TierReads:
+    """What is under way from one tier, and how fast it was."""
+
+    __slots__ = ("busy_since_s", "ended", "ended_s", "estimator", "queued", "submitted")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.estimator = LinkSpeedEstimator(clock)
+        self.queued = 0
+        """Blocks whose promotion has begun and not ended."""
+        self.submitted = 0
+        """Those of them that the tier is reading."""
+        self.busy_since_s = 0.0
+        """Since when the tier has been reading, or when its last job ended."""
+        self.ended = 0
+        """Blocks read since then."""
+        self.ended_s = 0.0
+
+    def remaining_s(self, now_s: float, block_bytes: int) -> float:
+        """Until all that is queued is there. What is late already is expected to be late by as much again."""
+        speed = self.estimator.speed
+        if not self.queued or speed is None:
+            return 0.0
+        needed_s = speed.seconds(self.queued * block_bytes)
+        elapsed_s = now_s - self.busy_since_s if self.submitted else 0.0
+        return abs(needed_s - elapsed_s)
+
+
+class LoadCosts:
+    """What loading and computing cost, as measured in this process. One for a manager, on its thread.
+
+    Before a tier was ever measured, ``PROBE_BYTES`` of its blocks (but at least one block) may be under way at a time,
+    whatever they cost; before the engine's speed is known, every load from a tier that was measured is worth it.
+    """
+
+    def __init__(self, tiers: Sequence[str], worth: BlockWorth, clock: Callable[[], float]) -> None:
+        self._names = tuple(tiers)
+        self._clock = clock
+        self._block_bytes = worth.num_bytes
+        self._tokens = worth.tokens
+        weighed = [tokens for tokens in worth.tokens if tokens]
+        self._bytes_per_token = sum(worth.num_bytes / tokens for tokens in weighed)
+        self._tiers = tuple(_TierReads(clock) for _ in tiers)
+        self._device = LinkSpeedEstimator(clock)
+        self._device_probed_s = -math.inf
+        self._prefill = PrefillSpeedEstimator(clock)
+        self._declined: Counter[tuple[str, str]] = Counter()
+        self._wait_ratios = Histogram("promotion_wait_ratio")
+
+    def __repr__(self) -> str:
+        speeds = {name: reads.estimator.speed for name, reads in zip(self._names, self._tiers, strict=True)}
+        return f"LoadCosts(prefill={self._prefill.tokens_per_s}, {speeds})"
+
+    # -------------------------------------------------------------------------------------------- measurements
+
+    def note_step(self, work: StepWork) -> None:
+        self._prefill.note_step(work)
+        if work.loaded_bytes and work.load_seconds > 0:
+            self._device.add(work.loaded_bytes, work.load_seconds)
+
+    def begun(self, tier: int, num_blocks: int) -> None:
+        """Promotions were queued."""
+        self._tiers[tier].queued += num_blocks
+
+    def dropped(self, tier: int, num_blocks: int) -> None:
+        """Queued promotions were given up before they were submitted."""
+        self._tiers[tier].queued -= num_blocks
+
+    def submitted(self, tier: int, num_blocks: int) -> None:
+        reads = self._tiers[tier]
+        if not reads.submitted:
+            reads.busy_since_s, reads.ended = self._clock(), 0
+        reads.submitted += num_blocks
+
+    def ended(self, tier: int, num_blocks: int, num_read: int, ended_s: float | None) -> None:
+        """A promotion's job has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks were read.
+        The sample is taken in ``end_poll``: jobs whose ends are seen together were read side by side."""
+        reads = self._tiers[tier]
+        reads.queued -= num_blocks
+        reads.submitted -= num_blocks
+        reads.ended += num_read
+        now_s = self._clock()
+        reads.ended_s = max(reads.ended_s, now_s if ended_s is None else min(ended_s, now_s))
+
+    def end_poll(self) -> None:
+        """All jobs that have ended were recorded."""
+        for reads in self._tiers:
+            if reads.ended_s <= reads.busy_since_s:
+                continue
+            if reads.ended:
+                reads.estimator.add(reads.ended * self._block_bytes, reads.ended_s - reads.busy_since_s)
+            reads.ended = 0
+            reads.busy_since_s = reads.ended_s
+
+    # ------------------------------------------------------------------------------------------------- choices
+
+    def weighs(self, key: OffloadKey) -> bool:
+        """Whether blocks of this one's group are weighed. Others are loaded if a hit needs them."""
+        group = get_offload_group_idx(key)
+        return group < len(self._tokens) and bool(self._tokens[group])
+
+    def choose(self, key: OffloadKey, places: Sequence[tuple[Place, int]]) -> Choice:
+        """How many of the blocks of a hit to load. ``places`` are those of its blocks, in runs, and ``key`` is one of
+        them."""
+        tokens = self._tokens[get_offload_group_idx(key)]
+        group_bytes = tokens * self._bytes_per_token  # with those of the other groups that these tokens need
+        now_s = self._clock()
+        sources: list[Pace] = []
+        runs: list[Run] = []
+        known: dict[Place, int] = {}
+        room: dict[int, int] = {}
+        for place, num_blocks in places:
+            tier = place.tier
+            if tier is not None and not place.is_coming and self._tiers[tier].estimator.speed is None:
+                free = min(room.setdefault(tier, self._room(tier)), num_blocks)
+                room[tier] -= free
+                runs += [Run(len(sources), free), Run(len(sources) + 1, num_blocks - free)]
+                sources += [Pace(), Pace(math.inf)]
+                continue
+            if place not in known:
+                known[place] = len(sources)
+                sources.append(self._pace(place, now_s, group_bytes))
+            runs.append(Run(known[place], num_blocks))
+        return choose(
+            [run for run in runs if run.num_blocks],
+            sources,
+            block_compute_s=self._compute_s(tokens),
+            queue_s=self._queue_s(),
+            to_device=self._device_pace(group_bytes),
+        )
+
+    def plan(
+        self, key: OffloadKey, places: Sequence[tuple[Place, int]], choice: Choice, declined: OffloadKey | None
+    ) -> WaitPlan:
+        """For a request that waits for what ``choose`` chose, up to ``declined``."""
+        here = places[0][1] if places and places[0][0] == HERE else 0
+        compute_s = (choice.num_blocks - here) * self._compute_s(self._tokens[get_offload_group_idx(key)])
+        now_s = self._clock()
+        stops = {} if declined is None else {get_offload_group_idx(declined): declined}
+        return WaitPlan(stops, now_s, choice.wait_s, now_s + PATIENCE * (self._queue_s() + compute_s))
+
+    def wants_probe(self, tier: int) -> bool:
+        """Whether the tier, whose blocks are declined, should be measured again."""
+        reads = self._tiers[tier]
+        return not reads.queued and self._clock() - reads.estimator.measured_s >= PROBE_INTERVAL_S
+
+    def device_is_slow(self, key: OffloadKey) -> bool:
+        """Whether even a block of host memory is computed sooner than it is loaded."""
+        tokens = self._tokens[get_offload_group_idx(key)]
+        return self._device_pace(tokens * self._bytes_per_token).block_s >= self._compute_s(tokens)
+
+    def take_device_probe(self) -> int:
+        """Blocks to load to a slow device, so that it is measured again; 0 unless that is due."""
+        if self._clock() - max(self._device.measured_s, self._device_probed_s) < PROBE_INTERVAL_S:
+            return 0
+        self._device_probed_s = self._clock()
+        return self.probe_blocks
+
+    @property
+    def probe_blocks(self) -> int:
+        return max(1, PROBE_BYTES // self._block_bytes)
+
+    def portion_blocks(self, tier: int) -> int:
+        """Blocks per job."""
+        speed = self._tiers[tier].estimator.speed
+        num_bytes = PORTION_S / speed.byte_s if speed is not None else 0.0
+        return max(self.probe_blocks, int(num_bytes / self._block_bytes))
+
+    # ------------------------------------------------------------------------------------------------- metrics
+
+    def count_declined(self, places: Sequence[tuple[Place, int]], num_loaded: int, num_counted: int) -> int:
+        """Counts the blocks behind the first ``num_loaded``, but for ``num_counted`` that were counted
+        for the same request before. Returns how many have been counted now."""
+        at = total = 0
+        for place, num_blocks in places:
+            at += num_blocks
+            if place.is_coming or (place.tier is None and at > num_blocks):
+                continue  # or it is in host memory, behind a declined block
+            declined = min(num_blocks, max(0, at - num_loaded))
+            total += declined
+            new = min(declined, max(0, total - num_counted))
+            if new:
+                self._declined[self._name(place), self._reason(place)] += new
+        return max(total, num_counted)
+
+    def count_late(self, place: Place, num_blocks: int) -> None:
+        """A request has given up waiting for so many blocks, the first of which is in ``place``."""
+        self._declined[self._name(place), "late"] += num_blocks
+
+    def count_wait(self, plan: WaitPlan) -> None:
+        """A wait has ended with its blocks."""
+        if plan.expected_s > 0:
+            self._wait_ratios.observe((self._clock() - plan.began_s) / plan.expected_s)
+
+    def get_stats(self) -> Stats:
+        stats: Stats = {("tier_declined_blocks", *labels): count for labels, count in self._declined.items()}
+        stats |= self._wait_ratios.stats()
+        for name, reads in zip(self._names, self._tiers, strict=True):
+            if reads.estimator.speed is not None:
+                stats["tier_read_bytes_per_s", name] = 1 / reads.estimator.speed.byte_s
+                stats["tier_read_latency_s", name] = reads.estimator.speed.latency_s
+            stats["tier_read_queue_bytes", name] = reads.queued * self._block_bytes
+        if self._prefill.tokens_per_s is not None:
+            stats[("prefill_tokens_per_s",)] = self._prefill.tokens_per_s
+        if self._device.speed is not None:
+            stats[("device_load_bytes_per_s",)] = 1 / self._device.speed.byte_s
+        return stats
+
+    def check_invariants(self, queued: Counter[int], submitted: Counter[int]) -> None:
+        """``queued`` and ``submitted``: blocks of promotions under way, by tier."""
+        for tier, reads in enumerate(self._tiers):
+            assert reads.queued == queued[tier]
+            assert reads.submitted == submitted[tier]
+
+    # ------------------------------------------------------------------------------------------------- helpers
+
+    def _room(self, tier: int) -> int:
+        """Blocks that may be promoted from a tier that was never measured."""
+        return max(0, self.probe_blocks - self._tiers[tier].queued)
+
+    def _compute_s(self, tokens: int) -> float:
+        speed = self._prefill.tokens_per_s
+        return _FOREVER if speed is None else tokens / speed
+
+    def _queue_s(self) -> float:
+        speed = self._prefill.tokens_per_s
+        return 0.0 if speed is None else self._prefill.queued_tokens / speed
+
+    def _pace(self, place: Place, now_s: float, num_bytes: float) -> Pace:
+        if place.tier is None:
+            return Pace()
+        reads = self._tiers[place.tier]
+        queue_s = CAUTION * reads.remaining_s(now_s, self._block_bytes)
+        speed = reads.estimator.speed
+        if place.is_coming or speed is None:
+            return Pace(queue_s)
+        return Pace(queue_s + CAUTION * speed.latency_s, CAUTION * speed.byte_s * num_bytes)
+
+    def _device_pace(self, num_bytes: float) -> Pace:
+        speed: LinkSpeed | None = self._device.speed
+        return Pace() if speed is None else Pace(speed.latency_s, speed.byte_s * num_bytes)
+
+    def _name(self, place: Place) -> str:
+        return HOST if place.tier is None else self._names[place.tier]
+
+    def _reason(self, place: Place) -> str:
+        """Why blocks are declined."""
+        if place.tier is None:
+            return "slow"
+        reads = self._tiers[place.tier]
+        if reads.estimator.speed is None:
+            return "unmeasured"
+        per_token_s = CAUTION * reads.estimator.speed.byte_s * self._bytes_per_token
+        return "slow" if per_token_s >= self._compute_s(1) else "busy"

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast links and the engine are, estimated from their own work.
+
+Estimates are medians over the last moments. So a stall now and then does not count, and a lasting change does as soon
+as most of what was seen lately shows it. In a quiet period the last samples are kept, however old.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from kvoffload.base import StepWork
+
+__all__ = ["LinkSpeed", "LinkSpeedEstimator", "PrefillSpeedEstimator", "fit_link", "weighted_median"]
+
+_WINDOW = 24
+_WINDOW_S = 15.0
+_KEPT = 3
+_SIZES_DIFFER = 2
+"""Samples whose sizes differ by less than this factor cannot separate latency from bandwidth."""
+_MIN_STEP_TOKENS = 16
+
+
+class LinkSpeed(NamedTuple):
+    """``num_bytes`` take ``latency_s + num_bytes * byte_s`` seconds."""
+
+    latency_s: float
+    byte_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes * self.byte_s
+
+
+class _Sample(NamedTuple):
+    size: float
+    seconds: float
+
+
+class _Window:
+    """The samples of the last ``_WINDOW_S`` seconds, at most ``_WINDOW`` of them and at least ``_KEPT``."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, _Sample]] = deque(maxlen=_WINDOW)
+
+    def add(self, size: float, seconds: float) -> list[_Sample]:
+        """Adds one, and returns all that are left."""
+        now_s = self._clock()
+        self._samples.append((now_s, _Sample(size, max(seconds, 1e-9))))
+        while len(self._samples) > _KEPT and self._samples[0][0] < now_s - _WINDOW_S:
+            self._samples.popleft()
+        return [sample for _, sample in self._samples]
+
+
+def fit_link(samples: Sequence[tuple[float, float]]) -> LinkSpeed:
+    """The line through samples of (bytes, seconds): Tukey's resistant line, through the medians of the smallest third
+    and of the largest third. (J. W. Tukey, "Exploratory Data Analysis", 1977.)
+
+    The bandwidth is never above the highest that a sample had. If the sizes hardly differ, the latency is taken for a
+    part of the bandwidth.
+    """
+    ordered = sorted(samples)
+    third = (len(ordered) + 2) // 3
+    small, large = ordered[:third], ordered[-third:]
+    low, high = median(size for size, _ in small), median(size for size, _ in large)
+    per_byte = [seconds / size for size, seconds in ordered]
+    if high < _SIZES_DIFFER * low:
+        return LinkSpeed(0.0, median(per_byte))
+    rise_s = median(seconds for _, seconds in large) - median(seconds for _, seconds in small)
+    byte_s = max(rise_s / (high - low), min(per_byte))
+    return LinkSpeed(max(0.0, median(seconds - size * byte_s for size, seconds in ordered)), byte_s)
+
+
+def weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    """The median of (value, weight): half of the weight lies at smaller values, or at this one."""
+    half = sum(weight for _, weight in values) / 2
+    passed = 0.0
+    for value, weight in sorted(values):
+        passed += weight
+        if passed >= half:
+            return value
+    raise ValueError("no values")
+
+
+class LinkSpeedEstimator:
+    """Latency and bandwidth of a link. ``speed`` is ``None`` before the first sample."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.speed: LinkSpeed | None = None
+        self.measured_s = float("-inf")
+        """When the last sample was added."""
+        self._clock = clock
+        self._window = _Window(clock)
+
+    def add(self, num_bytes: float, seconds: float) -> None:
+        """``num_bytes`` took ``seconds`` while nothing was queued before them."""
+        self.speed = fit_link(self._window.add(num_bytes, seconds))
+        self.measured_s = self._clock()
+
+
+class PrefillSpeedEstimator:
+    """How many tokens the engine computes in a second, while it computes prompts.
+
+    A step's duration is seen only from when later steps are decided: the next one, or, where an engine decides one step
+    ahead of its results, the one after that. So it is the longer of the two intervals that follow it, and both count
+    only if the engine did not idle in between. Large steps count for more: what a small one takes is mostly overhead.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.tokens_per_s: float | None = None
+        self.queued_tokens = 0
+        """Prompt tokens of running requests that the last step left for later ones."""
+        self._clock = clock
+        self._window = _Window(clock)
+        self._steps: list[tuple[float, StepWork]] = []
+        """The last steps, at most two, without a pause between them."""
+
+    def note_step(self, work: StepWork) -> None:
+        """A step was decided."""
+        now_s = self._clock()
+        self.queued_tokens = work.queued_tokens
+        if not work.is_continued:
+            self._steps.clear()
+        elif len(self._steps) == 2:
+            (first_s, first), (second_s, _) = self._steps
+            seconds = max(second_s - first_s, now_s - second_s)
+            if first.prompt_tokens >= _MIN_STEP_TOKENS and seconds > 0:
+                samples = self._window.add(first.tokens, seconds)
+                self.tokens_per_s = weighted_median([(size / took_s, size) for size, took_s in samples])
+            del self._steps[0]
+        self._steps.append((now_s, work))

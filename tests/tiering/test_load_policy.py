@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``load_policy="cost"``: what a manager promotes, declines, probes and gives up, by what it measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.tiering.rig import BLOCK_BYTES, Rig, prefix
+
+from kvoffload.base import OffloadPolicy, ReqContext, StepWork
+from kvoffload.tiering import load_policy
+from kvoffload.tiering.load_policy import BlockWorth
+
+TOKENS = 10
+"""Of a block."""
+
+
+class Machine(Rig):
+    """A block takes a second to compute once ``compute`` was called, and ``read_s`` to read."""
+
+    def __init__(self, num_blocks: int = 64, num_tiers: int = 1, **options: Any) -> None:
+        policies = [OffloadPolicy.BLOCK_LEVEL] * num_tiers
+        super().__init__(num_blocks, policies, block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,)), **options)
+        self.read_s = 0.1
+        self._started = 0
+
+    def compute(self, blocks: int = 4) -> None:
+        """Steps in which some prompt is computed, so that the speed is known."""
+        tokens = blocks * TOKENS
+        for at in range(3):
+            self.manager.note_step(StepWork(tokens, tokens, 0, is_continued=at > 0))
+            self.clock.advance(blocks)
+        self.manager.note_step(StepWork())
+
+    def read(self, tier: int = 0) -> int:
+        """Ends the tier's oldest job after the time that its blocks take. Returns how many there are."""
+        job_id = min(self.tiers[tier].jobs)
+        num_blocks = len(self.tiers[tier].jobs[job_id].keys)
+        self.clock.advance(num_blocks * self.read_s)
+        self.tiers[tier].finish([job_id])
+        self.manager.on_schedule_end()
+        self.manager.check_invariants()
+        return num_blocks
+
+    def serve(self, num_blocks: int, of: str) -> int:
+        """A request for a prefix, until it is answered; what it loads is loaded. Returns the blocks of its hit."""
+        self._started += 1
+        context = self.start(f"served-{self._started}")
+        blocks = prefix(num_blocks, of=of)
+        while None in (answers := self.ask(blocks, context)):
+            self.step()
+            for tier in range(len(self.tiers)):
+                while self.tiers[tier].jobs:
+                    self.read(tier)
+        hit = answers.index(False) if False in answers else len(answers)
+        if hit:
+            self.load(blocks[:hit], context)
+        self.manager.on_request_finished(context)
+        self.manager.check_invariants()
+        return hit
+
+    def learn(self, read_s: float) -> None:
+        """The tier is known to read a block in ``read_s``, and the engine to compute one in a second."""
+        self.read_s = read_s
+        self.below(prefix(3, of="learnt"))
+        assert self.serve(3, of="learnt") == 3
+        self.compute()
+
+    def declined(self) -> dict[str, float]:
+        stats = self.manager.get_stats()
+        return {sample[2]: count for sample, count in stats.items() if sample[0] == "tier_declined_blocks"}
+
+
+def test_before_anything_is_known_every_hit_is_loaded() -> None:
+    machine = Machine()
+    machine.below(prefix(20, of="a"))
+    assert machine.serve(20, of="a") == 20
+    assert machine.declined() == {}
+
+
+def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
+    fast, slow = Machine(), Machine()
+    fast.learn(read_s=0.5)
+    slow.learn(read_s=2.0)
+    for machine in (fast, slow):
+        machine.below(prefix(8, of="a"))
+    assert fast.serve(8, of="a") == 8
+    assert slow.serve(8, of="a") == 0
+    assert slow.declined() == {"slow": 8}
+    assert slow.manager.get_stats()["tier_read_bytes_per_s", "tier0"] == pytest.approx(BLOCK_BYTES / 2.0)
+    assert slow.manager.get_stats()["prefill_tokens_per_s",] == pytest.approx(TOKENS)
+
+
+def test_slow_blocks_before_many_in_host_memory_are_loaded() -> None:
+    machine = Machine()
+    machine.learn(read_s=2.0)
+    blocks = prefix(10, of="a")
+    machine.below(blocks[:2])
+    context = machine.start("writer")
+    machine.store(blocks[2:], context)
+    assert machine.serve(10, of="a") == 10
+
+
+def test_what_is_queued_before_it_counts() -> None:
+    machine = Machine()
+    machine.learn(read_s=0.5)
+    machine.below(prefix(8, of="a"))
+    machine.below(prefix(8, of="b"))
+    machine.below(prefix(8, of="c"))
+    first, second, third = (machine.start(name) for name in ("first", "second", "third"))
+    assert machine.ask(prefix(8, of="a"), first) == [None] * 8
+    # Eight blocks before its own: ready after 8 seconds (and caution), when computing has ended as well.
+    assert machine.ask(prefix(8, of="b"), second) == [False]
+    assert machine.declined() == {"busy": 8}
+    machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=20 * TOKENS))
+    assert machine.ask(prefix(8, of="c"), third) == [None] * 8, "a busy engine makes loading cheaper"
+
+
+def test_a_request_counts_its_declined_blocks_once() -> None:
+    machine = Machine()
+    machine.learn(read_s=2.0)
+    machine.below(prefix(8, of="a"))
+    context = machine.start("r")
+    for _ in range(5):
+        assert machine.ask(prefix(8, of="a"), context) == [False]
+        machine.step()
+    assert machine.declined() == {"slow": 8}
+
+
+def test_it_gives_up_when_computing_would_have_been_faster_and_uses_what_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr(load_policy, "PORTION_S", 1.0)
+    machine = Machine(max_wait_s=100.0)
+    machine.learn(read_s=0.25)
+    machine.below(prefix(12, of="a"))
+    context = machine.start("r")
+    assert machine.ask(prefix(12, of="a"), context) == [None] * 12
+    machine.step()
+    assert len(machine.tier.jobs) == 3
+    machine.read()
+    assert machine.ask(prefix(12, of="a"), context) == [True] * 4 + [None] * 8
+    machine.clock.advance(load_policy.PATIENCE * 12 - 1.1)
+    assert machine.ask(prefix(12, of="a"), context) == [True] * 4 + [None] * 8
+    machine.clock.advance(0.2)
+    for _ in range(2):
+        assert machine.ask(prefix(12, of="a"), context) == [True] * 4 + [False]
+    assert machine.declined() == {"late": 8}
+    machine.load(prefix(4, of="a"), context)
+    machine.finish()
+    machine.manager.on_request_finished(context)
+
+
+def test_a_tier_that_is_late_is_not_given_more() -> None:
+    machine = Machine()
+    machine.learn(read_s=0.1)
+    machine.below(prefix(4, of="a"))
+    machine.below(prefix(4, of="b"))
+    assert machine.ask(prefix(4, of="a"), machine.start("first")) == [None] * 4
+    machine.step()
+    machine.clock.advance(30.0)  # of 0.4 s
+    assert machine.ask(prefix(4, of="b"), machine.start("second")) == [False]
+    assert machine.declined() == {"busy": 4}
+
+
+def test_an_unmeasured_tier_is_read_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 5 * BLOCK_BYTES)
+    machine = Machine()
+    machine.below(prefix(9, of="a"))
+    machine.below(prefix(9, of="b"))
+    assert machine.ask(prefix(9, of="a"), machine.start("first")) == [None] * 5 + [False]
+    assert machine.ask(prefix(9, of="b"), machine.start("second")) == [False]
+    assert machine.declined() == {"unmeasured": 13}
+
+
+def test_a_tier_that_recovered_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 2 * BLOCK_BYTES)
+    machine = Machine()
+    machine.below(prefix(2, of="learnt"))
+    machine.read_s = 2.0
+    machine.serve(2, of="learnt")
+    machine.compute()
+    machine.read_s = 0.1
+    hits = []
+    for number in range(8):
+        machine.below(prefix(6, of=f"p{number}"))
+        hits.append(machine.serve(6, of=f"p{number}"))
+        machine.step()
+        while machine.tier.jobs:  # the probe, for which nobody waited
+            assert machine.read() == 2
+        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    assert hits[0] == 0
+    assert hits[-1] == 6
+
+
+def test_a_slow_link_to_the_device_is_avoided_and_measured_again() -> None:
+    machine = Machine()
+    machine.compute()
+    context = machine.start("writer")
+    machine.store(prefix(6, of="a"), context)
+    assert machine.serve(6, of="a") == 6
+    machine.manager.note_step(StepWork(loaded_bytes=6 * BLOCK_BYTES, load_seconds=30.0))
+    assert machine.serve(6, of="a") == 0
+    assert machine.declined() == {"slow": 6}
+    for _ in range(3):
+        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+        assert machine.serve(6, of="a") == 6, "a probe"
+        machine.manager.note_step(StepWork(loaded_bytes=6 * BLOCK_BYTES, load_seconds=0.6))
+    assert machine.serve(6, of="a") == 6
+
+
+def test_each_tier_has_its_own_speed() -> None:
+    machine = Machine(num_tiers=2)
+    machine.compute()
+    blocks = prefix(12, of="a")
+    machine.below(prefix(3, of="slow"), 0)
+    machine.read_s = 3.0
+    assert machine.serve(3, of="slow") == 3
+    machine.below(prefix(3, of="fast"), 1)
+    machine.read_s = 0.1
+    assert machine.serve(3, of="fast") == 3
+    machine.below(blocks[:6], 1)
+    machine.below(blocks[6:], 0)
+    assert machine.serve(12, of="a") == 6
+    assert machine.declined() == {"slow": 6}
+
+
+def test_real_waits_are_compared_with_expected_ones() -> None:
+    machine = Machine()
+    machine.learn(read_s=0.5)
+    for name, read_s in (("a", 0.5), ("b", 0.54), ("c", 1.0)):
+        machine.read_s = read_s
+        machine.below(prefix(4, of=name))
+        machine.serve(4, of=name)
+    stats = machine.manager.get_stats()
+    # Expected with a tenth of caution: 2.2 s.
+    assert stats["promotion_wait_ratio", "count", "1.0"] == 2
+    assert stats["promotion_wait_ratio", "count", "2.0"] == 1
+
+
+def test_lookups_of_single_blocks_are_weighed_too() -> None:
+    machine = Machine()
+    machine.learn(read_s=2.0)
+    machine.below(prefix(1, of="a"))
+    assert machine.manager.lookup(prefix(1, of="a")[0], machine.start("r")) is False
+
+
+def test_blocks_of_groups_that_are_not_weighed_are_loaded() -> None:
+    machine = Machine()
+    machine.learn(read_s=2.0)
+    window = [key[:-1] + b"\x01" for key in prefix(4, of="w")]
+    machine.below(window)  # type: ignore[arg-type]
+    assert machine.ask(window, machine.start("r")) == [None] * 4  # type: ignore[arg-type]
+
+
+def test_a_reset_forgets_what_was_queued() -> None:
+    machine = Machine()
+    machine.learn(read_s=0.1)
+    machine.below(prefix(4, of="a"))
+    context = ReqContext("r")
+    machine.manager.on_new_request(context)
+    assert machine.ask(prefix(4, of="a"), context) == [None] * 4
+    machine.manager.reset_cache()
+    machine.manager.check_invariants()
+    assert machine.manager.get_stats()["tier_read_queue_bytes", "tier0"] == 0

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.sizes import by_size
+
+from kvoffload.base import StepWork
+from kvoffload.testing.clock import ManualClock
+from kvoffload.tiering.speeds import (
+    LinkSpeed,
+    LinkSpeedEstimator,
+    PrefillSpeedEstimator,
+    fit_link,
+    weighted_median,
+)
+
+MB = 1e6
+
+
+@given(
+    st.floats(0, 0.5),
+    st.floats(1e-10, 1e-7),
+    st.lists(st.integers(1, 10**9), min_size=3, max_size=30).filter(lambda sizes: max(sizes) > 100 * min(sizes)),
+)
+@settings(max_examples=by_size(quick=100, thorough=3000))
+def test_exact_samples_give_a_line_that_explains_them(latency_s: float, byte_s: float, sizes: list[int]) -> None:
+    speed = fit_link([(size, latency_s + size * byte_s) for size in sizes])
+    ordered = sorted(sizes)
+    third = (len(sizes) + 2) // 3
+    assert speed.latency_s <= latency_s * (1 + 1e-6) + 1e-6
+    if ordered[-third] > 2 * ordered[third - 1]:
+        # As fast as the largest sample was as a whole, since it was never seen faster.
+        assert speed.byte_s == pytest.approx(byte_s + latency_s / max(sizes), rel=1e-3)
+
+
+def test_equal_sizes_give_a_bandwidth_alone() -> None:
+    assert fit_link([(100, 1.0), (100, 3.0), (100, 2.0)]) == LinkSpeed(0.0, 0.02)
+
+
+def test_no_link_is_faster_than_it_was_seen() -> None:
+    # Large jobs that took no longer than small ones: all of it would be latency.
+    assert fit_link([(10, 1.0), (10, 1.0), (1000, 1.0), (1000, 0.9)]).byte_s == pytest.approx(0.0009)
+
+
+def test_a_stall_does_not_count() -> None:
+    clock = ManualClock()
+    link = LinkSpeedEstimator(clock)
+    assert link.speed is None
+    rng = random.Random(3)
+    for at in range(20):
+        clock.advance(0.2)
+        num_bytes = rng.choice([1, 8, 64]) * MB
+        link.add(num_bytes, 30.0 if at % 7 == 3 else 0.001 + num_bytes / 1e9)
+    assert link.speed is not None
+    assert link.speed.seconds(64 * MB) == pytest.approx(0.065, rel=0.05)
+
+
+@pytest.mark.parametrize(("interval_s", "enough"), [(0.1, 20), (5.0, 3)])
+def test_a_lasting_change_is_believed(interval_s: float, enough: int) -> None:
+    clock = ManualClock()
+    link = LinkSpeedEstimator(clock)
+    for _ in range(50):
+        clock.advance(interval_s)
+        link.add(64 * MB, 0.064)
+    for _ in range(enough):
+        clock.advance(interval_s)
+        link.add(64 * MB, 0.64)
+    assert link.speed == LinkSpeed(0.0, pytest.approx(1e-8))
+
+
+def test_a_quiet_period_is_not_forgotten() -> None:
+    clock = ManualClock()
+    link = LinkSpeedEstimator(clock)
+    for _ in range(10):
+        link.add(64 * MB, 0.064)
+    clock.advance(10_000)
+    link.add(64 * MB, 6.4)  # a disk that had to wake up
+    assert link.speed == LinkSpeed(0.0, pytest.approx(1e-9))
+
+
+def test_the_median_by_weight() -> None:
+    assert weighted_median([(5.0, 1), (1.0, 1), (9.0, 3)]) == 9.0
+    assert weighted_median([(5.0, 3), (1.0, 1), (9.0, 1)]) == 5.0
+
+
+# ------------------------------------------------------------------------------------------------------------- prefill
+
+
+class Engine:
+    """Computes 10,000 tokens a second. ``lag``: steps that are decided before the results of earlier ones are there."""
+
+    def __init__(self, lag: int = 0) -> None:
+        self.clock = ManualClock()
+        self.speed = PrefillSpeedEstimator(self.clock)
+        self._ends = [0.0] * lag
+        self._free_s = 0.0
+
+    def step(self, prompt_tokens: int, decodes: int = 0, *, is_continued: bool = True, seconds: float = 0.0) -> None:
+        """Decides a step, and waits until the next one may be decided."""
+        tokens = prompt_tokens + decodes
+        self.speed.note_step(StepWork(tokens, prompt_tokens, 0, is_continued))
+        self._free_s = max(self._free_s, self.clock()) + (seconds or tokens / 10_000)
+        self._ends.append(self._free_s)
+        self.clock.advance(max(0.0, self._ends.pop(0) - self.clock()))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_speed_of_an_engine(lag: int) -> None:
+    engine = Engine(lag)
+    assert engine.speed.tokens_per_s is None
+    for request in range(4):
+        engine.clock.advance(100)  # it idled
+        engine.step(8000, is_continued=False)
+        engine.step(8000)
+        engine.step(1000 + request)
+        for _ in range(3):
+            engine.step(0, 1, seconds=0.005)
+    assert engine.speed.tokens_per_s == pytest.approx(10_000, rel=0.01)
+
+
+def test_steps_that_only_decode_or_follow_a_pause_tell_nothing() -> None:
+    engine = Engine()
+    for _ in range(50):
+        engine.step(0, 10, seconds=0.02)
+    for _ in range(5):
+        engine.step(500, is_continued=False)
+        engine.clock.advance(10)
+    assert engine.speed.tokens_per_s is None
+
+
+def test_what_is_left_of_running_prompts_is_the_queue() -> None:
+    speed = PrefillSpeedEstimator(ManualClock())
+    speed.note_step(StepWork(tokens=100, prompt_tokens=100, queued_tokens=700))
+    assert speed.queued_tokens == 700
+    speed.note_step(StepWork())
+    assert speed.queued_tokens == 0

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of how much to load, compared with trying every number of blocks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.sizes import by_size
+
+from kvoffload.tiering.worth import Choice, Pace, Run, choose
+
+SECONDS = st.one_of(st.just(0.0), st.integers(0, 40).map(lambda n: n / 8), st.floats(0, 5))
+PACES = st.builds(Pace, st.one_of(SECONDS, st.just(math.inf)), SECONDS)
+
+
+def first_token_s(
+    loaded: int, runs: list[Run], sources: list[Pace], block_compute_s: float, queue_s: float, to_device: Pace
+) -> float:
+    """By the definition, block by block."""
+    flat = [run.source for run in runs for _ in range(run.num_blocks)]
+    counts = [flat[:loaded].count(source) for source in range(len(sources))]
+    arrived_s = max((pace.first_s + n * pace.block_s for pace, n in zip(sources, counts) if n), default=0.0)
+    load_s = to_device.first_s + loaded * to_device.block_s if loaded else 0.0
+    return max(arrived_s, queue_s) + load_s + (len(flat) - loaded) * block_compute_s
+
+
+@st.composite
+def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
+    sources = [Pace(), *draw(st.lists(PACES, min_size=1, max_size=4))]
+    runs = draw(st.lists(st.builds(Run, st.integers(0, len(sources) - 1), st.integers(1, 9)), max_size=7))
+    return runs, sources
+
+
+@given(hits(), SECONDS, SECONDS, st.builds(Pace, SECONDS, SECONDS))
+@settings(max_examples=by_size(quick=300, thorough=20_000), deadline=None)
+def test_it_is_the_best_of_all(
+    hit: tuple[list[Run], list[Pace]], block_compute_s: float, queue_s: float, to_device: Pace
+) -> None:
+    runs, sources = hit
+    choice = choose(runs, sources, block_compute_s=block_compute_s, queue_s=queue_s, to_device=to_device)
+    times = [
+        first_token_s(loaded, runs, sources, block_compute_s, queue_s, to_device)
+        for loaded in range(sum(run.num_blocks for run in runs) + 1)
+    ]
+    assert times[choice.num_blocks] == pytest.approx(min(times), abs=1e-9)
+    assert choice.saved_s == pytest.approx(times[0] - min(times), abs=1e-9)
+    flat = [run.source for run in runs for _ in range(run.num_blocks)][: choice.num_blocks]
+    waits = [sources[source].seconds(flat.count(source)) for source in set(flat)]
+    assert choice.wait_s == pytest.approx(max(waits, default=0.0))
+
+
+def test_nothing_to_load() -> None:
+    assert choose([], [], block_compute_s=1.0) == Choice(0, 0.0, 0.0)
+
+
+def test_ties_are_loaded() -> None:
+    assert choose([Run(0, 5)], [Pace(0.0, 1.0)], block_compute_s=1.0).num_blocks == 5
+
+
+def test_a_busy_engine_makes_loading_free() -> None:
+    slow = [Pace(0.0, 3.0)]
+    assert choose([Run(0, 10)], slow, block_compute_s=1.0).num_blocks == 0
+    assert choose([Run(0, 10)], slow, block_compute_s=1.0, queue_s=12.5).num_blocks == 4
+
+
+def test_a_few_slow_blocks_are_worth_the_fast_ones_behind_them() -> None:
+    sources = [Pace(), Pace(0.5, 2.0)]
+    assert choose([Run(0, 3), Run(1, 2)], sources, block_compute_s=1.0).num_blocks == 3
+    assert choose([Run(0, 3), Run(1, 2), Run(0, 9)], sources, block_compute_s=1.0) == Choice(14, 4.5, 9.5)
+
+
+def test_a_slow_link_to_the_device_is_not_used() -> None:
+    assert choose([Run(0, 10)], [Pace()], block_compute_s=1.0, to_device=Pace(0.0, 1.5)).num_blocks == 0
