@@ -298,9 +298,7 @@ METRICS: dict[str, Metric] = _table(
         Metric("tier_read_bytes_per_s", _G, "Speed at which the tier is believed to be read.", _TIER, ((),)),
         Metric("tier_read_latency_s", _G, "Seconds believed to pass before the tier's first byte.", _TIER, ((),)),
         Metric("tier_read_queue_bytes", _G, "Bytes of promotions that are queued or being read.", _TIER, ((),)),
-        Metric(
-            "prefill_tokens_per_s", _G, "Speed at which the engine is believed to compute prompts; 0: not known yet."
-        ),
+        Metric("prefill_tokens_per_s", _G, "Speed at which the engine is believed to compute prompts."),
         Metric("device_load_bytes_per_s", _G, "Speed at which loads to the device are believed to go."),
         Metric(
             "promotion_wait_ratio",
