@@ -276,6 +276,21 @@ def test_queued_promotions_do_not_survive_a_reset() -> None:
     assert rig.wait_for_prefix(prefix(3), request) == 3
 
 
+def test_patience_runs_on_through_a_reset() -> None:
+    rig = Rig(num_blocks=4, max_wait_s=5.0)
+    rig.below(prefix(2))
+    request = rig.start("r")
+    assert rig.ask(prefix(2), request) == [None, None]
+    rig.clock.advance(2.0)
+    rig.manager.reset_cache()
+    rig.manager.check_invariants()
+    rig.clock.advance(2.0)  # the request has not asked again yet
+    assert rig.ask(prefix(2), request) == [None, None]
+    rig.clock.advance(1.0)
+    assert rig.ask(prefix(2), request) == [False], "five seconds after its first answer"
+    rig.manager.check_invariants()
+
+
 @pytest.mark.parametrize("direction", ["promotion", "cascade"])
 def test_slots_under_a_hung_tiers_io_stay_reserved_after_a_reset(
     direction: str, monkeypatch: pytest.MonkeyPatch

@@ -212,7 +212,7 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.drain_jobs()
         self._poll()
-        self._waiting.end_all()
+        self._waiting.reset()
         self._promotions.reset()
         self._jobs.mark_stale()
         self._claims.clear()

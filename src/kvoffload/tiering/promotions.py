@@ -307,9 +307,12 @@ class WaitingRequests:
         del self._waiting[id(request)]
         self._claims.release(request)
 
-    def end_all(self) -> None:
-        for request in list(self._waiting.values()):
-            self.end(request)
+    def reset(self) -> None:
+        """The cache was reset: nobody claims or has been promised anything any more. The waits go on, so that the time
+        until their requests ask again counts too."""
+        for request in self._waiting.values():
+            request.promoted.clear()
+            self._claims.release(request)
 
     def give_up(self, request: RequestState) -> None:
         """Ends the wait for good: ``request`` has no patience left."""
