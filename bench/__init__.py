@@ -17,6 +17,7 @@ BENCHES: tuple[str, ...] = (
     "fs_store",
     "scan",
     "remote_store",
+    "lmcache_adapters",
     "placement",
     "crossings",
     "policies_mixed",

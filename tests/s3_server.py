@@ -7,18 +7,22 @@ fails as long as a server starts is repeated until it succeeds, so nothing here 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from tests.redis_server import PATIENCE_S, free_port, wait_until
+
+if TYPE_CHECKING:
+    from tests.authority import Authority
 
 BUCKET = "kv-fleet"
 
@@ -26,10 +30,10 @@ BUCKET = "kv-fleet"
 class S3Server:
     """One server on a port of its own, with one bucket."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, authority: Authority | None = None) -> None:
+        self.directory, self._authority = directory, authority
         self.port = free_port()
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.endpoint = f"{'https' if authority else 'http'}://127.0.0.1:{self.port}"
         self.config = {
             "endpoint": self.endpoint,
             "region": "us-east-1",
@@ -42,6 +46,7 @@ class S3Server:
             region_name="us-east-1",
             aws_access_key_id="someone",
             aws_secret_access_key="hush",
+            verify=authority.ca if authority else None,
             config=Config(retries={"max_attempts": 1}, connect_timeout=10, read_timeout=30),
         )
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,12 +63,27 @@ class S3Server:
             self._ports |= set(inner)
             words += [f"-{name}.grpc={port}" for name, port in zip(ports, inner[1:], strict=True)]
             words += [f"-s3.port.grpc={inner[0]}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-            words += ["-master.volumeSizeLimitMB=1024"]
+            words += ["-master.volumeSizeLimitMB=1024", f"-s3.config={self._write_users()}"]
+            if self._authority:
+                words += [f"-s3.cert.file={self._authority.server}", f"-s3.key.file={self._authority.server}"]
         else:
             words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+            if self._authority:
+                words += ["--ssl-cert", self._authority.server, "--ssl-key", self._authority.server]
         with (self.directory / f"s3-{self.port}.log").open("ab") as log:
             self._process = subprocess.Popen(words, cwd=self.directory, stdout=log, stderr=subprocess.STDOUT)
         wait_until(self._has_bucket, "the server has a bucket")
+
+    def _write_users(self) -> Path:
+        """SeaweedFS checks keys; moto takes any."""
+        user = {
+            "name": "fleet",
+            "credentials": [{"accessKey": self.config["access_key_id"], "secretKey": self.config["secret_access_key"]}],
+            "actions": ["Admin", "Read", "List", "Write"],
+        }
+        path = self.directory / "users.json"
+        path.write_text(json.dumps({"identities": [user]}))
+        return path
 
     def _has_bucket(self) -> bool:
         assert self._process is not None and self._process.poll() is None, self.log()

@@ -4,6 +4,7 @@ lost costs misses until it is back."""
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.mooncake_server import MooncakePool
 from tests.redis_server import RedisServer, wait_until
 from tests.s3_server import BUCKET, S3Server
 from tests.tiering.test_spec import PAGE_BYTES, Engine, layout, spec
@@ -41,12 +43,29 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.stop()
 
 
-@pytest.fixture(params=["redis", "object"])
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
+    made = MooncakePool(tmp_path_factory.mktemp("mooncake"))
+    yield made
+    made.stop()
+
+
+needs_mooncake = pytest.mark.skipif(
+    importlib.util.find_spec("mooncake") is None, reason="needs Mooncake's client; `make test-remote` brings it"
+)
+
+
+@pytest.fixture(params=["redis", "object", pytest.param("mooncake", marks=needs_mooncake)])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The options of a tier that all engines of a test share."""
     if request.param == "redis":
         server = request.getfixturevalue("redis_server")
         return {"type": "redis", "url": server.url, "prefix": tmp_path.name, "seal_key": "0123456789abcdef"}
+    if request.param == "mooncake":
+        pool = request.getfixturevalue("pool")
+        # It has no directories: a secret of one's own keeps the tests apart.
+        known = {"type": "mooncake", "master": pool.master, "metadata": pool.metadata}
+        return known | {"seal_key": f"0123456789abcdef-{tmp_path.name}"}
     s3 = request.getfixturevalue("s3_server")
     return {"type": "object", "url": f"s3://{BUCKET}/{tmp_path.name}", "config": s3.config, "request_timeout_s": 60}
 
@@ -82,12 +101,14 @@ def stored(engine: Engine) -> float:
         {"groups": (KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 2 * PAGE_BYTES),)},
     ],
 )
-def test_engines_that_differ_never_mix(redis_server: RedisServer, tmp_path: Path, changes: dict[str, Any]) -> None:
-    tier = {"type": "redis", "url": redis_server.url, "prefix": tmp_path.name}
+def test_engines_that_differ_never_mix(tier: dict[str, Any], changes: dict[str, Any]) -> None:
     first = Engine(spec(tier))
     first.store(NAMES, blocks_of(2))
     wait_until(lambda: stored(first) == len(NAMES), "the blocks are in the store")
-    manager = spec(tier, of=layout(**changes)).get_manager()
+    same = Engine(spec(tier, max_wait_s=60))
+    assert same.find(NAMES) == len(NAMES)
+    same.stop()
+    manager = spec(tier, of=layout(**changes), max_wait_s=60).get_manager()
     first.stop()
     request = ReqContext("other")
     manager.on_new_request(request)

@@ -138,6 +138,45 @@ def test_a_frozen_donor_costs_a_deadline_and_passes(tmp_path: Path) -> None:
         pool.stop()
 
 
+@needs_mooncake
+def test_a_pool_that_is_full_serves_what_it_has_and_takes_more_when_there_is_room(tmp_path: Path) -> None:
+    size = 1 << 20
+    pool = MooncakePool(tmp_path, segment_bytes=32 * size)
+    store = store_on(pool, size)
+    try:
+        wanted = keys(*range(64))
+        for key in wanted:  # the master refuses, or evicts
+            succeeds(lambda key=key: write(store, [key], size) == [True])
+        here = [key for key in wanted if succeeds(lambda key=key: read(store, [key], size) == [True])]
+        assert 0 < len(here) < 33
+        store.discard(wanted)
+        wait_until(lambda: succeeds(lambda: write(store, keys(99), size) == [True]), "there is room again")
+        assert read(store, keys(99), size) == [True]
+    finally:
+        store.close()
+        pool.stop()
+
+
+@needs_mooncake
+def test_a_killed_donor_costs_its_blocks_and_another_is_used(tmp_path: Path) -> None:
+    pool = MooncakePool(tmp_path)
+    store = store_on(pool)
+    try:
+        assert write(store, keys(1, 2)) == [True, True]
+        pool.kill("donor")
+        assert not succeeds(lambda: any(read(store, keys(1, 2))))
+        pool.start_donor()
+        numbers = iter(range(10, 10_000))
+        wait_until(lambda: succeeds(lambda: stores(store, keys(next(numbers)))), "the other donor has blocks")
+    finally:
+        store.close()
+        pool.stop()
+
+
+def stores(store: BlockStore, wanted: list[OffloadKey]) -> bool:
+    return write(store, wanted) == [True] and read(store, wanted) == [True]
+
+
 def succeeds(call: Callable[[], bool]) -> bool:
     try:
         return call()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 
@@ -286,6 +288,42 @@ def test_blocks_expire_at_their_age(start_server: StartServer, open_store: OpenS
     store = open_store(server.url)
     wait_until(lambda: store.contains(keys(1)) == [False], "it has expired")
     assert read(store, keys(1)) == [False]
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(
+    start_server: StartServer, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at it is a day away from the last one: no deadline is early or late, and no age is ours to judge."""
+    now_s = itertools.chain.from_iterable(zip(itertools.count(0, 86_400), itertools.count(1e9, -86_400), strict=False))
+    monkeypatch.setattr(time, "time", lambda: float(next(now_s)))
+    monkeypatch.setattr(time, "time_ns", lambda: int(next(now_s) * 1e9))
+    server = start_server()
+    store = open_store(server.url, ttl_s=3600)
+    for _ in range(20):
+        assert write(store, keys(1, 2)) == [True, True]
+        assert read(store, keys(1, 2, 3)) == [True, True, False]
+    soon = open_store(server.url, window_s=SOON_S)
+    assert read(soon, keys(1)) == [True]
+    server.freeze()
+    with pytest.raises(StoreError, match="no answer in time"):
+        read(soon, keys(1))
+    server.thaw()
+    assert read(store, keys(1)) == [True]
+
+
+def test_a_servers_clock_that_jumps_past_every_age_is_a_restart_with_nothing(
+    start_server: StartServer, open_store: OpenStore
+) -> None:
+    server = start_server()
+    store = open_store(server.url, ttl_s=3600)
+    assert write(store, keys(1, 2)) == [True, True]
+    with server.client() as client:
+        for name in client.scan_iter():
+            client.pexpireat(name, 1)  # as if the server's day were a later one
+    assert read(store, keys(1, 2)) == [False, False]
+    assert store.stats().corrupt_blocks == 0
+    assert write(store, keys(1, 2)) == [True, True]
+    assert read(store, keys(1, 2)) == [True, True]
 
 
 # ----------------------------------------------------------------------------------------------------- wrong values

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
+from tests.authority import Authority
 from tests.redis_server import RedisCluster, RedisServer
 from tests.tiering.stores.blocks import read, write
 
@@ -30,20 +30,10 @@ pytestmark = [
 LARGE = 3 << 20
 
 
-class Authority:
-    """Certificates of one's own: of the server (for 127.0.0.1), of a client, and of the authority itself."""
-
-    def __init__(self, directory: Path, server_name: str = "127.0.0.1") -> None:
-        directory.mkdir(exist_ok=True)
-        ca = trustme.CA()
-        self.ca, self.server, self.client = (str(directory / f"{name}.pem") for name in ("ca", "server", "client"))
-        ca.cert_pem.write_to_path(self.ca)
-        ca.issue_cert(server_name).private_key_and_cert_chain_pem.write_to_path(self.server)
-        ca.issue_cert("client@example.com").private_key_and_cert_chain_pem.write_to_path(self.client)
-
-    def options(self, **more: str) -> dict[str, str]:
-        """Of a server that speaks nothing but TLS."""
-        return {"tls-cert-file": self.server, "tls-key-file": self.server, "tls-ca-cert-file": self.ca} | more
+def redis_options(authority: Authority, **more: str) -> dict[str, str]:
+    """Of a server that speaks nothing but TLS."""
+    own = {"tls-cert-file": authority.server, "tls-key-file": authority.server, "tls-ca-cert-file": authority.ca}
+    return own | more
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +53,7 @@ def start_tls(directory: Path, authority: Authority, **more: str) -> RedisServer
     from tests.redis_server import free_port
 
     port = free_port()
-    server = RedisServer(directory, **authority.options(tls_port=str(port), **more))
+    server = RedisServer(directory, **redis_options(authority, tls_port=str(port), **more))
     server.url = f"rediss://127.0.0.1:{port}"
     return server
 
@@ -148,7 +138,7 @@ def test_a_frozen_server_costs_a_deadline(authority: Authority, tmp_path: Path, 
 
 
 def test_a_cluster_over_tls(authority: Authority, tmp_path: Path) -> None:
-    cluster = RedisCluster(tmp_path, tls_authority=authority.options(tls_auth_clients="no"))
+    cluster = RedisCluster(tmp_path, tls_authority=redis_options(authority, tls_auth_clients="no"))
     try:
         store = RedisStore(cluster.url, 4096, cluster=True, tls_ca=authority.ca)
         wanted = keys(*range(30))
