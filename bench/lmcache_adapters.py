@@ -39,7 +39,7 @@ Figures = dict[str, float]
 
 
 def run(short: bool) -> list[Row]:
-    size, count, repeats = (64 << 10, 4, 1) if short else (2 << 20, 32, 7)
+    size, count, repeats = (64 << 10, 4, 1) if short else (2 << 20, 32, 5)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -136,7 +136,7 @@ def _lmcache(python: str, adapter: dict[str, Any], size: int, count: int) -> Fig
         "--l2-adapter",
         json.dumps(adapter),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     if f"Validation (content): {count}/{count}" not in done.stdout:
         raise RuntimeError(f"LMCache's check failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     found = {direction: float(milliseconds) / 1e3 for direction, milliseconds in _TIMES.findall(done.stdout)}
