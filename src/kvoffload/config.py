@@ -134,7 +134,7 @@ class GroupKind(Enum):
     SLIDING_WINDOW = "sliding_window"
     """The blocks that cover the last ``sliding_window_tokens - 1`` tokens."""
     SINGLE_STATE = "single_state"
-    """The last block alone, which holds a state (Mamba and similar layers)."""
+    """The recurrent state at its end alone (Mamba, linear attention, short convolutions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,11 @@ class EngineLayout:
                     f"A GPU block of {group.block_tokens} tokens is not a multiple of the {self.hash_block_tokens} "
                     "tokens that one block hash covers."
                 )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any group holds recurrent states."""
+        return any(group.kind is GroupKind.SINGLE_STATE for group in self.groups)
 
     def block_size_factor(self, config: OffloadingConfig) -> int:
         """GPU blocks per offloaded block, the same for all groups.

@@ -16,7 +16,7 @@ from kvoffload.base import (
     make_offload_key,
 )
 from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
-from kvoffload.connector.engine import BlockIds, EngineStep, ScheduledRequest
+from kvoffload.connector.engine import NO_BLOCK, BlockIds, BoundaryState, EngineStep, ScheduledRequest
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload.cpu.manager import CPUOffloadingManager
@@ -138,8 +138,17 @@ class Rig:
         self.scheduler.update_state_after_alloc(request, self.blocks(*ids), external)
         self.check()
 
-    def step(self, *scheduled: ScheduledRequest, preempted: Iterable[str] = ()) -> ConnectorMeta:
-        meta = self.scheduler.build_connector_meta(EngineStep(tuple(scheduled), frozenset(preempted)))
+    def step(
+        self,
+        *scheduled: ScheduledRequest,
+        preempted: Iterable[str] = (),
+        states: Iterable[BoundaryState] | None = None,
+        copied: Iterable[int] = (),
+    ) -> ConnectorMeta:
+        """``states``: by default the last one at a block's end of each request whose table is new."""
+        named = [state for each in scheduled for state in self.last_states(each)] if states is None else states
+        step = EngineStep(tuple(scheduled), frozenset(preempted), tuple(named), tuple(copied))
+        meta = self.scheduler.build_connector_meta(step)
         self.check()
         return meta
 
@@ -155,6 +164,14 @@ class Rig:
         self.check()
 
     # shorthands
+
+    def last_states(self, scheduled: ScheduledRequest) -> list[BoundaryState]:
+        blocks = scheduled.done_tokens // BT
+        return [
+            BoundaryState(scheduled.request_id, index, table[blocks - 1], blocks * BT)
+            for index, (group, table) in enumerate(zip(self.groups, scheduled.new_block_ids, strict=False))
+            if group.kind is GroupKind.SINGLE_STATE and 0 < blocks <= len(table) and table[blocks - 1] != NO_BLOCK
+        ]
 
     def blocks(self, *ids: Iterable[int]) -> BlockIds:
         return tuple(list(each) for each in ids) if ids else tuple([] for _ in self.groups)

@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn) -> Case:
         st.tuples(st.integers(1, 20), st.sampled_from([2, 4, 6]), st.integers(0, 1)).map(lambda row: sliding(*row)),
         st.sampled_from([2, 4]).map(state),
     )
-    groups = geometry(*draw(st.lists(layout, min_size=1, max_size=3)), factor=draw(st.integers(1, 3)))
+    groups = geometry(*draw(st.lists(layout, min_size=1, max_size=5)), factor=draw(st.integers(1, 3)))
     tokens = draw(st.integers(1, 60))
     likely = st.sampled_from([True, True, True, True, False, None])
     answers = [
@@ -154,6 +154,11 @@ def test_the_hit_is_the_minimum_over_all_groups() -> None:
     assert find_hit(geometry(full(), full()), tier.keys, tier.ask, 0, 16) == 8
 
 
+def test_several_states_must_agree_on_one_boundary() -> None:
+    tier = Tier([[True] * 6, [False, True, False, True, False, True], [True, True, True, True, True, False]])
+    assert find_hit(geometry(full(), state(), state()), tier.keys, tier.ask, 0, 24) == 16
+
+
 def test_shrinking_for_one_group_is_checked_with_the_others_again() -> None:
     # The state says 12, where the window is broken; at 8 the state is missing; at 4 both agree.
     tier = Tier([[True, False, True, True], [True, False, True, False]])
@@ -200,11 +205,15 @@ def test_only_a_group_with_a_speculative_head_needs_more() -> None:
     assert tier.asked == [(0, 0), (0, 1), (1, 1), (1, 2)]
 
 
-def test_windows_and_states_end_at_their_own_blocks() -> None:
+def test_windows_end_at_their_own_blocks() -> None:
     # Inside a larger block only the tail is kept, so a hit must not end there.
-    for group in (sliding(8), state()):
-        tier = Tier([[True, True]])
-        assert find_hit(geometry(group, factor=4), tier.keys, tier.ask, 0, 31) == 16
+    tier = Tier([[True, True]])
+    assert find_hit(geometry(sliding(8), factor=4), tier.keys, tier.ask, 0, 31) == 16
+
+
+def test_a_state_may_end_a_hit_inside_a_larger_block_of_attention() -> None:
+    tier = Tier([[True, True], [False] * 5 + [True, False]])
+    assert find_hit(geometry(full(), state(), factor=4), tier.keys, tier.ask, 0, 31) == 24
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
@@ -252,17 +261,15 @@ def test_a_window_loads_what_covers_its_last_tokens() -> None:
     assert group.gpu_blocks_for_hit(16, 16) == range(0)
 
 
-def test_a_state_loads_its_last_gpu_block() -> None:
-    (group,) = geometry(state(), factor=2)
-    assert group.gpu_blocks_for_hit(0, 16) == range(3, 4)
-    assert group.blocks_for_hit(0, 16) == range(1, 2)
+def test_a_state_is_one_gpu_block_whatever_the_size_of_blocks() -> None:
+    attention, group = geometry(full(), state(), factor=4)
+    assert (attention.block_tokens, group.block_tokens) == (16, 4)
+    assert group.gpu_blocks_for_hit(0, 12) == group.blocks_for_hit(0, 12) == range(2, 3)
 
 
 def test_dont_care_places_repeat_the_last_gpu_block() -> None:
     (window,) = geometry(sliding(6), factor=4)
     assert window.source_gpu_blocks(0, [NO_BLOCK, NO_BLOCK, 7, 8], 12) == [8, 8, 7, 8]
-    (single,) = geometry(state(), factor=2)
-    assert single.source_gpu_blocks(0, [NO_BLOCK, 5], 4) == [5, 5]
 
 
 def test_a_block_that_left_the_device_has_no_source() -> None:
@@ -270,9 +277,6 @@ def test_a_block_that_left_the_device_has_no_source() -> None:
     assert window.source_gpu_blocks(0, [3, 4, 5, 6], 8) == [3]  # tokens 3..7 are still needed
     assert window.source_gpu_blocks(0, [3, 4, 5, 6], 9) is None  # freed when the step after began
     assert window.source_gpu_blocks(0, [NO_BLOCK, 4], 0) is None
-    (single,) = geometry(state())
-    assert single.source_gpu_blocks(0, [3], 4) == [3]
-    assert single.source_gpu_blocks(0, [3, 4], 5) is None
 
 
 # ------------------------------------------------------------------------------------------------ reachable blocks

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
+from tests.connector.rig import BT, FULL, SLIDING, STATE, Request, Rig, key
 
 from kvoffload.base import OffloadPolicy, ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
-from kvoffload.connector import NO_BLOCK
+from kvoffload.connector import NO_BLOCK, BoundaryState
 
 
 def stored(meta: object) -> list[list[int]]:
@@ -136,9 +136,86 @@ def test_window_and_state_blocks_are_stored_while_they_are_there() -> None:
     rig.ask(request)
     rig.alloc(request, range(5), range(10, 15))
     meta = rig.step(rig.run(request, range(5), range(10, 15), tokens=16))
-    # A window of 6 tokens at the end of a block of 8 needs both GPU blocks; a state the last alone.
-    assert stored(meta) == [[0, 1, 2, 3, 11, 11, 13, 13]]
-    assert meta.stores[0].source.group_sizes == (4, 4)
+    # A window of 6 tokens at the end of a block of 8 needs both GPU blocks; of states there is only the named one.
+    assert stored(meta) == [[0, 1, 2, 3, 13]]
+    assert meta.stores[0].source.group_sizes == (4, 1)
+    assert meta.stores[0].source.block_indices == (0, 3)
+
+
+def test_a_state_is_stored_in_the_step_that_names_it_or_never() -> None:
+    rig = Rig(groups=(FULL, STATE))
+    request = rig.arrive(Request("r", 13))
+    rig.ask(request)
+    rig.alloc(request, range(4), [NO_BLOCK, 11, NO_BLOCK, NO_BLOCK])
+    step = rig.run(request, range(4), [NO_BLOCK, 11, NO_BLOCK, NO_BLOCK], tokens=8)
+    assert stored(rig.step(step, states=[BoundaryState("r", 1, 11, 8)])) == [[0, 1, 11]]
+    step = rig.run(request, [], [13], computed=8, tokens=12, new=False)
+    assert stored(rig.step(step, states=[])) == [[2]]
+    # Asynchronous scheduling: named a step later, when the block's last token is known.
+    step = rig.run(request, [], [], computed=12, tokens=13, new=False)
+    assert stored(rig.step(step, states=[BoundaryState("r", 1, 13, 12)])) == [[13]]
+    rig.finish(request)
+    assert rig.step().final_stores == ()
+
+
+def test_states_that_no_hit_can_need_are_not_stored() -> None:
+    rig = Rig(groups=(KVGroupLayout(GroupKind.FULL_ATTENTION, 2 * BT, 64), STATE))
+    request = rig.arrive(Request("r", 13))
+    rig.ask(request)
+    tables = range(2), [NO_BLOCK, 11, 12, NO_BLOCK]
+    rig.alloc(request, *tables)
+    named = [BoundaryState("r", 1, 12, 12), BoundaryState("gone", 1, 5, 8), BoundaryState("r", 1, 13, 13)]
+    assert stored(rig.step(rig.run(request, *tables, tokens=13), states=named)) == [[0]], "12 is no end of attention"
+
+
+def test_a_state_inside_a_larger_block_of_attention_is_stored_before_that_is_full() -> None:
+    rig = Rig(groups=(FULL, STATE), block_size=8)
+    request = rig.arrive(Request("r", 17))
+    rig.ask(request)
+    rig.alloc(request, range(5), [NO_BLOCK, NO_BLOCK, 12, NO_BLOCK, NO_BLOCK])
+    step = rig.run(request, range(5), [NO_BLOCK, NO_BLOCK, 12, NO_BLOCK, NO_BLOCK], tokens=12)
+    first = rig.step(step).stores
+    assert sources(first) == [[0, 1, 12]]
+    second = rig.step(rig.run(request, [], [14], computed=12, tokens=16, new=False)).stores
+    assert sources(second) == [[2, 3]]
+    rig.end(*first, *second)
+    assert rig.ask(rig.arrive(Request("o", 17))) == (12, True)
+
+
+def test_a_refused_state_is_not_offered_again() -> None:
+    rig = Rig(groups=(FULL, STATE), num_blocks=4)
+    stores = rig.admit(Request("full", 16, "f"), range(500, 504), [NO_BLOCK] * 4).stores
+    rig.admit(Request("r", 9), [0, 1, 2], [NO_BLOCK, 11, NO_BLOCK])
+    rig.end(*stores)
+    assert stored(rig.step()) == [[0, 1]], "the engine may have written over it since"
+
+
+def test_a_state_waits_for_the_blocks_that_a_hit_needs_with_it() -> None:
+    rig = Rig(groups=(STATE, FULL), num_blocks=3)
+    tables = [NO_BLOCK, NO_BLOCK, NO_BLOCK, 9], range(4)
+    meta = rig.admit(Request("r", 17), *tables)
+    assert stored(meta) == [[0]], "of the first portions that fit, none reaches the state's end"
+
+
+def test_the_states_of_a_hit_are_not_stored_again() -> None:
+    rig = Rig(groups=(FULL, STATE))
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 13))
+    assert rig.ask(request) == (8, True)
+    rig.alloc(request, range(2), [NO_BLOCK, 11], external=8)
+    rig.end(*rig.step().loads)
+    rig.alloc(request, range(4), [NO_BLOCK, 11, 12, 13])
+    step = rig.run(request, range(4), [NO_BLOCK, 11, 12, 13], computed=8, tokens=12)
+    named = [BoundaryState("r", 1, 11, 8), BoundaryState("r", 1, 12, 12)]
+    assert stored(rig.step(step, states=named)) == [[2, 12]]
+
+
+def test_the_engines_own_copies_are_fenced() -> None:
+    rig = Rig(groups=(FULL, STATE))
+    (store,) = rig.admit(Request("r", 8), [0, 1], [NO_BLOCK, 11]).stores
+    assert rig.step(copied=[7]).flush_job_ids == frozenset()
+    assert rig.step(copied=[7, 11]).flush_job_ids == {store.job_id}
+    rig.end(store)
 
 
 def test_what_fell_out_of_the_window_is_passed_over() -> None:
@@ -243,7 +320,7 @@ def test_a_full_tier_costs_one_call_a_step_however_many_requests_it_refused() ->
 
 
 def test_a_request_that_can_never_find_room_does_not_keep_others_from_being_tried() -> None:
-    rig = Rig(groups=(FULL, STATE, STATE), num_blocks=2)
+    rig = Rig(groups=(FULL, SLIDING, SLIDING), num_blocks=2)
     (full,) = rig.admit(Request("full", 8, "f"), [20, 21], [NO_BLOCK] * 2, [NO_BLOCK] * 2).stores
     rig.admit(Request("wide", 5), [0, 1], [2, 3], [4, 5])  # a block of each group is more than the tier has
     rig.admit(Request("narrow", 5, "n"), [6, 7], [NO_BLOCK, 8], [NO_BLOCK, 9])
@@ -454,7 +531,7 @@ def test_the_last_blocks_of_several_groups_and_not_what_left_the_window() -> Non
     rig = Rig(groups=(FULL, SLIDING, STATE))
     request = run_ahead(rig, 7, 2, [0, 1, 2], [10, 11, 12], [NO_BLOCK, 21, 22])
     rig.finish(request)
-    assert sources(rig.step().final_stores) == [[1, 11, 21]]
+    assert sources(rig.step().final_stores) == [[1, 11]], "nor a state that was never named"
     # Blocks that were refused, and that the window has passed since, may have been handed to others.
     rig = Rig(groups=(SLIDING,), num_blocks=4)
     stores = fill_and_pin(rig, 4)
@@ -594,9 +671,9 @@ def test_a_load_into_blocks_a_store_still_reads_flushes_it_first() -> None:
 
 
 def test_the_same_gpu_block_twice_in_one_job() -> None:
-    rig = Rig(groups=(STATE,), block_size=8)
-    (store,) = rig.admit(Request("r", 8), [NO_BLOCK, 1]).stores
-    assert store.source.block_ids.tolist() == [1, 1]
+    rig = Rig(groups=(SLIDING,), block_size=16)
+    (store,) = rig.admit(Request("r", 16), [NO_BLOCK, NO_BLOCK, 2, 1]).stores
+    assert store.source.block_ids.tolist() == [1, 1, 2, 1]
     rig.end(store)
     rig.check()
 

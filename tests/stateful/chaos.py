@@ -27,6 +27,8 @@ LAYOUTS = {
     "state": (STATE,),
     "full+sliding": (FULL, SLIDING),
     "full+state": (FULL, STATE),
+    "full+states": (FINE, STATE, STATE),
+    "full+sliding+state": (FULL, SLIDING, STATE),
     "two sizes": (FULL, NARROW),
     "all": (FINE, SLIDING, STATE),
     "speculative head": (HEAD,),
@@ -49,6 +51,7 @@ class Setup:
     prompt_only: bool = False
     scheduling: Scheduling = Scheduling.SYNCHRONOUS
     reuses_newest: bool = False
+    keeps_all_states: bool = True
 
     @staticmethod
     def random(chance: random.Random) -> Setup:
@@ -63,6 +66,7 @@ class Setup:
             prompt_only=chance.random() < 0.2,
             scheduling=chance.choice(list(Scheduling)),
             reuses_newest=chance.random() < 0.5,
+            keeps_all_states=chance.random() < 0.5,
         )
 
 
@@ -100,6 +104,7 @@ class Chaos:
             chunk_tokens=setup.chunk,
             max_running=3,
             scheduling=setup.scheduling,
+            keeps_all_states=setup.keeps_all_states,
         )
         self.engine.pool.reuses_newest = setup.reuses_newest
         self.stopped = 0
@@ -109,13 +114,23 @@ class Chaos:
         self.final_stores = 0
         self.final_stores_flushed = 0
         """Those whose GPU blocks were handed out again in the step that started them."""
+        self.states_stored = 0
+        self.states_loaded = 0
+        self.flushed_for_copies = 0
+        """Jobs in flight whose GPU blocks the engine wrote by a copy of its own."""
         self._build_meta = self.engine.connector.build_connector_meta
-        self.engine.connector.build_connector_meta = self._count_final_stores  # type: ignore[method-assign]
+        self.engine.connector.build_connector_meta = self._count_jobs  # type: ignore[method-assign]
         self.resident: dict[OffloadKey, None] = {}
         self.count = 0
 
-    def _count_final_stores(self, step: EngineStep) -> ConnectorMeta:
+    def _count_jobs(self, step: EngineStep) -> ConnectorMeta:
+        fences = self.engine.connector._jobs.fences
+        fenced = [job_id for block_id in step.copied_block_ids for job_id in fences.get(block_id, ())]
         meta = self._build_meta(step)
+        self.flushed_for_copies += len(meta.flush_job_ids.intersection(fenced))
+        for group in (each.index for each in self.engine.groups if each.kind is GroupKind.SINGLE_STATE):
+            self.states_stored += sum(job.source.group_sizes[group] for job in meta.stores)
+            self.states_loaded += sum(job.destination.group_sizes[group] for job in meta.loads)
         self.final_stores += len(meta.final_stores)
         self.final_stores_flushed += sum(job.job_id in meta.flush_job_ids for job in meta.final_stores)
         return meta

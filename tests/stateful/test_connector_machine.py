@@ -77,7 +77,10 @@ class ConnectorMachine(RuleBasedStateMachine):
         generating = self.chaos.generating()
         self.chaos.stop(generating[data.draw(st.integers(0, len(generating) - 1))])
 
-    @rule(what=st.sampled_from(["device", "device", "device", "reset", "refuse", "preempt"]), rank=st.integers(0, 1))
+    @rule(
+        what=st.sampled_from(["device", "device", "device", "reset", "refuse", "preempt", "move"]),
+        rank=st.integers(0, 1),
+    )
     def disturb(self, what: str, rank: int) -> None:
         disturb(self.chaos, what, rank)
 
@@ -99,6 +102,8 @@ def disturb(chaos: Chaos, what: str, rank: int) -> None:
             chaos.engine.connector.reset_cache()
         case "preempt":
             chaos.engine.preempt_all()
+        case "move":
+            chaos.engine.move_cached()
         case "refuse":
             chaos.engine.handlers[rank % len(chaos.engine.handlers)].refuse_next = True
 
@@ -123,6 +128,8 @@ def soak(seed: int, rounds: int) -> Chaos:
             chaos.stop(chance.choice(chaos.generating()))
         if chance.random() < 0.15:
             disturb(chaos, "device", 0)
+        if chance.random() < 0.15:
+            disturb(chaos, "move", 0)
         if chance.random() < 0.03:
             disturb(chaos, chance.choice(["reset", "refuse", "preempt"]), chance.randrange(2))
         chaos.end_some_jobs(chance, lag, failures=0.05)
@@ -132,7 +139,7 @@ def soak(seed: int, rounds: int) -> Chaos:
 
 
 def test_soak() -> None:
-    seeds = range(by_size(quick=20, thorough=120))
+    seeds = range(by_size(quick=32, thorough=120))
     runs = [soak(seed, 120) for seed in seeds]
     total = Counter(add_stats(run.engine.connector.get_stats() for run in runs))
     # The runs must have been where it hurts; otherwise passing means little.
@@ -154,3 +161,6 @@ def test_soak() -> None:
     assert sum(run.engine.num_preempted for run in runs) >= 20
     assert sum(run.orders_judged for run in runs) >= 100
     assert sum(run.final_stores_flushed for run in runs) >= 10
+    assert sum(run.states_stored for run in runs) >= 20
+    assert sum(run.states_loaded for run in runs) >= 20
+    assert sum(run.flushed_for_copies for run in runs) >= 5

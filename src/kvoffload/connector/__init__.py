@@ -6,7 +6,14 @@
 
 from __future__ import annotations
 
-from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
+from kvoffload.connector.engine import (
+    NO_BLOCK,
+    BlockIds,
+    BoundaryState,
+    EngineRequest,
+    EngineStep,
+    ScheduledRequest,
+)
 from kvoffload.connector.guard import GuardedManager
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.scheduler import OffloadingConnectorScheduler
@@ -15,6 +22,7 @@ from kvoffload.connector.worker import OffloadingConnectorWorker
 __all__ = [
     "NO_BLOCK",
     "BlockIds",
+    "BoundaryState",
     "ConnectorMeta",
     "EngineRequest",
     "EngineStep",

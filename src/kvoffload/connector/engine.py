@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["NO_BLOCK", "BlockIds", "EngineRequest", "EngineStep", "ScheduledRequest"]
+__all__ = ["NO_BLOCK", "BlockIds", "BoundaryState", "EngineRequest", "EngineStep", "ScheduledRequest"]
 
 NO_BLOCK = -1
 """Stands in a block table where a request has no GPU block, because its tokens lie outside the window (vLLM's null
@@ -84,6 +84,21 @@ class ScheduledRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundaryState:
+    """The recurrent state of a request at a block's end. Once this step is computed, ``gpu_block_id`` holds it.
+
+    The block table does not say where a state is, since the engine writes states over and skips positions. So the
+    engine names each state that is worth keeping, in one step. A store that begins in that step reads it in time.
+    """
+
+    request_id: str
+    group: int
+    gpu_block_id: int
+    num_tokens: int
+    """The tokens that the state has seen, exactly."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStep:
     """What the engine decided for one step. Empty when nothing is scheduled."""
 
@@ -91,3 +106,8 @@ class EngineStep:
     preempted_request_ids: frozenset[str] = frozenset()
     """Requests that lost their GPU blocks in this step, or between it and the one before. The same step may allocate
     those blocks to others. It may also admit such a request again, and what is allocated to it then is not lost."""
+    boundary_states: tuple[BoundaryState, ...] = ()
+    """The states to store, of groups of kind ``SINGLE_STATE``. No other state of such a group is ever stored."""
+    copied_block_ids: Sequence[int] = ()
+    """GPU blocks that the engine writes before the forward pass by copies of its own, and that ``scheduled`` may not
+    name as new."""

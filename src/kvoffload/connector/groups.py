@@ -44,8 +44,8 @@ class GroupGeometry:
     def hit_align_tokens(self) -> int:
         """A hit of this group ends at a multiple of this.
 
-        Full attention may stop at any GPU block, also inside a block. The others store only what a hit at the *end* of
-        a block needs (``first_gpu_block``), so they stop there.
+        Full attention may stop at any GPU block, also inside a block. Windows store only what a hit at the *end* of a
+        block needs (``first_gpu_block``), so they stop there. So do states, whose blocks are single GPU blocks.
         """
         return self.gpu_block_tokens if self.kind is GroupKind.FULL_ATTENTION else self.block_tokens
 
@@ -113,8 +113,8 @@ class GroupGeometry:
     def first_gpu_block(self, block: int) -> int:
         """The first GPU block of ``block`` that any hit can need. Earlier ones in the block are don't-care.
 
-        A hit at or behind the end of the block looks back a window at most, or only at the last state. The engine may
-        have freed the earlier GPU blocks before the block was full.
+        A hit at or behind the end of the block looks back a window at most. The engine may have freed the earlier GPU
+        blocks before the block was full.
         """
         first, last = block * self.factor, (block + 1) * self.factor - 1
         if self.kind is GroupKind.FULL_ATTENTION:
@@ -125,9 +125,11 @@ class GroupGeometry:
     def source_gpu_blocks(self, block: int, gpu_block_ids: Sequence[int], computed_tokens: int) -> list[int] | None:
         """The ``factor`` GPU block ids to copy ``block`` from, or ``None`` if it is not (or no longer) on the device.
 
-        ``computed_tokens`` are those computed before this step, by which the engine frees. Don't-care positions repeat
-        the last id: so a transfer always moves whole blocks, and a block's bytes depend on its key alone.
+        Not for states, which block tables do not show. ``computed_tokens`` are those computed before this step, by
+        which the engine frees. Don't-care positions repeat the last id: so a transfer always moves whole blocks, and a
+        block's bytes depend on its key alone.
         """
+        assert self.kind is not GroupKind.SINGLE_STATE
         first, stop = self.first_gpu_block(block), (block + 1) * self.factor
         if (first + 1) * self.gpu_block_tokens <= self.first_needed_token(computed_tokens):
             return None
@@ -145,8 +147,13 @@ class GroupGeometry:
 
 
 def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGeometry, ...]:
-    """One geometry per group of ``layout``. Raises ``ConfigError`` if ``config.block_size`` does not fit."""
-    factor = layout.block_size_factor(config)
+    """One geometry per group of ``layout``. Raises ``ConfigError`` if ``config.block_size`` does not fit.
+
+    A block of states is one GPU block, whatever ``config.block_size``: the engine decides at which of them it ends a
+    step, and a hit can end at any.
+    """
+    common = layout.block_size_factor(config)
+    factors = [1 if group.kind is GroupKind.SINGLE_STATE else common for group in layout.groups]
     return tuple(
         GroupGeometry(
             index=index,
@@ -158,7 +165,7 @@ def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGe
             window_tokens=group.sliding_window_tokens,
             lookahead_tokens=group.lookahead_tokens,
         )
-        for index, group in enumerate(layout.groups)
+        for index, (group, factor) in enumerate(zip(layout.groups, factors, strict=True))
     )
 
 

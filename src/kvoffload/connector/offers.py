@@ -21,10 +21,11 @@ from kvoffload.base import (
     PrepareStoreOutput,
     ReqContext,
 )
+from kvoffload.config import GroupKind
 from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
-from kvoffload.connector.requests import UNLIMITED, PortionState, RequestOffloadState
+from kvoffload.connector.requests import UNLIMITED, GroupState, PortionState, RequestOffloadState
 
 __all__ = ["Offer", "Portion", "StoreOffers", "Turnover", "offer_in_portions", "plan_offer", "select_source"]
 
@@ -70,16 +71,31 @@ def plan_offer(
 
     A block can be offered when its tokens are computed by the end of this step (``limit_tokens``), and its key and its
     GPU blocks are known. ``computed_tokens`` are those before this step. Blocks that no hit can need are passed over.
+
+    A state is offered with or after the full blocks of the other groups that lie before its end, since it is worth
+    nothing without them. It is the only one of its group in the portion, because the slots of a job are filled at
+    consecutive positions.
     """
     unit = hit_unit_tokens(tuple(geometry))
     blocks: list[OfferedBlock] = []
     cursors: list[int] = []
     largest = 0
+    offered_tokens = limit_tokens
     for group, own in zip(geometry, state.groups, strict=True):
-        ready = min(limit_tokens // group.block_tokens, len(own.keys), len(own.gpu_block_ids) // group.factor)
-        stop = max(own.cursor, min(ready, own.cursor + max_blocks))
-        largest = max(largest, stop - own.cursor)
+        stop = own.cursor
+        if group.kind is not GroupKind.SINGLE_STATE:
+            ready = min(limit_tokens // group.block_tokens, len(own.keys), len(own.gpu_block_ids) // group.factor)
+            stop = max(own.cursor, min(ready, own.cursor + max_blocks))
+            largest = max(largest, stop - own.cursor)
+            if stop < ready:
+                offered_tokens = min(offered_tokens, stop * group.block_tokens)
         cursors.append(stop)
+    for group, own, stop in zip(geometry, state.groups, cursors, strict=True):
+        if group.kind is GroupKind.SINGLE_STATE:
+            states = _states_to_offer(group, own, offered_tokens // group.block_tokens, unit)
+            largest = max(largest, len(states[:1]))
+            blocks += states[:1]
+            continue
         for block in range(own.cursor, stop):
             if not group.is_reachable(block, unit):
                 continue
@@ -87,6 +103,15 @@ def plan_offer(
             if ids is not None:
                 blocks.append(OfferedBlock(own.keys[block], group.index, block, tuple(ids)))
     return Offer(tuple(blocks), tuple(cursors), largest) if largest else None
+
+
+def _states_to_offer(group: GroupGeometry, own: GroupState, stop: int, unit_tokens: int) -> list[OfferedBlock]:
+    """The named states of the group that end a block before ``stop``. Those of a hit are known below."""
+    return [
+        OfferedBlock(own.keys[block], group.index, block, (gpu_block_id,))
+        for block, gpu_block_id in sorted(own.states.items())
+        if own.cursor <= block < min(stop, len(own.keys)) and group.is_reachable(block, unit_tokens)
+    ]
 
 
 def select_source(
@@ -311,6 +336,8 @@ class StoreOffers:
         def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
             for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
                 group_state.cursor = cursor
+            for block in offer.blocks:
+                state.groups[block.group].states.pop(block.block, None)
             if output is None or not output.keys_to_store:
                 return False
             self._begin_store(state, offer, output, epoch, stores)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.config import GroupKind
 from kvoffload.connector.engine import BlockIds, EngineRequest, ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.limits import RequestLimits
@@ -24,7 +25,10 @@ class GroupState:
     """Of the request's full blocks so far; never shortened."""
     gpu_block_ids: list[int] = field(default_factory=list)
     cursor: int = 0
-    """Block index: earlier blocks were offered for store, or came from a hit, or left the device before that."""
+    """Block index: earlier blocks were offered for store, or came from a hit, or left the device before that. Of a
+    group of states: those that came from a hit."""
+    states: dict[int, int] = field(default_factory=dict)
+    """Of a group of states: the GPU block of each state that the engine named in this step, by the block it ends."""
     num_owned: int = 0
     """Leading keys that are in ``RequestOffloadState._own_keys`` already."""
 
@@ -143,8 +147,14 @@ class RequestOffloadState:
         return not self._own_keys.isdisjoint(keys)
 
     def wait_for_next_block(self, geometry: Sequence[GroupGeometry]) -> None:
+        # States come when the engine names them.
         self.next_offer_tokens = min(
-            (state.cursor + 1) * group.block_tokens for group, state in zip(geometry, self.groups, strict=True)
+            (
+                (state.cursor + 1) * group.block_tokens
+                for group, state in zip(geometry, self.groups, strict=True)
+                if group.kind is not GroupKind.SINGLE_STATE
+            ),
+            default=UNLIMITED,
         )
 
     def lose_gpu_blocks(self) -> None:

@@ -19,7 +19,14 @@ from kvoffload.base import (
     StepWork,
 )
 from kvoffload.config import EngineLayout, OffloadingConfig
-from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineRequest, EngineStep, ScheduledRequest
+from kvoffload.connector.engine import (
+    NO_BLOCK,
+    BlockIds,
+    BoundaryState,
+    EngineRequest,
+    EngineStep,
+    ScheduledRequest,
+)
 from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
@@ -322,6 +329,9 @@ class OffloadingConnectorScheduler:
                 self._flush(self._jobs.flush_for_request(preempted))
                 self._offers.forget(preempted)
                 preempted.lose_gpu_blocks()
+        if step.copied_block_ids:
+            self._flush(self._jobs.flush_for_blocks(step.copied_block_ids))
+        named = self._take_states(step.boundary_states) if step.boundary_states else []
         stores: list[TransferJob] = []
         tokens = prompt_tokens = queued_tokens = 0
         is_continued = False
@@ -346,6 +356,8 @@ class OffloadingConnectorScheduler:
                 stores += self._offers.offer(state, self._epoch)
         if self._offers.refused:
             stores += self._offers.retry(self._epoch)
+        for group_state in named:
+            group_state.states.clear()  # refused ones too: later the engine may write over them
         loaded_bytes, load_seconds = self._loaded
         self._loaded = (0, 0.0)
         self._manager.note_step(
@@ -363,6 +375,18 @@ class OffloadingConnectorScheduler:
             self._jobs.in_flight[transfer.job_id].submitted = True
         self._loads, self._lost_loads, self._final_stores, self._flushes = [], [], [], set()
         return meta
+
+    def _take_states(self, boundary_states: Iterable[BoundaryState]) -> list[GroupState]:
+        """Lets requests offer the states that the engine names in this step. Returns their groups."""
+        named: list[GroupState] = []
+        for each in boundary_states:
+            state, group = self._requests.get(each.request_id), self._geometry[each.group]
+            if state is None or each.num_tokens % group.block_tokens:  # ended meanwhile, or no hit can end there
+                continue
+            state.groups[each.group].states[each.num_tokens // group.block_tokens - 1] = each.gpu_block_id
+            state.next_offer_tokens = 0
+            named.append(state.groups[each.group])
+        return named
 
     def _has_new_load(self, state: RequestOffloadState) -> bool:
         return state.load_job_id is not None and not self._jobs.in_flight[state.load_job_id].submitted

@@ -83,6 +83,21 @@ class DevicePool:
             self._cached[prefix_hash, group] = block_id
             self._name[block_id] = (prefix_hash, group)
 
+    def move_cached(self) -> tuple[int, int] | None:
+        """Lets another free block stand for a cached one that nobody uses: (from, to), for the caller to copy.
+
+        It is the one freed last, which is hardest on transfers that still use it.
+        """
+        source = next((block_id for block_id in self._name if block_id in self._free), None)
+        target = next((block_id for block_id in reversed(self._free) if block_id != source), None)
+        if source is None or target is None:
+            return None
+        name = self._name[source]
+        self.forget(source)
+        self.forget(target)
+        self.name(target, *name)
+        return source, target
+
     def forget(self, block_id: int) -> None:
         if (name := self._name.pop(block_id, None)) is not None:
             del self._cached[name]

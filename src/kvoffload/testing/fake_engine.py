@@ -4,6 +4,10 @@
 It uses kvoffload only through ``connector/engine.py``, and frees GPU blocks as soon as it may, also while transfers use
 them. Its bytes are real, and ``check`` verifies every GPU block that counts as valid. So a connector that mixes up
 order, ids or groups is caught by the block it damaged.
+
+States exist where a step ends, and only there. The state of a request that goes on within a block is written in place;
+the positions that a step jumps over have no GPU block. A step that ends at a block's end leaves a state that others can
+go on from.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from kvoffload.base import (
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector import (
     NO_BLOCK,
+    BoundaryState,
     EngineStep,
     OffloadingConnectorScheduler,
     OffloadingConnectorWorker,
@@ -57,15 +62,18 @@ class FakeEngine:
         chunk_tokens: int = 16,
         max_running: int = 4,
         scheduling: Scheduling = Scheduling.SYNCHRONOUS,
+        keeps_all_states: bool = True,
         make_worker: WorkerFactory | None = None,
     ) -> None:
+        """``keeps_all_states``: each state at a block's end is kept, not only the last one of the prompt."""
         self.manager = manager
         self.layout = layout
         self.groups: tuple[GroupGeometry, ...] = geometry_of(layout, config)
         self.connector = OffloadingConnectorScheduler(manager, layout, config)
         self.pool = DevicePool(num_gpu_blocks)
         self.pages = [self._new_pages(num_gpu_blocks) for _ in range(layout.num_ranks)]
-        slice_bytes = layout.slice_bytes(self.groups[0].factor)
+        self._factor = layout.block_size_factor(config)
+        slice_bytes = layout.slice_bytes(self._factor)
         self.slots = [np.zeros((num_slots, slice_bytes), dtype=np.uint8) for _ in self.pages]
         self.handlers: list[ManualHandler] = []
         self.workers = [(make_worker or self._manual_worker)(rank, pages) for rank, pages in enumerate(self.pages)]
@@ -78,10 +86,12 @@ class FakeEngine:
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
         self._scheduling = scheduling
+        self._keeps_all_states = keeps_all_states
         # Asynchronous: what the last step generated, which the scheduler receives after it has scheduled the next.
         self._undelivered: list[FakeRequest] = []
         # Preempted between two steps, as an engine does that resets its prefix cache.
         self._preempted: set[str] = set()
+        self._moves_cached = False
         self._prefixes: dict[bytes, tuple[FakeRequest, int]] = {}
 
     def _new_pages(self, num_gpu_blocks: int) -> Bytes:
@@ -89,7 +99,7 @@ class FakeEngine:
 
     def _manual_worker(self, rank: int, pages: Bytes) -> OffloadingConnectorWorker:
         widths = tuple(group.page_bytes for group in self.layout.groups)
-        self.handlers.append(ManualHandler(pages, self.slots[rank], widths, self.groups[0].factor))
+        self.handlers.append(ManualHandler(pages, self.slots[rank], widths, self._factor))
         worker = OffloadingConnectorWorker(rank)
         worker.register_kv_caches(ManualSpec(self.manager, self.handlers[-1]), CanonicalKVCaches())
         return worker
@@ -117,6 +127,11 @@ class FakeEngine:
             self._preempt(request)
             self._preempted.add(request.request_id)
         self.pool.forget_all()
+
+    def move_cached(self) -> None:
+        """The next step copies a cached GPU block to a free one, which then stands for it. No block table names the
+        copy. So vLLM does to keep a state that a request is about to write over."""
+        self._moves_cached = True
 
     def _finish(self, request: FakeRequest) -> None:
         (self.running if request in self.running else self.waiting).remove(request)
@@ -149,9 +164,16 @@ class FakeEngine:
         self._preempted = set()
         self.num_preempted += len(preempted)
         records = tuple(record for _, record in scheduled)
-        meta = self.connector.build_connector_meta(EngineStep(records, frozenset(preempted)))
+        states = tuple(state for request, record in scheduled for state in self._states_to_store(request, record))
+        copy = self.pool.move_cached() if self._moves_cached else None
+        self._moves_cached = False
+        copied = [] if copy is None else [copy[1]]
+        meta = self.connector.build_connector_meta(EngineStep(records, frozenset(preempted), states, copied))
         for worker in self.workers:
             worker.start_step(meta)
+        if copy is not None:
+            for pages in self.pages:
+                pages[copy[1]] = pages[copy[0]]
         for request, record in scheduled:
             self._compute(request, record.num_computed_tokens, record.num_scheduled_tokens)
         for worker in self.workers:
@@ -247,6 +269,24 @@ class FakeEngine:
         blocks = self._tables(request) if is_new else tuple(tuple(ids) for ids in new)
         return ScheduledRequest(request.request_id, blocks, request.computed_tokens, n, is_new)
 
+    def _states_to_store(self, request: FakeRequest, record: ScheduledRequest) -> list[BoundaryState]:
+        """The states at block ends whose tokens the scheduler knows by now: that of this step, and with asynchronous
+        scheduling that of the step before, which is not written over yet."""
+        states = []
+        done_tokens = min(record.done_tokens, request.num_tokens)
+        for group, table in zip(self.groups, request.tables, strict=True):
+            block = done_tokens // group.gpu_block_tokens - 1
+            end = (block + 1) * group.gpu_block_tokens
+            if group.kind is not GroupKind.SINGLE_STATE or block < 0 or table[block] == NO_BLOCK:
+                continue
+            if end in (record.num_computed_tokens, record.done_tokens) and self._keeps_state(request, group, end):
+                states.append(BoundaryState(request.request_id, group.index, table[block], end))
+        return states
+
+    def _keeps_state(self, request: FakeRequest, group: GroupGeometry, num_tokens: int) -> bool:
+        last = (request.num_prompt_tokens - 1) // group.gpu_block_tokens * group.gpu_block_tokens
+        return self._keeps_all_states or num_tokens == last
+
     def _tables(self, request: FakeRequest) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(table) for table in request.tables)
 
@@ -284,7 +324,10 @@ class FakeEngine:
                     self.pool.give_back(block_id)
                     table[n] = NO_BLOCK
             positions = range(len(table), -(-until // size))
-            wanted.append([(n + 1) * size > group.first_needed_token(at) for n in positions])
+            if group.kind is GroupKind.SINGLE_STATE:
+                wanted.append([n == positions.stop - 1 for n in positions])
+            else:
+                wanted.append([(n + 1) * size > group.first_needed_token(at) for n in positions])
         ids = self.pool.take(sum(map(sum, wanted)))
         if ids is None:
             return None
@@ -301,7 +344,8 @@ class FakeEngine:
         self.computed_total += n
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.gpu_block_tokens
-            for position in range(start // size, -(-(start + n) // size)):
+            first, stop = start // size, -(-(start + n) // size)
+            for position in range(stop - 1 if group.kind is GroupKind.SINGLE_STATE else first, stop):
                 content = request.prefix_hash(min((position + 1) * size, start + n))
                 for rank, pages in enumerate(self.pages):
                     width = self.layout.groups[group.index].page_bytes
@@ -344,7 +388,11 @@ class FakeEngine:
         """Adds full GPU blocks to the device's prefix cache."""
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.gpu_block_tokens
-            for n in range(min(request.computed_tokens // size, len(table))):
+            full = range(min(request.computed_tokens // size, len(table)))
+            if group.kind is GroupKind.SINGLE_STATE:
+                is_kept = request.computed_tokens % size == 0 and self._keeps_state(request, group, full.stop * size)
+                full = full[-1:] if is_kept else range(0)
+            for n in full:
                 prefix_hash = request.prefix_hash((n + 1) * size)
                 self._prefixes.setdefault(prefix_hash, (request, (n + 1) * size))
                 if table[n] != NO_BLOCK:
@@ -415,7 +463,7 @@ class FakeEngine:
         width = self.layout.groups[group.index].page_bytes
         for position in range(group.first_gpu_block(block), (block + 1) * group.factor):
             content = request.prefix_hash((position + 1) * group.gpu_block_tokens)
-            within = position % group.factor
+            within = position % self._factor
             for rank, slots in enumerate(self.slots):
                 found = slots[slot, within * width : (within + 1) * width]
                 assert np.array_equal(found, page_of(content, group.index, rank, width)), (

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import Baseline, run_child
-from tests.engines.vllm.models import SmallModel, write_gemma3, write_llama
+from tests.engines.vllm.models import SmallModel, write_falcon_h1, write_gemma3, write_llama
+from tests.engines.vllm.prompts import BLOCK_TOKENS
 
 from kvoffload.engines.vllm.versions import drafters_are_proven
 
@@ -50,6 +51,20 @@ def llama_baseline(llama: SmallModel) -> Baseline:
 @pytest.fixture(scope="session")
 def gemma_baseline(gemma: SmallModel) -> Baseline:
     return Baseline(run_child("baseline", model=gemma.path, family="gemma"))
+
+
+@pytest.fixture(scope="session")
+def falcon(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return write_falcon_h1(tmp_path_factory.mktemp("falcon"))
+
+
+@pytest.fixture(scope="session")
+def falcon_baseline(falcon: SmallModel) -> Baseline:
+    return states_baseline(falcon)
+
+
+def states_baseline(model: SmallModel) -> Baseline:
+    return Baseline(run_child("baseline", model=model.path, family="states", max_num_batched_tokens=BLOCK_TOKENS))
 
 
 @pytest.fixture(scope="session")

@@ -79,6 +79,103 @@ def write_gemma3(directory: Path, sliding_window: int = 512) -> SmallModel:
     return SmallModel(str(directory), num_layers=6, kv_heads=2, num_groups=3)
 
 
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": VOCAB - 1,
+    "pad_token_id": 0,
+}
+
+
+def write_falcon_h1(directory: Path) -> SmallModel:
+    """Four layers, each with attention and a Mamba2 state side by side."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = FalconH1Config(
+        **_COMMON,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_d_ssm=256,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_chunk_size=32,
+    )
+    _write(FalconH1ForCausalLM, config, directory)
+    return SmallModel(str(directory), num_layers=4, kv_heads=2, num_groups=2)
+
+
+def write_granite_hybrid(directory: Path) -> SmallModel:
+    """Three layers of Mamba2 and one of attention, without experts."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        **_COMMON,
+        intermediate_size=512,
+        shared_intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        mamba_expand=1,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_chunk_size=32,
+        attention_multiplier=HEAD_DIM**-0.5,
+        position_embedding_type="rope",
+    )
+    _write(GraniteMoeHybridForCausalLM, config, directory)
+    return SmallModel(str(directory), num_layers=4, kv_heads=2, num_groups=4)
+
+
+def write_nemotron_h(directory: Path) -> SmallModel:
+    """Mamba2, attention and feed-forward layers in turn."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        **_COMMON,
+        layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp", "mamba"],
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=16,
+        n_groups=1,
+        chunk_size=32,
+        use_mamba_kernels=False,
+    )
+    _write(NemotronHForCausalLM, config, directory)
+    return SmallModel(str(directory), num_layers=4, kv_heads=2, num_groups=4)
+
+
+def write_mamba2(directory: Path) -> SmallModel:
+    """Four layers of Mamba2: states alone, and no attention."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        **{key: value for key, value in _COMMON.items() if key != "max_position_embeddings"},
+        num_hidden_layers=4,
+        expand=1,
+        num_heads=8,
+        head_dim=32,
+        state_size=16,
+        n_groups=1,
+        chunk_size=32,
+    )
+    _write(Mamba2ForCausalLM, config, directory)
+    return SmallModel(str(directory), num_layers=4, kv_heads=0, num_groups=1)
+
+
 def _write(model_class: Any, config: Any, directory: Path) -> None:
     import torch
 
@@ -89,8 +186,8 @@ def _write(model_class: Any, config: Any, directory: Path) -> None:
             kind = name.split(".")[-2]
             if kind in ("q_norm", "k_norm"):
                 weight.fill_(_SCALES["q_proj"] - 1.0)  # Gemma normalises queries and keys, then multiplies by 1 + w
-            if weight.dim() < 2:
-                continue
+            if weight.dim() != 2:
+                continue  # norms, biases, and what a state space has besides matrices, keep their initial values
             gain = _SCALES.get(kind, 1.0)
             fan_in = weight.shape[1]
             if "embed" in name and not hasattr(config, "query_pre_attn_scalar"):

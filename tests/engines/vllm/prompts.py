@@ -53,7 +53,23 @@ def branches() -> list[Prompt]:
     ]
 
 
+STATE_PROMPT_TOKENS = 300
+
+
+def state_prompts(count: int = 6) -> list[Prompt]:
+    """Prompts of nine full blocks and a piece, for models with recurrent states, which compute a block in a step."""
+    return [Prompt(f"state{n}", random_tokens(500 + n, STATE_PROMPT_TOKENS)) for n in range(count)]
+
+
+def state_branches() -> list[Prompt]:
+    """Prompts that leave the first of those at various places, also inside a block."""
+    stem = state_prompts(1)[0].token_ids
+    return [Prompt(f"leaves{cut}", stem[:cut] + random_tokens(600 + cut, 70)) for cut in (64, 100, 256)]
+
+
 def family(name: str) -> list[Prompt]:
     if name == "llama":
         return [*long_prompts(), *crowd()]
+    if name == "states":
+        return [*state_prompts(), *state_branches(), *crowd(16)]
     return [*long_prompts(6), *short_prompts(), *branches()]

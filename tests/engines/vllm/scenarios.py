@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.harness import Engine, idle_state
-from tests.engines.vllm.prompts import crowd, family, long_prompts
+from tests.engines.vllm.prompts import BLOCK_TOKENS, crowd, family, long_prompts, state_branches, state_prompts
 
 
-def baseline(model: str, family: str) -> dict[str, Any]:
+def baseline(model: str, family: str, **options: Any) -> dict[str, Any]:
     """vLLM alone: every prompt's greedy tokens, and how far from a tie the closest of them was."""
-    engine = Engine(model, max_num_seqs=16)
+    engine = Engine(model, max_num_seqs=16, **options)
     answers = {}
     prompts = _family(family)
     for prompt, output in zip(prompts, engine.generate(prompts, logprobs=2), strict=True):
@@ -75,13 +75,13 @@ def _memory_of_kvoffload_after_waves(engine: Engine) -> list[int]:
     return sizes
 
 
-def _wave(engine: Engine, seed: int, reset: bool) -> dict[str, Any]:
+def _wave(engine: Engine, seed: int, reset: bool, count: int = 64) -> dict[str, Any]:
     """All of the crowd at once, some of them aborted at some step; vLLM's own cache forgotten before."""
     engine.forget_device_cache()
     rng = random.Random(seed)
-    prompts = crowd()
+    prompts = crowd(count)
     rng.shuffle(prompts)
-    fate = {prompt.name: rng.randrange(1, 60) for prompt in rng.sample(prompts, 12)}
+    fate = {prompt.name: rng.randrange(1, 60) for prompt in rng.sample(prompts, count // 5)}
     llm = engine.llm.llm_engine
     ids = {}
     for prompt in prompts:
@@ -192,11 +192,105 @@ def hybrid(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def two_ranks(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+ONE_BLOCK_A_STEP = {"max_num_batched_tokens": BLOCK_TOKENS}
+"""For models with states: on the CPU platform vLLM itself fails where a step computes more than a block of a prompt."""
+
+
+def states(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """A model with recurrent states: evicted and brought back, beside failures, aborts and preemption."""
+    from tests.engines.vllm.faulty_spec import PLAN
+
+    prompts = state_prompts()
+    # vLLM turns its prefix cache on by itself only where there is attention.
+    options = {"max_num_seqs": 16, "enable_prefix_caching": True} | ONE_BLOCK_A_STEP
+    engine = Engine(model, extra=extra | FAULTY, gpu_blocks=60, **options)
+    groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
+    result: dict[str, Any] = {
+        "kinds": [type(group.kv_cache_spec).__name__ for group in groups],
+        "layers": [len(group.layer_names) for group in groups],
+        "state bytes": sum(
+            len(group.layer_names) * group.kv_cache_spec.state_content_size_bytes
+            for group in groups
+            if type(group.kv_cache_spec).__name__ == "MambaSpec"
+        ),
+    }
+    for name in ("first", "again", "once more"):
+        result[name], result[f"{name} cached"] = engine.answers(prompts)
+        engine.drain()
+        engine.forget_device_cache()
+    result["metrics"] = engine.metrics()
+
+    PLAN.corrupt_loads = 1
+    result["corrupted"], _ = engine.answers(prompts[:3])
+    engine.drain()
+    engine.forget_device_cache()
+
+    result["aborted loads"] = _abort_loads(engine)
+    result["after aborts"], _ = engine.answers(prompts)
+    engine.drain()
+
+    PLAN.fail_load, PLAN.fail_store, PLAN.lag_polls = 0.4, 0.2, 3
+    result["failing"] = []
+    for _ in range(2):
+        engine.forget_device_cache()
+        result["failing"].append(engine.answers(prompts)[0])
+        engine.drain()
+    result["failing metrics"] = engine.metrics()
+    PLAN.fail_load = PLAN.fail_store = 0.1
+    result["waves"] = [_wave(engine, seed, reset=seed == 1, count=16) for seed in range(3)]
+    result["preemptions"] = engine.vllm_metric("vllm:num_preemptions")
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def _abort_loads(engine: Engine) -> int:
+    """Starts requests whose prefixes must be loaded, and aborts each while its load is in flight. Returns how many."""
+    from tests.engines.vllm.faulty_spec import PLAN
+
+    llm, scheduler = engine.llm.llm_engine, engine.core.scheduler
+    PLAN.lag_polls = 1000
+    for prompt in state_prompts(3):
+        llm.add_request(
+            f"{prompt.name}-doomed", {"prompt_token_ids": list(prompt.token_ids)}, engine.parameters(prompt)
+        )
+    loading: set[str] = set()
+    for _ in range(200):
+        llm.step()
+        loading = {each.request_id for each in scheduler.requests.values() if each.status.name.endswith("REMOTE_KVS")}
+        if len(loading) == 3:
+            break
+    llm.abort_request([f"{prompt.name}-doomed" for prompt in state_prompts(3)])
+    PLAN.lag_polls = 0
+    engine.drain()
+    engine.forget_device_cache()
+    return len(loading)
+
+
+def states_at_branches(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """vLLM keeps the state at every block's end; then prompts go on from within one that was served."""
+    engine = Engine(model, extra=extra, gpu_blocks=60, prefix_cache_retention_interval=None, **ONE_BLOCK_A_STEP)
+    result: dict[str, Any] = {}
+    result["first"], _ = engine.answers(state_prompts(2))
+    engine.drain()
+    engine.forget_device_cache()
+    result["branches"], result["branches cached"] = engine.answers(state_branches())
+    result["metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def two_ranks(model: str, extra: dict[str, Any], family: str = "long", **options: Any) -> dict[str, Any]:
     """Tensor parallelism over two worker processes; rank 1 fails some of its transfers (set in the environment)."""
-    prompts = long_prompts(4)
+    prompts = state_prompts(4) if family == "states" else long_prompts(4)
     engine = Engine(
-        model, extra=extra | FAULTY, gpu_blocks=100, tensor_parallel_size=2, distributed_executor_backend="mp"
+        model,
+        extra=extra | FAULTY,
+        gpu_blocks=100,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        **options,
     )
     result: dict[str, Any] = {}
     result["first"], _ = engine.answers(prompts)
@@ -215,12 +309,12 @@ def two_ranks(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def disk(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+def disk(model: str, extra: dict[str, Any], family: str = "long", **options: Any) -> dict[str, Any]:
     """Every long prompt once, in an engine that is new and a disk tier that may not be; one after the other, since what
     all waiting requests may have promoted at a time is less than they want together."""
-    engine = Engine(model, extra=extra, gpu_blocks=100)
+    engine = Engine(model, extra=extra, gpu_blocks=100, **options)
     result: dict[str, Any] = {"tokens": {}, "cached": {}}
-    for prompt in long_prompts():
+    for prompt in state_prompts() if family == "states" else long_prompts():
         tokens, cached = engine.answers([prompt])
         result["tokens"] |= tokens
         result["cached"] |= cached

@@ -34,8 +34,12 @@ METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 
 ATTRIBUTES = {
     ("vllm.v1.core.sched.output", "SchedulerOutput"): (
-        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens preempted_req_ids"
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens preempted_req_ids kv_connector_block_state "
+        "kv_cache_block_copies"
     ),
+    ("vllm.v1.core.sched.output", "KVConnectorBlockState"): "boundary_state_offloads",
+    ("vllm.v1.kv_cache_interface", "KVCacheBlockCopy"): "dst_block_id",
+    ("vllm.v1.kv_cache_interface", "MambaSpec"): "shapes dtypes mamba_cache_mode",
     ("vllm.v1.core.sched.output", "NewRequestData"): "req_id block_ids num_computed_tokens",
     ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",
     ("vllm.v1.request", "Request"): (
@@ -55,7 +59,7 @@ ATTRIBUTES = {
     ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): "sliding_window extra_retained_tokens",
     ("vllm.v1.kv_cache_interface", "RSWASpec"): "rswa_window",
     ("vllm.v1.kv_cache_interface", "KVCacheSpecKind"): (
-        "FULL_ATTENTION MLA_ATTENTION SLIDING_WINDOW SLIDING_WINDOW_MLA"
+        "FULL_ATTENTION MLA_ATTENTION SLIDING_WINDOW SLIDING_WINDOW_MLA MAMBA"
     ),
     ("vllm.config.kv_transfer", "KVTransferConfig"): (
         "kv_connector_extra_config kv_load_failure_policy kv_role engine_id"
@@ -65,7 +69,7 @@ ATTRIBUTES = {
         "nnodes_within_dp world_size distributed_executor_backend pipeline_parallel_size decode_context_parallel_size "
         "prefill_context_parallel_size tensor_parallel_size rank"
     ),
-    ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype",
+    ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype use_replayssm",
     ("vllm.config.model", "ModelConfig"): "model revision quantization dtype hf_config",
     ("vllm.config.speculative", "SpeculativeConfig"): (
         "method draft_model_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
@@ -172,4 +176,4 @@ def test_the_kinds_of_groups_are_still_called_so(sources: Sources) -> None:
     values = {
         node.value.value for node in kinds.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
     }
-    assert {"full_attention", "mla_attention", "sliding_window", "sliding_window_mla"} <= values
+    assert {"full_attention", "mla_attention", "sliding_window", "sliding_window_mla", "mamba"} <= values

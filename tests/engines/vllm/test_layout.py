@@ -14,10 +14,10 @@ import pytest
 from tests.engines.vllm.harness import hash_block_size
 
 from kvoffload.config import GroupKind, parse_config
-from kvoffload.connector import NO_BLOCK
+from kvoffload.connector import NO_BLOCK, BoundaryState
 from kvoffload.engines.vllm import versions
 from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
-from kvoffload.engines.vllm.steps import StepTranslator
+from kvoffload.engines.vllm.steps import StepTranslator, with_states
 from kvoffload.errors import ConfigError, LayoutError
 
 CONFIG = parse_config({"cpu_bytes_to_use": "1MiB"})
@@ -57,6 +57,7 @@ def vllm_config(**changes: Any) -> Any:
             "block_size": 16,
             "prefix_match_unit": None,
             "enable_prefix_caching": True,
+            "use_replayssm": False,
         },
         "model_config": {
             "model": "small",
@@ -123,6 +124,14 @@ def sliding(window: int, **changes: Any) -> Any:
     )
 
 
+def mamba(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    values = {"block_size": 16, "shapes": ((2, 3), (4,)), "dtypes": (torch.float32, torch.bfloat16)}
+    return MambaSpec(**values | {"mamba_cache_mode": "align", "page_size_padded": PAGE_BYTES} | changes)
+
+
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
@@ -178,12 +187,11 @@ def test_the_users_keys_are_validated() -> None:
 @pytest.mark.vllm
 def test_groups_that_hashes_cannot_restore_are_refused() -> None:
     import torch
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, RSWASpec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, RSWASpec
 
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
     refuse_unsupported(vllm_config(), kv_cache_config(attention(), sliding(64)))
     for wrong in (
-        MambaSpec(block_size=16, shapes=((2, 3),), dtypes=(torch.float32,)),
         ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64),
         RSWASpec(**shape, rswa_window=64),
     ):
@@ -191,6 +199,31 @@ def test_groups_that_hashes_cannot_restore_are_refused() -> None:
             refuse_unsupported(vllm_config(), kv_cache_config(attention(), wrong))
     with pytest.raises(LayoutError, match="HiSparse"):
         refuse_unsupported(vllm_config(), kv_cache_config(attention(), hisparse_host_num_blocks=5))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("change", "states", "words"),
+    [
+        ({"speculative_config": speculative(method="ngram")}, {}, "recurrent states under speculative decoding"),
+        ({"cache_config__use_replayssm": True}, {}, "--use-replayssm"),
+        ({}, {"mamba_cache_mode": "none"}, "--enable-prefix-caching"),
+        ({}, {"block_size": 32}, "every 32 tokens, and vLLM hashes every 16"),
+    ],
+)
+def test_states_that_were_not_shown_to_be_right_are_refused(
+    change: dict[str, Any], states: dict[str, Any], words: str
+) -> None:
+    refuse_unsupported(vllm_config(), kv_cache_config(attention(), mamba()))
+    with pytest.raises(ConfigError, match=words):
+        refuse_unsupported(vllm_config(**change), kv_cache_config(attention(), mamba(**states)))
+
+
+@pytest.mark.vllm
+def test_states_need_a_vllm_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: False)
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32"):
+        refuse_unsupported(vllm_config(), kv_cache_config(attention(), mamba()))
 
 
 # ------------------------------------------------------------------------------------------------------ layout
@@ -300,6 +333,14 @@ def test_identity_covers_the_cache_itself() -> None:
         )
     ]
     assert all(identities[0] != other for other in identities[1:])
+    import torch
+
+    with_states = [
+        layout_of(vllm_config(), kv_cache_config(attention(), mamba(**change)), CONFIG).identity["groups"]
+        for change in ({}, {"shapes": ((3, 2), (4,))}, {"dtypes": (torch.float32, torch.float32)})
+    ]
+    assert with_states[0] == "full_attention:16:3,mamba:16:3:2x3:float32+4:bfloat16"
+    assert len(set(with_states)) == 3
     more_blocks = layout_of(vllm_config(), kv_cache_config(attention(), num_blocks=20), CONFIG).identity
     assert more_blocks == identities[0]
 
@@ -339,6 +380,19 @@ def test_steps_are_translated_with_the_null_block_as_no_block() -> None:
     assert [each.num_scheduled_tokens for each in step.scheduled] == [10, 1, 20, 1]
     assert [each.num_computed_tokens for each in step.scheduled] == [16, 40, 16, 50]
     assert step.preempted_request_ids == {"gone"}
+
+
+def test_states_and_copies_are_translated() -> None:
+    named = SimpleNamespace(boundary_state_offloads={"new": [(1, 4, 32), (2, 6, 32)]})
+    copies = [SimpleNamespace(src_block_id=3, dst_block_id=8)]
+    output = scheduler_output(kv_connector_block_state=named, kv_cache_block_copies=copies)
+    step = with_states(StepTranslator().step(output), output)
+    assert step.boundary_states == (BoundaryState("new", 1, 4, 32), BoundaryState("new", 2, 6, 32))
+    assert step.copied_block_ids == (8,)
+    assert len(step.scheduled) == 4
+    output = scheduler_output(kv_connector_block_state=None, kv_cache_block_copies=None)
+    step = StepTranslator().step(output)
+    assert with_states(step, output) == step
 
 
 def test_the_null_block_may_have_another_id() -> None:

@@ -41,7 +41,7 @@ from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize
 from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
 from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
-from kvoffload.engines.vllm.steps import StepTranslator
+from kvoffload.engines.vllm.steps import StepTranslator, with_states
 from kvoffload.engines.vllm.versions import host_hit_source
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import make_spec
@@ -252,6 +252,7 @@ class _SchedulerSide:
     def __init__(self, spec: OffloadingSpec, layout: EngineLayout, config: OffloadingConfig) -> None:
         self.core = OffloadingConnectorScheduler(GuardedManager(spec.get_manager()), layout, config)
         self._steps = StepTranslator()
+        self._has_states = layout.has_states
         self._events = EventTranslator(layout, layout.block_size_factor(config), config.self_describing_kv_events)
         self._reporter = StatsReporter()
         self._stats_due_s = 0.0
@@ -271,7 +272,10 @@ class _SchedulerSide:
         self.core.update_state_after_alloc(request, self._steps.block_ids(block_ids), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
-        meta = self.core.build_connector_meta(self._steps.step(scheduler_output))
+        step = self._steps.step(scheduler_output)
+        if self._has_states:
+            step = with_states(step, scheduler_output)
+        meta = self.core.build_connector_meta(step)
         return StepMeta(meta, has_forward_pass=bool(scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, worker_meta: StepReport | None) -> None:
@@ -327,16 +331,17 @@ class _WorkerSide:
     def take_results(self, may_nap: bool) -> KVConnectorTransferResults:
         """Requests whose load ended on this rank.
 
-        With one group, failures are reported by block (``take_invalid_block_ids``): vLLM then keeps what the request
-        had before the load. With several groups, their block ids come from one pool and vLLM cannot find the request
-        from a block id, so failures are reported by request.
+        With one group of attention, failures are reported by block (``take_invalid_block_ids``): vLLM then keeps what
+        the request had before the load. With several groups, their block ids come from one pool and vLLM cannot find
+        the request from a block id, so failures are reported by request. So they are with states: vLLM would take the
+        tokens before a lost state for computed, and has no state for them.
         """
         outcome = self.core.take_load_outcome()
         if may_nap and not outcome.ended_request_ids:
             time.sleep(_NAP_S)
             outcome = self.core.take_load_outcome()
         ended = set(outcome.ended_request_ids)
-        if len(self._layout.groups) > 1:
+        if len(self._layout.groups) > 1 or self._layout.has_states:
             return KVConnectorTransferResults(finished_recving=ended, failed_recving=set(outcome.failed_loads))
         self._invalid_block_ids |= outcome.invalid_block_ids
         return KVConnectorTransferResults(finished_recving=ended)

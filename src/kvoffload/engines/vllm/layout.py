@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, parse_config
-from kvoffload.engines.vllm.versions import drafters_are_proven, hash_block_tokens
+from kvoffload.engines.vllm.versions import drafters_are_proven, hash_block_tokens, names_states
 from kvoffload.errors import ConfigError, LayoutError
 
 __all__ = ["config_of", "layout_of", "refuse_unsupported"]
@@ -23,6 +23,7 @@ _KINDS = {
     "mla_attention": GroupKind.FULL_ATTENTION,
     "sliding_window": GroupKind.SLIDING_WINDOW,
     "sliding_window_mla": GroupKind.SLIDING_WINDOW,
+    "mamba": GroupKind.SINGLE_STATE,
 }
 """vLLM's kinds of KV groups that can be restored from block hashes alone, by ``KVCacheSpecKind`` value."""
 
@@ -62,6 +63,34 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"KV group {index} of this model (kind {kind!r}, {type(group.kv_cache_spec).__name__}) cannot be "
                 f"restored from block hashes; kvoffload supports {', '.join(_KINDS)}."
             )
+        if _KINDS[kind] is GroupKind.SINGLE_STATE:
+            _refuse_states(vllm_config, kv_cache_config, group.kv_cache_spec)
+
+
+def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
+    """Recurrent states of which vLLM names none to store, or that were not shown to be right after a load."""
+    if not names_states():
+        raise ConfigError("This model has recurrent states, for which kvoffload needs vLLM 0.32 or newer.")
+    if spec.mamba_cache_mode != "align":
+        raise ConfigError(
+            "This model has recurrent states, which vLLM keeps only with its prefix cache: add --enable-prefix-caching."
+        )
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "kvoffload cannot vouch for recurrent states under speculative decoding, where a rejected draft rolls them "
+            "back: serve this model without a speculative_config, or without kvoffload."
+        )
+    if vllm_config.cache_config.use_replayssm:
+        raise ConfigError(
+            "With --use-replayssm a block may lack the latest tokens of its state: leave it out, or serve without "
+            "kvoffload."
+        )
+    if hash_block_tokens(vllm_config, kv_cache_config) != spec.block_size:
+        raise ConfigError(
+            f"This model's states lie at every {spec.block_size} tokens, and vLLM hashes every "
+            f"{hash_block_tokens(vllm_config, kv_cache_config)}: leave out --prefix-match-unit and "
+            "--mamba-block-size, or serve without kvoffload."
+        )
 
 
 def _refuse_transfer(transfer: Any) -> None:
@@ -201,6 +230,7 @@ def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig) 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     groups = [
         f"{_kind_of(group.kv_cache_spec)}:{group.kv_cache_spec.block_size}:{len(group.layer_names)}"
+        f"{_state_identity(group.kv_cache_spec)}"
         for group in kv_cache_config.kv_cache_groups
     ]
     drafter = _drafter_identity(vllm_config.speculative_config)
@@ -221,6 +251,20 @@ def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig) 
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         **({"drafter": drafter} if drafter else {}),
     }
+
+
+def _state_identity(spec: Any) -> str:
+    """What a group's states consist of; empty for attention."""
+    if _KINDS[_kind_of(spec)] is not GroupKind.SINGLE_STATE:
+        return ""
+    # Layers of one group may have states of several shapes.
+    layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
+    states = {
+        f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}": None
+        for layer in layers
+        for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
+    }
+    return ":" + "+".join(states)
 
 
 def _architecture(model: Any) -> str:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvoffload.connector.engine import NO_BLOCK, BlockIds, EngineStep, ScheduledRequest
+from kvoffload.connector.engine import NO_BLOCK, BlockIds, BoundaryState, EngineStep, ScheduledRequest
 
-__all__ = ["StepTranslator"]
+__all__ = ["StepTranslator", "with_states"]
 
 
 class StepTranslator:
@@ -46,3 +47,18 @@ class StepTranslator:
                 )
             )
         return EngineStep(tuple(scheduled), frozenset(output.preempted_req_ids or ()))
+
+
+def with_states(step: EngineStep, output: Any) -> EngineStep:
+    """``step``, and what vLLM says of recurrent states in the same ``output``: those to store, and its own copies.
+
+    vLLM names a state in the step that ends at it, or when the last token of its block becomes known.
+    """
+    named = output.kv_connector_block_state
+    states = tuple(
+        BoundaryState(request_id, group, block_id, num_tokens)
+        for request_id, entries in (named.boundary_state_offloads.items() if named is not None else ())
+        for group, block_id, num_tokens in entries
+    )
+    copied = tuple(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    return replace(step, boundary_states=states, copied_block_ids=copied)

@@ -20,6 +20,7 @@ __all__ = [
     "event_extra_keys",
     "hash_block_tokens",
     "host_hit_source",
+    "names_states",
     "release_of",
     "vllm_release",
 ]
@@ -76,6 +77,11 @@ def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 def drafters_are_proven() -> bool:
     """Whether the KV of drafters was shown to be good after a load. Not before 0.31, whose CPU build cannot draft."""
     return vllm_release() >= _0_31
+
+
+def names_states() -> bool:
+    """Whether a step's output names the recurrent states to store in the form that ``steps.py`` reads."""
+    return vllm_release() >= _0_32
 
 
 def event_extra_keys(hashed: tuple[Any, ...] | None) -> list[Any] | None:
