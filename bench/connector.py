@@ -11,6 +11,7 @@ from bench.core import Row, interleaved_medians
 from kvoffload.base import OffloadKey, ReqContext, TransferResult, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import (
+    BoundaryState,
     ConnectorMeta,
     EngineStep,
     OffloadingConnectorScheduler,
@@ -20,6 +21,8 @@ from kvoffload.connector import (
 from kvoffload.cpu.manager import CPUOffloadingManager
 
 BLOCK = 16
+FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK, 1)
+STATE = KVGroupLayout(GroupKind.SINGLE_STATE, BLOCK, 1)
 STEP_S = 0.010
 """A decode step of a fast server with 64 running requests. "1 % of a step" refers to it."""
 
@@ -39,10 +42,20 @@ class Request:
 
 
 class Decoding:
-    """Requests with prompts of so many tokens, all stored, that decode one token a step."""
+    """Requests with prompts of so many tokens, all stored, that decode one token a step.
 
-    def __init__(self, running: int, prompt_tokens: int = 1000, num_blocks: int = 100_000) -> None:
-        layout = EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK, 1),), BLOCK, "bench")
+    Where there are states, the last one of each prompt is stored, as vLLM does unless it is told to keep more.
+    """
+
+    def __init__(
+        self,
+        running: int,
+        prompt_tokens: int = 1000,
+        num_blocks: int = 100_000,
+        groups: tuple[KVGroupLayout, ...] = (FULL,),
+    ) -> None:
+        self.groups = groups
+        layout = EngineLayout(groups, BLOCK, "bench")
         config = OffloadingConfig(cpu_bytes_to_use=num_blocks)  # blocks of a byte each
         self.scheduler = OffloadingConnectorScheduler(CPUOffloadingManager(num_blocks), layout, config)
         self.requests = [Request(f"request-{n}", 0, prompt_tokens) for n in range(running)]
@@ -53,9 +66,15 @@ class Decoding:
             request.grow(prompt_tokens)
             self.scheduler.on_new_request(request)
             self.scheduler.get_num_new_matched_tokens(request, 0)
-            ids = self.blocks(-(-prompt_tokens // BLOCK))
-            self.scheduler.update_state_after_alloc(request, (ids,), 0)
-            self.step((ScheduledRequest(request.request_id, (ids,), 0, prompt_tokens, True),))
+            ids = tuple(self.blocks(-(-prompt_tokens // BLOCK)) for _ in groups)
+            self.scheduler.update_state_after_alloc(request, ids, 0)
+            last = prompt_tokens // BLOCK
+            states = tuple(
+                BoundaryState(request.request_id, index, table[last - 1], last * BLOCK)
+                for index, (group, table) in enumerate(zip(groups, ids, strict=True))
+                if group is STATE
+            )
+            self.step((ScheduledRequest(request.request_id, ids, 0, prompt_tokens, True),), states)
 
     def fill(self) -> None:
         """Refuses all that is offered from now on, since every slot of the tier is pinned."""
@@ -69,8 +88,8 @@ class Decoding:
         self.next_block += n
         return list(range(self.next_block - n, self.next_block))
 
-    def step(self, scheduled: tuple[ScheduledRequest, ...]) -> ConnectorMeta:
-        meta = self.scheduler.build_connector_meta(EngineStep(scheduled))
+    def step(self, scheduled: tuple[ScheduledRequest, ...], states: tuple[BoundaryState, ...] = ()) -> ConnectorMeta:
+        meta = self.scheduler.build_connector_meta(EngineStep(scheduled, boundary_states=states))
         self.scheduler.update_connector_output(
             WorkerReport(tuple((0, TransferResult(job.job_id, True)) for job in (*meta.loads, *meta.stores)))
         )
@@ -83,7 +102,9 @@ class Decoding:
         for request in self.requests:
             request.grow(self.tokens)
         return tuple(
-            ScheduledRequest(r.request_id, (self.blocks(1),) if starts_block else (), self.tokens - 1, 1)
+            ScheduledRequest(
+                r.request_id, tuple(self.blocks(1) for _ in self.groups) if starts_block else (), self.tokens - 1, 1
+            )
             for r in self.requests
         )
 
@@ -150,6 +171,34 @@ def steps_row(
     )
 
 
+def states_row(running: int, rounds: int, repeats: int) -> Row:
+    """Decode steps with states beside attention, against attention alone: the same steps of both in turn. Times are per
+    step."""
+    benches = [Decoding(running, 4000, groups=groups) for groups in ((FULL, STATE), (FULL,))]
+    times: list[list[float]] = []
+    for _ in range(repeats):
+        work = []
+        for bench in benches:
+            steps = [bench.decode_records() for _ in range(BLOCK * rounds)]
+
+            def serve(bench: Decoding = bench, steps: list[tuple[ScheduledRequest, ...]] = steps) -> None:
+                for scheduled in steps:
+                    bench.step(scheduled)
+
+            work.append(serve)
+        times.append([t / (BLOCK * rounds) for t in interleaved_medians(*work, repeats=1)])
+    ours, alone = (sorted(column)[len(times) // 2] for column in zip(*times, strict=True))
+    return Row(
+        "connector",
+        f"decode with states beside attention, prompts of 4,000 tokens, {running} running",
+        1e6 * ours,
+        "us/step",
+        reference=f"attention alone, {1e6 * alone:.3g} us",
+        ratio=ours / alone,
+        target="<= 1.2",
+    )
+
+
 def share_row(row: Row) -> Row:
     """The design's own figure: at most 1 % of a step with nothing to do."""
     percent = 100 * row.value / 1e6 / STEP_S
@@ -202,5 +251,6 @@ def run(short: bool) -> list[Row]:
             prompt_tokens=1000 if short else 32_000,
             num_blocks=200_000,
         ),
+        states_row(64, 1 if short else 4, repeats),
         admission_row(100 if short else 6_250, repeats),
     ]

@@ -179,6 +179,8 @@ METRICS: dict[str, Metric] = _table(
         Metric("lookups_deferred", _C, "Lookups that asked the engine to come back in the next step."),
         Metric("load_jobs", _C, "Finished loads, by outcome.", ("outcome",), (OUTCOMES,)),
         Metric("store_jobs", _C, "Finished stores, by outcome.", ("outcome",), (OUTCOMES,)),
+        Metric("load_blocks", _C, "Blocks loaded to the device, by kind of KV group.", ("kind",)),
+        Metric("store_blocks", _C, "Blocks stored from the device, by kind of KV group.", ("kind",)),
         Metric("load_bytes", _C, "Bytes copied from the primary tier to the device, summed over ranks."),
         Metric("store_bytes", _C, "Bytes copied from the device to the primary tier, summed over ranks."),
         Metric("load_seconds", _C, "Seconds spent copying to the device, summed over ranks and jobs."),

@@ -77,6 +77,7 @@ def test_bytes_come_back_right(layout_name: str, factor: int) -> None:
         config,
         num_gpu_blocks=sum(-(-60 // group.block_tokens) for group in groups),
         num_slots=NUM_SLOTS,
+        chunk_tokens=12,  # steps end where blocks of all groups do, so that there are states to hit
         make_worker=make_worker,
     )
     try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.base import (
@@ -17,6 +18,7 @@ from kvoffload.base import (
     OffloadKey,
     ReqContext,
     StepWork,
+    get_offload_group_idx,
 )
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.engine import (
@@ -471,6 +473,10 @@ class OffloadingConnectorScheduler:
             if job.direction is Direction.LOAD:
                 loaded_bytes, load_seconds = self._loaded
                 self._loaded = (loaded_bytes + job.num_bytes, load_seconds + seconds)
+            one_group = len(self._geometry) == 1
+            blocks = {0: len(job.keys)} if one_group else Counter(map(get_offload_group_idx, job.keys))
+            for group, num_blocks in blocks.items():
+                self._count((f"{direction}_blocks", self._geometry[group].kind.value), num_blocks)
         if job.epoch != self._epoch:
             self._count(("stale_jobs",))
 

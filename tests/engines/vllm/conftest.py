@@ -16,7 +16,7 @@ import pytest
 from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import Baseline, run_child
 from tests.engines.vllm.models import SmallModel, write_falcon_h1, write_gemma3, write_llama
-from tests.engines.vllm.prompts import BLOCK_TOKENS
+from tests.engines.vllm.prompts import ONE_BLOCK_A_STEP
 
 from kvoffload.engines.vllm.versions import drafters_are_proven
 
@@ -64,7 +64,7 @@ def falcon_baseline(falcon: SmallModel) -> Baseline:
 
 
 def states_baseline(model: SmallModel) -> Baseline:
-    return Baseline(run_child("baseline", model=model.path, family="states", max_num_batched_tokens=BLOCK_TOKENS))
+    return Baseline(run_child("baseline", model=model.path, family="states", **ONE_BLOCK_A_STEP))
 
 
 @pytest.fixture(scope="session")

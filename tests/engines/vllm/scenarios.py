@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.harness import Engine, idle_state
-from tests.engines.vllm.prompts import BLOCK_TOKENS, crowd, family, long_prompts, state_branches, state_prompts
+from tests.engines.vllm.prompts import ONE_BLOCK_A_STEP, crowd, family, long_prompts, state_branches, state_prompts
 
 
 def baseline(model: str, family: str, **options: Any) -> dict[str, Any]:
     """vLLM alone: every prompt's greedy tokens, and how far from a tie the closest of them was."""
-    engine = Engine(model, max_num_seqs=16, **options)
+    engine = Engine(model, **({"max_num_seqs": 16} | options))
     answers = {}
     prompts = _family(family)
     for prompt, output in zip(prompts, engine.generate(prompts, logprobs=2), strict=True):
@@ -192,17 +192,13 @@ def hybrid(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-ONE_BLOCK_A_STEP = {"max_num_batched_tokens": BLOCK_TOKENS}
-"""For models with states: on the CPU platform vLLM itself fails where a step computes more than a block of a prompt."""
-
-
 def states(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     """A model with recurrent states: evicted and brought back, beside failures, aborts and preemption."""
     from tests.engines.vllm.faulty_spec import PLAN
 
     prompts = state_prompts()
     # vLLM turns its prefix cache on by itself only where there is attention.
-    options = {"max_num_seqs": 16, "enable_prefix_caching": True} | ONE_BLOCK_A_STEP
+    options = ONE_BLOCK_A_STEP | {"enable_prefix_caching": True}
     engine = Engine(model, extra=extra | FAULTY, gpu_blocks=60, **options)
     groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
     result: dict[str, Any] = {
@@ -230,11 +226,12 @@ def states(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     engine.drain()
 
     PLAN.fail_load, PLAN.fail_store, PLAN.lag_polls = 0.4, 0.2, 3
+    engine.llm.reset_prefix_cache(reset_connector=True)
     result["failing"] = []
-    for _ in range(2):
-        engine.forget_device_cache()
+    for _ in range(3):
         result["failing"].append(engine.answers(prompts)[0])
         engine.drain()
+        engine.forget_device_cache()
     result["failing metrics"] = engine.metrics()
     PLAN.fail_load = PLAN.fail_store = 0.1
     result["waves"] = [_wave(engine, seed, reset=seed == 1, count=16) for seed in range(3)]

@@ -11,7 +11,7 @@ import pytest
 from tests.engines.vllm.conftest import states_baseline
 from tests.engines.vllm.harness import Baseline, run_child
 from tests.engines.vllm.models import SmallModel, write_granite_hybrid, write_mamba2, write_nemotron_h
-from tests.engines.vllm.prompts import BLOCK_TOKENS, STATE_PROMPT_TOKENS
+from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP, STATE_PROMPT_TOKENS
 from tests.engines.vllm.test_serving import assert_idle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -51,6 +51,8 @@ def test_attention_and_states_side_by_side(falcon: SmallModel, falcon_baseline: 
     attention_bytes = 4 * 2 * BLOCK_TOKENS * 2 * 64 * 4
     assert seen["metrics"]["primary_blocks_stored"] == 6 * (9 + 1)
     assert seen["metrics"]["store_bytes"] == 6 * (9 * attention_bytes + seen["state bytes"])
+    assert seen["metrics"]["store_blocks|full_attention"] == 6 * 9
+    assert seen["metrics"]["store_blocks|single_state"] == 6
     assert seen["metrics"]["load_bytes"] == 2 * seen["metrics"]["store_bytes"]
 
 
@@ -73,7 +75,7 @@ def test_with_all_states_kept_a_hit_may_end_at_any_block(falcon: SmallModel, fal
 
 def test_two_ranks(falcon: SmallModel, falcon_baseline: Baseline) -> None:
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "KVOFFLOAD_TEST_FAULTS": "1:0.3"}
-    options = {"family": "states", "max_num_batched_tokens": BLOCK_TOKENS}
+    options = {"family": "states"} | ONE_BLOCK_A_STEP
     seen = run_child("two_ranks", model=falcon.path, extra=EXTRA, environment=environment, **options)
 
     for answers in (seen["first"], *seen["rounds"]):
@@ -87,7 +89,7 @@ def test_two_ranks(falcon: SmallModel, falcon_baseline: Baseline) -> None:
 def test_a_restarted_engine_finds_its_states_on_disk(
     falcon: SmallModel, falcon_baseline: Baseline, tmp_path: Path
 ) -> None:
-    options = {"family": "states", "max_num_batched_tokens": BLOCK_TOKENS}
+    options = {"family": "states"} | ONE_BLOCK_A_STEP
     extra = {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 30 * 4 * 2 * BLOCK_TOKENS * 2 * 64 * 4,  # host memory for three of the six prompts

@@ -22,6 +22,13 @@ from kvoffload.engines.vllm.versions import event_extra_keys
 
 __all__ = ["EventTranslator"]
 
+_VLLM_KINDS = {
+    GroupKind.FULL_ATTENTION: "full_attention",
+    GroupKind.SLIDING_WINDOW: "sliding_window",
+    GroupKind.SINGLE_STATE: "mamba",
+}
+"""What vLLM's own events call the kinds of groups."""
+
 _FINISHED_REQUESTS_TRACKED = 512
 """Finished requests that are still tracked, since their last stores end after them. Later stores get a plain event."""
 
@@ -54,7 +61,7 @@ class EventTranslator:
             factor * group.block_tokens // layout.hash_block_tokens if group.kind is GroupKind.FULL_ATTENTION else 0
             for group in layout.groups
         ]
-        self._kinds = [(group.kind.value, group.sliding_window_tokens) for group in layout.groups]
+        self._kinds = [(_VLLM_KINDS[group.kind], group.sliding_window_tokens) for group in layout.groups]
         self._origins: dict[bytes, _HashOrigin] = {}
         self._live: dict[str, _Tracked] = {}
         self._finished: deque[_Tracked] = deque()
