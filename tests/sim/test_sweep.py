@@ -76,6 +76,33 @@ def test_kv_bytes_of_a_model(tmp_path: Path, config: dict[str, object], expected
     assert model_kv_bytes_per_token(tmp_path / "config.json", dtype="fp8") in (expected // 2, expected // 4)
 
 
+@pytest.mark.parametrize(
+    ("layers", "attention"),
+    [
+        ({"layer_types": ["mamba", "mamba", "attention", "mamba"]}, 1),  # Granite 4
+        ({"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}, 1),
+        ({"layer_types": ["sliding_attention", "full_attention", "conv", "sliding_attention"]}, 3),
+        ({"layers_block_type": ["mamba", "mlp", "attention", "moe", "mamba", "attention"]}, 2),  # Nemotron-H
+        ({"hybrid_override_pattern": "M-M*-ME*", "num_hidden_layers": 8}, 2),
+        ({"full_attn_idxs": [2, 5, 8], "num_hidden_layers": 10}, 3),  # LFM2
+        ({"full_attention_interval": 4, "num_hidden_layers": 48}, 12),  # Qwen3-Next
+        ({"attn_layer_period": 8, "attn_layer_offset": 4, "num_hidden_layers": 32}, 4),  # Jamba
+    ],
+)
+def test_layers_with_a_recurrent_state_take_no_bytes_per_token(
+    tmp_path: Path, layers: dict[str, object], attention: int
+) -> None:
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "dtype": "float16"} | layers
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_kv_bytes_per_token(tmp_path) == attention * 2 * 2 * 8 * 2
+
+
+def test_a_model_without_attention_needs_a_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"layer_types": ["mamba", "mamba"], "num_attention_heads": 4}')
+    with pytest.raises(ConfigError, match="has no attention"):
+        model_kv_bytes_per_token(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"num_hidden_layers": 3}'])
 def test_a_config_that_says_too_little(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -25,9 +25,9 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "
 def model_kv_bytes_per_token(path: str | Path, dtype: str | None = None) -> int:
     """The same for the model of a Hugging Face ``config.json``, given as the file or its folder.
 
-    ``dtype`` overrides the config's own, for a quantised KV cache. Knows latent attention (``kv_lora_rank``). Assumes
-    that every layer keeps all tokens, so it overstates models with sliding windows. Raises ``ConfigError`` for a config
-    that cannot be read or says too little.
+    ``dtype`` overrides the config's own, for a quantised KV cache. Knows latent attention (``kv_lora_rank``). Layers
+    with a recurrent state in place of attention do not count. Assumes that every other layer keeps all tokens, so it
+    overstates models with sliding windows. Raises ``ConfigError`` for a config that cannot be read or says too little.
     """
     path = Path(path)
     if path.is_dir():
@@ -40,7 +40,7 @@ def model_kv_bytes_per_token(path: str | Path, dtype: str | None = None) -> int:
         raise ConfigError(f"{path} is not a model config: it has no JSON object.")
     config = config | config.get("text_config", {})  # multimodal models keep the language model's part there
     dtype = dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    layers = _number(path, config, "num_hidden_layers", "n_layer")
+    layers = _attention_layers(path, config)
     if config.get("kv_lora_rank"):
         latent = _number(path, config, "kv_lora_rank") + _number(path, config, "qk_rope_head_dim")
         return layers * latent * _dtype_bytes(dtype)
@@ -48,6 +48,36 @@ def model_kv_bytes_per_token(path: str | Path, dtype: str | None = None) -> int:
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or _number(path, config, "hidden_size", "n_embd") // heads
     return kv_bytes_per_token(layers, kv_heads, head_dim, dtype)
+
+
+_RECURRENT = {"mamba", "linear_attention", "conv"}
+"""What configs call layers that keep a state, not keys and values."""
+
+
+def _attention_layers(path: Path, config: Mapping[str, Any]) -> int:
+    """The layers with keys and values. They are the only ones whose size grows with the tokens."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if isinstance(kinds, list):
+        others = _RECURRENT | {"mlp", "moe"}
+        layers = sum(kind not in others for kind in kinds)
+    elif isinstance(config.get("hybrid_override_pattern"), str):  # Nemotron-H: M a state, * attention, - and E neither
+        layers = config["hybrid_override_pattern"].count("*")
+    elif isinstance(config.get("full_attn_idxs"), list):
+        layers = len(config["full_attn_idxs"])
+    elif config.get("full_attention_interval"):
+        interval = _number(path, config, "full_attention_interval")
+        layers = _number(path, config, "num_hidden_layers") // interval
+    elif config.get("attn_layer_period"):  # Jamba
+        period, offset = _number(path, config, "attn_layer_period"), config.get("attn_layer_offset", 0)
+        layers = sum(layer % period == offset for layer in range(_number(path, config, "num_hidden_layers")))
+    else:
+        layers = _number(path, config, "num_hidden_layers", "n_layer")
+    if layers == 0:
+        raise ConfigError(
+            f"The model of {path} has no attention, so its cache does not grow with the tokens; a size per token by "
+            "--kv-bytes-per-token is needed all the same."
+        )
+    return layers
 
 
 def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:
