@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.metrics import METRICS, Histogram, Kind, add_stats, buckets_of, initial_series, typical_value
+from kvoffload.config import GroupKind
+from kvoffload.metrics import (
+    GROUP_KINDS,
+    METRICS,
+    Histogram,
+    Kind,
+    add_stats,
+    buckets_of,
+    initial_series,
+    typical_value,
+)
 
 WAITS = METRICS["lookup_wait_seconds"]
 
@@ -23,6 +33,10 @@ def test_names_and_labels_follow_prometheus() -> None:
         assert not metric.values or len(metric.values) == len(metric.labels)
         assert (metric.kind is Kind.HISTOGRAM) == bool(metric.buckets)
         assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+def test_kinds_of_groups_are_those_of_layouts() -> None:
+    assert set(GROUP_KINDS) == {kind.value for kind in GroupKind}
 
 
 def test_all_series_of_known_tiers_are_there_from_the_start() -> None:

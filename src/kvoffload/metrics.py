@@ -56,6 +56,7 @@ _RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
 _BLOCKS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 
 OUTCOMES = ("ok", "failed")
+GROUP_KINDS = ("full_attention", "sliding_window", "single_state")
 DIRECTIONS = ("read", "write")
 
 
@@ -179,8 +180,8 @@ METRICS: dict[str, Metric] = _table(
         Metric("lookups_deferred", _C, "Lookups that asked the engine to come back in the next step."),
         Metric("load_jobs", _C, "Finished loads, by outcome.", ("outcome",), (OUTCOMES,)),
         Metric("store_jobs", _C, "Finished stores, by outcome.", ("outcome",), (OUTCOMES,)),
-        Metric("load_blocks", _C, "Blocks loaded to the device, by kind of KV group.", ("kind",)),
-        Metric("store_blocks", _C, "Blocks stored from the device, by kind of KV group.", ("kind",)),
+        Metric("load_blocks", _C, "Blocks loaded to the device, by kind of KV group.", ("kind",), (GROUP_KINDS,)),
+        Metric("store_blocks", _C, "Blocks stored from the device, by kind of KV group.", ("kind",), (GROUP_KINDS,)),
         Metric("load_bytes", _C, "Bytes copied from the primary tier to the device, summed over ranks."),
         Metric("store_bytes", _C, "Bytes copied from the device to the primary tier, summed over ranks."),
         Metric("load_seconds", _C, "Seconds spent copying to the device, summed over ranks and jobs."),

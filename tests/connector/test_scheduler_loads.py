@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
 
 from kvoffload.base import ReqContext
@@ -309,6 +310,24 @@ def test_different_block_sizes() -> None:
     (load,) = rig.step().loads
     assert load.destination.block_ids.tolist() == [0, 1, 2, 3, 20, 21]
     assert len(load.source.block_ids) == 3
+
+
+@pytest.mark.parametrize(("groups", "on_disk"), [((STATE, FULL), 4), ((STATE,), 8)])
+def test_blocks_are_counted_by_kind_and_hits_by_the_tier_of_attention(
+    groups: tuple[KVGroupLayout, ...], on_disk: int
+) -> None:
+    rig = Rig(groups=groups)
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 9))
+    assert rig.ask(request) == (8, True)
+    last_group = len(groups) - 1
+    rig.scheduler._requests["r"].context.trail.sources[key(1, last_group)] = "disk"
+    rig.alloc(request, *([NO_BLOCK, 1], [2, 3])[: len(groups)], external=8)
+    rig.end(*rig.step().loads)
+    stats = rig.scheduler.get_stats()
+    assert stats["tier_hit_tokens", "disk"] == on_disk, "a state alone stands for all tokens"
+    assert stats["load_blocks", "single_state"] == stats["store_blocks", "single_state"] == 1
+    assert stats.get(("load_blocks", "full_attention"), 0) == 2 * last_group
 
 
 def test_hit_tokens_are_counted_once_an_admission() -> None:

@@ -20,7 +20,7 @@ from kvoffload.base import (
     StepWork,
     get_offload_group_idx,
 )
-from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import (
     NO_BLOCK,
     BlockIds,
@@ -263,11 +263,18 @@ class OffloadingConnectorScheduler:
 
     def _tokens_by_tier(self, state: RequestOffloadState, hit_tokens: int) -> dict[str, int]:
         """The tokens of a hit by the tier in which their blocks lay when the request came. With several groups, those
-        of the group with the smallest blocks count."""
+        of the group with the smallest blocks count; a state, which is one for all tokens, where there is nothing else.
+        """
         first, sources = state.computed_tokens, state.context.trail.sources
         if not sources:
             return {HOST: hit_tokens - first}
-        finest = min(self._geometry, key=lambda group: group.block_tokens)
+        attention = [group for group in self._geometry if group.kind is not GroupKind.SINGLE_STATE]
+        if not attention:
+            (last,) = self._geometry[0].blocks_for_hit(first, hit_tokens)
+            tier = sources.get(state.groups[0].keys[last], HOST)
+            sources.clear()
+            return {tier: hit_tokens - first}
+        finest = min(attention, key=lambda group: group.block_tokens)
         keys, size = state.groups[finest.index].keys, finest.block_tokens
         tokens: dict[str, int] = {}
         for block in range(first // size, -(-hit_tokens // size)):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,14 @@ def test_plain_events_name_hashes_only_one_event_per_group() -> None:
     assert (window.block_hashes, window.group_idx, window.kv_cache_spec_sliding_window) == ([b"a-0"], 1, 6)
     assert (removed.block_hashes, removed.medium, removed.group_idx) == ([b"b-5"], "fs", 1)
     assert type(removed).__name__ == "BlockRemoved"
+
+
+def test_states_have_vllms_word_and_no_tokens() -> None:
+    groups = (*LAYOUT.groups[:1], KVGroupLayout(GroupKind.SINGLE_STATE, 4, 8))
+    translator = EventTranslator(replace(LAYOUT, groups=groups), factor=1, describe=True)
+    translator.track(request("a", 3))
+    (state,) = translator.translate([stored(key("a", 2, 1))])
+    assert (state.kv_cache_spec_kind, state.block_hashes, state.token_ids) == ("mamba", [b"a-2"], [])
 
 
 def test_described_events_carry_tokens_parent_and_size_of_the_block_that_can_be_fetched() -> None:
