@@ -93,6 +93,7 @@ def test_a_restarted_engine_finds_its_states_on_disk(
     extra = {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 30 * 4 * 2 * BLOCK_TOKENS * 2 * 64 * 4,  # host memory for three of the six prompts
+        "load_policy": "always",  # whether a load is worth it on this machine is not asked here
         "secondary_tiers": [{"type": "disk", "path": str(tmp_path / "blocks"), "max_bytes": "64MiB"}],
     }
     before = run_child("disk", model=falcon.path, extra=extra, **options)
