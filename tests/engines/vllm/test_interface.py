@@ -38,7 +38,7 @@ ATTRIBUTES = {
         "kv_cache_block_copies"
     ),
     ("vllm.v1.core.sched.output", "KVConnectorBlockState"): "boundary_state_offloads",
-    ("vllm.v1.kv_cache_interface", "KVCacheBlockCopy"): "dst_block_id",
+    ("vllm.v1.core.kv_cache_utils", "KVCacheBlockCopy"): "dst_block_id",
     ("vllm.v1.kv_cache_interface", "MambaSpec"): "shapes dtypes mamba_cache_mode",
     ("vllm.v1.core.sched.output", "NewRequestData"): "req_id block_ids num_computed_tokens",
     ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",

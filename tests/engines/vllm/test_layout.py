@@ -212,8 +212,9 @@ def test_groups_that_hashes_cannot_restore_are_refused() -> None:
     ],
 )
 def test_states_that_were_not_shown_to_be_right_are_refused(
-    change: dict[str, Any], states: dict[str, Any], words: str
+    change: dict[str, Any], states: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
     refuse_unsupported(vllm_config(), kv_cache_config(attention(), mamba()))
     with pytest.raises(ConfigError, match=words):
         refuse_unsupported(vllm_config(**change), kv_cache_config(attention(), mamba(**states)))

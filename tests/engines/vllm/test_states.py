@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.conftest import states_baseline
+from tests.engines.vllm.conftest import HAS_VLLM, states_baseline
 from tests.engines.vllm.harness import Baseline, run_child
 from tests.engines.vllm.models import SmallModel, write_granite_hybrid, write_mamba2, write_nemotron_h
 from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP, STATE_PROMPT_TOKENS
 from tests.engines.vllm.test_serving import assert_idle
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+from kvoffload.engines.vllm.versions import names_states
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        HAS_VLLM and not names_states(), reason="older versions of vLLM are refused for models with states"
+    ),
+]
 
 EXTRA = {"cpu_bytes_to_use": "64MiB"}
 FULL_TOKENS = STATE_PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
