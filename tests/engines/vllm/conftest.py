@@ -8,19 +8,15 @@ scenarios, and the tests look at what it wrote down.
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.engines.vllm.drafts import Speculation, write_drafts
-from tests.engines.vllm.harness import Baseline, run_child
+from tests.engines.vllm.harness import HAS_VLLM, Baseline, run_child, states_baseline
 from tests.engines.vllm.models import SmallModel, write_falcon_h1, write_gemma3, write_llama
-from tests.engines.vllm.prompts import ONE_BLOCK_A_STEP
 
 from kvoffload.engines.vllm.versions import drafters_are_proven
-
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,11 +56,7 @@ def falcon(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 @pytest.fixture(scope="session")
 def falcon_baseline(falcon: SmallModel) -> Baseline:
-    return states_baseline(falcon)
-
-
-def states_baseline(model: SmallModel) -> Baseline:
-    return Baseline(run_child("baseline", model=model.path, family="states", **ONE_BLOCK_A_STEP))
+    return states_baseline(falcon.path)
 
 
 @pytest.fixture(scope="session")

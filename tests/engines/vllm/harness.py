@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,11 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.prompts import BLOCK_TOKENS, Prompt
+from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP, Prompt
 
 from kvoffload.engines.vllm.versions import vllm_release
 
 ROOT = Path(__file__).parents[3]
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
 SHARP_GAP = 2e-4
 """Prompts whose two best tokens come closer than this (in log probability) anywhere are no oracle: rounding is around
 1e-6, and grows with the order in which batches are summed."""
@@ -84,6 +86,11 @@ class Baseline:
 
     def tokens(self, name: str) -> list[int] | None:
         return self._tokens.get(name)
+
+
+def states_baseline(model: str) -> Baseline:
+    """What vLLM alone answers to the prompts for models with recurrent states."""
+    return Baseline(run_child("baseline", model=model, family="states", **ONE_BLOCK_A_STEP))
 
 
 class Engine:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.conftest import HAS_VLLM, states_baseline
-from tests.engines.vllm.harness import Baseline, run_child
+from tests.engines.vllm.harness import HAS_VLLM, Baseline, run_child, states_baseline
 from tests.engines.vllm.models import SmallModel, write_granite_hybrid, write_mamba2, write_nemotron_h
 from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP, STATE_PROMPT_TOKENS
 from tests.engines.vllm.test_serving import assert_idle
@@ -69,7 +68,7 @@ def test_other_models(write: Callable[[Path], SmallModel], tmp_path: Path) -> No
     model = write(tmp_path)
     seen = run_child("states", model=model.path, extra=EXTRA)
     assert "MambaSpec" in seen["kinds"]
-    check_states(seen, states_baseline(model))
+    check_states(seen, states_baseline(model.path))
 
 
 def test_with_all_states_kept_a_hit_may_end_at_any_block(falcon: SmallModel, falcon_baseline: Baseline) -> None:
