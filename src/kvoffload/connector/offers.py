@@ -336,8 +336,9 @@ class StoreOffers:
         def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
             for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
                 group_state.cursor = cursor
-            for block in offer.blocks:
-                state.groups[block.group].states.pop(block.block, None)
+            if any(group_state.states for group_state in state.groups):
+                for block in offer.blocks:
+                    state.groups[block.group].states.pop(block.block, None)
             if output is None or not output.keys_to_store:
                 return False
             self._begin_store(state, offer, output, epoch, stores)
