@@ -156,7 +156,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         group_sizes: Sequence[int],
         block_indices: Sequence[int],
     ) -> None:
-        super().__init__(block_ids)
+        self.block_ids = np.asarray(block_ids, dtype=np.int64)
         if sum(group_sizes) != len(self.block_ids):
             raise ValueError(
                 f"group_sizes must add up to the number of block_ids: {list(group_sizes)} for {len(self.block_ids)}."

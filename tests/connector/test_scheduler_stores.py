@@ -775,9 +775,25 @@ def test_while_it_stores_a_request_that_reads_no_cache_touches_only_what_it_stor
     assert rig.manager.touched == [[key(2)]]
 
 
-def test_a_long_request_in_a_large_cache_is_touched_once_per_sixteenth_of_it() -> None:
+def test_a_long_request_in_a_large_cache_is_touched_once_per_half_of_it() -> None:
     rig = Rig(num_blocks=160)
     request = Request("r", 8)
     rig.end(*rig.admit(request, [0, 1]).stores)
-    run_on(rig, request, 102)
-    assert [len(keys) for keys in rig.manager.touched] == list(range(10, 103, 10))
+    run_on(rig, request, 170)
+    assert [len(keys) for keys in rig.manager.touched] == [80, 160]
+
+
+@pytest.mark.parametrize("eviction_policy", ["lru", "arc", "density"])
+def test_in_a_large_cache_what_others_drive_out_is_the_tail(eviction_policy: str) -> None:
+    """Others store three times the cache while the request decodes, and never half of it between two of its stores."""
+    rig = Rig(num_blocks=160, eviction_policy=eviction_policy)
+    request = Request("r", 8)
+    rig.end(*rig.admit(request, [0, 1]).stores)
+    for number in range(16):
+        run_on(rig, request, 3 + number)
+        for part in "ab":
+            other = rig.arrive(Request(f"o{number}{part}", 60, f"o{number}{part}"))
+            rig.end(*rig.admit(other, range(15)).stores)
+            rig.finish(other)
+        found = held(rig, "p", 3 + number)
+        assert found[0] and found == sorted(found, reverse=True), "what is left of the request is a prefix"

@@ -47,7 +47,7 @@ class JobTable:
     """All jobs in flight by id, and their fences by GPU block."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+        self._ranks = set(range(num_ranks))
         self.in_flight: dict[int, JobRecord] = {}
         """By id. Others only read it."""
         self.fences: dict[int, list[int]] = {}
@@ -72,7 +72,7 @@ class JobTable:
             request,
             tuple(keys),
             frozenset(gpu_block_ids),
-            set(range(self._num_ranks)),
+            self._ranks.copy(),
             epoch,
         )
         self._next_id += 1

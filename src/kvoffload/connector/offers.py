@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvoffload.base import (
     Direction,
@@ -32,8 +31,7 @@ __all__ = ["Offer", "Portion", "StoreOffers", "Turnover", "offer_in_portions", "
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedBlock:
+class OfferedBlock(NamedTuple):
     """A block of a request, and the GPU blocks to copy it from."""
 
     key: OffloadKey
@@ -43,8 +41,7 @@ class OfferedBlock:
     gpu_block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """A portion of a request's blocks, group after group, each head to tail."""
 
     blocks: tuple[OfferedBlock, ...]
@@ -57,7 +54,7 @@ class Offer:
 
     @property
     def keys(self) -> list[OffloadKey]:
-        return [each.key for each in self.blocks]
+        return [key for key, _, _, _ in self.blocks]
 
 
 def plan_offer(
@@ -121,16 +118,17 @@ def select_source(
     gpu_ids: list[int] = []
     sizes = [0] * len(geometry)
     starts = [0] * len(geometry)
-    offered = iter(offer.blocks)
-    for key in keys_to_store:
-        block = next((each for each in offered if each.key == key), None)
-        if block is None:
-            return None
-        if not sizes[block.group]:
-            starts[block.group] = block.block * geometry[block.group].factor
-        sizes[block.group] += len(block.gpu_block_ids)
-        gpu_ids += block.gpu_block_ids
-    return GPULoadStoreSpec(gpu_ids, sizes, starts)
+    wanted = iter(keys_to_store)
+    key = next(wanted, None)
+    for offered, group, block, ids in offer.blocks:
+        if offered != key:
+            continue
+        if not sizes[group]:
+            starts[group] = block * geometry[group].factor
+        sizes[group] += len(ids)
+        gpu_ids += ids
+        key = next(wanted, None)
+    return GPULoadStoreSpec(gpu_ids, sizes, starts) if key is None else None
 
 
 class Turnover:
@@ -139,19 +137,25 @@ class Turnover:
     A request touches its prefix at admission and at its end. In between, new blocks are more recent than its head. So a
     long request would lose the head, which every later hit needs.
 
-    A request is due when it stores, and a sixteenth of the cache was stored since its last touch. A touch at each store
-    would cost as much as the request is long. Requests that are due in the same step take turns: a stored block pays
-    for ``KEYS_PER_STORED`` touched keys, and at most ``MOST_KEYS`` are paid for in advance.
+    A request is due when it stores, and half of the cache was stored since its last touch: then its head is halfway to
+    eviction. To touch earlier would take room from resting prefixes, which have no other copy, for blocks that are on
+    the device as well. In a cache smaller than ``FEW_BLOCKS`` it is due at each store, since another prompt may store
+    half of the cache at once.
+
+    Requests that are due in the same step take turns: a stored block pays for ``KEYS_PER_STORED`` touched keys, and at
+    most ``MOST_KEYS`` are paid for in advance.
     """
 
-    KEYS_PER_STORED = 32
-    """Enough for every request's turn, if running requests have at most twice as many blocks as the cache."""
+    FEW_BLOCKS = 64
+    """About what two prompts have."""
+    KEYS_PER_STORED = 8
+    """Enough for every request's turn, if running requests have at most four times as many blocks as the cache."""
     MOST_KEYS = 2048
     """About a millisecond of the scheduler's thread."""
 
     def __init__(self, num_blocks: int) -> None:
         """``num_blocks``: the size of the primary tier."""
-        self._period = max(1, num_blocks // 16)
+        self._period = num_blocks // 2 if num_blocks >= self.FEW_BLOCKS else 1
         self._stored = 0
         self._paid_keys = self.MOST_KEYS
 
@@ -265,7 +269,8 @@ class StoreOffers:
         assert state.last_scheduled is not None
         # Drafts may follow the tokens that are known.
         stores = self._offer(state, min(state.last_scheduled.done_tokens, state.request.num_tokens), epoch)
-        self._refused_in_step |= state in self.refused
+        if self.refused and state in self.refused:
+            self._refused_in_step = True
         return stores
 
     def offer_rest(self, state: RequestOffloadState, epoch: int) -> list[TransferJob]:
@@ -298,18 +303,19 @@ class StoreOffers:
         self.refused.pop(state, None)
 
     def _offer(self, state: RequestOffloadState, limit: int, epoch: int) -> list[TransferJob]:
-        assert state.last_scheduled is not None
-        computed_tokens, done_tokens = state.last_scheduled.num_computed_tokens, state.last_scheduled.done_tokens
+        last = state.last_scheduled
+        assert last is not None
         state.offered_tokens = limit
         most = self._max_tokens(state)
         limit = min(limit, most)
         state.extend_keys(self._geometry)
         stores: list[TransferJob] = []
-        self.refused.pop(state, None)
-        if not self._offer_portions(state, computed_tokens, limit, epoch, stores):
+        if self.refused:
+            self.refused.pop(state, None)
+        if not self._offer_portions(state, last.num_computed_tokens, limit, epoch, stores):
             self.refused[state] = None
             # A new block does not wait for its turn among the refused ones.
-            state.next_offer_tokens = (done_tokens // self._least_tokens + 1) * self._least_tokens
+            state.next_offer_tokens = (last.done_tokens // self._least_tokens + 1) * self._least_tokens
         elif state.portions.evicts_itself or limit == most:
             state.next_offer_tokens = UNLIMITED
         else:
@@ -334,7 +340,7 @@ class StoreOffers:
             return plan_offer(self._geometry, state, computed_tokens, limit_tokens, max_blocks)
 
         def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
-            for group_state, cursor in zip(state.groups, offer.cursors, strict=True):
+            for group_state, cursor in zip(state.groups, offer.cursors):
                 group_state.cursor = cursor
             if any(group_state.states for group_state in state.groups):
                 for block in offer.blocks:
@@ -354,12 +360,13 @@ class StoreOffers:
         epoch: int,
         stores: list[TransferJob],
     ) -> None:
-        source = select_source(self._geometry, offer, output.keys_to_store)
+        keys = output.keys_to_store
+        source = select_source(self._geometry, offer, keys)
         if source is None:
             logger.error("A manager prepared blocks that were not offered, or in another order; they are not stored.")
-            self._manager.complete_store(output.keys_to_store, state.context, success=False)
+            self._manager.complete_store(keys, state.context, success=False)
             return
-        state.stores(output.keys_to_store)
-        self._turnover.count(len(output.keys_to_store))
-        job = self._jobs.begin(Direction.STORE, state, output.keys_to_store, source.block_ids.tolist(), epoch)
+        state.stores(keys)
+        self._turnover.count(len(keys))
+        job = self._jobs.begin(Direction.STORE, state, keys, source.block_ids.tolist(), epoch)
         stores.append(TransferJob(job.job_id, state.context.req_id, source, output.store_spec))

@@ -88,7 +88,7 @@ class RequestOffloadState:
         if len(hashes) == self.num_hashes:
             return
         self.num_hashes = len(hashes)
-        for group, state in zip(geometry, self.groups, strict=True):
+        for group, state in zip(geometry, self.groups):
             group.extend_keys(state.keys, hashes)
 
     def set_gpu_blocks(self, block_ids: BlockIds) -> None:

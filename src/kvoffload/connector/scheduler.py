@@ -44,6 +44,18 @@ __all__ = ["OffloadingConnectorScheduler"]
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = ConnectorMeta()
+_ENDS = {
+    (direction, success): (
+        (f"{direction.value}_jobs", "ok" if success else "failed"),
+        (f"{direction.value}_bytes",),
+        (f"{direction.value}_seconds",),
+    )
+    for direction in Direction
+    for success in (True, False)
+}
+"""By direction and success of a job: where it counts, where its bytes do, and where its seconds do."""
+
 
 class OffloadingConnectorScheduler:
     """Decides for each request what to look up, load and offer for store. Tracks jobs, fences and metrics.
@@ -342,25 +354,24 @@ class OffloadingConnectorScheduler:
             self._flush(self._jobs.flush_for_blocks(step.copied_block_ids))
         named = self._take_states(step.boundary_states) if step.boundary_states else []
         stores: list[TransferJob] = []
-        tokens = prompt_tokens = queued_tokens = 0
-        is_continued = False
+        tokens = prompt_tokens = queued_tokens = num_new_tables = 0
+        find = self._requests.get
         for scheduled in step.scheduled:
-            state = self._requests.get(scheduled.request_id)
+            state = find(scheduled.request_id)
             num_tokens = scheduled.num_scheduled_tokens
             tokens += num_tokens
-            is_continued |= not scheduled.block_table_is_new
             if num_tokens > 1 and state is not None:
                 left = state.request.num_prompt_tokens - scheduled.num_computed_tokens
                 if left > 0:
                     prompt_tokens += min(num_tokens, left)
                     queued_tokens += max(left - num_tokens, 0)
-            new_ids = scheduled.new_block_ids
-            if scheduled.block_table_is_new or (new_ids and any(new_ids)):
+            if (new_ids := scheduled.new_block_ids) and (scheduled.block_table_is_new or any(new_ids)):
+                num_new_tables += scheduled.block_table_is_new
                 self._take_new_blocks(state, scheduled)
             if state is None:
                 continue
             state.last_scheduled = scheduled
-            done_tokens = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+            done_tokens = scheduled.num_computed_tokens + num_tokens
             if done_tokens >= state.next_offer_tokens and state.load_job_id is None:
                 stores += self._offers.offer(state, self._epoch)
         if self._offers.refused:
@@ -369,10 +380,13 @@ class OffloadingConnectorScheduler:
             group_state.states.clear()  # refused ones too: later the engine may write over them
         loaded_bytes, load_seconds = self._loaded
         self._loaded = (0, 0.0)
+        is_continued = num_new_tables < len(step.scheduled)
         self._manager.note_step(
             StepWork(tokens, prompt_tokens, queued_tokens, is_continued, loaded_bytes, load_seconds)
         )
         self._manager.on_schedule_end()
+        if not (stores or self._loads or self._lost_loads or self._final_stores or self._flushes):
+            return _NOTHING
         meta = ConnectorMeta(
             tuple(self._loads),
             tuple(stores),
@@ -469,10 +483,10 @@ class OffloadingConnectorScheduler:
             self._manager.complete_load(job.keys, job.request.context)
 
     def _count_end(self, job: JobRecord) -> None:
-        direction = job.direction.value
-        self._count((f"{direction}_jobs", "ok" if job.success else "failed"))
-        self._count((f"{direction}_bytes",), job.num_bytes)
-        self._count((f"{direction}_seconds",), job.seconds)
+        jobs, num_bytes, all_seconds = _ENDS[job.direction, job.success]
+        self._count(jobs)
+        self._count(num_bytes, job.num_bytes)
+        self._count(all_seconds, job.seconds)
         if job.success:
             # Ranks copy side by side; bytes and seconds of a job are sums over them.
             seconds = job.seconds / self._num_ranks
@@ -483,7 +497,7 @@ class OffloadingConnectorScheduler:
             one_group = len(self._geometry) == 1
             blocks = {0: len(job.keys)} if one_group else Counter(map(get_offload_group_idx, job.keys))
             for group, num_blocks in blocks.items():
-                self._count((f"{direction}_blocks", self._geometry[group].kind.value), num_blocks)
+                self._count((f"{job.direction.value}_blocks", self._geometry[group].kind.value), num_blocks)
         if job.epoch != self._epoch:
             self._count(("stale_jobs",))
 

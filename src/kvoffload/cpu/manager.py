@@ -205,7 +205,7 @@ class SlotTable:
         ``None``: not enough idle blocks, and nothing was changed. Each call steps over the protected blocks it meets,
         so a block that stays protected for long is better pinned, or touched, which moves it out of the way.
         """
-        missing = [key for key, block in zip(keys, self.get_all(keys), strict=True) if block is None]
+        missing = [key for key, block in zip(keys, self.get_all(keys)) if block is None]
         if not missing:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if len(missing) > 1 and len(set(missing)) != len(missing):
@@ -235,13 +235,15 @@ class SlotTable:
         else:
             self._free += [block for _, block in victims]
             blocks = self._take_slots(len(missing))
+        slots = []
         for key, block in zip(missing, blocks):
             block.key = key
             block.pins = _IN_FLIGHT
             block.since_s = now_s
+            slots.append(block.block_id)
         self.policy.insert_all(arrivals, blocks[::-1])
-        self._num_in_flight += len(blocks)
-        return PrepareStoreOutput(missing, CPULoadStoreSpec([block.block_id for block in blocks]), evicted)
+        self._num_in_flight += len(slots)
+        return PrepareStoreOutput(missing, CPULoadStoreSpec(slots), evicted)
 
     def end_write(self, keys: Collection[OffloadKey], success: bool) -> None:
         """Ends the writes of ``keys``. Blocks in flight become ready; if not ``success``, their slots are freed."""
@@ -255,7 +257,7 @@ class SlotTable:
 
     def _publish(self, keys: Collection[OffloadKey]) -> None:
         ready: list[OffloadKey] = []
-        for key, block in zip(keys, self.get_all(keys), strict=True):
+        for key, block in zip(keys, self.get_all(keys)):
             if block is not None and block.pins < 0:
                 block.pins = 0
                 ready.append(key)
@@ -301,7 +303,8 @@ class SlotTable:
         """``n`` slots: first those never used, from the lowest on, then freed ones."""
         first = len(self._slots)
         blocks = [BlockStatus(slot) for slot in range(first, min(first + n, self.num_blocks))]
-        self._slots += blocks
+        if blocks:
+            self._slots += blocks
         if rest := n - len(blocks):
             # From the end: a batch is freed tail first, so it comes back as a run of rising slots.
             blocks += self._free[: -rest - 1 : -1]

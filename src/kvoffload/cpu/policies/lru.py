@@ -54,6 +54,8 @@ class LRUCachePolicy(CachePolicy):
                 blocks[key] = skipped.pop(key).block
 
     def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
+        if not n:
+            return []
         sweep = self.recency.sweep(protected)
         if sweep.take(n) < n:
             sweep.undo()
