@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two vLLM servers on two ports share one Valkey: what one computed the other hits, with the same tokens."""
+"""Two vLLM servers on two ports share one store (Valkey, an object store, Mooncake): what one computed the other hits,
+with the same tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +17,39 @@ from tests.engines.vllm.server import Server, ask, judge
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture
-def fleet(llama: SmallModel, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
-    from tests.redis_server import RedisServer
+SEAL_KEY = "0123456789abcdef"
 
-    valkey = RedisServer(tmp_path)
-    tier = {"type": "redis", "url": valkey.url, "required": True, "seal_key": "0123456789abcdef"}
+
+@pytest.fixture(params=["redis", "object", "mooncake"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """The options of a tier that both servers share, over a real server of this machine."""
+    place = tmp_path / "store"
+    place.mkdir()
+    shared = {"type": request.param, "required": True, "seal_key": SEAL_KEY}
+    server: Any
+    if request.param == "redis":
+        from tests.redis_server import RedisServer
+
+        server = RedisServer(place)
+        own = {"url": server.url}
+    elif request.param == "object":
+        pytest.importorskip("obstore", reason="make test-vllm brings it")
+        from tests.s3_server import BUCKET, S3Server
+
+        server = S3Server(place)
+        own = {"url": f"s3://{BUCKET}/fleet", "config": server.config, "request_timeout_s": 60}
+    else:
+        pytest.importorskip("mooncake.store", reason="needs its client and Debian's libibverbs1", exc_type=ImportError)
+        from tests.mooncake_server import MooncakePool
+
+        server = MooncakePool(place)
+        own = {"master": server.master, "metadata": server.metadata}
+    yield shared | own
+    server.stop()
+
+
+@pytest.fixture
+def fleet(llama: SmallModel, tier: dict[str, Any], tmp_path: Path) -> Iterator[tuple[Server, Server]]:
     servers: list[Server] = []
     try:
         for name in ("first", "second"):
@@ -40,14 +68,15 @@ def fleet(llama: SmallModel, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
     finally:
         for server in servers:
             server.stop()
-        valkey.stop()
 
 
-def test_what_one_server_computed_the_other_hits(fleet: tuple[Server, Server], llama_baseline: Baseline) -> None:
+def test_what_one_server_computed_the_other_hits(
+    tier: dict[str, Any], fleet: tuple[Server, Server], llama_baseline: Baseline
+) -> None:
     import openai
     from tests.redis_server import wait_until
 
-    first, second = fleet
+    (first, second), kind = fleet, tier["type"]
     prompts = long_prompts(4)
     one, other = (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) for server in (first, second)
@@ -59,9 +88,9 @@ def test_what_one_server_computed_the_other_hits(fleet: tuple[Server, Server], l
 
         def is_stored() -> bool:
             ask(one, next(filler))
-            return first.metrics()["tier_blocks_stored|redis"] >= 4 * 31
+            return first.metrics().get(f"tier_blocks_stored|{kind}", 0) >= 4 * 31
 
-        wait_until(is_stored, "the first server's blocks are in Valkey")
+        wait_until(is_stored, "the first server's blocks are in the store")
         shared = {prompt.name: ask(other, prompt) for prompt in prompts}
         metrics = second.metrics()
         judge(first, one, llama_baseline, computed)
@@ -70,6 +99,6 @@ def test_what_one_server_computed_the_other_hits(fleet: tuple[Server, Server], l
         one.close()
         other.close()
     assert all(cached == 992 for _, cached in shared.values())
-    assert metrics["tier_blocks_loaded|redis"] >= 4 * 31
-    assert metrics.get("tier_corrupt_blocks|redis", 0) == 0  # a counter is exported once it counts
-    assert metrics["tier_healthy|redis"] == 1
+    assert metrics[f"tier_blocks_loaded|{kind}"] >= 4 * 31
+    assert metrics.get(f"tier_corrupt_blocks|{kind}", 0) == 0  # a counter is exported once it counts
+    assert metrics[f"tier_healthy|{kind}"] == 1
