@@ -51,11 +51,11 @@ class SlabMachine(RuleBasedStateMachine):
 
     def open(self) -> SlabStore:
         store = SlabStore(self.root, SIZE, max_bytes=MAX_BYTES)
-        store._upkeep.acquire()  # from now on the store's thread waits
+        store._upkeep.lock.acquire()  # from now on the store's thread waits
         return store
 
     def close(self, who: int) -> None:
-        self.stores[who]._upkeep.release()
+        self.stores[who]._upkeep.lock.release()
         self.stores[who].close()
 
     def take_news(self, who: int) -> None:
@@ -102,14 +102,14 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(who=WHO)
     def tell_and_ask(self, who: int) -> None:
-        self.stores[who]._flush_changes()
-        self.stores[who]._poll()
+        self.stores[who]._upkeep.flush_changes()
+        self.stores[who]._upkeep.poll()
         self.take_news(who)
         self.known[who] |= self.scan(who)
 
     @rule(who=WHO)
     def write_uses(self, who: int) -> None:
-        self.stores[who]._flush_uses()
+        self.stores[who]._upkeep.flush_uses()
 
     @rule(who=WHO, key=st.sampled_from(KEYS))
     def written_is_found_by_the_neighbour(self, who: int, key: OffloadKey) -> None:
@@ -139,7 +139,8 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(who=WHO)
     def crash(self, who: int) -> None:
         """As ``kill -9`` leaves it: nothing more is written, and the kernel drops all locks."""
-        with patch.object(self.stores[who], "_flush_uses"), patch.object(self.stores[who], "_flush_changes"):
+        upkeep = self.stores[who]._upkeep
+        with patch.object(upkeep, "flush_uses"), patch.object(upkeep, "flush_changes"):
             self.close(who)
         self.stores[who] = self.open()
         self.known[who] = self.scan(who)

@@ -95,7 +95,7 @@ class TestReading:
         for _ in range(10_000):
             if here(theirs, KEYS[0]):
                 return
-            theirs._stop.wait(0.01)
+            theirs._upkeep._stop.wait(0.01)
         raise AssertionError("never found")
 
     def test_what_a_neighbour_evicts_is_announced(self, open_store) -> None:
@@ -114,7 +114,7 @@ class TestReading:
         write(mine, *KEYS[:8])
         mine.refresh()
         theirs.refresh()
-        with mine._upkeep, theirs._upkeep:  # neither thread helps
+        with mine._upkeep.lock, theirs._upkeep.lock:  # neither thread helps
             assert write(mine, *KEYS[10:14]) == [True] * 4
             assert right(theirs, *KEYS[:8]) == set(KEYS[4:8])
             assert right(theirs, *KEYS[10:14]) == set(KEYS[10:14]), "found while looking"
@@ -171,10 +171,10 @@ class TestReading:
         theirs.refresh()
         now_s += 5
         assert right(theirs, KEYS[0], KEYS[1]) == set(KEYS[:2])
-        with theirs._upkeep:
-            theirs._flush_uses()
-        with mine._upkeep:
-            mine._flush_uses()
+        with theirs._upkeep.lock:
+            theirs._upkeep.flush_uses()
+        with mine._upkeep.lock:
+            mine._upkeep.flush_uses()
         now_s += 5
         write(mine, *KEYS[8:12])
         assert here(mine, *KEYS[:8]) == {KEYS[0], KEYS[1], KEYS[6], KEYS[7]}
@@ -185,11 +185,11 @@ class TestAdoption:
         child = neighbour(two_slabs(), 0, 40)
         store = open_store(max_bytes=two_slabs())
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
-        assert store._allocator.num_slots == 0
+        assert store._slabs.allocator.num_slots == 0
         child.send_signal(signal.SIGKILL)
         child.wait()
         store.refresh()
-        assert store._allocator.num_slots > 0
+        assert store._slabs.allocator.num_slots > 0
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
         assert write(store, *KEYS[40:60]) == [True] * 20
         assert len(tables(tmp_path)) == 1, "in the slab of the dead"
@@ -208,7 +208,7 @@ class TestAdoption:
         write(store, *KEYS[:10])
         store.close()
         stores = [open_store(max_bytes=two_slabs()) for _ in range(3)]
-        assert sum(store._allocator.num_slots > 0 for store in stores) == 1
+        assert sum(store._slabs.allocator.num_slots > 0 for store in stores) == 1
         for store in stores:
             assert right(store, *KEYS[:10]) == set(KEYS[:10])
 
@@ -234,7 +234,7 @@ class TestQuota:
         new = open_store(namespace="today", max_bytes=two_slabs())
         assert write(new, KEYS[0]) == [False], "it is in use"
         old.close()
-        new._no_growth_before_s = 0.0
+        new._growth.not_before_s = 0.0
         assert write(new, KEYS[0]) == [True]
         assert disk_bytes(tmp_path) <= two_slabs()
         again = open_store(namespace="yesterday", max_bytes=two_slabs())
@@ -259,7 +259,7 @@ class TestQuota:
         with root_lock(str(tmp_path / "kv"), Access()) as is_locked:
             assert is_locked
             assert write(store, KEYS[0]) == [False]
-        store._no_growth_before_s = 0.0
+        store._growth.not_before_s = 0.0
         assert write(store, KEYS[0]) == [True]
 
 
@@ -276,7 +276,7 @@ class TestSharing:
                 store.refresh()
 
     def owned(self, store: SlabStore) -> int:
-        return sum(slab.is_own for slab in store._slabs.values())
+        return sum(slab.is_own for slab in store._slabs.open.values())
 
     def test_a_late_comer_is_given_slabs_with_their_blocks(self, open_store, tmp_path: Path) -> None:
         mine = open_store(max_bytes=6 << 20)
@@ -298,7 +298,7 @@ class TestSharing:
         mine, late = open_store(max_bytes=6 << 20), open_store(max_bytes=6 << 20, namespace="late")
         self.fill(mine, 0, 5800)
         for _ in range(5):
-            late._no_growth_before_s = 0.0
+            late._growth.not_before_s = 0.0
             self.fill(late, 0, 2000)
             self.settle(mine, late)
         assert abs(self.owned(mine) - self.owned(late)) <= 1

@@ -35,6 +35,7 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.slab.file import SlabFile
 from kvoffload.tiering.stores.slab.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
 from kvoffload.tiering.stores.slab.store import SlabStore
+from kvoffload.tiering.stores.slab.upkeep import Upkeep
 
 KEYS = keys_of(*range(100))
 
@@ -93,14 +94,14 @@ class TestRestart:
         for start in range(0, 3800, 100):
             write(store, *keys[start : start + 100])
         store.close()
-        monkeypatch.setattr("kvoffload.tiering.stores.slab.store._LOADED_AT_ONCE", 1000)
-        go_on, real = threading.Event(), SlabStore._load
+        monkeypatch.setattr("kvoffload.tiering.stores.slab.upkeep._LOADED_AT_ONCE", 1000)
+        go_on, real = threading.Event(), Upkeep.load
 
-        def load(self: SlabStore, *, at_once: bool) -> None:
+        def load(self: Upkeep, *, at_once: bool) -> None:
             assert at_once or go_on.wait(30)
             real(self, at_once=at_once)
 
-        monkeypatch.setattr(SlabStore, "_load", load)
+        monkeypatch.setattr(Upkeep, "load", load)
         store = open_store(max_bytes=4 << 20)
         known = right(store, *keys)
         assert 900 <= len(known) < 2000
@@ -116,13 +117,13 @@ class TestRestart:
     def test_the_stores_thread_outlives_what_fails(self, open_store, monkeypatch, caplog) -> None:
         calls, twice = [], threading.Event()
 
-        def fail(self: SlabStore) -> None:
+        def fail(self: Upkeep) -> None:
             calls.append(1)
             if len(calls) > 2:
                 twice.set()
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(SlabStore, "_poll", fail)
+        monkeypatch.setattr(Upkeep, "poll", fail)
         store = open_store()
         assert twice.wait(60)
         assert write(store, KEYS[0]) == [True]
@@ -312,7 +313,7 @@ class TestBadMedia:
         keys = keys_of(*range(1200))
         for start in range(0, 1200, 50):
             write(store, *keys[start : start + 50])
-        first = store._by_name[min(store._by_name, key=lambda name: store._by_name[name].number)]
+        first = store._slabs.by_name[min(store._slabs.by_name, key=lambda name: store._slabs.by_name[name].number)]
 
         def fail(self: SlabFile, *args):
             if self.name == first.file.name:
@@ -323,8 +324,8 @@ class TestBadMedia:
         monkeypatch.setattr(SlabFile, call, fail)
         store.discard(keys[:1])
         store.refresh()
-        with store._upkeep:
-            store._flush_uses()
+        with store._upkeep.lock:
+            store._upkeep.flush_uses()
         monkeypatch.setattr(SlabFile, call, real)
         assert first.is_dropped
         left = right(store, *keys)
@@ -364,7 +365,7 @@ class TestRoot:
         store.discard([KEYS[0]])
         assert not (tmp_path / "kv").exists(), "a mount that went away is not written under"
         (tmp_path / "kv" / ".kvoffload").mkdir(parents=True)
-        store._no_growth_before_s = 0.0
+        store._growth.not_before_s = 0.0
         assert write(store, *KEYS[:8]) == [True] * 8
         assert right(store, *KEYS[:8]) == set(KEYS[:8])
         assert disk_bytes(tmp_path) <= slab_of(8)
@@ -398,7 +399,7 @@ class TestRoot:
             write(store, *KEYS[:4])
         assert right(store, *KEYS[:4]) == set()
         (small_disk / "other").unlink()
-        store._no_growth_before_s = 0.0
+        store._growth.not_before_s = 0.0
         assert write(store, *KEYS[:4]) == [True] * 4
         store.close()
 
@@ -442,7 +443,7 @@ class TestRoot:
         assert write(store, *KEYS[:4]) == [True] * 4
         keys = keys_of(*range(4000))
         for start in range(0, 4000, 100):
-            store._no_growth_before_s = 0.0
+            store._growth.not_before_s = 0.0
             write(store, *keys[start : start + 100])
         disk = os.statvfs(small_disk)
         assert disk.f_bavail >= disk.f_blocks // 10

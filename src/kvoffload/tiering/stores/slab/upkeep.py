@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a store gets its slabs and loses them: those that it finds, makes, adopts and gives away, and what it exchanges
+with its neighbours. Reads and writes do not wait for any of it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+
+import numpy as np
+
+from kvoffload.tiering.stores.slab.allocator import runs_of
+from kvoffload.tiering.stores.slab.directory import SlabDirectory
+from kvoffload.tiering.stores.slab.file import SlabUnfit
+from kvoffload.tiering.stores.slab.format import PAGE_SLOTS, SlabFormat
+from kvoffload.tiering.stores.slab.sharing import PostedRequest, requests_of_others
+from kvoffload.tiering.stores.slab.slabs import Slab, Slabs
+
+__all__ = ["Growth", "Upkeep"]
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.4
+"""How often neighbours are told of our new blocks, and asked for theirs: both within a second."""
+_USES_S = 10.0
+"""How often times of use are written down."""
+_GROW_S = 1.0
+"""A quota or disk that had no room for a slab is not asked again for so long."""
+_LOADED_AT_ONCE = 1 << 18
+"""Slots whose tables are read before the constructor returns. The rest follows in the store's own thread."""
+_WANT_S = 10.0
+"""For so long after it found no room, a process asks others for a slab."""
+_GIVEN_S = 5.0
+"""A slab that was given away is left to others for so long."""
+
+
+class Growth:
+    """Makes slabs while the quota has room. Any thread."""
+
+    def __init__(self, directory: SlabDirectory, slabs: Slabs) -> None:
+        self._directory = directory
+        self._slabs = slabs
+        self._lock = threading.Lock()
+        self._error: OSError | None = None
+        self.not_before_s = 0.0
+        self.wants_until_s = 0.0
+        """Until when other processes are asked for a slab, as the quota had no room."""
+        self.making = ""
+        """The name of a slab that is being made."""
+
+    def grow(self, errors: list[OSError]) -> bool:
+        """Whether there are free slots now. One thread makes a slab; others wait for it, but not if it hangs."""
+        if time.monotonic() < self.not_before_s:
+            if self._error is not None and not self._slabs.allocator.num_slots:
+                errors.append(self._error)
+            return False
+        if not self._lock.acquire(timeout=_GROW_S):
+            self.not_before_s = time.monotonic() + _GROW_S
+            return False
+        try:
+            if self._slabs.allocator.free.num_slots:
+                return True
+            # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
+            self.making = secrets.token_hex(8)
+            file = self._directory.grow(self.making)
+            self._error = None
+            if file is not None:
+                self._slabs.register(file, is_own=True)
+                return True
+            self.wants_until_s = time.monotonic() + _WANT_S
+        except OSError as exc:
+            self._error = exc
+            if not self._slabs.allocator.num_slots:
+                errors.append(exc)
+        finally:
+            self.making = ""
+            self._lock.release()
+        self.not_before_s = time.monotonic() + _GROW_S
+        return False
+
+
+class Upkeep:
+    """What a store does twice a second, in a thread of its own: publishes its changes, takes in those of other
+    processes, adopts what the dead leave, and shares a quota that is used up."""
+
+    def __init__(self, root: str, layout: SlabFormat, directory: SlabDirectory, slabs: Slabs, growth: Growth) -> None:
+        self._root = root
+        self._directory = directory
+        self._slabs = slabs
+        self._growth = growth
+        self._identity = layout.digest.hex()[:16]
+        self._request = PostedRequest(root, self._identity, directory.access)
+        self._answered: dict[str, tuple[int, float]] = {}
+        """Whom we gave a slab: how many it had then, and until when it has time to take it."""
+        self.lock = threading.Lock()
+        """Held by whoever polls or closes. It may be held during I/O: calls of the store never take it."""
+        self._is_closed = False
+        self.is_loaded = threading.Event()
+        """All slabs that were there at the start are known."""
+        self._stop = threading.Event()
+        with self.lock:
+            self.load(at_once=True)
+        self._thread = threading.Thread(target=self._keep_up, name="kvoffload-slab-upkeep", daemon=True)
+        self._thread.start()
+
+    def refresh(self) -> None:
+        """Publishes our changes and takes in those of other processes."""
+        with self.lock:
+            if not self._is_closed:
+                self.flush_changes()
+                self.poll()
+
+    def close(self) -> None:
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with self.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self.flush_uses()
+            self.flush_changes()
+            self._slabs.close()
+            self._request.withdraw()
+            self._directory.close()
+        self.is_loaded.set()
+
+    def _keep_up(self) -> None:
+        uses_at_s, said = time.monotonic() + _USES_S, ""
+        while True:
+            try:
+                if not self.is_loaded.is_set():
+                    with self.lock:
+                        self.load(at_once=False)
+                self.refresh()
+                if time.monotonic() >= uses_at_s:
+                    uses_at_s = time.monotonic() + _USES_S
+                    with self.lock:
+                        self.flush_uses()
+                said = ""
+            except Exception as exc:  # noqa: BLE001 - the thread must outlive whatever a broken disk does
+                if str(exc) != said:
+                    said = str(exc)
+                    _log.warning("The store at %s: %s", self._root, exc)
+            if self._stop.wait(_POLL_S):
+                return
+
+    def load(self, *, at_once: bool) -> None:
+        """Takes in the slabs that are there, the last used first. With ``at_once`` stops after a quarter million slots,
+        so that a large store does not delay its engine."""
+        num_slots = 0
+        try:
+            for seen in reversed(self._directory.slabs()):
+                if self._stop.is_set():
+                    return
+                if self._is_unknown(seen.name):
+                    if at_once and num_slots >= _LOADED_AT_ONCE:
+                        return
+                    num_slots += self._take_in(seen.name)
+            self._shrink()
+        except OSError as exc:
+            _log.warning("The slabs at %s cannot be listed: %s", self._root, exc)
+        self.is_loaded.set()
+
+    def _is_unknown(self, name: str) -> bool:
+        # In this order: a slab that is being made is registered before it is no longer being made.
+        return name != self._growth.making and name not in self._slabs.by_name and name not in self._slabs.unfit
+
+    def _take_in(self, name: str) -> int:
+        """Opens a slab and learns its blocks. Returns how many slots it has."""
+        try:
+            file = self._directory.open_slab(name)
+            is_own = file.try_lock()
+            if not file.is_linked(self._directory.fd):
+                file.close()
+                return 0
+            self._slabs.register(file, is_own)
+            return file.num_slots
+        except FileNotFoundError:
+            pass  # removed meanwhile
+        except SlabUnfit:
+            self._slabs.unfit.add(name)
+        except OSError as exc:
+            _log.warning("The slab %s at %s is left out: %s", name, self._root, exc)
+            self._slabs.unfit.add(name)
+        return 0
+
+    def poll(self) -> None:
+        is_same = self._directory.check()
+        with self._slabs.lock:
+            slabs = list(self._slabs.open.values())
+        for slab in slabs:
+            if not is_same or not slab.file.is_linked(self._directory.fd):
+                with self._slabs.lock:
+                    self._slabs.drop(slab)
+        if self._directory.fd < 0:
+            return
+        self._share()
+        names = [seen.name for seen in self._directory.slabs()]
+        self._slabs.unfit.intersection_update(names)
+        for name in names:
+            if self._is_unknown(name):
+                self._take_in(name)
+            elif (slab_here := self._slabs.by_name.get(name)) is not None and not slab_here.is_own:
+                self._poll_neighbour(slab_here)
+
+    def _share(self) -> None:
+        """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we. Raises
+        ``OSError``."""
+        with self._slabs.lock:
+            own = [slab for slab in self._slabs.open.values() if slab.used_ns is not None]
+        now_s = time.monotonic()
+        if now_s < self._growth.wants_until_s:
+            self._request.post(len(own))
+        else:
+            self._request.withdraw()
+        self._answered = {process: given for process, given in self._answered.items() if now_s < given[1]}
+        for theirs in requests_of_others(self._root, self._directory.access, self._request.process):
+            has_been_given = self._answered.get(theirs.process, (-1, 0.0))[0] == theirs.num_slabs
+            if has_been_given or len(own) <= theirs.num_slabs + 1:
+                continue
+            with self._slabs.lock:
+                slab = min(own, key=lambda one: -1 if one.used_ns is None else int(one.used_ns.max()))
+                own.remove(slab)
+                if slab.users:
+                    continue  # somebody writes to it just now: perhaps at the next poll
+                self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
+                if theirs.identity != self._identity:
+                    self._slabs.drop(slab)
+                    is_removed = True
+                else:
+                    self._slabs.allocator.drop_slab(slab.number)
+                    slab.used_ns, is_removed = None, False
+                    slab.given_until_s = now_s + _GIVEN_S
+            if is_removed:
+                self._directory.remove(slab.file.name)
+            else:
+                slab.file.write_changes(slab.changes + 1)  # also what was not told yet
+                slab.file.unlock()
+
+    def _poll_neighbour(self, slab: Slab) -> None:
+        try:
+            if time.monotonic() >= slab.given_until_s and slab.file.try_lock():
+                # Its process is gone, and it is ours.
+                changes = slab.file.read_changes().copy()  # neighbours have seen these: ours must be larger
+                self._slabs.apply(slab, 0, slab.file.read_entries(0, slab.file.num_slots))
+                uses = slab.file.read_uses()
+                with self._slabs.lock:
+                    slab.changes = changes
+                    self._slabs.own(slab, uses)
+                return
+            changes = slab.file.read_changes()
+            for pages in runs_of(np.flatnonzero(changes != slab.changes).tolist()):
+                first = pages.start * PAGE_SLOTS
+                count = min(pages.count * PAGE_SLOTS, slab.file.num_slots - first)
+                self._slabs.apply(slab, first, slab.file.read_entries(first, count))
+            slab.changes = changes.copy()
+        except OSError as exc:
+            self._slabs.lose(slab, exc)
+
+    def flush_changes(self) -> None:
+        with self._slabs.lock:
+            slabs = self._slabs.begin(slab.number for slab in self._slabs.open.values() if slab.changed_pages)
+            for slab in slabs.values():
+                slab.changes[list(slab.changed_pages)] += 1
+                slab.changed_pages.clear()
+        try:
+            for slab in slabs.values():
+                try:
+                    slab.file.write_changes(slab.changes)
+                except OSError as exc:
+                    self._slabs.lose(slab, exc)
+        finally:
+            self._slabs.end(slabs)
+
+    def flush_uses(self) -> None:
+        """Writes down when blocks were used, and learns when neighbours used ours. The later time counts."""
+        with self._slabs.lock:
+            slabs = self._slabs.begin(slab.number for slab in self._slabs.open.values() if slab.is_own or slab.uses)
+        try:
+            for slab in slabs.values():
+                try:
+                    on_disk = slab.file.read_uses()
+                    with self._slabs.lock:
+                        uses = self._slabs.merge_uses(slab, on_disk)
+                    if (uses != on_disk).any():
+                        slab.file.write_uses(uses)
+                except OSError as exc:
+                    self._slabs.lose(slab, exc)
+        finally:
+            self._slabs.end(slabs)
+
+    def _shrink(self) -> None:
+        """A quota that is smaller than at the last start: removes our slabs, the one with the oldest uses first."""
+        while (excess := self._directory.excess_bytes()) > 0:
+            with self._slabs.lock:
+                own = [slab for slab in self._slabs.open.values() if slab.used_ns is not None]
+                if not own:
+                    return
+                slab = min(own, key=lambda one: int(one.used_ns.max()) if one.used_ns is not None else 0)
+                self._slabs.drop(slab)
+            _log.info("The slab %s at %s is removed: %d bytes above the quota.", slab.file.name, self._root, excess)
+            self._directory.remove(slab.file.name)
