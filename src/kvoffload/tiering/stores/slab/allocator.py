@@ -179,13 +179,14 @@ class Allocator:
             run = self._plan.pop()
             self._num_planned -= run.count
             for part in self._unused_parts(run, before_ns):
-                count = min(part.count, lacking)
-                if count < part.count:
-                    self._give_back(Run(part.start + count, part.count - count))
-                if count:
-                    evicted.append(Run(part.start, count))
-                    self._set(evicted[-1], _BUSY)
-                    lacking -= count
+                used = part
+                if part.count > lacking:
+                    used = Run(part.start, lacking)
+                    self._give_back(Run(part.start + lacking, part.count - lacking))
+                if used.count:
+                    evicted.append(used)
+                    self._set(used, _BUSY)
+                    lacking -= used.count
         return evicted
 
     def take(self, count: int) -> list[Run]:
@@ -233,7 +234,11 @@ class Allocator:
         assert self._num_planned == sum(run.count for run in self._plan)
 
     def _set(self, run: Run, value: int) -> None:
-        self._used_ns[run.slab][run.first : run.first + run.count] = value
+        first = run.first
+        if run.count == 1:
+            self._used_ns[run.slab][first] = value
+        else:
+            self._used_ns[run.slab][first : first + run.count] = value
 
     def _give_back(self, run: Run) -> None:
         self._plan.append(run)
@@ -241,8 +246,11 @@ class Allocator:
 
     def _unused_parts(self, run: Run, before_ns: int) -> list[Run]:
         """The slots of a planned run that still hold a block and were not used since."""
+        limit_ns = min(self._plan_ns, before_ns)
+        if run.count == 1:  # in short: where uses are scattered, all runs are like this
+            return [run] if _FREE < self._used_ns[run.slab][run.first] <= limit_ns else []
         used_ns = self._used_ns[run.slab][run.first : run.first + run.count]
-        fit = (used_ns != _FREE) & (used_ns <= min(self._plan_ns, before_ns))
+        fit = (used_ns != _FREE) & (used_ns <= limit_ns)
         if fit.all():
             return [run]
         return runs_of((np.flatnonzero(fit) + run.start).tolist())
@@ -268,6 +276,7 @@ class Allocator:
         # Taken from the end: the longest run, to the power of two; of equals the one with the oldest use.
         lengths = np.log2(np.minimum(counts, _MAX_GRAIN)).astype(np.int64)
         order = np.lexsort((-np.minimum.reduceat(used_ns, starts), lengths))
-        self._plan = [Run(int(numbers[starts[at]]), int(counts[at])) for at in order]
+        planned = zip(numbers[starts][order].tolist(), counts[order].tolist(), strict=True)
+        self._plan = [Run(start, count) for start, count in planned]
         self._num_planned = len(numbers)
         self._replan_at = len(numbers) // 2

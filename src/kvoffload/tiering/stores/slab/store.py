@@ -246,13 +246,14 @@ class SlabStore(BlockStore):
         """Writes ``run.count`` blocks: payloads first, then their entries. So a process that dies in between leaves
         empty slots."""
         first, bad = run.first, list[int]()
+        # Checksums first: they bring the payloads into the processor's caches, from which the kernel then takes them.
+        entries = b"".join([self._layout.entry(block.key, block.view, block.stamp_ns) for block in new])
         try:
             whole = slab.file.write(first, [block.view for block in new])
             good = [Run(0, whole)] if whole else []
         except OSError as exc:
             errors.append(exc)
             good, bad = self._write_singly(slab, run, new) if exc.errno == errno.EIO else ([], [])
-        entries = b"".join([self._layout.entry(block.key, block.view, block.stamp_ns) for block in new])
         try:
             for part in good:
                 content = entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES]
