@@ -3,7 +3,9 @@
 
 ``fio`` reads and writes at random in one file that has been written before, as the store does in its slabs. *Single*
 blocks are scattered, one call each. *Runs* are parts of a prefix as ``StoreTier`` hands them over, up to 64 blocks or
-4 MiB per call. Processor time is that of the whole process, per block. The file store does the same in the same run.
+4 MiB per call. Processor time is that of the whole process, per block. The file store does the same in the same run,
+and so does the slab store without its checksums, and, where vLLM is installed, the file tier of vLLM, which has neither
+checksums nor a quota.
 The start is that of a store with a million slots, and the memory that of such a store and its tier.
 ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
 """
@@ -11,6 +13,7 @@ The start is that of a store with a million slots, and the memory that of such a
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import mmap
 import os
@@ -22,17 +25,18 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
 from bench.core import Row
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.testing.keys import keys as make_keys
-from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.slab import SlabStore
@@ -65,10 +69,73 @@ class _Speed:
     cpu_s: float
 
 
+Call = Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
+
+
+class _Unchecked:
+    """A slab store of its own that neither makes checksums nor verifies them."""
+
+    def __init__(self, store: SlabStore) -> None:
+        self._store = store
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        return self._store.write(keys, blocks)
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        return self._store.read_into(keys, blocks)
+
+    def close(self) -> None:
+        self._store.close()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        def no_digest(payload: memoryview, seed: int) -> bytes:
+            return seed.to_bytes(16, "little")
+
+        with patch("kvoffload.tiering.stores.slab.format.xxhash.xxh3_128_digest", no_digest):
+            yield
+
+
+class _VllmFiles:
+    """The file tier of vLLM without its threads, which are ours here: a file per block. It deletes nothing, so blocks
+    of earlier batches are removed here, between the measurements."""
+
+    def __init__(self, root: Path, blocks: _Blocks) -> None:
+        from vllm.v1.kv_offload.file_mapper import FileMapper
+        from vllm.v1.kv_offload.tiering.fs import io
+
+        self._io = io
+        self._root = root
+        self._mapper = FileMapper(str(root), "bench", 16, 1, 1, 1, 1, 1, 0, "bfloat16")
+        self._view, self._size = memoryview(blocks.memory), blocks.size
+        self._offsets = {id(row): at * blocks.size for at, row in enumerate(blocks.rows)}
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self._io.batch_store_block(self._paths(keys), self._view, self._offsets_of(blocks), self._size)
+        return [True] * len(keys)
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self._io.batch_load_block(self._paths(keys), self._view, self._offsets_of(blocks), self._size)
+        return [True] * len(keys)
+
+    def forget(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def close(self) -> None:
+        self.forget()
+
+    def _paths(self, keys: Sequence[OffloadKey]) -> list[str]:
+        return [self._mapper.get_file_name(key) for key in keys]
+
+    def _offsets_of(self, blocks: Sequence[memoryview]) -> list[int]:
+        return [self._offsets[id(block)] for block in blocks]
+
+
 class _Blocks:
     """A page-aligned memory of random blocks, and keys that no slot has yet."""
 
     def __init__(self, size: int, total: int) -> None:
+        self.size = size
         self.count = max(2 * THREADS, total // size)
         self.memory = mmap.mmap(-1, self.count * size)
         flat = np.frombuffer(self.memory, np.uint64)
@@ -82,7 +149,7 @@ class _Blocks:
 
 
 def _in_threads(
-    call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]],
+    call: Call,
     batches: list[tuple[list[OffloadKey], list[memoryview]]],
 ) -> _Speed:
     """``call`` over all batches, which ``THREADS`` threads take in turn."""
@@ -137,14 +204,27 @@ class _Case:
 def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
     blocks, label = _Blocks(size, span // 2), f"{size >> 10} KiB"
     total, run_blocks = blocks.count * size, max(1, min(RUN_BLOCKS, RUN_BYTES // size))
-    stores: dict[str, BlockStore] = {
-        "slabs": SlabStore(place / f"slabs{size}", size, max_bytes=span + (span >> 6)),
-        "files": FileSystemStore(place / f"files{size}", size, max_bytes=span + (span >> 6)),
+    max_bytes = span + (span >> 6)
+    stores: dict[str, SlabStore | FileSystemStore | _Unchecked | _VllmFiles] = {
+        "slabs": SlabStore(place / f"slabs{size}", size, max_bytes=max_bytes),
+        "unchecked": _Unchecked(SlabStore(place / f"unchecked{size}", size, max_bytes=max_bytes)),
+        "files": FileSystemStore(place / f"files{size}", size, max_bytes=max_bytes),
     }
+    if importlib.util.find_spec("vllm"):
+        stores["vllm"] = _VllmFiles(place / f"vllm{size}", blocks)
+
+    def measure(name: str, keys: list[OffloadKey], direction: str, batch: int, *, is_scattered: bool) -> _Speed:
+        store = stores[name]
+        if isinstance(store, _VllmFiles) and direction == "write":
+            store.forget()
+        batches = _batches(keys, blocks.rows, batch, is_scattered=is_scattered)
+        with store.in_use() if isinstance(store, _Unchecked) else nullcontext():
+            return _in_threads(store.write if direction == "write" else store.read_into, batches)
+
     for _ in range(3):  # until the quota is full, and every slot was written once
         keys = {name: blocks.keys() for name in stores}
-        for name, store in stores.items():
-            _in_threads(store.write, _batches(keys[name], blocks.rows, run_blocks))
+        for name in stores:
+            measure(name, keys[name], "write", run_blocks, is_scattered=False)
     reference = place / f"fio{size}"
     _fio(reference, "write", 1 << 20, span, span * THREADS)
     cases = [
@@ -158,12 +238,11 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
             speeds = {}
             if (theirs := _fio(reference, f"rand{case.direction}", size, span, total)) is not None:
                 speeds["fio"] = theirs
-            for name, store in stores.items():
+            for name in stores:
                 if case.direction == "write":
                     keys[name] = blocks.keys()
-                call = store.write if case.direction == "write" else store.read_into
-                batches = _batches(keys[name], blocks.rows, case.batch, is_scattered=case.is_scattered)
-                speeds[name] = _in_threads(call, batches)
+                scattered = case.is_scattered
+                speeds[name] = measure(name, keys[name], case.direction, case.batch, is_scattered=scattered)
             found[case.label].append(speeds)
     for store in stores.values():
         store.close()
@@ -178,11 +257,17 @@ def _rows(case: _Case, found: list[dict[str, _Speed]], num_blocks: int, target: 
     speed = statistics.median(one["slabs"].bytes_per_s for one in found) / 1e9
     micros = statistics.median(one["slabs"].cpu_s for one in found) / num_blocks * 1e6
     rows = []
-    for other, goal in (("fio", f">= {target}"), ("files", "")):
+    references = {
+        "fio": "fio",
+        "files": "the file store",
+        "unchecked": "without checksums",
+        "vllm": "vLLM's file tier",
+    }
+    for other, name in references.items():
+        goal = f">= {target}" if other == "fio" else ""
         ratios = sorted(one["slabs"].bytes_per_s / one[other].bytes_per_s for one in found if other in one)
         if not ratios:
             continue
-        name = {"fio": "fio", "files": "the file store"}[other]
         reference = f"{name} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         rows.append(Row("disk_store", case.label, speed, "GB/s", reference, statistics.median(ratios), goal))
         cpu = statistics.median(one["slabs"].cpu_s / max(one[other].cpu_s, 1e-9) for one in found)

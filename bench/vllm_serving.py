@@ -3,8 +3,9 @@
 
     .venv-vllm/bin/python -m bench.vllm_serving [--short]
 
-* Time to first token of a long prompt three ways, one after the other in each round: computed afresh, found in vLLM's
-  own prefix cache, brought back from the CPU tier.
+* Time to first token of a long prompt four ways, one after the other in each round: computed afresh, found in vLLM's
+  own prefix cache, brought back from the CPU tier, brought back from the local disk below it. ``KVOFFLOAD_BENCH_DIR``
+  chooses the disk.
 * What a decode step costs more with the connector than without, when nothing hits: two engines, in two processes, take
   turns of some dozens of steps.
 
@@ -61,20 +62,26 @@ def write_model(directory: Path, layers: int, hidden: int) -> None:
 
 def time_to_first_token(model: str, short: bool) -> list[Row]:
     lengths, rounds = ([300], 2) if short else ([1024, 4096], 9)
-    with Child(model, offload=True) as child:
-        medians = child.ask("first_token", lengths=lengths, rounds=rounds)
+    with Child(model, "cpu") as child:
+        medians = child.ask("first_token", lengths=lengths, rounds=rounds, ways=3)
     rows = []
     for length, (fresh, device, offloaded) in zip(lengths, medians, strict=True):
         case, value = f"first token of {length} tokens from the CPU tier", offloaded * 1e3
         for reference, seconds, target in (("afresh", fresh, "<= 1"), ("device prefix cache", device, "<= 1.2")):
             text = f"{reference} ({seconds * 1e3:.1f} ms)"
             rows.append(Row("vllm_serving", case, value, "ms", text, offloaded / seconds, target))
+    place = os.path.abspath(os.environ.get("KVOFFLOAD_BENCH_DIR", "."))
+    with tempfile.TemporaryDirectory(dir=place) as disk, Child(model, disk) as child:
+        medians = child.ask("first_token", lengths=lengths, rounds=rounds, ways=4)
+    for length, (fresh, _, _, from_disk) in zip(lengths, medians, strict=True):
+        text, case = f"afresh ({fresh * 1e3:.1f} ms)", f"first token of {length} tokens from disk"
+        rows.append(Row("vllm_serving", case, from_disk * 1e3, "ms", text, from_disk / fresh, "<= 1"))
     return rows
 
 
 def step_overhead(model: str, short: bool) -> list[Row]:
     turns, steps, requests = (2, 3, 4) if short else (30, 40, 16)
-    with Child(model, offload=False) as bare, Child(model, offload=True) as offload:
+    with Child(model, "") as bare, Child(model, "cpu") as offload:
         for child in (bare, offload):
             child.ask("fill", requests=requests)
         pairs = [(bare.ask("steps", count=steps), offload.ask("steps", count=steps)) for _ in range(turns)]
@@ -89,9 +96,10 @@ def step_overhead(model: str, short: bool) -> list[Row]:
 
 
 class Child:
-    """A process with an engine in it, which answers questions one at a time."""
+    """A process with an engine in it, which answers questions one at a time. ``offload``: nothing, ``"cpu"``, or a
+    directory for a disk tier below that."""
 
-    def __init__(self, model: str, offload: bool) -> None:
+    def __init__(self, model: str, offload: str) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
@@ -102,7 +110,7 @@ class Child:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.vllm_serving", "--child", model, "--offload", str(int(offload))],
+            [sys.executable, "-m", "bench.vllm_serving", "--child", model, "--offload", offload],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -131,15 +139,19 @@ class Child:
 
 
 class BenchEngine:
-    def __init__(self, model: str, offload: bool) -> None:
+    def __init__(self, model: str, offload: str) -> None:
         from vllm import LLM
 
+        extra: dict[str, Any] = {"cpu_bytes_to_use": "512MiB"}
+        if offload not in ("", "cpu"):
+            extra |= {"spec_name": "TieringOffloadingSpec", "load_policy": "always"}
+            extra["secondary_tiers"] = [{"type": "disk", "path": offload, "max_bytes": "2GiB"}]
         transfer = {
             "kv_connector": "KVOffloadConnector",
             "kv_connector_module_path": "kvoffload.engines.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": "512MiB"},
+            "kv_connector_extra_config": extra,
         }
         self._llm = LLM(
             model,
@@ -171,16 +183,17 @@ class BenchEngine:
         while core.scheduler.has_requests():
             self._llm.llm_engine.step()
 
-    def first_token(self, lengths: list[int], rounds: int) -> list[list[float]]:
-        """Medians per length: computed afresh, from the device, from the CPU tier."""
+    def first_token(self, lengths: list[int], rounds: int, ways: int) -> list[list[float]]:
+        """Medians per length: computed afresh, from the device, from the CPU tier, from disk."""
         answers = []
         for length in lengths:
-            times: list[list[float]] = [[], [], []]
+            times: list[list[float]] = [[] for _ in range(ways)]
             for _ in range(rounds + 1):
                 prompt = self._prompt(length)
-                for way in range(3):
-                    if way == 2:
-                        assert self._llm.reset_prefix_cache()
+                for way in range(ways):
+                    if way > 1:
+                        # The connector's reset waits until the disk has what host memory is about to forget.
+                        assert self._llm.reset_prefix_cache(reset_connector=way == 3)
                     seconds, cached = self._generate(prompt)
                     assert (cached > 0) == (way > 0)
                     times[way].append(seconds)
@@ -207,7 +220,7 @@ class BenchEngine:
         return (time.perf_counter() - start) / count, (time.thread_time() - start_cpu) / count
 
 
-def answer_questions(model: str, offload: bool) -> None:
+def answer_questions(model: str, offload: str) -> None:
     engine = BenchEngine(model, offload)
     for line in sys.stdin:
         question, options = json.loads(line)
@@ -218,10 +231,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="kvoffload in vLLM, measured on vLLM's CPU platform.")
     parser.add_argument("--short", action="store_true", help="Only to see that everything runs.")
     parser.add_argument("--child", metavar="MODEL", help=argparse.SUPPRESS)
-    parser.add_argument("--offload", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--offload", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        answer_questions(options.child, bool(options.offload))
+        answer_questions(options.child, options.offload)
         return
     for row in run(options.short):
         verdict = {None: "", True: "ok", False: "MISSED"}[row.meets_target]
