@@ -1,42 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another process on the root of a file store. It does what it is asked on its standard input, a line each.
+"""Another process on the root of a store. It does what it is asked on its standard input, a line each.
 
-``neighbour.py ROOT BLOCK_BYTES MAX_BYTES``. ``write NUMBERS``, ``discard NUMBERS`` and ``scan`` answer ``done``;
-``begin`` reserves bytes and begins a file, and keeps both; ``hold`` holds the usage file until the next line.
+``neighbour.py KIND ROOT BLOCK_BYTES MAX_BYTES``, and KIND is ``fs`` or ``disk``. ``write NUMBERS``, ``read NUMBERS``,
+``discard NUMBERS`` and ``scan`` answer ``done``, if no byte that was read is wrong. ``begin`` begins what a dead writer
+would leave half done. ``hold`` holds the root's lock until the next line. ``hammer SEED COUNT`` does COUNT random
+things as fast as it can.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import random
 import sys
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 
+from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.root import Access, directory_of
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab import format as slab_format
+from kvoffload.tiering.stores.slab.directory import root_lock
+
+SLAB_SLOTS = 4
+"""Slots of a slab, in the tests that use this script."""
+NUM_KEYS = 24
+"""Keys that ``hammer`` uses."""
 
 
-def main(root: str, block_bytes: int, max_bytes: int) -> None:
-    store = FileSystemStore(root, block_bytes, max_bytes=max_bytes)
+class Neighbour(ABC):
+    store: BlockStore
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+
+    def block(self, key: OffloadKey) -> memoryview:
+        memory = mmap.mmap(-1, self.block_bytes)
+        memory[:] = block_of(key, self.block_bytes)
+        return memoryview(memory)
+
+    def write(self, keys: list[OffloadKey]) -> None:
+        self.store.write(keys, [self.block(key) for key in keys])
+
+    def read(self, keys: list[OffloadKey]) -> None:
+        buffers = [memoryview(mmap.mmap(-1, self.block_bytes)) for _ in keys]
+        for key, buffer, answer in zip(keys, buffers, self.store.read_into(keys, buffers), strict=True):
+            assert not answer or buffer == block_of(key, self.block_bytes), "wrong bytes"
+
+    def scan(self) -> None:
+        for _ in self.store.scan():
+            pass
+
+    def hammer(self, seed: int, count: int) -> None:
+        chance, keys = random.Random(seed), keys_of(*range(NUM_KEYS))
+        for _ in range(count):
+            first = chance.randrange(NUM_KEYS - 4)
+            some = keys[first : first + chance.randrange(1, 5)]
+            match chance.randrange(8):
+                case 0 | 1 | 2:
+                    self.write(some)
+                case 3 | 4 | 5:
+                    # What was evicted a moment ago is being written over just now.
+                    self.read(self.store.take_evicted()[-4:] or some)
+                case 6:
+                    self.scan()
+                case _:
+                    self.store.discard(some)
+        assert self.store.stats().corrupt_blocks == 0, "an eviction is no corruption"
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begins a file, and leaves it there."""
+
+    @abstractmethod
+    def hold(self) -> AbstractContextManager[object]:
+        """Holds the lock that a write may need."""
+
+
+class FileNeighbour(Neighbour):
+    def __init__(self, root: str, block_bytes: int, max_bytes: int) -> None:
+        super().__init__(block_bytes)
+        self.store = self.files = FileSystemStore(root, block_bytes, max_bytes=max_bytes)
+
+    def begin(self) -> None:
+        reservation = self.files._quota.reserve(1, self.files._layout.file_bytes, ())
+        for temporary in reservation.temporaries:
+            with open(temporary, "wb") as file:
+                file.write(bytes(self.block_bytes // 2))
+
+    def hold(self) -> AbstractContextManager[object]:
+        return self.files._quota._hold()
+
+
+class SlabNeighbour(Neighbour):
+    def __init__(self, root: str, block_bytes: int, max_bytes: int) -> None:
+        super().__init__(block_bytes)
+        self.root = root
+        slab_format._MIN_SLAB_BYTES = slab_format.SlabFormat("", block_bytes).slab_bytes(SLAB_SLOTS)
+        self.store = self.slabs = SlabStore(root, block_bytes, max_bytes=max_bytes)
+
+    def scan(self) -> None:
+        self.slabs.refresh()
+        super().scan()
+
+    def begin(self) -> None:
+        # Empty, as long as no space was taken for them: that needs room in the quota.
+        path = os.path.join(self.root, directory_of(""), slab_format.NEW_PREFIX + os.urandom(8).hex())
+        for suffix in (slab_format.TABLE_SUFFIX, slab_format.PAYLOAD_SUFFIX):
+            open(path + suffix, "wb").close()
+
+    def hold(self) -> AbstractContextManager[object]:
+        return root_lock(self.root, Access())
+
+
+def main(kind: str, root: str, block_bytes: int, max_bytes: int) -> None:
+    neighbour = (SlabNeighbour if kind == "disk" else FileNeighbour)(root, block_bytes, max_bytes)
     while line := sys.stdin.readline().split():
-        keys = keys_of(*map(int, line[1:]))
         match line[0]:
-            case "write":
-                store.write(keys, [memoryview(block_of(key, block_bytes)) for key in keys])
+            case "write" | "read":
+                getattr(neighbour, line[0])(keys_of(*map(int, line[1:])))
             case "discard":
-                store.discard(keys)
-            case "scan":
-                for _ in store.scan():
-                    pass
-            case "begin":
-                reservation = store._quota.reserve(1, store._layout.file_bytes, ())
-                for temporary in reservation.temporaries:
-                    with open(temporary, "wb") as file:
-                        file.write(bytes(block_bytes // 2))
+                neighbour.store.discard(keys_of(*map(int, line[1:])))
+            case "scan" | "begin":
+                getattr(neighbour, line[0])()
+            case "hammer":
+                neighbour.hammer(int(line[1]), int(line[2]))
             case "hold":
-                with store._quota._hold():
+                with neighbour.hold():
                     print("done", flush=True)
                     sys.stdin.readline()
                 continue
         print("done", flush=True)
 
 
-main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiering manager over a real ``FileSystemStore``, beside a neighbour that writes, evicts, is stopped and dies.
+"""The tiering manager over a real store on disk, beside a neighbour that writes, evicts, is stopped and dies.
 
 Requests look up, load and store blocks while the neighbour, another process on the same root and quota, does what it
 likes with it. Whatever happens, a block that is served has its own bytes, no request waits beyond its patience, and the
-root keeps its quota; and once the neighbour is gone, one scan makes the count exact.
+root keeps its quota; and once the neighbour is gone, one scan makes the count of files exact.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.sizes import by_size
+from tests.stateful.neighbour import SLAB_SLOTS
 from tests.tiering.stores.rig import disk_bytes, files, room_for
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -29,7 +32,9 @@ from kvoffload.testing import ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, StoreTier, TieringOffloadingManager, TierLimits
-from kvoffload.tiering.stores.fs import FileSystemStore, quota
+from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
 SIZE = 1000
 NUM_KEYS = 12
@@ -40,7 +45,13 @@ NEIGHBOUR = Path(__file__).with_name("neighbour.py")
 numbers = st.lists(st.integers(0, NUM_KEYS - 1), min_size=1, max_size=4, unique=True)
 
 WEIGHTS = {"store": 5, "ask": 8, "steps": 3, "tick": 2, "reset": 3, "vandal": 1, "corrupt": 2}
-WEIGHTS |= {"neighbour writes": 4, "neighbour deletes": 1, "neighbour scans": 1, "neighbour begins": 1}
+WEIGHTS |= {
+    "neighbour writes": 4,
+    "neighbour reads": 2,
+    "neighbour deletes": 1,
+    "neighbour scans": 1,
+    "neighbour begins": 1,
+}
 WEIGHTS |= {"neighbour stops": 1, "neighbour stops with the lock": 1, "neighbour dies": 1}
 ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
 
@@ -48,8 +59,8 @@ ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
 class Neighbour:
     """The other process. A stopped one goes on before it is asked again."""
 
-    def __init__(self, root: Path) -> None:
-        command = [sys.executable, str(NEIGHBOUR), str(root), str(SIZE), str(room_for(QUOTA_BLOCKS))]
+    def __init__(self, kind: str, root: Path, max_bytes: int, size: int = SIZE) -> None:
+        command = [sys.executable, str(NEIGHBOUR), kind, str(root), str(size), str(max_bytes)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -58,11 +69,17 @@ class Neighbour:
 
     def ask(self, *words: object) -> None:
         self.go_on()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(*words, file=self._process.stdin, flush=True)
-        assert self._process.stdout.readline() == "done\n"
+        self.begin(*words)
+        self.wait()
         self.holds = words[0] == "hold"
+
+    def begin(self, *words: object) -> None:
+        assert self._process.stdin is not None
+        print(*words, file=self._process.stdin, flush=True)
+
+    def wait(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "done\n", "the other process failed"
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -83,23 +100,42 @@ class Neighbour:
 
 
 class DiskMachine(RuleBasedStateMachine):
+    """Everything but what is different in a store of files and one of slabs."""
+
+    kind: str
+    max_bytes: int
+    store: FileSystemStore | SlabStore
+
+    def open_store(self) -> FileSystemStore | SlabStore:
+        raise NotImplementedError
+
+    def files(self) -> list[Path]:
+        """What a vandal finds."""
+        raise NotImplementedError
+
+    def check_store(self) -> None:
+        """The store once nobody else is on its root."""
+        raise NotImplementedError
+
     @initialize(num_blocks=st.integers(3, 8), cascade=st.sampled_from(["on_store", "on_evict"]))
     def build(self, num_blocks: int, cascade: str) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.root = Path(self.directory.name) / "kv"
-        self.lock_timeout_s, quota._LOCK_TIMEOUT_S = quota._LOCK_TIMEOUT_S, 0.05
         self.clock = ManualClock()
         self.region = SharedOffloadRegion.anonymous(num_blocks, SIZE)
         self.view = self.region.create_kv_memoryview()
         self.primary = CPUPrimaryTierOffloadingManager(num_blocks, self.region)
-        self.store = FileSystemStore(self.root, SIZE, max_bytes=room_for(QUOTA_BLOCKS))
+        self.store = self.open_store()
         limits = TierLimits(threads=2, drain_timeout_s=20)
-        self.tier = StoreTier(self.primary.kv_view, "fs", self.store, limits, clock=self.clock)
+        self.tier = StoreTier(self.primary.kv_view, self.kind, self.store, limits, clock=self.clock)
         self.manager = TieringOffloadingManager(
             self.primary, [self.tier], clock=self.clock, max_wait_s=MAX_WAIT_S, cascade=[cascade]
         )
-        self.neighbour = Neighbour(self.root)
+        self.neighbour = self.start_neighbour()
         self.num_requests = itertools.count()
+
+    def start_neighbour(self) -> Neighbour:
+        return Neighbour(self.kind, self.root, self.max_bytes)
 
     @rule(action=st.sampled_from(ACTIONS), chosen=numbers)
     def act(self, action: str, chosen: list[int]) -> None:
@@ -115,12 +151,14 @@ class DiskMachine(RuleBasedStateMachine):
             case "reset":
                 self.manager.reset_cache()
             case "vandal":
-                for path in files(self.root)[: len(chosen)]:
+                for path in self.files()[: len(chosen)]:
                     path.unlink(missing_ok=True)
             case "corrupt":
                 self.corrupt(chosen)
             case "neighbour writes":
                 self.neighbour.ask("write", *chosen)
+            case "neighbour reads":
+                self.neighbour.ask("read", *chosen)
             case "neighbour deletes":
                 self.neighbour.ask("discard", *chosen)
             case "neighbour scans":
@@ -134,7 +172,7 @@ class DiskMachine(RuleBasedStateMachine):
                 self.neighbour.stop()
             case "neighbour dies":
                 self.neighbour.die()
-                self.neighbour = Neighbour(self.root)
+                self.neighbour = self.start_neighbour()
 
     def offload(self, chosen: list[int]) -> None:
         """A request whose blocks are computed, stored in host memory, and cascaded from there."""
@@ -164,7 +202,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.manager.on_request_finished(context)
 
     def corrupt(self, chosen: list[int]) -> None:
-        for number, path in zip(chosen, files(self.root)):
+        for number, path in zip(chosen, self.files()):
             try:
                 data = bytearray(path.read_bytes())
                 data[(number * 97) % len(data)] ^= 0xFF
@@ -194,27 +232,108 @@ class DiskMachine(RuleBasedStateMachine):
             return
         try:
             self.neighbour.die()
-            quota._LOCK_TIMEOUT_S = self.lock_timeout_s
             end = time.monotonic() + 60
             while self.manager.has_pending_work():
                 assert time.monotonic() < end, "work is pending for ever"
                 self.step(1)
             self.tier.drain_jobs()
-            for _ in self.store.scan():
-                pass
-            assert self.store.stats().used_bytes == disk_bytes(self.root)
-            assert disk_bytes(self.root) <= room_for(QUOTA_BLOCKS)
+            self.check_store()
+            assert disk_bytes(self.root) <= self.max_bytes
             for key in KEYS:
                 buffer = bytearray(SIZE)
                 if self.store.read_into([key], [memoryview(buffer)]) == [True]:
                     assert bytes(buffer) == block_of(key, SIZE)
         finally:
             self.manager.shutdown()
-            quota._LOCK_TIMEOUT_S = self.lock_timeout_s
             self.view.release()
             self.region.close()
             self.directory.cleanup()
 
 
-TestDiskMachine = DiskMachine.TestCase
-TestDiskMachine.settings = settings(max_examples=by_size(quick=8, thorough=80), stateful_step_count=40, deadline=None)
+class FileMachine(DiskMachine):
+    kind = "fs"
+    max_bytes = room_for(QUOTA_BLOCKS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_impatient = patch("kvoffload.tiering.stores.fs.quota._LOCK_TIMEOUT_S", 0.05)
+        self.is_impatient.start()
+
+    def open_store(self) -> FileSystemStore:
+        return FileSystemStore(self.root, SIZE, max_bytes=self.max_bytes)
+
+    def files(self) -> list[Path]:
+        return files(self.root)
+
+    def check_store(self) -> None:
+        self.is_impatient.stop()
+        for _ in self.store.scan():
+            pass
+        assert self.store.stats().used_bytes == disk_bytes(self.root)
+        self.is_impatient.start()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.is_impatient.stop()
+
+
+class SlabMachine(DiskMachine):
+    """Two slabs, of which the neighbour asks for one. They change hands when either store is refreshed."""
+
+    kind = "disk"
+    max_bytes = 2 * SlabFormat("", SIZE).slab_bytes(SLAB_SLOTS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slabs_are_small = patch("kvoffload.tiering.stores.slab.format._MIN_SLAB_BYTES", self.max_bytes // 2)
+        self.slabs_are_small.start()
+
+    def open_store(self) -> SlabStore:
+        return SlabStore(self.root, SIZE, max_bytes=self.max_bytes)
+
+    def files(self) -> list[Path]:
+        return [path for path in sorted(self.root.rglob("*")) if path.suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX)]
+
+    def step(self, count: int) -> None:
+        if count > 5:
+            self.store.refresh()
+        super().step(count)
+
+    def check_store(self) -> None:
+        self.store.refresh()
+        self.store.check_invariants()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.slabs_are_small.stop()
+
+
+TestFileMachine = FileMachine.TestCase
+TestSlabMachine = SlabMachine.TestCase
+for machine in (TestFileMachine, TestSlabMachine):
+    machine.settings = settings(max_examples=by_size(quick=8, thorough=80), stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("size", [SIZE, 8192], ids=["small", "paged"])
+def test_processes_that_evict_each_others_blocks_read_no_wrong_byte(tmp_path: Path, size: int) -> None:
+    """Three processes on four slabs, one of which is killed and started anew in the middle."""
+    count, max_bytes = by_size(quick=400, thorough=6000), 4 * SlabFormat("", size).slab_bytes(SLAB_SLOTS)
+    neighbours = [Neighbour("disk", tmp_path / "kv", max_bytes, size) for _ in range(3)]
+    try:
+        for turn in range(3):
+            for seed, neighbour in enumerate(neighbours):
+                neighbour.begin("hammer", 10 * turn + seed, count)
+            if turn == 1:
+                time.sleep(0.05)
+                neighbours[0].die()
+                neighbours[0] = Neighbour("disk", tmp_path / "kv", max_bytes, size)
+            for neighbour in neighbours[turn == 1 :]:
+                neighbour.wait()
+            assert disk_bytes(tmp_path) <= max_bytes
+    finally:
+        for neighbour in neighbours:
+            neighbour.die()

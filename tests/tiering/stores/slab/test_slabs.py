@@ -26,9 +26,7 @@ def slabs(tmp_path: Path) -> Iterator[Slabs]:
     directory = os.open(tmp_path, os.O_RDONLY)
     opened = Slabs(str(tmp_path))
     for name in ("a", "b"):
-        opened.register(
-            SlabFile.create(name, LAYOUT, 8, directory, Access()), is_own=True
-        )
+        opened.register(SlabFile.create(name, LAYOUT, 8, directory, Access()), is_own=True)
     yield opened
     opened.close()
     os.close(directory)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier over a slab store whose disk fails or hangs, in the system calls below it: what one bad block costs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiering.stores.slab.rig import aligned, right, slab_of, tables, write
+
+from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.errors import StoreError
+from kvoffload.testing import ManualClock
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.base import JobMetadata
+from kvoffload.tiering.stores.slab.store import SlabStore
+from kvoffload.tiering.tier import StoreTier, TierLimits
+
+SIZE = 1000
+CONTEXT = ReqContext("r")
+K = keys_of(*range(24))
+
+
+class Disk:
+    """System calls on slabs. Those on ``bad`` slots fail, and those of a kind in ``hanging`` wait for ``go_on``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bad: set[int] = set()
+        self.hanging: set[tuple[str, str]] = set()
+        """Name of the call, and suffix of the file."""
+        self.num_waiting = 0
+        self._go_on = threading.Event()
+        self._lock = threading.Lock()
+        for name in ("preadv", "pwritev", "pwrite"):
+            monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+
+    def go_on(self) -> None:
+        self.hanging = set()
+        self._go_on.set()
+
+    def _wrap(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
+        def wrapped(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if (name, Path(path).suffix) in self.hanging:
+                with self._lock:
+                    self.num_waiting += 1
+                assert self._go_on.wait(120)
+            if path.endswith(".slab") and self.bad:
+                count = sum(buffer.nbytes for buffer in buffers)
+                if any(offset < (slot + 1) * SIZE and offset + count > slot * SIZE for slot in self.bad):
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return call(fd, buffers, offset)
+
+        return wrapped
+
+
+class Rig:
+    """A tier over a store of 24 blocks, of which ``K[:12]`` are there, in slots of these numbers."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self.root, self.disk, self.clock = root, disk, ManualClock()
+        self.store = SlabStore(root, SIZE, max_bytes=slab_of(24))
+        write(self.store, *K[:12])
+        self.memory = np.zeros((24, SIZE), np.uint8)
+        limits = TierLimits(threads=4, timeout_s=10, drain_timeout_s=2)
+        self.tier = StoreTier(memoryview(self.memory), "disk", self.store, limits, clock=self.clock)
+        self.results: dict[int, set[OffloadKey]] = {}
+        self._last_id = 0
+
+    def submit(self, *keys: OffloadKey, load: bool) -> int:
+        self._last_id += 1
+        slots = np.array([K.index(key) for key in keys])
+        for slot, key in zip(slots, keys, strict=True):
+            self.memory[slot] = 0 if load else np.frombuffer(block_of(key, SIZE), np.uint8)
+        job = JobMetadata(self._last_id, keys, slots, load, CONTEXT)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        return self._last_id
+
+    def run(self, *keys: OffloadKey, load: bool) -> set[OffloadKey]:
+        job = self.submit(*keys, load=load)
+        self.until(lambda: job in self.results)
+        good = set(keys) if None in self.results[job] else self.results[job]
+        for key in good if load else ():
+            assert bytes(self.memory[K.index(key)]) == block_of(key, SIZE), "wrong bytes"
+        return good
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, "the tier hangs"
+            self.tier.on_schedule_end()
+            for result in self.tier.get_finished_jobs():
+                good = result.successful_keys
+                self.results[result.job_id] = set(good if good is not None else [None] if result.success else ())
+            time.sleep(0.001)
+
+    def ask(self, *keys: OffloadKey) -> list[bool | None]:
+        return [self.tier.lookup(key, CONTEXT) for key in keys]
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.tier.get_stats()["tier_healthy", "disk"] == 1
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, disk: Disk) -> Iterator[Rig]:
+    made = Rig(tmp_path / "kv", disk)
+    yield made
+    disk.bad = set()
+    disk.go_on()
+    made.tier.shutdown()
+    made.store.close()  # the tier does not wait for ever for that
+
+
+class TestUnreadable:
+    def test_a_block_is_a_miss_forgotten_and_written_anew(self, rig: Rig) -> None:
+        rig.disk.bad = {3}
+        assert rig.run(*K[:4], load=True) == set(K[:3])
+        assert rig.ask(*K[:4]) == [True, True, True, False]
+        assert rig.run(K[3], load=False) == {K[3]}
+        assert rig.run(*K[:4], load=True) == set(K[:4]), "in another slot"
+
+    def test_alone_in_its_job_it_costs_the_tier_nothing(self, rig: Rig) -> None:
+        rig.disk.bad = {3}
+        assert rig.run(K[3], load=True) == set()
+        assert rig.is_in_use
+        assert rig.ask(K[3], K[4]) == [False, True]
+        assert rig.run(K[4], load=True) == {K[4]}
+
+    def test_several_in_a_row_turn_reading_off_until_the_next_probe(self, rig: Rig) -> None:
+        rig.disk.bad = {0, 1, 2}
+        for number in range(3):
+            assert rig.run(K[number], load=True) == set()
+        assert not rig.is_in_use
+        assert rig.ask(*K[:4]) == [False] * 4
+        rig.clock.advance(2)
+        rig.until(lambda: rig.is_in_use)
+        assert rig.ask(*K[:4]) == [False] * 3 + [True]
+        assert rig.run(*K[3:8], load=True) == set(K[3:8])
+
+
+class TestHung:
+    def test_a_read_costs_its_thread_and_its_blocks(self, rig: Rig) -> None:
+        rig.disk.hanging = {("preadv", ".slab")}
+        job = rig.submit(K[3], load=True)
+        rig.until(lambda: rig.disk.num_waiting == 1)
+        rig.disk.hanging = set()
+        rig.clock.advance(11)
+        rig.until(lambda: rig.ask(K[3], K[4]) == [False, True])
+        assert rig.is_in_use
+        assert rig.run(*K[4:12], load=True) == set(K[4:12])
+        assert not rig.tier.has_pending_work(), "only the hung call is left"
+        assert job not in rig.results
+        rig.disk.go_on()
+        rig.until(lambda: job in rig.results)
+        assert rig.ask(K[3]) == [True]
+
+    def test_a_write_leaves_everything_else_alone(self, rig: Rig) -> None:
+        rig.disk.hanging = {("pwritev", ".slab")}
+        job = rig.submit(K[12], load=False)
+        rig.until(lambda: rig.disk.num_waiting == 1)
+        rig.disk.hanging = set()
+        assert rig.run(*K[:4], load=True) == set(K[:4])
+        assert rig.run(*K[13:20], load=False) == set(K[13:20])
+        assert rig.ask(*K[12:14]) == [False, True]
+        rig.disk.go_on()
+        rig.until(lambda: job in rig.results)
+        assert rig.run(*K[12:20], load=True) == set(K[12:20])
+
+    def test_a_table_costs_the_writer_alone(self, rig: Rig) -> None:
+        rig.disk.hanging = {("pwrite", ".table")}
+        job = rig.submit(K[12], load=False)
+        rig.until(lambda: rig.disk.num_waiting >= 1)
+        rig.disk.hanging = set()
+        assert rig.run(*K[:4], load=True) == set(K[:4])
+        assert rig.run(*K[13:16], load=False) == set(K[13:16])
+        assert rig.ask(*K[11:14]) == [True, False, True]
+        rig.disk.go_on()
+        rig.until(lambda: job in rig.results)
+        assert rig.run(*K[10:16], load=True) == set(K[10:16])
+
+    def test_a_shutdown_is_bounded(self, rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+        rig.disk.hanging = {("pwrite", ".table")}
+        rig.submit(K[12], load=False)
+        rig.until(lambda: rig.disk.num_waiting >= 1)
+        rig.tier.shutdown()
+        assert "left behind" in caplog.text
+
+
+class TestRoot:
+    def test_writes_into_a_root_that_is_gone_are_lost_until_that_is_noticed(self, rig: Rig) -> None:
+        """Slabs that are open outlive their names. Nothing is made in the root's place."""
+        with rig.store._upkeep.lock:
+            shutil.rmtree(rig.root)
+            assert rig.run(K[12], load=False) == {K[12]}
+            assert rig.run(*K[10:13], load=True) == set(K[10:13])
+        rig.store.refresh()
+        assert rig.ask(*K[10:13]) == [False] * 3
+        with pytest.raises(StoreError, match="gone"):
+            rig.store.write([K[13]], [aligned(block_of(K[13], SIZE))])
+        assert not rig.root.exists()
+
+    def test_a_pipe_in_a_slabs_place_holds_nobody_up(self, tmp_path: Path) -> None:
+        store = SlabStore(tmp_path, SIZE, max_bytes=slab_of(24))
+        write(store, *K[:4])
+        store.close()
+        (table,) = tables(tmp_path)
+        table.unlink()
+        os.mkfifo(table, 0o600)
+        store = SlabStore(tmp_path, SIZE, max_bytes=2 * slab_of(24))
+        assert right(store, *K[:4]) == set()
+        assert write(store, *K[:4]) == [True] * 4
+        store.close()
