@@ -312,7 +312,8 @@ def test_histograms_are_the_same_after_reports_and_at_prometheus() -> None:
 
     types = {Counter: Counter, Gauge: Gauge, PrometheusHistogram: PrometheusHistogram}
     config = SimpleNamespace(kv_transfer_config=None)
-    series = OffloadPromMetrics(config, types, ["engine"], {0: ["0"]}, ["disk"])
+    series = OffloadPromMetrics(config, types, ["engine"], {0: ["0"]})
+    series.begin(["disk"])
     labels = {"engine": "0", "tier": "disk", "direction": "read"}
     assert REGISTRY.get_sample_value("kvoffload_tier_batch_seconds_count", labels) == 0, "there from the start"
     assert REGISTRY.get_sample_value("kvoffload_tier_healthy", {"engine": "0", "tier": "disk"}) == 1
@@ -362,6 +363,7 @@ def test_prometheus_series_are_named_after_the_table_and_may_be_made_again() -> 
     config = SimpleNamespace(kv_transfer_config=None)
     for _ in range(2):  # the second engine of a process takes over the names
         series = OffloadPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
+        series.begin([])
     stats = OffloadStats({"counters": {"load_jobs\x1ffailed": 2}, "gauges": {"primary_blocks": 7}})
     series.observe(stats.to_dict(), 1)
     series.observe(stats.to_dict(), 1)

@@ -243,7 +243,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tiers = [options.label for options in parse_tiers(config_of(vllm_config).secondary_tiers)]
         except ConfigError:
             tiers = []  # a spec of the user's own may have other tiers; their series appear with their first report
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, tiers)
+        series = OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        series.begin(tiers)
+        return series
 
 
 class _SchedulerSide:

@@ -111,7 +111,7 @@ def _unregister_earlier_series() -> None:
 
 class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """One Prometheus series per row of ``kvoffload.metrics.METRICS``, named ``kvoffload_<name>``, with vLLM's own
-    labels before the metric's. Those that are known from the start, of ``tiers`` too, are there from the start."""
+    labels before the metric's. ``begin`` makes those that are known from the start."""
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-        tiers: Sequence[str] = (),
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister_earlier_series()
@@ -137,7 +136,10 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             else:
                 self._series[metric.name] = self._gauge_cls(multiprocess_mode="mostrecent", **arguments)
             _registered.append(self._series[metric.name])
-        for engine_idx in per_engine_labelvalues:
+
+    def begin(self, tiers: Sequence[str]) -> None:
+        """Makes all series whose labels are known before the first report, those of ``tiers`` among them."""
+        for engine_idx in self.per_engine_labelvalues:
             for metric, values in initial_series(tiers):
                 series = self._labelled(metric.name, values, engine_idx)
                 if metric.kind is Kind.GAUGE:
