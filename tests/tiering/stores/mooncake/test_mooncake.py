@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.mooncake_server import MooncakePool
 from tests.redis_server import free_port, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
+from tests.tiering.test_spec import PAGE_BYTES, Engine, spec
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import BlockStoreContract, block_of
@@ -175,6 +177,48 @@ def test_a_killed_donor_costs_its_blocks_and_another_is_used(tmp_path: Path) -> 
 
 def stores(store: BlockStore, wanted: list[OffloadKey]) -> bool:
     return write(store, wanted) == [True] and read(store, wanted) == [True]
+
+
+@needs_mooncake
+@pytest.mark.parametrize("who", ["master", "donor"])
+def test_a_frozen_part_of_the_pool_costs_an_engine_misses_and_no_slot(tmp_path: Path, who: str) -> None:
+    pool = MooncakePool(tmp_path)
+    tier = {"type": "mooncake", "master": pool.master, "metadata": pool.metadata}
+    engines = [Engine(spec(tier, max_wait_s=1.0)) for _ in range(2)]
+    first, second = engines
+    try:
+        first.store(keys(1, 2), torch.ones((2, PAGE_BYTES), dtype=torch.uint8))
+        wait_until(lambda: number_stored(first) == 2, "the blocks are in the pool")
+        pool.freeze(who)
+        for engine in engines:  # one of them has a client already, the other has none yet
+            assert engine.find(keys(8, 9)) == 0  # neither waits for the library
+        assert second.find(keys(1, 2)) == 0
+        second.store(keys(3, 4), torch.ones((2, PAGE_BYTES), dtype=torch.uint8))
+        pool.thaw(who)
+        every_slot = keys(*range(100, 108))
+        for engine in engines:
+            wait_until(lambda engine=engine: has_room(engine, every_slot), "all eight slots can be used")
+    finally:
+        for engine in engines:
+            engine.stop()
+        pool.stop()
+
+
+def number_stored(engine: Engine) -> float:
+    engine.manager.on_schedule_end()
+    return sum(value for (name, *_), value in engine.manager.get_stats().items() if name == "tier_blocks_stored")
+
+
+def has_room(engine: Engine, wanted: list[OffloadKey]) -> bool:
+    """Whether nothing holds a slot. Takes all of them, and gives them back."""
+    engine.manager.on_schedule_end()
+    request = ReqContext("all")
+    engine.manager.on_new_request(request)
+    output = engine.manager.prepare_store(wanted, request)
+    if output is not None:
+        engine.manager.complete_store(wanted, request, success=False)
+    engine.manager.on_request_finished(request)
+    return output is not None
 
 
 def succeeds(call: Callable[[], bool]) -> bool:

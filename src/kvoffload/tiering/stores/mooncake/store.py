@@ -6,6 +6,8 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,8 +33,9 @@ _CONNECT_S = 1.0
 class MooncakeStore(BlockStore):
     """Blocks of ``block_bytes`` in the pool that ``master`` (host:port) manages.
 
-    The client connects at the first call, in an I/O thread. Its calls end by deadlines of its own, some 30 s, and
-    cannot be ended sooner: until then they keep their thread, and the tier keeps their slots.
+    The client connects at the first call, in an I/O thread, once the metadata service answers. Its calls end by
+    deadlines of its own, some 30 s, and cannot be ended sooner: until then they keep their thread, and the tier keeps
+    their slots.
 
     A value is a block and its seal, gathered from two memories and scattered to two. Blocks that are rows of the
     attached memory move without a copy; others go through a registered memory of the store's own, one call at a time.
@@ -61,7 +64,7 @@ class MooncakeStore(BlockStore):
         except ImportError as exc:
             raise MissingExtraError("The 'mooncake' tier needs its client: pip install 'kvoffload[mooncake]'.") from exc
         self._library: Any = library
-        self._master = master
+        self._master, self._metadata = master, metadata
         self._setup = (hostname, metadata, segment_bytes, 16 << 20, protocol, device, master)
         self._block_bytes = block_bytes
         identity, digest = shared_identity(namespace, block_bytes, secret)
@@ -247,6 +250,7 @@ class MooncakeStore(BlockStore):
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
         except (OSError, ValueError) as exc:
             raise StoreError(f"Mooncake at {self._master} cannot be reached: {exc}.") from exc
+        self._check_that_it_answers()
         client = self._library.MooncakeDistributedStore()
         code = client.setup(*self._setup)
         if code:
@@ -257,6 +261,18 @@ class MooncakeStore(BlockStore):
                 client.close()
                 raise self._failed(code)
         return client
+
+    def _check_that_it_answers(self) -> None:
+        """Asks the metadata service for anything. A frozen master still takes connections, and the library's setup
+        keeps Python's interpreter to itself while it waits for minutes: no thread of the engine would run."""
+        if not self._metadata.startswith(("http://", "https://")):
+            return
+        try:
+            urllib.request.urlopen(f"{self._metadata}?key=kvoffload", timeout=_CONNECT_S).close()
+        except urllib.error.HTTPError as exc:
+            exc.close()  # that it has no such key is an answer
+        except OSError as exc:
+            raise StoreError(f"The metadata service of Mooncake at {self._master} does not answer: {exc}.") from exc
 
     def _failed(self, code: int) -> StoreError:
         return StoreError(f"Mooncake at {self._master} fails with its code {code}.")
