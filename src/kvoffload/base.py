@@ -202,8 +202,7 @@ class OffloadingEvent:
     removed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What an engine does in one step, from which a manager learns how fast it computes."""
 
     tokens: int = 0

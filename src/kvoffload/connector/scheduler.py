@@ -354,15 +354,16 @@ class OffloadingConnectorScheduler:
             self._flush(self._jobs.flush_for_blocks(step.copied_block_ids))
         named = self._take_states(step.boundary_states) if step.boundary_states else []
         stores: list[TransferJob] = []
-        tokens = prompt_tokens = queued_tokens = num_new_tables = 0
+        tokens = len(step.scheduled)  # one each, while a request decodes
+        prompt_tokens = queued_tokens = num_new_tables = 0
         find = self._requests.get
         for scheduled in step.scheduled:
             state = find(scheduled.request_id)
             num_tokens = scheduled.num_scheduled_tokens
-            tokens += num_tokens
-            if num_tokens > 1 and state is not None:
-                left = state.request.num_prompt_tokens - scheduled.num_computed_tokens
-                if left > 0:
+            if num_tokens != 1:
+                tokens += num_tokens - 1
+                if state is not None:
+                    left = max(state.request.num_prompt_tokens - scheduled.num_computed_tokens, 0)
                     prompt_tokens += min(num_tokens, left)
                     queued_tokens += max(left - num_tokens, 0)
             if (new_ids := scheduled.new_block_ids) and (scheduled.block_table_is_new or any(new_ids)):

@@ -7,6 +7,10 @@ later, but for the first token, which it never sees. Relative positions are the 
 embeddings have the root mean square 1. What attention finds is large beside the residual, which is another one in
 EAGLE-3. Attention looks anywhere in the context, so that a wrong block of the drafter's KV costs accepted drafts. The
 tokens stay the target's in any case.
+
+A second target has a layer with a sliding window before that layer, so that vLLM makes several KV groups. The window
+layer is quiet: it changes tokens, and the same drafters are still right once in eight times. Another drafter has more
+KV heads than the target, each head of which it has twice.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ if TYPE_CHECKING:
 
 HIDDEN, MLP, HEADS, KV_HEADS = 256, 512, 4, 2
 NUM_DRAFTS = 3
+WINDOW = 200
+"""Tokens that the second target's sliding window sees."""
+_QUIET = 0.004
+"""Gain of what the window layer's attention adds: with that of values and output, a quarter of the residual."""
 _GAINS = {"q": 2.5, "k": 2.5, "v": 8.0, "o": 8.0}
 _SEED = 20
 
@@ -35,10 +43,11 @@ class Speculation:
 
     target: str
     config: dict[str, Any]
+    drafter_kv_heads: int = KV_HEADS
 
 
 def write_drafts(directory: Path) -> dict[str, Speculation]:
-    """By method. All targets answer alike."""
+    """By method. All targets answer alike, but for that with windows."""
     import torch
 
     generator = torch.Generator().manual_seed(_SEED)
@@ -98,8 +107,42 @@ def write_drafts(directory: Path) -> dict[str, Speculation]:
         _config("MiMoForCausalLM", "qwen2", num_nextn_predict_layers=1),
         whole | _under("model.layers.0.", biased) | _under("model.mtp_layers.0.", module),
     )
+    # EAGLE with twice as many KV heads: each query head has its own copy of the KV head that it shared.
+    copies = HEADS // KV_HEADS
+    doubled = body | {
+        f"self_attn.{name}_proj.weight": layer[f"self_attn.{name}_proj.weight"]
+        .view(KV_HEADS, HEAD_DIM, HIDDEN)
+        .repeat_interleave(copies, 0)
+        .view(HEADS * HEAD_DIM, HIDDEN)
+        for name in "kv"
+    }
+    eagle_heads = _write(
+        directory / "eagle_heads",
+        _config("LlamaForCausalLM", "llama", num_key_value_heads=HEADS),
+        {"fc.weight": torch.cat([eye, zero], 1)} | _under("layers.0.", doubled),
+    )
+
+    # The target with a window layer before its own.
+    quiet = _layer(generator)
+    quiet["self_attn.o_proj.weight"] *= _QUIET
+    quiet["mlp.down_proj.weight"] *= 0.1
+    windows = _write(
+        directory / "windows",
+        _config(
+            "LlamaForCausalLM",
+            "llama",
+            num_hidden_layers=2,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=WINDOW,
+        ),
+        {name: weight for name, weight in whole.items() if "layers" not in name}
+        | _under("model.layers.0.", quiet)
+        | _under("model.layers.1.", layer),
+    )
     drafts = {"num_speculative_tokens": NUM_DRAFTS}
     return {
+        "eagle, other heads": Speculation(target, {"method": "eagle", "model": eagle_heads, **drafts}, HEADS),
+        "eagle, windows": Speculation(windows, {"method": "eagle", "model": eagle, **drafts}),
         "eagle": Speculation(target, {"method": "eagle", "model": eagle, **drafts}),
         "eagle3": Speculation(target, {"method": "eagle3", "model": eagle3, **drafts}),
         "mtp": Speculation(mtp, {"method": "mtp", **drafts}),

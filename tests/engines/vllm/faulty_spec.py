@@ -44,6 +44,8 @@ class Plan:
     """In so many GPU blocks of each group, instead of the first alone."""
     corrupt_layers: slice = field(default_factory=lambda: slice(None))
     """In these of the group's stretches of memory only: one for each layer, where layers lie apart."""
+    corrupt_from_group: int = 0
+    """Not in groups before this one."""
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def happens(self, probability: float) -> bool:
@@ -87,7 +89,7 @@ class FaultyHandler(OffloadingHandler):
             raise OSError("this transfer could not be started, on plan")
         if PLAN.happens(PLAN.fail_load if is_load else PLAN.fail_store):
             if isinstance(destination, GPULoadStoreSpec):
-                self._scribble(destination, len(destination.block_ids), slice(None))
+                self._scribble(destination, len(destination.block_ids))
             self._withhold(TransferResult(job_id, success=False))
             return
         if isinstance(destination, GPULoadStoreSpec) and PLAN.corrupt_loads > 0:
@@ -95,11 +97,11 @@ class FaultyHandler(OffloadingHandler):
             self._corrupt[job_id] = destination
         self._inner.transfer_async(job_id, spec)
 
-    def _scribble(self, spec: GPULoadStoreSpec, count: int, layers: slice) -> None:
+    def _scribble(self, spec: GPULoadStoreSpec, count: int, layers: slice = slice(None), from_group: int = 0) -> None:
         """Other numbers in the first GPU blocks, finite ones: NaN would be a different, easier fault."""
         position = 0
         for group, size in enumerate(spec.group_sizes):
-            for block in spec.block_ids[position : position + size][:count]:
+            for block in spec.block_ids[position : position + size][: count if group >= from_group else 0]:
                 for ref in self._caches.group_data_refs[group][layers]:
                     page = self._caches.tensors[ref.tensor_idx].tensor[int(block), : ref.page_size_bytes]
                     page.copy_(torch.flip(page, (0,)) ^ 0x15)
@@ -112,7 +114,8 @@ class FaultyHandler(OffloadingHandler):
     def _collect(self) -> None:
         for result in self._inner.get_finished():
             if result.job_id in self._corrupt:
-                self._scribble(self._corrupt.pop(result.job_id), PLAN.corrupt_blocks, PLAN.corrupt_layers)
+                destination = self._corrupt.pop(result.job_id)
+                self._scribble(destination, PLAN.corrupt_blocks, PLAN.corrupt_layers, PLAN.corrupt_from_group)
             self._withhold(result)
 
     def get_finished(self) -> list[TransferResult]:

@@ -367,7 +367,9 @@ def speculate(model: str, extra: dict[str, Any], speculative_config: dict[str, A
     ask("restored")
     result["metrics"] = engine.metrics()
     PLAN.corrupt_loads, PLAN.corrupt_blocks = 1 << 30, 1 << 30
-    PLAN.corrupt_layers = slice(len(result["layers"][0]) // 2, None)  # the drafter has as many layers as the target
+    # The drafter's layer is the last.
+    PLAN.corrupt_from_group = len(result["layers"]) - 1
+    PLAN.corrupt_layers = slice(len(result["layers"][-1]) - 1, None)
     engine.answers(flood, WITHOUT_KVOFFLOAD)
     ask("spoiled")
     PLAN.corrupt_loads = 0

@@ -174,6 +174,14 @@ def test_before_0_31_drafters_with_kv_are_refused(release: tuple[int, int], monk
         refuse_unsupported(config, caches)
 
 
+def test_a_draft_model_beside_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There vLLM 0.32 answers with other tokens than without drafts, also when nothing is stored or loaded."""
+    monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
+    caches = SimpleNamespace(prefix_cacheable_group_ids=[], kv_cache_groups=[None, None])
+    with pytest.raises(ConfigError, match="'draft_model' beside several KV groups"):
+        refuse_unsupported(vllm_config(speculative_config=speculative(method="draft_model")), caches)
+
+
 def test_the_users_keys_are_validated() -> None:
     assert config_of(vllm_config()).cpu_bytes == 1 << 20
     with pytest.raises(ConfigError, match="needs cpu_bytes_to_use"):

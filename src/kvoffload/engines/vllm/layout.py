@@ -52,7 +52,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     _refuse_transfer(vllm_config.kv_transfer_config)
     _refuse_parallel(vllm_config.parallel_config)
     if vllm_config.speculative_config is not None:
-        _refuse_speculation(vllm_config.speculative_config)
+        _refuse_speculation(vllm_config.speculative_config, kv_cache_config)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise LayoutError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
     cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
@@ -125,7 +125,7 @@ def _refuse_parallel(parallel: Any) -> None:
             )
 
 
-def _refuse_speculation(speculative: Any) -> None:
+def _refuse_speculation(speculative: Any, kv_cache_config: Any) -> None:
     """Drafters whose KV was not shown to be good after a load. A wrong draft costs no wrong token, but time."""
     reason = ""
     if speculative.method not in _DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV:
@@ -134,6 +134,8 @@ def _refuse_speculation(speculative: Any) -> None:
         reason = f"{speculative.method!r} with parallel drafting"
     elif speculative.use_multi_module_mtp():
         reason = "several MTP modules at once (with num_speculative_tokens 1, vLLM uses one)"
+    elif speculative.method == "draft_model" and len(kv_cache_config.kv_cache_groups) > 1:
+        reason = "'draft_model' beside several KV groups"
     if reason:
         raise ConfigError(
             f"kvoffload cannot vouch for the KV of {reason}: use one of "
