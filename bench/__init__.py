@@ -21,4 +21,5 @@ BENCHES: tuple[str, ...] = (
     "placement",
     "crossings",
     "policies_mixed",
+    "worth_loading",
 )

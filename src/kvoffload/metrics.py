@@ -298,6 +298,13 @@ METRICS: dict[str, Metric] = _table(
             ("tier", "reason"),
             ((HOST,), ("slow", "busy", "late", "unmeasured")),
         ),
+        Metric(
+            "tier_unwritten_blocks",
+            _C,
+            "Blocks not written to the tier, because loading them would never be worth it.",
+            _TIER,
+            ((),),
+        ),
         Metric("tier_read_bytes_per_s", _G, "Speed at which the tier is believed to be read.", _TIER, ((),)),
         Metric("tier_read_latency_s", _G, "Seconds believed to pass before the tier's first byte.", _TIER, ((),)),
         Metric("tier_read_queue_bytes", _G, "Bytes of promotions that are queued or being read.", _TIER, ((),)),

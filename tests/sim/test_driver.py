@@ -134,3 +134,32 @@ def test_requests_larger_than_host_memory_are_served(trace_of: Callable[..., Tra
 def test_a_machine_that_cannot_be(change: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         replace(MachineTimes, **change)
+
+
+def test_a_disk_slower_than_computing_changes_nothing(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([[0, 1], [2, 3], [4, 5], *([[0, 1], [2, 3], [4, 5]] * 4)])
+    trace.times_s[:] = [100 * request for request in range(len(trace))]
+    trace.input_tokens[:] = 33
+    machine = replace(MachineTimes, cpu_blocks=2, policy="lru")
+    slow = replace(machine, disk_blocks=10, disk_read_bytes_per_s=100.0)
+    without, cost, always = (
+        simulate(trace, machine),
+        simulate(trace, slow),
+        simulate(trace, replace(slow, load_policy="always")),
+    )
+    assert without.declined_blocks == always.declined_blocks == 0
+    assert cost.declined_blocks > 0
+    assert cost.ttft_s["p50"] == pytest.approx(without.ttft_s["p50"])
+    assert always.ttft_s["p50"] > 2 * without.ttft_s["p50"]
+    assert always.disk_hit_blocks > cost.disk_hit_blocks
+
+
+def test_a_neighbour_slows_the_disk_for_a_while(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([[0], [1], [2], [0], [1], [2]])
+    trace.times_s[:] = [0, 100, 200, 300, 400, 500]
+    trace.input_tokens[:] = 17
+    found: dict[int, float] = {}
+    disk = replace(MachineTimes, cpu_blocks=2, disk_blocks=5, disk_slow=((390.0, 450.0, 0.25),), load_policy="always")
+    simulate(trace, disk, on_first_token=found.__setitem__)
+    fast_s = 1.25 + 0.6 + 1 / 16
+    assert found == pytest.approx({0: 17 / 16, 1: 17 / 16, 2: 17 / 16, 3: fast_s, 4: fast_s + 3, 5: fast_s})

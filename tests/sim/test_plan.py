@@ -54,3 +54,14 @@ def test_goals_that_make_no_sense(goal: dict[str, float]) -> None:
 def test_prices_that_make_no_sense(prices: tuple[float, float]) -> None:
     with pytest.raises(ConfigError):
         Prices(*prices)
+
+
+def test_a_disk_that_does_not_pay_is_not_bought() -> None:
+    # It reads 20 MB a second, and the engine computes 16 tokens of 1 MiB in a quarter of a millisecond.
+    slow = replace(BASE, disk_read_bytes_per_s=20e6)
+    goal = Goal(hit_rate=0.3)
+    without = make_plan(TRACE, slow, goal, PRICES, max_disk_blocks=0, processes=1)
+    with_disk = make_plan(TRACE, slow, goal, PRICES, processes=1)
+    assert with_disk.chosen == without.chosen
+    tried = [run for run in with_disk.report.results if run.disk_blocks]
+    assert all(run.declined_blocks for run in tried if run.cpu_blocks < without.chosen.cpu_blocks)

@@ -24,6 +24,7 @@ from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering.base import CascadeMode
+from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["CASCADE_DEFAULT", "TRACE_HELP", "assumption", "capacities", "load_one", "register", "token_bytes"]
@@ -71,6 +72,9 @@ def simulate(
         str | None,
         typer.Option(help=f"When to write blocks to disk: on_store, on_evict, or both to compare. {CASCADE_DEFAULT}"),
     ] = None,
+    load_policy: Annotated[
+        str, typer.Option(help="Hits on disk to load: cost, those that are faster than computing; or always.")
+    ] = DEFAULTS.load_policy,
     stretch: Annotated[float, typer.Option(help="Factor by which requests arrive more slowly.")] = 1.0,
     block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, if that is ambiguous.")] = None,
     max_requests: Annotated[
@@ -83,6 +87,7 @@ def simulate(
     """Replay request traces through the production managers and policies, with a virtual clock instead of bytes."""
     policies = _policies(policy)
     modes = _modes(cascade)
+    chosen_load_policy = _load_policy(load_policy)
     check_json_target(json_file)
     if plot is not None:
         check_target(plot)
@@ -111,6 +116,7 @@ def simulate(
                         load_bytes_per_s=load_bytes_per_s,
                         disk_read_bytes_per_s=disk_read_bytes_per_s,
                         disk_write_bytes_per_s=disk_write_bytes_per_s,
+                        load_policy=chosen_load_policy,
                         cascade=mode,
                     )
                     for name in policies
@@ -125,6 +131,14 @@ def simulate(
     write_json(as_json(reports), json_file)
     if plot is not None:
         write_plot(reports, plot)
+
+
+def _load_policy(text: str) -> LoadPolicy:
+    choices: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
+    for choice in choices:
+        if text == choice:
+            return choice
+    raise ConfigError(f"--load-policy is {' or '.join(choices)}, not {text!r}.")
 
 
 def _modes(text: str | None) -> list[CascadeMode] | list[None]:

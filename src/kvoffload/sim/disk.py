@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -34,13 +35,18 @@ class Link:
     bytes_per_s: float
     latency_s: float
     free_at_s: float = 0.0
+    slow: tuple[tuple[float, float, float], ...] = ()
+    """Times in which others use the link too: (begin_s, end_s, share of its speed that is left)."""
 
-    def seconds(self, num_bytes: int) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+    def seconds(self, num_bytes: int, begin_s: float = 0.0) -> float:
+        """How long a transfer takes that begins at ``begin_s``. It keeps the speed that it began with."""
+        share = math.prod(left for begin, end, left in self.slow if begin <= begin_s < end)
+        return self.latency_s + num_bytes / (self.bytes_per_s * share) if num_bytes else 0.0
 
     def queue(self, now_s: float, num_bytes: int) -> float:
         """Queues a transfer and returns the time of its end."""
-        self.free_at_s = max(now_s, self.free_at_s) + self.seconds(num_bytes)
+        begin_s = max(now_s, self.free_at_s)
+        self.free_at_s = begin_s + self.seconds(num_bytes, begin_s)
         return self.free_at_s
 
 

@@ -70,6 +70,8 @@ class SimConfig:
     disk_read_bytes_per_s: float = SPEEDS.disk_read_bytes_per_s
     disk_write_bytes_per_s: float = SPEEDS.disk_write_bytes_per_s
     disk_latency_s: float = 200e-6
+    disk_slow: tuple[tuple[float, float, float], ...] = ()
+    """Times in which others read from the disk too: (begin_s, end_s, share of the reading speed that is left)."""
     chunk_tokens: int = 8192
     """Tokens prefilled between two offers of computed blocks."""
     max_wait_s: float = DEFAULTS.max_wait_s
@@ -151,13 +153,15 @@ def simulate(
     *,
     keys: Sequence[OffloadKey] | None = None,
     on_request: Callable[[int, int, int, int], object] | None = None,
+    on_first_token: Callable[[int, float], object] | None = None,
 ) -> SimResult:
     """Replays ``trace`` on ``config``. The same input gives the same result, to the last bit.
 
     ``keys``: ``trace.keys()``, to share it between replays. ``on_request`` is called after each request with its index
-    and the blocks that the device, host memory and the disk supplied.
+    and the blocks that the device, host memory and the disk supplied; ``on_first_token`` with its index and its seconds
+    to the first token.
     """
-    return _Driver(trace, config, trace.keys() if keys is None else keys, on_request).run()
+    return _Driver(trace, config, trace.keys() if keys is None else keys, on_request, on_first_token).run()
 
 
 class _Driver:
@@ -169,8 +173,10 @@ class _Driver:
         config: SimConfig,
         keys: Sequence[OffloadKey],
         on_request: Callable[[int, int, int, int], object] | None,
+        on_first_token: Callable[[int, float], object] | None,
     ) -> None:
-        self._trace, self._config, self._on_request = trace, config, on_request
+        self._trace, self._config = trace, config
+        self._on_request, self._on_first_token = on_request, on_first_token
         self._clock = VirtualClock()
         self._disk: SimDisk | None = None
         self._manager: OffloadingManager
@@ -179,7 +185,7 @@ class _Driver:
             self._disk = SimDisk(
                 config.disk_blocks,
                 config.block_bytes,
-                Link(config.disk_read_bytes_per_s, config.disk_latency_s),
+                Link(config.disk_read_bytes_per_s, config.disk_latency_s, slow=config.disk_slow),
                 Link(config.disk_write_bytes_per_s, config.disk_latency_s),
                 self._clock,
             )
@@ -235,6 +241,8 @@ class _Driver:
             self._hit_tokens[tier] += blocks * self._trace.block_tokens
         if self._on_request is not None:
             self._on_request(request, *parts)
+        if self._on_first_token is not None:
+            self._on_first_token(request, float(self._ttfts[request]))
 
     def _wait(self) -> None:
         """Advances the clock to the end of the disk's next job."""

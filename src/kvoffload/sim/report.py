@@ -22,6 +22,7 @@ _HEADINGS = (
     "gpu %",
     "cpu %",
     "disk %",
+    "declined %",
     "optimum %",
     "loaded",
     "stored",
@@ -40,8 +41,8 @@ def table(report: Report) -> tuple[list[str], list[list[str]]]:
     if not any(result.gpu_blocks for result in report.results):
         unused.add("gpu %")
     if not any(result.disk_blocks for result in report.results):
-        unused |= {"disk", "disk %", "disk written"}
-    if len(unused) == 4:
+        unused |= {"disk", "disk %", "declined %", "disk written"}
+    if len(unused) == 5:
         unused.add("cpu %")  # all hits are
     kept = [at for at, heading in enumerate(_HEADINGS) if heading not in unused]
     return [_HEADINGS[at] for at in kept], [[row[at] for at in kept] for row in full]
@@ -59,6 +60,7 @@ def _row(report: Report, result: SimResult, bound: float) -> tuple[str, ...]:
         percent(result.gpu_hit_blocks),
         percent(result.cpu_hit_blocks),
         percent(result.disk_hit_blocks),
+        percent(result.declined_blocks),
         f"{100 * bound:.2f}",
         format_bytes(result.loaded_bytes),
         format_bytes(result.stored_bytes),

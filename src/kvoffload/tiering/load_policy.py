@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from kvoffload.tiering.speeds import LinkSpeed, LinkSpeedEstimator, PrefillSpeed
 from kvoffload.tiering.worth import Choice, Pace, Run, choose
 
 __all__ = ["BlockWorth", "LoadCosts", "LoadPolicy", "Place", "WaitPlan"]
+
+_log = logging.getLogger(__name__)
 
 LoadPolicy = Literal["cost", "always"]
 """Which hits in lower tiers are loaded: those that are expected to be there before their tokens would be computed, or
@@ -31,6 +34,15 @@ PROBE_BYTES = 64 << 20
 """Bytes read to measure a tier: all that may be under way from one that was never measured, and each later probe."""
 PORTION_S = 0.1
 """A promotion is cut into jobs of about this duration, so that a request can use what came up when it gives up."""
+HOPELESS = 2.0
+"""A tier from which a block takes this many times as long as computing it, with nothing queued before it, is hardly
+written to, once that is sure."""
+SURE_S = 60.0
+"""It is sure when it was so for this time, ..."""
+_SURE_SAMPLES = 3
+"""... and so many reads have confirmed it."""
+_WRITTEN_SHARE = 16
+"""One in so many writes is made even so: a tier can only be measured with blocks that requests ask for."""
 _FOREVER = 1e12
 """Seconds of computing a block while the engine's speed is not known: any load is worth it."""
 
@@ -74,7 +86,18 @@ class WaitPlan:
 class _TierReads:
     """What is under way from one tier, and how fast it was."""
 
-    __slots__ = ("busy_since_s", "ended", "ended_s", "estimator", "queued", "submitted")
+    __slots__ = (
+        "busy_since_s",
+        "ended",
+        "ended_s",
+        "estimator",
+        "hopeless_samples",
+        "hopeless_since_s",
+        "num_unwritten",
+        "num_writes",
+        "queued",
+        "submitted",
+    )
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.estimator = LinkSpeedEstimator(clock)
@@ -87,6 +110,11 @@ class _TierReads:
         self.ended = 0
         """Blocks read since then."""
         self.ended_s = 0.0
+        self.hopeless_since_s: float | None = None
+        """Since when no block has been worth loading; with the samples seen at that time."""
+        self.hopeless_samples = 0
+        self.num_writes = self.num_unwritten = 0
+        """Writes wanted since that was sure, and blocks not written so far."""
 
     def remaining_s(self, now_s: float, block_bytes: int) -> float:
         """Until all that is queued is there. What is late already is expected to be late by as much again."""
@@ -238,6 +266,34 @@ class LoadCosts:
         num_bytes = PORTION_S / speed.byte_s if speed is not None else 0.0
         return max(self.probe_blocks, int(num_bytes / self._block_bytes))
 
+    def should_write(self, tier: int, num_blocks: int) -> bool:
+        """Whether blocks should be written to a tier: unless it is sure that loading them would never be worth it."""
+        reads = self._tiers[tier]
+        speed, now_s = reads.estimator.speed, self._clock()
+        if speed is None or speed.byte_s * self._bytes_per_token < HOPELESS * self._compute_s(1):
+            if reads.num_writes:
+                _log.warning("Tier %r is fast enough again, and is written to.", self._names[tier])
+            reads.hopeless_since_s, reads.num_writes = None, 0
+            return True
+        if reads.hopeless_since_s is None:
+            reads.hopeless_since_s, reads.hopeless_samples = now_s, reads.estimator.num_samples
+        num_samples = reads.estimator.num_samples - reads.hopeless_samples
+        if now_s - reads.hopeless_since_s < SURE_S or num_samples < _SURE_SAMPLES:
+            return True
+        if not reads.num_writes:
+            _log.warning(
+                "Tier %r is read at %.3g MB/s, and the engine computes the same blocks at %.3g MB/s: few blocks are "
+                "written to it from now on.",
+                self._names[tier],
+                1e-6 / speed.byte_s,
+                1e-6 * self._bytes_per_token / self._compute_s(1),
+            )
+        reads.num_writes += 1
+        if reads.num_writes % _WRITTEN_SHARE == 0:
+            return True
+        reads.num_unwritten += num_blocks
+        return False
+
     # ------------------------------------------------------------------------------------------------- metrics
 
     def count_declined(self, places: Sequence[tuple[Place, int]], num_loaded: int, num_counted: int) -> int:
@@ -272,6 +328,7 @@ class LoadCosts:
                 stats["tier_read_bytes_per_s", name] = 1 / reads.estimator.speed.byte_s
                 stats["tier_read_latency_s", name] = reads.estimator.speed.latency_s
             stats["tier_read_queue_bytes", name] = reads.queued * self._block_bytes
+            stats["tier_unwritten_blocks", name] = reads.num_unwritten
         if self._prefill.tokens_per_s is not None:
             stats[("prefill_tokens_per_s",)] = self._prefill.tokens_per_s
         if self._device.speed is not None:

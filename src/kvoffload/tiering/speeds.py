@@ -92,6 +92,7 @@ class LinkSpeedEstimator:
         self.speed: LinkSpeed | None = None
         self.measured_s = float("-inf")
         """When the last sample was added."""
+        self.num_samples = 0
         self._clock = clock
         self._window = _Window(clock)
 
@@ -99,6 +100,7 @@ class LinkSpeedEstimator:
         """``num_bytes`` took ``seconds`` while nothing was queued before them."""
         self.speed = fit_link(self._window.add(num_bytes, seconds))
         self.measured_s = self._clock()
+        self.num_samples += 1
 
 
 class PrefillSpeedEstimator:

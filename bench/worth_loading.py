@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first token with a disk, with ``load_policy="cost"`` and ``"always"``, against the same machine without one.
+
+In the simulator, over the shared traces: disks that read 300 MB/s to 20 GB/s, prefill of 10,000 and 60,000 tokens a
+second at 128 KiB of KV per token (1.3 and 7.9 GB/s of KV), and arrivals so dense that the machine without a disk is
+busy 30 and 85 % of the time. Host memory holds 2 % of the trace's blocks, the disk 20 %. A run of its own has a disk
+that a neighbour takes most of, for a while.
+
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``); without one the traces are made up.
+``python -m bench.worth_loading`` prints the whole table.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from bench.core import Row
+from kvoffload.base import OffloadKey
+from kvoffload.sim.driver import SimConfig, SimResult, simulate
+from kvoffload.sim.synthetic import synthesize
+from kvoffload.sim.trace import Trace
+from kvoffload.sim.trace_files import load_trace
+
+KV_BYTES_PER_TOKEN = 128 << 10
+DISKS_GB_S = (0.3, 1.0, 5.0, 20.0)
+PREFILLS = (10_000.0, 60_000.0)
+LOADS = (0.3, 0.85)
+"""Share of the time that the machine without a disk is busy."""
+QUANTILES = ("p50", "p90", "p99")
+SETTLED_S = 30.0
+"""After a change of speed, the bounds must hold again within this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    trace: str
+    synthetic: str
+    """What is made up where the trace is not there."""
+    max_requests: int
+
+
+SOURCES = (
+    Source("mooncake_conversation", "chat", 3000),
+    Source("weka_cc_64_s60", "agents", 400),
+    Source("lmcache_agent_b256", "agents", 1619),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A trace that arrives at a rate, and a machine without a disk."""
+
+    trace: Trace
+    keys: list[OffloadKey]
+    config: SimConfig
+    busy: float
+
+    @property
+    def name(self) -> str:
+        speed = f"{self.config.prefill_tokens_per_s / 1000:g}k tokens/s"
+        return f"{self.trace.name}, {speed}, {100 * self.busy:.0f} % busy"
+
+    def run(self, **changes: object) -> SimResult:
+        return simulate(self.trace, replace(self.config, **changes), keys=self.keys)  # type: ignore[arg-type]
+
+    def with_disk(self, gb_per_s: float, load_policy: str) -> SimResult:
+        return self.run(
+            disk_blocks=max(1, self.trace.num_unique // 5),
+            disk_read_bytes_per_s=gb_per_s * 1e9,
+            load_policy=load_policy,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The same requests without a disk, with one that is always loaded from, and with one that is weighed."""
+
+    machine: Machine
+    gb_per_s: float
+    without: SimResult
+    always: SimResult
+    cost: SimResult
+
+    @property
+    def is_faster_than_computing(self) -> bool:
+        return self.gb_per_s * 1e9 > self.machine.config.prefill_tokens_per_s * KV_BYTES_PER_TOKEN
+
+    @property
+    def worst_ratio(self) -> float:
+        """Of the first token's quantiles, with the disk and without it."""
+        return max(self.cost.ttft_s[at] / self.without.ttft_s[at] for at in QUANTILES)
+
+    @property
+    def gain(self) -> float | None:
+        """The least share, over the quantiles, of what ``"always"`` gains; ``None`` where it gains less than 1 %."""
+        shares = []
+        for at in QUANTILES:
+            without, always, cost = (run.ttft_s[at] for run in (self.without, self.always, self.cost))
+            if always < 0.99 * without:
+                shares.append((without - cost) / (without - always))
+        return min(shares) if shares else None
+
+
+def machines(short: bool) -> Iterator[Machine]:
+    for source in SOURCES[-1:] if short else SOURCES:
+        trace = _trace(source, short)
+        config = SimConfig(max(2, trace.num_unique // 50), KV_BYTES_PER_TOKEN * trace.block_tokens, policy="lru")
+        for prefill in PREFILLS[-1:] if short else PREFILLS:
+            served = replace(config, prefill_tokens_per_s=prefill)
+            for busy in LOADS[:1] if short else LOADS:
+                yield _at_load(trace, served, busy)
+
+
+def _at_load(trace: Trace, config: SimConfig, busy: float) -> Machine:
+    """Requests one by one take the same time however dense they are, so one run says how dense they must be."""
+    keys = trace.keys()
+    sparse = trace.stretched(1e6)
+    used_s = simulate(sparse, config, keys=keys).utilisation * float(sparse.times_s[-1] - sparse.times_s[0])
+    stretch = used_s / busy / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9)
+    return Machine(trace.stretched(stretch), keys, config, busy)
+
+
+def _trace(source: Source, short: bool) -> Trace:
+    path = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", "../shared/traces")) / f"{source.trace}.jsonl.zst"
+    if short or not path.is_file():
+        return synthesize(source.synthetic, 40 if short else source.max_requests, seed=1).whole_blocks()
+    return load_trace(path, None, source.max_requests).whole_blocks()
+
+
+def compare(short: bool) -> Iterator[Compared]:
+    for machine in machines(short):
+        without = machine.run()
+        for speed in DISKS_GB_S[-1:] if short else DISKS_GB_S:
+            always, cost = machine.with_disk(speed, "always"), machine.with_disk(speed, "cost")
+            yield Compared(machine, speed, without, always, cost)
+
+
+def run(short: bool) -> list[Row]:
+    rows = []
+    for each in compare(short):
+        name = f"{each.machine.name}, disk of {each.gb_per_s:g} GB/s"
+        median_s = each.cost.ttft_s["p50"]
+        rows.append(Row("worth_loading", name, median_s, "s", "no disk, worst quantile", each.worst_ratio, "<= 1.05"))
+        if each.is_faster_than_computing and each.gain is not None:
+            rows.append(Row("worth_loading", name, median_s, "s", "gain of always, worst", each.gain, ">= 0.9"))
+    return [*rows, *_neighbour(short)]
+
+
+def _neighbour(short: bool) -> list[Row]:
+    """A disk of 20 GB/s of which a neighbour leaves a fiftieth for a third of the time. Requests that arrive within
+    ``SETTLED_S`` of a change are left out."""
+    machine = next(iter(machines(short)))
+    trace, config = machine.trace, machine.config
+    first_s, last_s = float(trace.times_s[0]), float(trace.times_s[-1])
+    begin_s, end_s = first_s + (last_s - first_s) / 3, first_s + 2 * (last_s - first_s) / 3
+    disk = replace(config, disk_blocks=max(1, trace.num_unique // 5), disk_read_bytes_per_s=20e9)
+    slow = replace(disk, disk_slow=((begin_s, end_s, 0.02),))
+    without, calm, cost, always = (
+        _first_tokens(machine, each) for each in (config, disk, slow, replace(slow, load_policy="always"))
+    )
+    times_s = trace.times_s
+    phases = {
+        "before": times_s < begin_s,
+        "beside a neighbour": (times_s >= begin_s + SETTLED_S) & (times_s < end_s),
+        "after": times_s >= end_s + SETTLED_S,
+    }
+    rows = []
+    for phase, chosen in phases.items():
+        if not chosen.any():
+            continue
+        for reference, than in (("no disk", without), ("a disk of its own", calm), ("always", always)):
+            ratio = max(_quantile(cost, chosen, share) / _quantile(than, chosen, share) for share in (50, 90, 99))
+            name = f"{machine.name}, disk of 20 GB/s, {phase}"
+            target = "<= 1.05" if reference == "no disk" else ""
+            rows.append(
+                Row("worth_loading", name, statistics.median(cost[chosen]), "s", f"{reference}, worst", ratio, target)
+            )
+    return rows
+
+
+def _first_tokens(machine: Machine, config: SimConfig) -> np.ndarray:
+    found = np.zeros(len(machine.trace))
+    simulate(machine.trace, config, keys=machine.keys, on_first_token=found.__setitem__)
+    return found
+
+
+def _quantile(values: np.ndarray, chosen: np.ndarray, share: float) -> float:
+    return float(np.percentile(values[chosen], share))
+
+
+def table(results: Sequence[Compared]) -> str:
+    """All quantiles, for the docs."""
+    lines = [
+        "| machine | disk | no disk | `always` | `cost` | `cost` / no disk |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for each in results:
+        cells = [
+            " / ".join(f"{run.ttft_s[at]:.3g}" for at in QUANTILES) for run in (each.without, each.always, each.cost)
+        ]
+        ratios = " / ".join(f"{each.cost.ttft_s[at] / each.without.ttft_s[at]:.2f}" for at in QUANTILES)
+        lines.append(f"| {each.machine.name} | {each.gb_per_s:g} GB/s | {' | '.join(cells)} | {ratios} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    compared = list(compare(short=False))
+    print(table(compared))
+    for each in compared:
+        print(f"{each.machine.name}, {each.gb_per_s:g} GB/s: worst {each.worst_ratio:.3f}, gain {each.gain}")
+    for row in _neighbour(short=False):
+        print(row)

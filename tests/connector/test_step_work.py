@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a manager learns of each step: ``StepWork``."""
+
+from __future__ import annotations
+
+from tests.connector.rig import BT, Request, Rig
+
+from kvoffload.base import StepWork
+from kvoffload.connector.engine import ScheduledRequest
+
+
+class NotingRig(Rig):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.noted: list[StepWork] = []
+        self.manager.note_step = self.noted.append  # type: ignore[method-assign]
+
+
+def test_prompts_decodes_and_what_is_left() -> None:
+    rig = NotingRig()
+    long, short = Request("long", 100, "a"), Request("short", 10, "b")
+    for request in (long, short):
+        rig.arrive(request)
+        rig.ask(request)
+        rig.alloc(request, range(100, 100))
+    rig.step(ScheduledRequest("long", ((),), 0, 40, True), ScheduledRequest("short", ((),), 0, 10, True))
+    rig.step(ScheduledRequest("long", (), 40, 50), ScheduledRequest("short", (), 10, 1))
+    rig.step(ScheduledRequest("long", (), 90, 12), ScheduledRequest("short", (), 11, 3))  # with drafts
+    rig.step()
+    assert rig.noted == [
+        StepWork(50, 50, 60, is_continued=False),
+        StepWork(51, 50, 10, is_continued=True),
+        StepWork(15, 10, 0, is_continued=True),
+        StepWork(),
+    ]
+
+
+def test_loads_that_ended_are_reported_once() -> None:
+    rig = NotingRig(num_ranks=2)
+    first = Request("first", 4 * BT)
+    rig.arrive(first)
+    rig.ask(first)
+    rig.alloc(first, range(4))
+    (store,) = rig.step(ScheduledRequest("first", (range(4),), 0, 4 * BT, True)).stores
+    rig.end(store)
+    again = Request("again", 4 * BT + 1)
+    rig.arrive(again)
+    assert rig.ask(again) == (4 * BT, True)
+    rig.alloc(again, range(10, 15), external=4 * BT)
+    (load,) = rig.step().loads
+    rig.end(load)
+    rig.step()
+    rig.step()
+    # Two ranks of 10 bytes and half a second each, side by side.
+    loads = [(work.loaded_bytes, work.load_seconds) for work in rig.noted]
+    assert loads == [(0, 0.0), (0, 0.0), (20, 0.5), (0, 0.0)]
