@@ -140,8 +140,8 @@ def test_a_disk_slower_than_computing_changes_nothing(trace_of: Callable[..., Tr
     trace = trace_of([[0, 1], [2, 3], [4, 5], *([[0, 1], [2, 3], [4, 5]] * 4)])
     trace.times_s[:] = [100 * request for request in range(len(trace))]
     trace.input_tokens[:] = 33
-    machine = replace(MachineTimes, cpu_blocks=2, policy="lru")
-    slow = replace(machine, disk_blocks=10, disk_read_bytes_per_s=100.0)
+    machine = replace(MachineTimes, cpu_blocks=4, policy="lru")
+    slow = replace(machine, disk_blocks=10, disk_read_bytes_per_s=400.0)
     without, cost, always = (
         simulate(trace, machine),
         simulate(trace, slow),
