@@ -21,6 +21,7 @@ from kvoffload.base import OffloadKey, ReqContext, make_offload_key
 from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.cpu.policies.arc import ARCCachePolicy
 from kvoffload.cpu.policies.density import DensityCachePolicy
+from kvoffload.lost_blocks import LostBlocks
 
 BATCH = 64
 REQ = ReqContext("bench")
@@ -145,6 +146,7 @@ def run(short: bool) -> list[Row]:
     for policy in TARGETS:
         rows.extend(_memory_rows(policy, 5_000 if short else 700_000))
         rows.append(_pinned_row(policy, 2_000 if short else 100_000, repeats=3 if short else 9))
+    rows.append(_books_row(2_000 if short else 100_000, steps=5 if short else 150, repeats=3 if short else 31))
     return rows
 
 
@@ -167,6 +169,22 @@ def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
         target = TARGETS[case.split(",")[0]]
         rows.append(Row("control_plane", name, seconds * scale, "ns/block", "bare OrderedDict", seconds / bare, target))
     return rows
+
+
+def _books_row(num_blocks: int, steps: int, repeats: int) -> Row:
+    """The walk while a trace is recorded, so that every evicted block is written into the books of lost blocks."""
+    walks = [Walk(num_blocks, partial(Managed, "lru", by_prefix=True)) for _ in range(2)]
+    assert isinstance(walks[1].stepper, Managed)
+    walks[1].stepper.manager.watch_losses(LostBlocks())
+
+    def prepare_both() -> None:
+        for walk in walks:
+            walk.prepare(steps)
+
+    _, without, kept = interleaved_medians(prepare_both, *(walk.run for walk in walks), repeats=repeats)
+    name = f"lru, lookup_prefix, books of lost blocks, {num_blocks:,} blocks"
+    value = kept * 1e9 / steps / BATCH
+    return Row("control_plane", name, value, "ns/block", "without books", kept / without, "<= 1.05")
 
 
 def _memory_rows(policy: str, num_blocks: int) -> list[Row]:

@@ -24,7 +24,7 @@ FLOOR = {
     "config": 2,
     "events": 3,
     "exporter": 2,
-    "lost_blocks": 3,
+    "lost_blocks": 2,
     "specs": 3,
     "cpu": 3,
     "tiering": 4,

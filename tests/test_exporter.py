@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.served_tiers import ServedTiers
+from tests.redis_server import free_port
 
 from kvoffload.errors import ConfigError
 from kvoffload.exporter import PrometheusExporter
@@ -89,3 +92,13 @@ def test_an_address_in_use_is_said_in_one_sentence() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot be served at"):
             PrometheusExporter().serve(taken.getsockname()[1])
+
+
+def test_the_code_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[1] / "docs/operating.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    port = free_port()
+    code = code.replace("9400", str(port)).replace("close()", f"found = scrape({port})\nclose()")
+    space: dict[str, Any] = {"scrape": scrape}
+    exec(code, space)
+    assert space["found"]["kvoffload_hit_tokens_total"] == {(("engine", "0"),): 512}

@@ -20,6 +20,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
+    from kvoffload.lost_blocks import LostBlocks
     from kvoffload.metrics import Stats
 
 __all__ = [
@@ -82,6 +83,9 @@ class Trail:
 
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """Blocks that were promoted while the request waited for them, with the tier that they came from."""
+    misses: dict[OffloadKey, str] = field(default_factory=dict)
+    """Blocks that it was refused although they may be somewhere, with the reason in a word or two. Blocks that it was
+    not refused in the end may be among them."""
 
 
 @dataclass(slots=True)
@@ -310,6 +314,13 @@ class OffloadingManager(ABC):
     def get_stats(self) -> Stats:
         """Current metric values (``kvoffload.metrics``): counters since start, gauges now."""
         return {}
+
+    def watch_losses(self, lost: LostBlocks) -> None:
+        """Records in ``lost``, from now on, the blocks that leave and those that are offered but not to be stored."""
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Which blocks are here or below, as far as that is known. Unlike a lookup it has no effect."""
+        return [False] * len(keys)
 
     def shutdown(self) -> None:
         """Releases threads and files. Idempotent."""

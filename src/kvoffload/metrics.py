@@ -201,7 +201,7 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "lookup_wait_seconds",
             _H,
-            "Seconds from a request's first lookup until its answer, at each admission.",
+            "Seconds that a request's lookups had no answer, at each admission.",
             buckets=_WAIT_SECONDS,
         ),
         Metric("stale_jobs", _C, "Transfers that finished after a reset had discarded their blocks."),

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tests.redis_server import free_port
@@ -18,6 +20,8 @@ from kvoffload.exporter import PrometheusExporter
 from kvoffload.testing.fake_device import Bytes
 from kvoffload.testing.fake_engine import FakeEngine, FakeRequest, Status
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
+from kvoffload.tiering.base import SecondaryTierManager
+from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import build_tier
 
@@ -34,20 +38,44 @@ class _Region:
 
 
 class ServedTiers:
-    """``num_blocks`` slots of host memory above a disk tier called ``disk``. Call ``serve``, then ``close``.
+    """``num_blocks`` slots of host memory above the tier that ``make_tier`` makes over them, by default one called
+    ``disk``; ``None``: no tier. Call ``serve``, then ``close``.
 
-    Every step publishes the stats, which are at ``/metrics`` of ``port``, with a label ``engine``.
+    Every step publishes the stats, which are at ``/metrics`` of ``port``, with a label ``engine``. ``config`` are
+    options of the configuration and of the tiering manager.
     """
 
     block_bytes = PAGE_BYTES
     disk_bytes = 4 << 20
 
-    def __init__(self, root: Path, num_blocks: int, **config: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        num_blocks: int,
+        make_tier: Callable[[memoryview], SecondaryTierManager] | Literal["disk"] | None = "disk",
+        clock: Callable[[], float] = time.monotonic,
+        block_worth: BlockWorth | None = None,
+        **config: Any,
+    ) -> None:
         region = _Region(num_blocks)
-        primary = CPUPrimaryTierOffloadingManager(num_blocks, region, "lru")
+        if make_tier == "disk":
+            config["secondary_tiers"] = ({"type": "disk", "max_bytes": self.disk_bytes},)
+        parsed = OffloadingConfig(cpu_bytes_to_use=num_blocks * PAGE_BYTES, eviction_policy="lru", **config)
+        primary = CPUPrimaryTierOffloadingManager(
+            num_blocks, region, "lru", store_threshold=parsed.store_threshold, clock=clock
+        )
         options = {"type": "disk", "path": str(root / "blocks"), "max_bytes": self.disk_bytes, "exclusive": True}
-        self.tier = build_tier(options, primary.kv_view)
-        self.manager = TieringOffloadingManager(primary, [self.tier])
+        if make_tier == "disk":
+            make_tier = partial(build_tier, options)
+        self.tiers = [make_tier(primary.kv_view)] if make_tier is not None else []
+        self.manager = TieringOffloadingManager(
+            primary,
+            self.tiers,
+            max_wait_s=parsed.max_wait_s,
+            claim_share=parsed.claim_share,
+            block_worth=block_worth,
+            clock=clock,
+        )
         self._handlers: list[ManualHandler] = []
 
         def make_worker(rank: int, pages: Bytes) -> OffloadingConnectorWorker:
@@ -59,7 +87,7 @@ class ServedTiers:
         self.engine = FakeEngine(
             self.manager,
             EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, PAGE_BYTES),), BLOCK_TOKENS, "test"),
-            OffloadingConfig(cpu_bytes_to_use=num_blocks * PAGE_BYTES, **config),
+            parsed,
             num_gpu_blocks=12,
             num_slots=num_blocks,
             make_worker=make_worker,
@@ -81,8 +109,7 @@ class ServedTiers:
     def ask(self, first_token: int, num_blocks: int) -> FakeRequest:
         """A request with a prompt of ``num_blocks`` full blocks and one more token."""
         self._num_requests += 1
-        tokens = [first_token] + [n % 11 for n in range(num_blocks * BLOCK_TOKENS)]
-        return self.engine.add(f"r{self._num_requests}", tokens, max_new_tokens=1)
+        return self.engine.add(f"r{self._num_requests}", prompt(first_token, num_blocks), max_new_tokens=1)
 
     def finish(self, request: FakeRequest) -> None:
         deadline_s = time.monotonic() + 60
@@ -107,4 +134,9 @@ class ServedTiers:
 
     def close(self) -> None:
         self._close()
-        self.manager.shutdown()
+        self.engine.connector.shutdown()
+
+
+def prompt(first_token: int, num_blocks: int) -> list[int]:
+    """``num_blocks`` full blocks of tokens and one more."""
+    return [first_token] + [n % 11 for n in range(num_blocks * BLOCK_TOKENS)]

@@ -19,6 +19,7 @@ import pytest
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import StoreError
+from kvoffload.lost_blocks import LostBlocks
 from kvoffload.testing import FaultyStore, GatedStore, ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
@@ -322,6 +323,8 @@ def test_corruption_is_logged_once_a_minute(make, tmp_path: Path, caplog: pytest
     rig.load_blocks(keys[:2])
     assert "'mem' found corrupt blocks" in caplog.text
     assert "2 since its start" in caplog.text
+    assert any(key.hex() in caplog.text for key in keys[:2])
+    assert str(tmp_path) in caplog.text
     rig.load_blocks(keys[2:4])
     rig.load_blocks([*keys[:2], *keys_of(99)])  # absent is not corrupt
     assert len(caplog.records) == 1
@@ -349,6 +352,25 @@ def test_blocks_that_the_store_evicts_are_removed(make) -> None:
     rig.until(lambda: len(rig.resident) == 10)
     assert rig.resident == {key for batch in rig.inner.scan() for key in batch}
     assert rig.stat("tier_evicted_blocks") == 30
+
+
+def test_losses_are_recorded_with_their_causes(make) -> None:
+    rig = make(max_blocks=2).start()
+    lost = LostBlocks(clock=rig.clock)
+    rig.tier.watch_losses(lost)
+
+    def causes(keys: Sequence[OffloadKey]) -> list[str | None]:
+        return [loss and loss.cause for loss in lost.find(keys)]
+
+    for number in (1, 2, 3):
+        rig.store_blocks(keys_of(number))
+    assert causes(keys_of(1, 2, 3)) == ["evicted mem", None, None]
+    assert rig.tier.holds(keys_of(1, 2, 3)) == [False, True, True]
+    rig.load_blocks(keys_of(1))
+    assert causes(keys_of(1)) == ["evicted mem"], "a read that comes too late does not make it somebody else's deletion"
+    rig.inner.discard(keys_of(2))
+    rig.load_blocks(keys_of(2))
+    assert causes(keys_of(2)) == ["removed mem"]
 
 
 def test_a_block_evicted_by_the_next_of_its_own_job_is_not_present(make) -> None:
@@ -489,6 +511,26 @@ def test_failing_reads_turn_reads_alone_off_until_a_probe_succeeds(make) -> None
     rig.until(lambda: rig.is_in_use)
     assert rig.ask(keys) == [True] * 3
     assert rig.load_blocks(keys).success
+
+
+def test_one_line_when_a_tier_goes_off_and_one_when_it_comes_back(make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make().start()
+    with caplog.at_level(logging.INFO):
+        rig.store_blocks(keys_of(1, 2))
+        rig.load_blocks(keys_of(1, 2))
+        rig.ask_until_answered(keys_of(1, 9))
+        assert not caplog.records, "nothing in the steady state"
+        rig.store.broken = {"read_into": OSError(errno.EIO, "the disk is gone")}
+        for _ in range(5):
+            rig.load_blocks(keys_of(1))
+        rig.store.broken = {}
+        rig.clock.advance(2)
+        rig.until(lambda: rig.is_in_use)
+    off, on = (record.getMessage() for record in caplog.records)
+    assert off.startswith("Tier 'mem' is not used for reading until it recovers:")
+    assert on.startswith("Tier 'mem' is used for reading again. It was off:")
+    assert "the disk is gone" in off
+    assert "the disk is gone" in on
 
 
 def test_failing_lookups_become_misses(make) -> None:

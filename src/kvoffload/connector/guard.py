@@ -20,6 +20,7 @@ from kvoffload.base import (
 )
 from kvoffload.errors import TransferError
 from kvoffload.logs import RateLimitedLog
+from kvoffload.lost_blocks import LostBlocks
 from kvoffload.metrics import Stats
 
 __all__ = ["GuardedManager"]
@@ -103,6 +104,12 @@ class GuardedManager(OffloadingManager):
 
     def get_stats(self) -> Stats:
         return self._guard({}, self.manager.get_stats)
+
+    def watch_losses(self, lost: LostBlocks) -> None:
+        self._guard(None, self.manager.watch_losses, lost)
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._guard([False] * len(keys), self.manager.holds, keys)
 
     def shutdown(self) -> None:
         self._guard(None, self.manager.shutdown)

@@ -306,7 +306,7 @@ class StoreOffers:
         last = state.last_scheduled
         assert last is not None
         state.offered_tokens = limit
-        most = self._max_tokens(state)
+        most = self.max_tokens(state)
         limit = min(limit, most)
         state.extend_keys(self._geometry)
         stores: list[TransferJob] = []
@@ -326,7 +326,7 @@ class StoreOffers:
             self._turnover.touched(state.portions, len(keys))
         return stores
 
-    def _max_tokens(self, state: RequestOffloadState) -> int:
+    def max_tokens(self, state: RequestOffloadState) -> int:
         """Tokens of the request that may be stored, counted from its first."""
         most = state.request.num_prompt_tokens if self._prompt_only else UNLIMITED
         return most if state.limits.max_offload_tokens is None else min(most, state.limits.max_offload_tokens)

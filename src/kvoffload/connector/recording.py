@@ -2,7 +2,8 @@
 """Records the requests a deployment serves as a trace that ``kvoffload simulate`` can replay.
 
 The trace has hashes of keys, lengths and times; no tokens, no text. It is one JSON object a line, in the format that
-``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. Scheduler thread only.
+``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. Each line also has the request's ``story``
+(``story.py``), and the first one the ``machine``, for ``kvoffload explain``. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from typing import TextIO
 
 import xxhash
 
+from kvoffload.base import Direction, OffloadingManager
+from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.jobs import JobRecord
 from kvoffload.connector.requests import RequestOffloadState
+from kvoffload.connector.story import StoryTeller
 from kvoffload.errors import ConfigError
+from kvoffload.units import parse_bytes
 
 __all__ = ["RequestRecording", "TraceRecorder"]
 
@@ -42,16 +48,16 @@ class TraceRecorder:
 
         recorder = TraceRecorder(path, block_tokens=16)
         recorder.arrived(req_id, now_s, keys, input_tokens)     # once per request, with its whole prompt's keys
-        recorder.finished(req_id, output_tokens)                # once; unknown ids are ignored
+        recorder.finished(req_id, output_tokens, story)         # once; unknown ids are ignored
         recorder.close()
 
-    ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. A line is written when the request
-    and all before it have finished, or by ``close``; so memory holds only requests that are being served. Times count
-    from the first request's. A file that cannot be opened raises ``ConfigError``. Later errors end the recording with a
-    warning and never reach the caller.
+    ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. The first line has ``machine``. A
+    line is written when the request and all before it have finished, or by ``close``; so memory holds only requests
+    that are being served. Times count from the first request's. A file that cannot be opened raises ``ConfigError``.
+    Later errors end the recording with a warning and never reach the caller.
     """
 
-    def __init__(self, path: str | Path, block_tokens: int) -> None:
+    def __init__(self, path: str | Path, block_tokens: int, machine: dict[str, object] | None = None) -> None:
         if block_tokens < 1:
             raise ConfigError(f"block_tokens must be positive, not {block_tokens}.")
         self.path = Path(path)
@@ -60,6 +66,7 @@ class TraceRecorder:
         self._pending: dict[str, _Pending] = {}
         self._first_s: float | None = None
         self._last_ms = 0.0
+        self._machine = machine
         try:
             # Buffered by the line, so that a killed process leaves whole lines behind.
             self._file: TextIO | None = self.path.open("w", buffering=1, encoding="ascii")
@@ -87,12 +94,16 @@ class TraceRecorder:
         }
         if session is not None:
             line["session"] = session
+        if self._machine is not None:
+            line["machine"], self._machine = self._machine, None
         self._pending[req_id] = _Pending(line)
 
-    def finished(self, req_id: str, output_tokens: int) -> None:
+    def finished(self, req_id: str, output_tokens: int, story: dict[str, object] | None = None) -> None:
         pending = self._pending.get(req_id)
         if pending is None:
             return
+        if story is not None:
+            pending.line["story"] = story
         pending.line["output_length"] = output_tokens
         pending.is_finished = True
         while self._pending and (first := next(iter(self._pending.items())))[1].is_finished:
@@ -128,7 +139,7 @@ class TraceRecorder:
 
 
 class RequestRecording:
-    """Feeds a ``TraceRecorder`` with the scheduler side's requests.
+    """Feeds a ``TraceRecorder`` with the scheduler side's requests and their stories.
 
     ``path`` may contain ``{pid}``, for engines that run several schedulers. The trace has the blocks of the group with
     the smallest ones. The file is created at once, so that a path that cannot be written is a ``ConfigError`` before
@@ -136,37 +147,67 @@ class RequestRecording:
     """
 
     def __init__(
-        self, path: str, geometry: Sequence[GroupGeometry], clock: Callable[[], float] = time.monotonic
+        self,
+        path: str,
+        manager: OffloadingManager,
+        geometry: Sequence[GroupGeometry],
+        layout: EngineLayout,
+        config: OffloadingConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._geometry = geometry
         self._finest = min(geometry, key=lambda group: group.block_tokens)
         self._recorder: TraceRecorder | None = TraceRecorder(
-            path.replace("{pid}", str(os.getpid())), self._finest.block_tokens
+            path.replace("{pid}", str(os.getpid())), self._finest.block_tokens, _machine(geometry, layout, config)
         )
         self._clock = clock
+        self._stories = StoryTeller(manager, geometry, clock)
 
     def __repr__(self) -> str:
         return f"RequestRecording({self._recorder})"
 
     def arrived(self, state: RequestOffloadState) -> None:
-        if self._recorder is None:
-            return
-        try:
-            state.extend_keys(self._geometry)
-            prompt_tokens = state.request.num_prompt_tokens
-            keys = state.groups[self._finest.index].keys[: prompt_tokens // self._finest.block_tokens]
-            self._recorder.arrived(state.context.req_id, self._clock(), keys, prompt_tokens)
-        except Exception:  # noqa: BLE001 - recording must never disturb a step
-            self._give_up()
+        self._guard(self._arrived, state)
 
-    def finished(self, state: RequestOffloadState) -> None:
-        if self._recorder is None:
-            return
-        try:
-            request = state.request
-            self._recorder.finished(state.context.req_id, max(request.num_tokens - request.num_prompt_tokens, 0))
-        except Exception:  # noqa: BLE001 - recording must never disturb a step
-            self._give_up()
+    def _arrived(self, state: RequestOffloadState) -> None:
+        assert self._recorder is not None
+        state.extend_keys(self._geometry)
+        prompt_tokens = state.request.num_prompt_tokens
+        keys = state.groups[self._finest.index].keys[: prompt_tokens // self._finest.block_tokens]
+        self._recorder.arrived(state.context.req_id, self._clock(), keys, prompt_tokens)
+        self._stories.begin(state)
+
+    def deferred(self, state: RequestOffloadState, waits_for: str) -> None:
+        self._guard(self._stories.deferred, state, waits_for)
+
+    def answered(self, state: RequestOffloadState) -> None:
+        self._guard(self._stories.answered, state)
+
+    def admitted(self, state: RequestOffloadState, hits: dict[str, int]) -> None:
+        """The request has GPU blocks. ``hits``: the tokens to load, by tier."""
+        self._guard(self._stories.admitted, state, hits)
+
+    def job_ended(self, job: JobRecord) -> None:
+        self._guard(self._job_ended, job)
+
+    def _job_ended(self, job: JobRecord) -> None:
+        if job.direction is Direction.LOAD:
+            self._stories.load_ended(job.request, job.success)
+        elif not job.success:
+            self._stories.lost.record(job.keys, "store failed")
+
+    def finished(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
+        """The request ended. Of it, ``most_tokens`` could be stored, and ``has_no_room`` says whether some found no
+        room."""
+        self._guard(self._finished, state, most_tokens, has_no_room)
+
+    def _finished(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
+        assert self._recorder is not None
+        self._stories.ended(state, most_tokens, has_no_room)
+        request, story = state.request, state.story
+        output_tokens = max(request.num_tokens - request.num_prompt_tokens, 0)
+        told = story.as_json() if story is not None and story.found else None
+        self._recorder.finished(state.context.req_id, output_tokens, told)
 
     def close(self) -> None:
         """Writes the requests that have not finished, too. Idempotent."""
@@ -174,9 +215,37 @@ class RequestRecording:
         if recorder is not None:
             recorder.close()
 
+    def _guard(self, call: Callable[..., None], *args: object) -> None:
+        if self._recorder is None:
+            return
+        try:
+            call(*args)
+        except Exception:  # noqa: BLE001 - recording must never disturb a step
+            self._give_up()
+
     def _give_up(self) -> None:
         logger.exception("Recording the trace failed; it ends here, and serving goes on.")
         try:
             self.close()
         except Exception:
             logger.exception("The trace could not be closed.")
+
+
+def _machine(geometry: Sequence[GroupGeometry], layout: EngineLayout, config: OffloadingConfig) -> dict[str, object]:
+    """What ``kvoffload explain`` must know of the configuration. No paths and no addresses."""
+    finest = min(group.block_tokens for group in geometry)
+    slots = sum(finest / group.block_tokens for group in geometry)
+    return {
+        "block_bytes": round(layout.block_bytes(layout.block_size_factor(config)) * slots),
+        "cpu_bytes": config.cpu_bytes,
+        "policy": config.eviction_policy,
+        "store_threshold": config.store_threshold,
+        "load_policy": config.load_policy,
+        "tiers": [
+            {
+                "type": tier.get("type"),
+                "max_bytes": parse_bytes(tier["max_bytes"]) if tier.get("max_bytes") is not None else None,
+            }
+            for tier in config.secondary_tiers
+        ],
+    }

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import BlockIds, EngineRequest, ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.limits import RequestLimits
+
+if TYPE_CHECKING:
+    from kvoffload.connector.story import Story
 
 __all__ = ["UNLIMITED", "GroupState", "PortionState", "RequestOffloadState"]
 
@@ -76,6 +80,10 @@ class RequestOffloadState:
     """The engine asked for hits, and has not reported yet which GPU blocks it allocated upon the answer."""
     deferred_since_s: float | None = None
     """When the lookup that has no answer yet was made first."""
+    lookup_wait_s: float = 0.0
+    """How long its lookups had no answer since the last admission."""
+    story: Story | None = None
+    """What is recorded of it, if a trace is."""
     finished: bool = False
     num_hashes: int = 0
     """Block hashes that ``extend_keys`` has seen."""

@@ -80,7 +80,9 @@ class OffloadingConnectorScheduler:
         self._jobs = JobTable(layout.num_ranks)
         num_blocks = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
         self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only, num_blocks)
-        self._recording = RequestRecording(config.record_trace, self._geometry) if config.record_trace else None
+        self._recording: RequestRecording | None = None
+        if config.record_trace:
+            self._recording = RequestRecording(config.record_trace, manager, self._geometry, layout, config, clock)
         self._log = RateLimitedLog(logger)
         self._epoch = 0
         # Decided since the last build_connector_meta, and sent with the next one.
@@ -143,7 +145,7 @@ class OffloadingConnectorScheduler:
         if state.deferred_since_s is not None:
             self._num_waiting -= 1
         if self._recording is not None:
-            self._recording.finished(state)
+            self._recording.finished(state, self._offers.max_tokens(state), state in self._offers.refused)
         self._offers.forget(state)
         self._cancel_load(state)
         if any(group.gpu_block_ids for group in state.groups) and (keys := state.keys_in_use()):
@@ -187,11 +189,15 @@ class OffloadingConnectorScheduler:
             state.asked = True
             return 0, False
         hit: int | None = None
+        waits_for = "own transfers"
         # A request may have one load or several stores in flight, never both. So one that was preempted waits for its
         # old transfers.
         if not state.job_ids:
             hit = self._find_hit(state, num_computed_tokens)
+            waits_for = "tiers" if state.awaited_job_id not in self._jobs.in_flight else "another load"
         if hit is None:
+            if self._recording is not None:
+                self._recording.deferred(state, waits_for)
             self._count(("lookups_deferred",))
             if state.deferred_since_s is None:
                 state.deferred_since_s = self._clock()
@@ -204,12 +210,12 @@ class OffloadingConnectorScheduler:
 
     def _record_wait(self, state: RequestOffloadState) -> None:
         """The lookup has an answer."""
-        waited_s = 0.0
         if state.deferred_since_s is not None:
-            waited_s = self._clock() - state.deferred_since_s
+            state.lookup_wait_s += self._clock() - state.deferred_since_s
             state.deferred_since_s = None
             self._num_waiting -= 1
-        self._lookup_waits.observe(waited_s)
+        if self._recording is not None:
+            self._recording.answered(state)
 
     def _find_hit(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
         state.extend_keys(self._geometry)
@@ -261,16 +267,22 @@ class OffloadingConnectorScheduler:
         if not state.asked:
             return  # the second call, after a load: only the blocks are new
         state.asked = False
+        self._lookup_waits.observe(state.lookup_wait_s)
+        state.lookup_wait_s = 0.0
         hit_tokens = state.hit_tokens = state.computed_tokens + num_external_tokens
+        hits: dict[str, int] = {}
         if state.context.reads_cache:
             not_computed = max(0, request.num_tokens - state.computed_tokens)
             self._count(("lookup_tokens",), min(not_computed, self._max_load_tokens(state)))
             self._count(("hit_tokens",), num_external_tokens)
             if num_external_tokens > 0:
-                for tier, tokens in self._tokens_by_tier(state, hit_tokens).items():
+                hits = self._tokens_by_tier(state, hit_tokens)
+                for tier, tokens in hits.items():
                     self._count(("tier_hit_tokens", tier), tokens)
                 self._begin_load(state, hit_tokens)
             self._touch(state, hit_tokens)
+        if self._recording is not None:
+            self._recording.admitted(state, hits)
         self._offers.admit(state, hit_tokens)
 
     def _tokens_by_tier(self, state: RequestOffloadState, hit_tokens: int) -> dict[str, int]:
@@ -456,6 +468,8 @@ class OffloadingConnectorScheduler:
             if job is None:
                 continue
             self._count_end(job)
+            if self._recording is not None:
+                self._recording.job_ended(job)
             if job.direction is Direction.STORE:
                 self._manager.complete_store(job.keys, job.request.context, success=job.success)
                 continue

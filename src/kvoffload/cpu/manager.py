@@ -25,7 +25,8 @@ from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Unio
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
 from kvoffload.events import PendingEvents
-from kvoffload.metrics import Histogram, Stats
+from kvoffload.lost_blocks import LostBlocks
+from kvoffload.metrics import HOST, Histogram, Stats
 
 __all__ = ["CPUOffloadingManager", "CPUPrimaryTierOffloadingManager", "KVMemory", "SlotTable"]
 
@@ -92,6 +93,8 @@ class SlotTable:
         self._num_in_flight = 0
         self._num_read = 0
         self._clock = clock
+        self.lost: LostBlocks | None = None
+        """Where to record the blocks that leave, if anybody wants to know."""
         self._allocations = Histogram("primary_allocation_blocks")
         self._eviction_ages = Histogram("primary_eviction_age_seconds")
 
@@ -230,6 +233,8 @@ class SlotTable:
             evicted = [key for key, _ in victims]
             self.num_evicted += num_victims
             self._record(evicted, removed=True)
+            if self.lost is not None:
+                self.lost.record(evicted, f"evicted {HOST}")
         if num_victims == len(missing):
             blocks = [block for _, block in reversed(victims)]
         else:
@@ -337,6 +342,8 @@ class SlotTable:
         self.policy.clear()
         self._give_back(reversed(idle))
         self._record(resident, removed=True)
+        if self.lost is not None:
+            self.lost.record(resident, "reset")
 
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call; none without ``enable_events``."""
@@ -531,8 +538,10 @@ class CPUOffloadingManager(OffloadingManager):
         if used is not None:
             self._record_use(used, reserved.keys_to_store)
         if wanted is not keys and len(wanted) != len(keys):
-            admitted = set(wanted)
-            self._filtered += sum(key not in admitted and self.slots.get(key) is None for key in set(keys))
+            absent = [key for key in set(keys).difference(wanted) if self.slots.get(key) is None]
+            self._filtered += len(absent)
+            if self.slots.lost is not None:
+                self.slots.lost.record(absent, "filtered")
         return reserved
 
     def complete_store(
@@ -555,6 +564,12 @@ class CPUOffloadingManager(OffloadingManager):
             ("reuse_filtered_blocks",): self._filtered,
             **self._reuse_ages.stats(),
         }
+
+    def watch_losses(self, lost: LostBlocks) -> None:
+        self.slots.lost = lost
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return [block is not None for block in self.slots.get_all(keys)]
 
     def check_invariants(self) -> None:
         """Recomputes everything from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""

@@ -15,9 +15,9 @@ from kvoffload.sim.report import as_page, best_policy, curve, knee_of
 from kvoffload.sim.sweep import Report
 from kvoffload.units import format_bytes
 
-__all__ = ["check_folder", "check_target", "write_plot"]
+__all__ = ["COLOURS", "check_folder", "check_target", "pyplot", "save_small_png", "write_plot"]
 
-_COLOURS = ("#1f6fb4", "#d9730d", "#2f9e44", "#8b5cf6", "#c2255c", "#0b7285", "#868e96")
+COLOURS = ("#1f6fb4", "#d9730d", "#2f9e44", "#8b5cf6", "#c2255c", "#0b7285", "#868e96")
 _GREY = "#495057"
 
 
@@ -26,7 +26,7 @@ def check_target(path: Path) -> None:
     if path.suffix.lower() not in {".png", ".html"}:
         raise ConfigError(f"A plot is a .png or .html file, not {path.name!r}.")
     check_folder(path)
-    _pyplot()
+    pyplot()
 
 
 def check_folder(path: Path) -> None:
@@ -47,7 +47,7 @@ def write_plot(reports: Sequence[Report], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if path.suffix.lower() == ".png":
-            _save_small_png(figure, temporary)
+            save_small_png(figure, temporary)
         else:
             text = io.StringIO()
             figure.savefig(text, format="svg")
@@ -55,10 +55,10 @@ def write_plot(reports: Sequence[Report], path: Path) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-        _pyplot().close(figure)
+        pyplot().close(figure)
 
 
-def _save_small_png(figure: Any, path: Path) -> None:
+def save_small_png(figure: Any, path: Path) -> None:
     """Saves with a palette, which takes a third of the bytes."""
     image = importlib.import_module("PIL.Image")  # matplotlib needs it too
     drawn = io.BytesIO()
@@ -66,7 +66,7 @@ def _save_small_png(figure: Any, path: Path) -> None:
     image.open(drawn).convert("RGB").quantize(128).save(path, format="PNG", optimize=True)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")
@@ -75,7 +75,7 @@ def _pyplot() -> Any:
 
 
 def _draw(reports: Sequence[Report]) -> Any:
-    plt = _pyplot()
+    plt = pyplot()
     figure, grid = plt.subplots(
         len(reports), 3, figsize=(15, 4.4 * len(reports)), squeeze=False, layout="constrained", width_ratios=(1.3, 1, 1)
     )
@@ -110,7 +110,7 @@ def _size_axis(axis: Any, report: Report, policy: str) -> None:
 
 def _draw_hits(axis: Any, report: Report) -> None:
     best = best_policy(report)
-    for colour, policy in zip(_COLOURS * 9, _policies(report)):
+    for colour, policy in zip(COLOURS * 9, _policies(report)):
         rates = [100 * run.hit_rate for run, _ in curve(report, policy)]
         axis.plot(_sizes_gib(report, policy), rates, "o-", color=colour, markersize=4, label=policy)
     bounds = [100 * bound for _, bound in curve(report, best)]
@@ -156,7 +156,7 @@ def _draw_bytes(axis: Any, report: Report) -> None:
         kinds.append(("read from disk", [run.disk_read_bytes for run in runs]))
         kinds.append(("written to disk", [run.disk_written_bytes for run in runs]))
     unit, name = (2**40, "TiB") if max(max(values) for _, values in kinds) >= 2**40 else (2**30, "GiB")
-    for colour, (label, values) in zip(_COLOURS, kinds):
+    for colour, (label, values) in zip(COLOURS, kinds):
         axis.plot(sizes, [value / unit for value in values], "o-", color=colour, markersize=4, label=label)
     _size_axis(axis, report, best)
     axis.set_ylim(bottom=0)
@@ -166,7 +166,7 @@ def _draw_bytes(axis: Any, report: Report) -> None:
 
 
 def _draw_saved(axis: Any, report: Report) -> None:
-    for colour, policy in zip(_COLOURS * 9, _policies(report)):
+    for colour, policy in zip(COLOURS * 9, _policies(report)):
         shares = [
             100 * run.saved_prefill_s / (run.saved_prefill_s + run.prefill_s or 1) for run, _ in curve(report, policy)
         ]

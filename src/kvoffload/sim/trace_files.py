@@ -31,7 +31,7 @@ import xxhash
 from kvoffload.errors import MissingExtraError
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, numbered, parents_of
 
-__all__ = ["load_trace"]
+__all__ = ["lines_of", "load_trace"]
 
 _MAX_LINE_BYTES = 64 << 20
 _MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
@@ -63,7 +63,7 @@ def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: 
     if block_tokens is not None and block_tokens < 1:
         raise TraceError(f"{path}: block_tokens must be positive, not {block_tokens}.")
     reader = _Reader(path)
-    for number, text in _lines(path):
+    for number, text in lines_of(path):
         reader.add(number, text)
         if max_requests is not None and len(reader.lines) >= max_requests:
             break
@@ -222,7 +222,7 @@ def _plain(exc: Exception) -> str:
     return str(exc).replace("`", "'").replace("$.", "").replace("Object missing", "missing").replace(" - at ", " in ")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, with their numbers from 1."""
     damage: tuple[type[Exception], ...] = (OSError, EOFError)  # gzip reports it as either
     with contextlib.ExitStack() as stack:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from kvoffload.lost_blocks import LostBlocks
 from kvoffload.metrics import Stats
 
 __all__ = ["CascadeMode", "JobMetadata", "JobResult", "SecondaryTierManager"]
@@ -127,6 +128,13 @@ class SecondaryTierManager(ABC):
     def get_stats(self) -> Stats:
         """Current metric values."""
         return {}
+
+    def watch_losses(self, lost: LostBlocks) -> None:
+        """Records in ``lost``, from now on, the blocks that leave the tier."""
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Which blocks are known to be here. Unlike a lookup it has no effect."""
+        return [False] * len(keys)
 
     def shutdown(self) -> None:
         """Drains, then releases threads and files. Idempotent."""

@@ -22,6 +22,7 @@ from kvoffload.base import (
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.lost_blocks import LostBlocks
 from kvoffload.metrics import Stats, add_stats
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.load_policy import BlockWorth, LoadCosts
@@ -240,6 +241,17 @@ class TieringOffloadingManager(OffloadingManager):
         if self._costs is not None:
             own |= self._costs.get_stats()
         return add_stats([self.primary_tier.get_stats(), own, *(tier.get_stats() for tier in self._tiers)])
+
+    def watch_losses(self, lost: LostBlocks) -> None:
+        self.primary_tier.watch_losses(lost)
+        for tier in self._tiers:
+            tier.watch_losses(lost)
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        found = self.primary_tier.holds(keys)
+        for tier in self._tiers:
+            found = [is_here or is_below for is_here, is_below in zip(found, tier.holds(keys), strict=True)]
+        return found
 
     def shutdown(self) -> None:
         if self._write_back is not None:

@@ -204,11 +204,13 @@ class PresenceIndex:
         ``forget_unseen`` removes them."""
         self._present.end_scan()
 
-    def forget_unseen(self) -> None:
-        """Removes such keys from the next shards, of some 4,000 keys together. Call it again and again; without a scan
-        it does nothing."""
-        if unseen := [key for key in self._present.take_unseen() if key not in self._storing]:
+    def forget_unseen(self) -> list[OffloadKey]:
+        """Removes such keys from the next shards, of some 4,000 keys together, and returns them. Call it again and
+        again; without a scan it does nothing."""
+        unseen = [key for key in self._present.take_unseen() if key not in self._storing]
+        if unseen:
             self.remove(unseen)
+        return unseen
 
 
 class _RememberedKeys:

@@ -71,6 +71,8 @@ class RequestState:
     """What it waits for, if that was weighed."""
     num_declined: int = 0
     """Blocks that were counted as declined for it."""
+    unknown: set[OffloadKey] = field(default_factory=set)
+    """Blocks that no tier had answered for when they were asked for last."""
     stores_in_flight: int = 0
     """Blocks between ``prepare_store`` and ``complete_store``, each of which may still be cascaded for it."""
     parked: int = 0
@@ -408,7 +410,10 @@ class Lookups:
         if limit >= len(keys):
             return self._walk(request, keys)
         answers = self._walk(request, keys[:limit]) if limit else []
-        return answers if answers and answers[-1] is False else [*answers, False]
+        if answers and answers[-1] is False:
+            return answers
+        request.context.trail.misses[keys[limit]] = "declined by cost"
+        return [*answers, False]
 
     def _survey(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[tuple[Place, int]]:
         """Where the blocks of the hit are, in runs of blocks in the same place. Changes nothing but what the tiers note
@@ -551,6 +556,10 @@ class Lookups:
             return True
         if self._waiting.is_over(request):
             self.out_of_patience += answer is None or request.waiting_since is not None
+            request.context.trail.misses.update(dict.fromkeys(request.unknown, "out of patience"))
+            request.unknown.clear()
+            if answer is None:
+                request.context.trail.misses[key] = "out of patience"
             self._waiting.give_up(request)
             return False
         if answer is None:
@@ -574,6 +583,7 @@ class Lookups:
         if (found_before := self._found.pop(key, None)) is not None:
             return found_before
         if key in request.failed or key in request.promoted:
+            request.context.trail.misses[key] = "promotion failed" if key in request.failed else "no room"
             return None, False
         is_unknown = False
         for tier in self._tiers:
@@ -581,7 +591,11 @@ class Lookups:
             if found:
                 return tier, None
             is_unknown |= found is None
-        return None, None if is_unknown else False
+        if is_unknown:
+            request.unknown.add(key)
+            return None, None
+        request.unknown.discard(key)
+        return None, False
 
     def _certain_room(self, request: RequestState) -> int:
         """Blocks that are certain to find a slot, within all limits, if promoted for ``request`` now."""
@@ -688,6 +702,7 @@ class Promotions:
         if reason is None:
             return self.begin_all(request, {key: tier})
         self.refused[reason] += 1
+        request.context.trail.misses[key] = reason
         return False
 
     def begin_all(self, request: RequestState, run: Mapping[OffloadKey, GuardedTier]) -> bool:
@@ -697,6 +712,7 @@ class Promotions:
         slots = self._reserve(request, list(run)[::-1])
         if slots is None:
             self.refused["no_room"] += 1
+            request.context.trail.misses.update(dict.fromkeys(run, "no room"))
             return False
         self._claims.begin_promotions(request, run)
         request.promoted.update(run)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.errors import ConfigError
 from kvoffload.logs import RateLimitedLog
+from kvoffload.lost_blocks import LostBlocks
 from kvoffload.metrics import Histogram, Sample, Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
@@ -148,6 +149,8 @@ class StoreTier(SecondaryTierManager):
         self._num_store_failures = self._num_load_failures = self._num_corrupt = 0
         self._io = {direction: _IoCounts(tier_type, direction) for direction in ("read", "write")}
         self._corruption_log = RateLimitedLog(_log, clock=clock)
+        self._lost: LostBlocks | None = None
+        self._num_lost_corrupt = 0
         if not self._index.is_exact:
             self._submit_scan()
 
@@ -164,6 +167,8 @@ class StoreTier(SecondaryTierManager):
                 # The store may have answered since the last step; otherwise the request would wait for one step more.
                 self._take_results()
                 return self.lookup(key, req_context)
+        elif key in self._index:
+            req_context.trail.misses[key] = "tier off"
         self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
 
@@ -280,15 +285,32 @@ class StoreTier(SecondaryTierManager):
         if result.status is IoStatus.DONE:
             # The store lacks them, whatever the index says: the next lookup asks the store.
             self._index.remove(missing)
+            if missing:
+                # The other slices of the job may have found corrupt blocks too, whose results are not taken in yet.
+                is_corrupt = self._store.stats().corrupt_blocks - self._num_lost_corrupt >= len(missing)
+                self._num_lost_corrupt += len(missing) if is_corrupt else 0
+                self._record_loss(missing, "corrupt" if is_corrupt else "removed")
         if missing:
-            self._log_corruption()
+            self._log_corruption(missing)
 
-    def _log_corruption(self) -> None:
+    def _record_loss(self, keys: Sequence[OffloadKey], what: str) -> None:
+        if self._lost is None:
+            return
+        if what == "removed":
+            # Our own store may have evicted a block after the request had found it, and before it was read.
+            own, since_s = f"evicted {self.tier_type}", self._limits.timeout_s
+            losses = zip(keys, self._lost.find(keys), strict=True)
+            keys = [key for key, loss in losses if not (loss and loss.cause == own and loss.seconds_ago < since_s)]
+        self._lost.record(keys, f"{what} {self.tier_type}")
+
+    def _log_corruption(self, missing: Sequence[OffloadKey]) -> None:
+        """``missing`` could not be read; whether a block was corrupt, the store's count says."""
         num_corrupt = self._store.stats().corrupt_blocks
         if num_corrupt > self._num_corrupt:
             self._num_corrupt = num_corrupt
             self._corruption_log.warning(
-                f"Tier {self.tier_type!r} found corrupt blocks, {num_corrupt} since its start; each is a miss."
+                f"Tier {self.tier_type!r} found corrupt blocks, {num_corrupt} since its start; each is a miss. Last "
+                f"while reading {missing[-1].hex()} in {self._store!r}."
             )
 
     # ------------------------------------------------------------------------------------------------------ steps
@@ -296,8 +318,8 @@ class StoreTier(SecondaryTierManager):
     def on_schedule_end(self) -> None:
         self._scan_budget = _SCANNED_PER_STEP
         self._poll()
-        if not self._scanned:
-            self._index.forget_unseen()
+        if not self._scanned and (gone := self._index.forget_unseen()):
+            self._record_loss(gone, "removed")
         if self._index.to_ask:
             self._submit_lookups()
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
@@ -369,6 +391,12 @@ class StoreTier(SecondaryTierManager):
         except BaseException as exc:  # noqa: BLE001 - in a thread of its own, where nobody else would report it
             _log.warning("Tier %r: its store failed to close: %s", self.tier_type, exc)
 
+    def watch_losses(self, lost: LostBlocks) -> None:
+        self._lost = lost
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return [key in self._index for key in keys]
+
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()
         quota_bytes = math.inf if store.max_bytes is None else store.max_bytes
@@ -415,7 +443,9 @@ class StoreTier(SecondaryTierManager):
         # Evictions before results: a block whose eviction is known must not be announced as present. An eviction that a
         # thread queues after this loop is not lost; the next call removes the key.
         while self._evicted:
-            self._index.remove(self._evicted.popleft())
+            evicted = self._evicted.popleft()
+            self._index.remove(evicted)
+            self._record_loss(evicted, "evicted")
         for result in self._runner.take_results() if self._runner.num_open_slices else ():
             if result.status is IoStatus.OVERDUE:
                 self._call_hangs(result)
@@ -448,7 +478,8 @@ class StoreTier(SecondaryTierManager):
         match result.status:
             case IoStatus.DONE:
                 if breaker.failures and breaker.record_success():
-                    _log.warning("Tier %r is used for %s again.", self.tier_type, breaker.name)
+                    why = self._io["read" if breaker is self._reads else "write"].last_trip
+                    _log.warning("Tier %r is used for %s again. It was off: %s", self.tier_type, breaker.name, why)
             case IoStatus.FAILED:
                 if breaker is self._reads and result.keys:
                     self._failed = result.keys
@@ -458,7 +489,7 @@ class StoreTier(SecondaryTierManager):
 
     def _record_failure(self, breaker: CircuitBreaker, reason: str, text: str, *, is_grave: bool = False) -> None:
         if breaker.record_failure(is_grave=is_grave):
-            self._io["read" if breaker is self._reads else "write"].count_trip(reason)
+            self._io["read" if breaker is self._reads else "write"].count_trip(reason, text)
             _log.warning("Tier %r is not used for %s until it recovers: %s", self.tier_type, breaker.name, text)
             # Queued slices would only fail one by one, and meanwhile hold slots.
             self._runner.cancel_queued(*(READS if breaker is self._reads else (IoQueue.STORE,)))
@@ -534,6 +565,8 @@ class _IoCounts:
         self._seconds = 0.0
         self._batches = Histogram("tier_batch_seconds", tier, direction)
         self._tripped_s: dict[str, float] = {}
+        self.last_trip = ""
+        """Why the circuit breaker opened last, for people."""
 
     def count(self, result: IoResult, num_bytes: int) -> None:
         """A call of the store has ended, or was cancelled, and moved ``num_bytes``."""
@@ -542,8 +575,9 @@ class _IoCounts:
             self._seconds += result.seconds
             self._batches.observe(result.seconds)
 
-    def count_trip(self, reason: str) -> None:
+    def count_trip(self, reason: str, text: str) -> None:
         """The circuit breaker opened."""
+        self.last_trip = text
         self._num_trips += 1
         self._tripped_s[reason] = time.time()
 

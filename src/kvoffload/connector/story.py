@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The story of a request: where its prompt's tokens came from, what it waited for, and why the rest was missing.
+
+Only kept while a trace is recorded. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvoffload.base import OffloadingManager
+from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
+from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
+from kvoffload.lost_blocks import Loss, LostBlocks
+
+__all__ = ["DEVICE", "Story", "StoryTeller"]
+
+DEVICE = "device"
+_NEW, _TAIL = "new", "tail"
+
+
+@dataclass(slots=True)
+class Story:
+    """Of one request, from its arrival to its first token."""
+
+    phase: str | None
+    """What it waits for now."""
+    since_s: float
+    waited_s: dict[str, float] = field(default_factory=dict)
+    """Seconds by what it waited for: ``queue`` (for the engine), ``tiers``, ``another load``, ``own transfers`` and
+    ``load``."""
+    found: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens by where they were: on the device, in host memory (``CPU``), in a tier."""
+    missed: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that were computed, by cause. With ``found`` they are all tokens of the prompt."""
+    lost_s: dict[str, float] = field(default_factory=dict)
+    """For causes with a time, such as evictions: how long ago, as the mean over the tokens."""
+
+    def enter(self, phase: str | None, now_s: float) -> None:
+        """What it waits for from now on; ``None``: for nothing."""
+        if self.phase is not None and now_s > self.since_s:
+            self.waited_s[self.phase] = self.waited_s.get(self.phase, 0.0) + now_s - self.since_s
+        self.phase, self.since_s = phase, now_s
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "found": self.found,
+            "missed": self.missed,
+            "lost_s": {cause: round(seconds, 1) for cause, seconds in self.lost_s.items()},
+            "waited_s": {phase: round(seconds, 6) for phase, seconds in self.waited_s.items()},
+        }
+
+
+class StoryTeller:
+    """Keeps the ``story`` of each request, and the books of lost blocks that explain what is missing.
+
+    The scheduler side reports what becomes of a request; the manager and its tiers report lost blocks to the books, and
+    to ``Trail`` what they refuse a request. The cause of a missing block is the first of these that is known: what
+    refused it to this request, the block's last loss, and ``new`` without one. A block that is here although it was not
+    used lies behind a missing one, and has its cause.
+    """
+
+    def __init__(
+        self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], clock: Callable[[], float]
+    ) -> None:
+        self._manager = manager
+        self._geometry = tuple(geometry)
+        self._finest = min(geometry, key=lambda group: group.block_tokens)
+        self._clock = clock
+        self.lost = LostBlocks(clock=clock)
+        manager.watch_losses(self.lost)
+
+    def begin(self, state: RequestOffloadState) -> None:
+        state.story = Story("queue", self._clock())
+
+    def deferred(self, state: RequestOffloadState, phase: str) -> None:
+        """A lookup had no answer, because of ``phase``."""
+        if state.story is not None and not state.story.found:
+            state.story.enter(phase, self._clock())
+
+    def answered(self, state: RequestOffloadState) -> None:
+        """The lookup has an answer; the engine is to admit the request."""
+        if state.story is not None and not state.story.found and state.story.phase != "queue":
+            state.story.enter("queue", self._clock())
+
+    def admitted(self, state: RequestOffloadState, hits: dict[str, int]) -> None:
+        """The request has GPU blocks. ``hits``: the tokens to load, by tier. Later admissions change nothing."""
+        story = state.story
+        if story is None or story.found:
+            return
+        story.enter("load" if hits else None, self._clock())
+        prompt_tokens = state.request.num_prompt_tokens
+        on_device = min(state.computed_tokens, prompt_tokens)
+        story.found = {DEVICE: on_device, **hits}
+        begin = min(on_device + sum(hits.values()), prompt_tokens)
+        self._explain(state, story, begin, prompt_tokens)
+
+    def load_ended(self, state: RequestOffloadState, success: bool) -> None:
+        story = state.story
+        if story is None or story.phase != "load":
+            return
+        story.enter(None, self._clock())
+        if not success:
+            lost = sum(story.found.values()) - story.found[DEVICE]
+            story.found = {DEVICE: story.found[DEVICE]}
+            story.missed["load failed"] = story.missed.get("load failed", 0) + lost
+
+    def ended(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
+        """The request ended. Blocks of it that were not accepted for store are lost; those from ``most_tokens`` on were
+        not to be stored."""
+        limit = state.limits.max_offload_tokens
+        beyond = "request limit" if limit is not None and limit <= most_tokens else "prompt only"
+        short = "too long" if state.portions.evicts_itself else "refused" if has_no_room else None
+        ready_tokens = state.ready_tokens()
+        for group, own in zip(self._geometry, state.groups, strict=True):
+            ready = min(ready_tokens // group.block_tokens, len(own.keys))
+            first_beyond = min(max(most_tokens // group.block_tokens, own.cursor), ready)
+            if short is not None and own.cursor < first_beyond:
+                self.lost.record(own.keys[own.cursor : first_beyond], short)
+            if first_beyond < ready:
+                self.lost.record(own.keys[first_beyond:ready], beyond)
+
+    def _explain(self, state: RequestOffloadState, story: Story, begin: int, prompt_tokens: int) -> None:
+        """Fills in why the prompt's tokens from ``begin`` on were missing."""
+        unit, size = hit_unit_tokens(self._geometry), self._finest.block_tokens
+        end = max((prompt_tokens - 1) // unit * unit, begin)
+        if tail := prompt_tokens - end:
+            story.missed[_TAIL] = tail
+        if not state.context.reads_cache:
+            if end > begin:
+                story.missed["not read"] = end - begin
+            return
+        keys = state.groups[self._finest.index].keys
+        blocks = range(begin // size, min(-(-end // size), len(keys)))
+        wanted = keys[blocks.start : blocks.stop]
+        losses, held = self.lost.find(wanted), self._manager.holds(wanted)
+        loadable = UNLIMITED
+        if state.limits.max_load_tokens is not None:
+            loadable = (state.computed_tokens + state.limits.max_load_tokens) // unit * unit
+        cause, seconds = _NEW, None
+        is_first = True
+        for block, key, loss, is_held in zip(blocks, wanted, losses, held, strict=True):
+            if block * size >= loadable:
+                cause, seconds = "load limit", None
+            elif (refusal := state.context.trail.misses.get(key)) is not None:
+                # A promotion fails for a reason that the tier may have found out meanwhile.
+                is_known = refusal == "promotion failed" and loss is not None and not loss.cause.startswith("evicted")
+                cause, seconds = _of(loss) if is_known else (refusal, None)
+            elif key in state.failed_keys:
+                cause, seconds = "load failed", None
+            elif not is_held:
+                cause, seconds = _of(loss)
+            elif is_first:
+                cause, seconds = self._of_other_groups(state, block * size)
+            is_first = False
+            tokens = min(end, (block + 1) * size) - max(begin, block * size)
+            before = story.missed.get(cause, 0)
+            story.missed[cause] = before + tokens
+            if seconds is not None:
+                mean_s = story.lost_s.get(cause, 0.0)
+                story.lost_s[cause] = (mean_s * before + seconds * tokens) / (before + tokens)
+
+    def _of_other_groups(self, state: RequestOffloadState, token: int) -> tuple[str, float | None]:
+        """Why a hit ends before ``token`` although the group with the smallest blocks has the block behind it."""
+        for group, own in zip(self._geometry, state.groups, strict=True):
+            at = token // group.block_tokens
+            if group is self._finest or at >= len(own.keys):
+                continue
+            key = own.keys[at]
+            if (refusal := state.context.trail.misses.get(key)) is not None:
+                return refusal, None
+            if not self._manager.holds([key])[0]:
+                return _of(self.lost.find([key])[0])
+        return "unknown", None
+
+
+def _of(loss: Loss | None) -> tuple[str, float | None]:
+    return (_NEW, None) if loss is None else (loss.cause, loss.seconds_ago)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums up the stories that ``record_trace`` wrote, and asks the simulator what would have changed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvoffload.config import DEFAULTS
+from kvoffload.cpu.policies.base import POLICIES
+from kvoffload.errors import ConfigError
+from kvoffload.metrics import HOST
+from kvoffload.sim.driver import SimConfig, SimResult
+from kvoffload.sim.sweep import sweep
+from kvoffload.sim.trace import Trace, TraceError
+from kvoffload.sim.trace_files import lines_of
+from kvoffload.tiering.load_policy import LoadPolicy
+
+__all__ = [
+    "ADVICE",
+    "Machine",
+    "MachineTier",
+    "Stories",
+    "WhatIf",
+    "advice_on",
+    "ask_what_if",
+    "base_config",
+    "percentiles",
+    "read_stories",
+    "what_ifs",
+    "where_names",
+]
+
+_INTERVALS = 48
+"""Parts of the trace's time for which the course is kept."""
+
+UNAVOIDABLE = frozenset({"new", "tail", "not read", "prompt only", "request limit", "load limit"})
+"""Causes that no other sizes or speeds would have changed."""
+
+ADVICE = {
+    "new": "No request of this process had stored these before.",
+    "tail": "The last token and the last partial block: never part of a hit.",
+    "not read": "The requests asked not to read the cache.",
+    "prompt only": "Generated tokens: offload_prompt_only leaves them out.",
+    "request limit": "max_offload_tokens of an earlier request.",
+    "load limit": "max_load_tokens of the request.",
+    "filtered": "store_threshold: too few requests had asked before.",
+    "refused": "No slot of host memory was free when they were computed.",
+    "too long": "The prompt was longer than host memory.",
+    "evicted": "There was no room for them: more memory or disk.",
+    "removed": "Somebody else deleted them from the tier.",
+    "corrupt": "Their bytes were wrong; look at the disk.",
+    "reset": "The cache was reset.",
+    "store failed": "Copies from the device failed; see the log.",
+    "load failed": "Copies to the device failed; see the log.",
+    "promotion failed": "The tier could not read them; see its health.",
+    "out of patience": "The tier was too slow for max_wait_s.",
+    "tier off": "The tier's circuit breaker was open.",
+    "no room": "All slots were in use when they were to be promoted.",
+    "claim_share": "The request may claim no more of host memory.",
+    "promotion_share": "Waiting requests may claim no more of host memory.",
+    "declined by cost": "Loading them would have taken longer than computing.",
+    "unknown": "The books do not say.",
+}
+"""What a cause means; of those with a tier's name, by their first word."""
+
+
+def advice_on(cause: str) -> str:
+    return ADVICE.get(cause) or ADVICE.get(cause.split(" ")[0]) or ""
+
+
+# ------------------------------------------------------------------------------------------------------------- stories
+
+
+class MachineTier(msgspec.Struct, frozen=True):
+    """A tier as the recording server was configured."""
+
+    type: str | None = None
+    max_bytes: int | None = None
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The configuration of the server that recorded the trace, as far as the simulator needs it."""
+
+    block_bytes: int
+    cpu_bytes: int
+    policy: str
+    store_threshold: int = 1
+    load_policy: LoadPolicy = DEFAULTS.load_policy
+    tiers: tuple[MachineTier, ...] = ()
+
+
+class _Story(msgspec.Struct):
+    found: dict[str, int]
+    missed: dict[str, int]
+    lost_s: dict[str, float] = {}
+    waited_s: dict[str, float] = {}
+
+
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    story: _Story | None = None
+    machine: Machine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stories:
+    """The stories of a trace, added up."""
+
+    requests: int
+    """All of the trace."""
+    told: int
+    """Those with a story; the others were never admitted, or the recording ended before."""
+    tokens: int
+    """Prompt tokens of the requests with a story: ``found`` and ``missed`` together."""
+    found: dict[str, int]
+    """By where they were: the device, host memory, tiers."""
+    missed: dict[str, int]
+    """Computed tokens by cause, the largest first."""
+    lost_s: dict[str, float]
+    """For causes with a time, how many seconds before they were missed: the mean over tokens."""
+    waits_s: dict[str, list[float]]
+    """By what requests waited for, the seconds of each that did."""
+    course: list[tuple[float, dict[str, int]]]
+    """For each interval, its end in seconds and the tokens by where they were; computed ones are ``computed``."""
+    machine: Machine | None
+
+    @property
+    def avoidable(self) -> int:
+        """Computed tokens that were missing for a cause that could have been otherwise."""
+        return sum(tokens for cause, tokens in self.missed.items() if cause not in UNAVOIDABLE)
+
+
+def read_stories(path: Path) -> Stories:
+    """The stories in a file that ``record_trace`` wrote.
+
+    Raises ``TraceError`` for a file that has none, and for one whose tokens do not add up.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    lines: list[_Line] = []
+    for number, text in lines_of(path):
+        try:
+            line = decoder.decode(text)
+        except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise TraceError(f"{path}, line {number}: no line of record_trace ({exc}).") from exc
+        story = line.story
+        if story is not None and sum(story.found.values()) + sum(story.missed.values()) != line.input_length:
+            raise TraceError(f"{path}, line {number}: the tokens of its story are not those of its prompt.")
+        lines.append(line)
+    told = [(line.timestamp / 1000, line.story) for line in lines if line.story is not None]
+    if not told:
+        raise TraceError(f"{path} has no stories; record_trace of this version of kvoffload writes them.")
+    found: dict[str, int] = {}
+    missed: dict[str, int] = {}
+    lost: dict[str, float] = {}
+    waits: dict[str, list[float]] = {}
+    for _, story in told:
+        for where, tokens in story.found.items():
+            found[where] = found.get(where, 0) + tokens
+        for cause, tokens in story.missed.items():
+            missed[cause] = missed.get(cause, 0) + tokens
+            if cause in story.lost_s:
+                lost[cause] = lost.get(cause, 0.0) + tokens * story.lost_s[cause]
+        for phase, seconds in story.waited_s.items():
+            waits.setdefault(phase, []).append(seconds)
+    return Stories(
+        requests=len(lines),
+        told=len(told),
+        tokens=sum(found.values()) + sum(missed.values()),
+        found=found,
+        missed=dict(sorted(missed.items(), key=lambda item: -item[1])),
+        lost_s={cause: total / missed[cause] for cause, total in lost.items()},
+        waits_s=waits,
+        course=_course(told),
+        machine=lines[0].machine,
+    )
+
+
+def _course(told: Sequence[tuple[float, _Story]]) -> list[tuple[float, dict[str, int]]]:
+    end_s = max(told[-1][0], 1e-3)
+    course: list[tuple[float, dict[str, int]]] = [(end_s * (at + 1) / _INTERVALS, {}) for at in range(_INTERVALS)]
+    for at_s, story in told:
+        tokens = course[min(int(at_s / end_s * _INTERVALS), _INTERVALS - 1)][1]
+        for where, count in story.found.items():
+            tokens[where] = tokens.get(where, 0) + count
+        tokens["computed"] = tokens.get("computed", 0) + sum(story.missed.values())
+    return course
+
+
+# ------------------------------------------------------------------------------------------------------------ what if
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One change, and what the simulator says of it on the same trace."""
+
+    change: str
+    config: SimConfig
+    result: SimResult
+    more_tokens: int
+    """Prompt tokens found beyond those of the configuration as it was."""
+    saved_s: float
+    """Seconds of prefill that these take."""
+
+
+def base_config(
+    machine: Machine | None,
+    *,
+    cpu_bytes: int | None = None,
+    disk_bytes: int | None = None,
+    block_bytes: int | None = None,
+    gpu_blocks: int = 0,
+    prefill_tokens_per_s: float,
+) -> SimConfig:
+    """The machine that recorded the trace, for the simulator; arguments override what the trace says.
+
+    The tiers below host memory become one disk, as large as those with a bound together. Raises ``ConfigError`` if
+    the sizes are not known.
+    """
+    known_cpu = cpu_bytes if cpu_bytes is not None else machine.cpu_bytes if machine is not None else None
+    known_block = block_bytes if block_bytes is not None else machine.block_bytes if machine is not None else None
+    if known_cpu is None or known_block is None:
+        raise ConfigError("The trace does not say its machine; give --cpu and --kv-bytes-per-token.")
+    if disk_bytes is None:
+        disk_bytes = sum(tier.max_bytes or 0 for tier in machine.tiers) if machine is not None else 0
+    policy, threshold = (machine.policy, machine.store_threshold) if machine is not None else (None, None)
+    config = SimConfig(
+        cpu_blocks=max(known_cpu // known_block, 1),
+        block_bytes=known_block,
+        gpu_blocks=gpu_blocks,
+        disk_blocks=disk_bytes // known_block,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+    )
+    if policy is not None and policy in POLICIES.names():
+        config = replace(config, policy=policy)
+    if machine is not None:
+        config = replace(config, load_policy=machine.load_policy)
+    return config if threshold is None else replace(config, store_threshold=threshold)
+
+
+def what_ifs(base: SimConfig) -> list[tuple[str, SimConfig]]:
+    """The changes to try, each with its configuration; the first is none."""
+    changes = [
+        ("as it was", base),
+        ("twice the host memory", replace(base, cpu_blocks=2 * base.cpu_blocks)),
+        ("four times the host memory", replace(base, cpu_blocks=4 * base.cpu_blocks)),
+    ]
+    if base.disk_blocks:
+        changes.append(("twice the disk", replace(base, disk_blocks=2 * base.disk_blocks)))
+    else:
+        changes.append(("a disk, ten times the host memory", replace(base, disk_blocks=10 * base.cpu_blocks)))
+    changes += [
+        (f"policy {name}", replace(base, policy=name)) for name in ("lru", "arc", "density") if name != base.policy
+    ]
+    for threshold in (1, 2):
+        if threshold != max(base.store_threshold, 1):
+            changes.append((f"store_threshold {threshold}", replace(base, store_threshold=threshold)))
+    return changes
+
+
+def ask_what_if(
+    trace: Trace,
+    changes: Sequence[tuple[str, SimConfig]],
+    processes: int | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> list[WhatIf]:
+    """What the simulator says of ``changes``: the first as it is, the others by what they would save, most first."""
+    report = sweep(trace, [config for _, config in changes], processes, progress)
+    rate = changes[0][1].prefill_tokens_per_s
+
+    def found(result: SimResult) -> int:
+        return result.gpu_hit_tokens + result.cpu_hit_tokens + result.disk_hit_tokens
+
+    base = found(report.results[0])
+    asked = [
+        WhatIf(change, config, result, found(result) - base, (found(result) - base) / rate)
+        for (change, config), result in zip(changes, report.results, strict=True)
+    ]
+    return [asked[0], *sorted(asked[1:], key=lambda each: -each.more_tokens)]
+
+
+def percentiles(seconds: Sequence[float]) -> Mapping[str, float]:
+    """p50, p90 and the maximum of some waits."""
+    return {
+        "p50": float(np.percentile(seconds, 50)),
+        "p90": float(np.percentile(seconds, 90)),
+        "max": max(seconds),
+    }
+
+
+def where_names(found: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The keys of ``found`` in the order in which they are shown, with words for them."""
+    words = {"device": "on the device", HOST: "host memory"}
+    order = ["device", HOST, *sorted(found.keys() - {"device", HOST})]
+    return [(key, words.get(key, key)) for key in order if key in found]

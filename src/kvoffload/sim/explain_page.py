@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of ``kvoffload explain``: one HTML file that needs nothing else, for screens of any width; and its plots."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvoffload.sim.explain import Stories, WhatIf, advice_on, percentiles, where_names
+from kvoffload.sim.plot import COLOURS, check_target, pyplot, save_small_png
+from kvoffload.units import format_bytes
+
+__all__ = ["as_page", "what_if_text", "write_explanation"]
+
+_COMPUTED = "#ced4da"
+_STYLE = """
+:root{color-scheme:light dark;--ink:#212529;--soft:#6c757d;--line:#dee2e6;--paper:#fff;--card:#f8f9fa}
+@media(prefers-color-scheme:dark){:root{--ink:#e9ecef;--soft:#adb5bd;--line:#495057;--paper:#16191d;--card:#212529}}
+*{box-sizing:border-box}body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:0 auto;padding:1.2em;
+color:var(--ink);background:var(--paper)}h1{font-size:1.5em;margin:.2em 0}h2{font-size:1.15em;margin:1.8em 0 .4em}
+p.lead{color:var(--soft);margin:.2em 0 1em}.cards{display:grid;gap:.7em;grid-template-columns:repeat(auto-fit,
+minmax(9.5em,1fr))}.card{background:var(--card);border:1px solid var(--line);border-radius:.5em;padding:.6em .8em}
+.card b{display:block;font-size:1.5em}.card span{color:var(--soft);font-size:.88em}
+.bar{display:flex;height:1.9em;border-radius:.4em;overflow:hidden;margin:.5em 0}.bar i{display:block}
+.legend{display:flex;flex-wrap:wrap;gap:.2em 1.1em;color:var(--soft);font-size:.9em}.legend i{display:inline-block;
+width:.8em;height:.8em;border-radius:.15em;margin-right:.4em}.wide{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th,td{padding:.35em .6em;text-align:right;border-bottom:1px solid var(--line)}
+th{color:var(--soft);font-weight:600;font-size:.88em}th:first-child,td:first-child,.why{text-align:left}td{white-space:nowrap}
+td.why{color:var(--soft);min-width:14em;white-space:normal}.plots{display:grid;gap:1em;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,26em),1fr))}.plots svg{width:100%;height:auto;background:#fff;
+border-radius:.5em}
+"""
+
+
+def write_explanation(path: Path, name: str, stories: Stories, asked: Sequence[WhatIf], prefill_speed: float) -> None:
+    """Writes the page (.html) or its plots side by side (.png). The whole file or nothing."""
+    check_target(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.suffix.lower() == ".html":
+            temporary.write_text(as_page(name, stories, asked, prefill_speed))
+        else:
+            plots = _plots(stories, asked)
+            figure, axes = pyplot().subplots(1, len(plots), figsize=(6.2 * len(plots), 3.8), layout="constrained")
+            for axis, draw in zip(axes, plots, strict=True):
+                draw(axis)
+            save_small_png(figure, temporary)
+            pyplot().close(figure)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def as_page(name: str, stories: Stories, asked: Sequence[WhatIf], prefill_speed: float) -> str:
+    """The whole page."""
+    found = sum(tokens for where, tokens in stories.found.items())
+    avoidable_s = stories.avoidable / prefill_speed
+    title = f"Why prompts were computed: {name}"
+    best = next((each for each in asked[1:] if each.more_tokens > 0), None)
+    cards = [
+        (f"{100 * found / stories.tokens:.1f} %", "of the prompt tokens were found"),
+        (f"{stories.tokens:,}", f"prompt tokens of {stories.told:,} requests"),
+        (f"{stories.avoidable:,}", "computed tokens that could have been found"),
+        (_seconds(avoidable_s), f"of prefill they cost, at {prefill_speed:,.0f} tokens/s"),
+    ]
+    if best is not None:
+        cards.append((f"+{100 * best.more_tokens / stories.tokens:.1f} %", f"most, with {best.change}"))
+    parts = [
+        "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        '<meta name=viewport content="width=device-width, initial-scale=1">',
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p class=lead>{stories.requests:,} requests, {stories.told:,} of them with a story. What was found ",
+        "came from the device, host memory or a tier; the rest was computed.</p><div class=cards>",
+        *(f"<div class=card><b>{html.escape(big)}</b><span>{html.escape(small)}</span></div>" for big, small in cards),
+        "</div><h2>Where the tokens came from</h2>",
+        *_bar(stories),
+        "<h2>Why the rest was computed</h2>",
+        *_table(
+            ("cause", "tokens", "share", "lost before", "what it means"),
+            [
+                (
+                    cause,
+                    f"{tokens:,}",
+                    f"{100 * tokens / stories.tokens:.1f} %",
+                    _seconds(stories.lost_s[cause]) if cause in stories.lost_s else "",
+                    advice_on(cause),
+                )
+                for cause, tokens in stories.missed.items()
+            ],
+        ),
+        "<h2>What would have saved most</h2><p class=lead>The simulator's figures for the same trace. ",
+        "It serves one request at a time, so compare its lines with each other.</p>",
+        *_table(
+            ("change", "found", "more tokens", "saved prefill", ""),
+            [what_if_text(each, stories.tokens) for each in asked],
+        ),
+        "<h2>What requests waited for</h2>",
+        *_table(
+            ("for", "requests", "p50", "p90", "longest"),
+            [
+                (phase, f"{len(seconds):,}", *map(_seconds, percentiles(seconds).values()))
+                for phase, seconds in sorted(stories.waits_s.items(), key=lambda item: -sum(item[1]))
+            ],
+        ),
+        "<h2>Plots</h2><div class=plots>",
+        *(f"<div>{_svg(draw)}</div>" for draw in _plots(stories, asked)),
+        "</div></body></html>\n",
+    ]
+    return "".join(parts)
+
+
+def what_if_text(asked: WhatIf, tokens: int) -> tuple[str, str, str, str, str]:
+    """A row: the change, what is found, how much more, the prefill saved, the sizes."""
+    config = asked.config
+    sizes = format_bytes(config.cpu_blocks * config.block_bytes)
+    if config.disk_blocks:
+        sizes += f" + {format_bytes(config.disk_blocks * config.block_bytes)} disk"
+    more = f"{asked.more_tokens:+,} ({100 * asked.more_tokens / max(tokens, 1):+.1f} %)" if asked.more_tokens else "0"
+    return (
+        asked.change,
+        f"{100 * asked.result.token_hit_rate:.1f} %",
+        more,
+        _seconds(asked.saved_s) if asked.more_tokens else "",
+        f"{sizes}, {config.policy}",
+    )
+
+
+def _bar(stories: Stories) -> list[str]:
+    pieces = [
+        (word, stories.found[key], colour) for (key, word), colour in zip(where_names(stories.found), COLOURS * 3)
+    ]
+    pieces.append(("computed", sum(stories.missed.values()), _COMPUTED))
+    parts = ["<div class=bar role=img aria-label='shares of the prompt tokens'>"]
+    parts += [
+        f'<i style="width:{100 * tokens / stories.tokens:.4f}%;background:{colour}"></i>'
+        for _, tokens, colour in pieces
+    ]
+    parts.append("</div><div class=legend>")
+    parts += [
+        f'<span><i style="background:{colour}"></i>{html.escape(word)} {100 * tokens / stories.tokens:.1f} %</span>'
+        for word, tokens, colour in pieces
+    ]
+    return [*parts, "</div>"]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    classes = [" class=why" if heading == "what it means" else "" for heading in headings]
+    parts = ["<div class=wide><table><tr>"]
+    parts += [f"<th{kind}>{html.escape(each)}</th>" for kind, each in zip(classes, headings, strict=True)]
+    parts.append("</tr>")
+    for row in rows:
+        parts.append("<tr>")
+        parts += [f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(classes, row, strict=True)]
+        parts.append("</tr>")
+    return [*parts, "</table></div>"]
+
+
+def _seconds(value: float) -> str:
+    if abs(value) >= 3600:
+        return f"{value / 3600:,.1f} h"
+    return f"{value:,.0f} s" if abs(value) >= 100 else f"{value:.3g} s" if abs(value) >= 1 else f"{1000 * value:.3g} ms"
+
+
+# --------------------------------------------------------------------------------------------------------------- plots
+
+
+def _plots(stories: Stories, asked: Sequence[WhatIf]) -> list[Callable[[Any], None]]:
+    return [
+        lambda axis: _draw_course(axis, stories),
+        lambda axis: _draw_causes(axis, stories),
+        lambda axis: _draw_what_ifs(axis, stories, asked),
+    ]
+
+
+def _svg(draw: Callable[[Any], None]) -> str:
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6.2, 3.8), layout="constrained")
+    draw(axis)
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    plt.close(figure)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _plain(axis: Any, title: str) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_axisbelow(True)
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+
+
+def _draw_course(axis: Any, stories: Stories) -> None:
+    keys = where_names(stories.found)
+    ends = [end_s for end_s, _ in stories.course]
+    unit, name = (3600.0, "hours") if ends[-1] >= 7200 else (60.0, "minutes") if ends[-1] >= 120 else (1.0, "seconds")
+    totals = [max(sum(tokens.values()), 1) for _, tokens in stories.course]
+    shares = [
+        [100 * tokens.get(key, 0) / total for (_, tokens), total in zip(stories.course, totals, strict=True)]
+        for key in (*(key for key, _ in keys), "computed")
+    ]
+    axis.stackplot(
+        [end / unit for end in ends],
+        shares,
+        colors=[*(COLOURS * 3)[: len(keys)], _COMPUTED],
+        labels=[*(word for _, word in keys), "computed"],
+        step="pre",
+    )
+    axis.set_ylim(0, 100)
+    axis.set_xlim(0, ends[-1] / unit)
+    axis.set_xlabel(f"{name} since the first request")
+    axis.set_ylabel("% of the prompt tokens")
+    axis.legend(fontsize=8, loc="lower right")
+    _plain(axis, "where tokens came from")
+
+
+def _draw_causes(axis: Any, stories: Stories) -> None:
+    shown = list(stories.missed.items())[:9][::-1]
+    axis.barh([cause for cause, _ in shown], [100 * tokens / stories.tokens for _, tokens in shown], color=COLOURS[1])
+    axis.grid(axis="x", color="#e9ecef")
+    axis.set_xlabel("% of the prompt tokens")
+    _plain(axis, "why the rest was computed")
+
+
+def _draw_what_ifs(axis: Any, stories: Stories, asked: Sequence[WhatIf]) -> None:
+    shown = list(asked[1:])[::-1]
+    values = [100 * each.more_tokens / stories.tokens for each in shown]
+    colours = [COLOURS[2] if value >= 0 else COLOURS[4] for value in values]
+    axis.barh([each.change for each in shown], values, color=colours)
+    axis.axvline(0, color="#495057", linewidth=0.8)
+    axis.grid(axis="x", color="#e9ecef")
+    axis.set_xlabel("more tokens found, % of the prompt tokens")
+    _plain(axis, "what would have saved most")

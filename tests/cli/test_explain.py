@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload explain`` on a trace that a server recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.integration.served_tiers import ServedTiers
+
+from kvoffload.cli import main
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("recorded")
+    served = ServedTiers(root, num_blocks=16, record_trace=str(root / "t.jsonl"))
+    served.serve(rounds=3)
+    served.close()
+    return root / "t.jsonl"
+
+
+def explain(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", *arguments])
+    return int(caught.value.code or 0)
+
+
+def test_in_text_in_json_and_as_a_page(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, plots, figures = tmp_path / "page.html", tmp_path / "plots.png", tmp_path / "figures.json"
+    code = explain(
+        *(str(trace), "--processes", "1"), *("--html", str(page), "--plot", str(plots), "--json", str(figures))
+    )
+    assert code == 0
+    text = capsys.readouterr().out
+    for words in ("Where the tokens came from", "host memory", "disk", "new", "twice the disk", "as it was"):
+        assert words in text
+    told = json.loads(figures.read_text())
+    assert sum(told["found"].values()) + sum(told["missed"].values()) == told["tokens"]
+    assert told["found"]["disk"] > 0
+    assert {each["change"] for each in told["what_if"]} >= {"as it was", "twice the host memory", "policy arc"}
+    assert "twice the disk" in page.read_text()
+    assert plots.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_machine_may_be_another(trace: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    options = ("--cpu", "64KiB", "--disk", "0", "--processes", "1", "--json", str(figures))
+    assert explain(str(trace), *options) == 0
+    (as_it_was, *_) = json.loads(figures.read_text())["what_if"]
+    assert (as_it_was["cpu_blocks"], as_it_was["disk_blocks"]) == (16, 0)
+
+
+def test_mistakes_are_one_sentence(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(str(trace), "--html", str(tmp_path / "page.png")) == 2
+    assert "--html is a .html file" in capsys.readouterr().err
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n')
+    assert explain(str(other)) == 2
+    assert "has no stories" in capsys.readouterr().err

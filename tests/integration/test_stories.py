@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stories of a recorded run: causes are injected one by one, each is told right, and the tokens add up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.served_tiers import BLOCK_TOKENS, PAGE_BYTES, ServedTiers, prompt
+
+from kvoffload.base import ReqContext, make_offload_key
+from kvoffload.connector.story import DEVICE
+from kvoffload.sim.explain import read_stories
+from kvoffload.sim.trace_files import load_trace
+from kvoffload.testing import GatedStore, ManualClock
+from kvoffload.testing.fake_engine import FakeRequest
+from kvoffload.tiering.base import SecondaryTierManager
+from kvoffload.tiering.load_policy import BlockWorth
+from kvoffload.tiering.options import build_tier
+from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.tier import StoreTier, TierLimits
+from kvoffload.tiering.worth import Choice
+
+BLOCKS = 8
+WHOLE = BLOCKS * BLOCK_TOKENS
+OTHERS = 3
+"""Prompts that together are more than host memory."""
+
+Story = dict[str, dict[str, float]]
+
+
+class Recorded:
+    """Serves prompts of 8 blocks, with nothing left on the device between two of them, and records a trace."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.path = root / "trace.jsonl"
+        options = {"num_blocks": 16, "make_tier": None, "record_trace": str(self.path)} | options
+        self.served = ServedTiers(root, **options)
+        self._ids = itertools.count()
+
+    def ask(self, first_token: int, **of_request: Any) -> None:
+        """A request, from its arrival to its end."""
+        engine = self.served.engine
+        engine.preempt_all()
+        request = FakeRequest(f"r{next(self._ids)}", prompt(first_token, BLOCKS), 1, BLOCK_TOKENS)
+        for name, value in of_request.items():
+            setattr(request, name, value)
+        engine.connector.on_new_request(request)
+        engine.waiting.append(request)
+        self.served.finish(request)
+        self.served.drain()
+
+    def fill(self) -> None:
+        for other in range(OTHERS):
+            self.ask(100 + other)
+
+    def last(self) -> Story:
+        """The story of the last request, after a look at the sums of all."""
+        self.served.close()
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        for line in lines:
+            told = line["story"]
+            assert sum(told["found"].values()) + sum(told["missed"].values()) == line["input_length"]
+        total = read_stories(self.path)
+        assert total.tokens == sum(line["input_length"] for line in lines)
+        assert sum(total.found.values()) + sum(total.missed.values()) == total.tokens
+        assert total.told == total.requests == len(lines) == len(load_trace(self.path))
+        story: Story = lines[-1]["story"]
+        return story
+
+
+MakeRecorded = Callable[..., Recorded]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeRecorded]:
+    made: list[Recorded] = []
+
+    def recorded(**options: Any) -> Recorded:
+        made.append(Recorded(tmp_path, **options))
+        return made[-1]
+
+    yield recorded
+    for each in made:
+        each.served.close()
+
+
+def files_tier(root: Path, **options: Any) -> Callable[[memoryview], SecondaryTierManager]:
+    """A tier of plain files called ``fs``."""
+    return lambda view: build_tier({"type": "fs", "path": str(root / "blocks"), "exclusive": True} | options, view)
+
+
+def test_blocks_that_nobody_had_stored_are_new(make: MakeRecorded) -> None:
+    recorded = make()
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {"new": WHOLE, "tail": 1}
+
+
+def test_hits_by_where_they_were(make: MakeRecorded, tmp_path: Path) -> None:
+    recorded = make(make_tier=files_tier(tmp_path))
+    recorded.ask(1)
+    recorded.ask(1)
+    recorded.fill()
+    recorded.ask(1)
+    story = recorded.last()
+    assert story["found"] == {DEVICE: 0, "fs": WHOLE}
+    assert story["missed"] == {"tail": 1}
+    assert story["waited_s"]["tiers"] > 0
+    assert story["waited_s"]["load"] > 0
+    assert read_stories(recorded.path).found["CPU"] == WHOLE
+
+
+def test_evicted_from_host_memory_and_when(make: MakeRecorded) -> None:
+    clock = ManualClock()
+    recorded = make(clock=clock)
+    recorded.ask(1)
+    recorded.fill()
+    clock.advance(50)
+    recorded.ask(1)
+    story = recorded.last()
+    assert story["missed"] == {"evicted CPU": WHOLE, "tail": 1}
+    assert "evicted CPU" in story["lost_s"]
+
+
+def test_what_lies_behind_a_missing_block_has_its_cause(make: MakeRecorded) -> None:
+    recorded = make()
+    recorded.ask(1)
+    recorded.fill()
+    recorded.ask(1)  # all of it is here again
+    recorded.ask(2)
+    # The least recent blocks are those of the first prompt, its tail first: three of them go, and come back one by one.
+    recorded.served.manager.primary_tier.slots.touch(keys_of(1)[-3:])
+    context = ReqContext("other")
+    recorded.served.manager.on_new_request(context)
+    taken = [make_offload_key(f"other {n}".encode(), 0) for n in range(2)]
+    assert recorded.served.manager.prepare_store(taken, context) is not None
+    recorded.served.manager.complete_store(taken, context)
+    held = recorded.served.manager.holds(keys_of(1))
+    first_missing = held.index(False)
+    assert any(held[first_missing:]), "the case that is to be tested"
+    recorded.ask(1)
+    story = recorded.last()
+    assert story["found"] == {"device": 0, "CPU": first_missing * BLOCK_TOKENS}
+    assert story["missed"] == {"evicted CPU": (BLOCKS - first_missing) * BLOCK_TOKENS, "tail": 1}
+
+
+def keys_of(first_token: int) -> list[Any]:
+    request = FakeRequest("keys", prompt(first_token, BLOCKS), 1, BLOCK_TOKENS)
+    return [make_offload_key(each, 0) for each in request.block_hashes]
+
+
+def test_filtered(make: MakeRecorded) -> None:
+    recorded = make(store_threshold=2)
+    recorded.ask(1)
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {"filtered": WHOLE, "tail": 1}
+
+
+def test_refused_for_want_of_room(make: MakeRecorded) -> None:
+    recorded = make()
+    manager, context = recorded.served.manager, ReqContext("writes for ever")
+    manager.on_new_request(context)
+    slow = [make_offload_key(f"slow {n}".encode(), 0) for n in range(16)]
+    assert manager.prepare_store(slow, context) is not None
+    recorded.ask(1)
+    recorded.ask(1)
+    story = recorded.last()
+    assert story["missed"] == {"refused": WHOLE, "tail": 1}
+
+
+def test_limits_of_requests(make: MakeRecorded) -> None:
+    recorded = make()
+    recorded.ask(1, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_TOKENS})
+    recorded.ask(1, kv_transfer_params={"max_load_tokens": BLOCK_TOKENS})
+    story = recorded.last()
+    assert story["found"] == {"device": 0, "CPU": BLOCK_TOKENS}
+    assert story["missed"] == {"load limit": WHOLE - BLOCK_TOKENS, "tail": 1}
+
+
+def test_what_a_request_did_not_want_stored(make: MakeRecorded) -> None:
+    recorded = make()
+    recorded.ask(1, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_TOKENS})
+    recorded.ask(1)
+    story = recorded.last()
+    assert story["found"] == {"device": 0, "CPU": 2 * BLOCK_TOKENS}
+    assert story["missed"] == {"request limit": WHOLE - 2 * BLOCK_TOKENS, "tail": 1}
+
+
+def test_generated_tokens_that_were_left_out(make: MakeRecorded) -> None:
+    recorded = make(offload_prompt_only=True)
+    first = FakeRequest("first", prompt(1, BLOCKS), 3 * BLOCK_TOKENS, BLOCK_TOKENS)
+    engine = recorded.served.engine
+    engine.connector.on_new_request(first)
+    engine.waiting.append(first)
+    recorded.served.finish(first)
+    recorded.served.drain()
+    engine.preempt_all()
+    again = engine.add("again", first.tokens, 1)
+    recorded.served.finish(again)
+    recorded.served.drain()
+    story = recorded.last()
+    assert story["found"] == {"device": 0, "CPU": WHOLE}
+    assert story["missed"]["prompt only"] >= BLOCK_TOKENS
+    assert set(story["missed"]) == {"prompt only", "tail"} | ({"new"} & set(story["missed"]))
+
+
+def test_requests_that_read_no_cache(make: MakeRecorded) -> None:
+    recorded = make()
+    recorded.ask(1)
+    recorded.ask(1, skip_reading_prefix_cache=True)
+    assert recorded.last()["missed"] == {"not read": WHOLE, "tail": 1}
+
+
+def test_a_reset(make: MakeRecorded) -> None:
+    recorded = make()
+    recorded.ask(1)
+    recorded.served.engine.connector.reset_cache()
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {"reset": WHOLE, "tail": 1}
+
+
+def test_failed_stores_and_loads(make: MakeRecorded) -> None:
+    recorded = make()
+    handler = recorded.served._handlers[0]
+    run, fails = handler.run, {"yes": True}
+    handler.run = lambda job_id, success=True: run(job_id, success and not fails["yes"])  # type: ignore[method-assign]
+    recorded.ask(1)
+    recorded.ask(1)
+    fails["yes"] = False
+    recorded.ask(2)
+    fails["yes"] = True
+    recorded.ask(2)
+    story = recorded.last()
+    assert story["missed"] == {"load failed": WHOLE, "tail": 1}
+    stories = read_stories(recorded.path)
+    assert stories.missed["store failed"] == WHOLE
+
+
+def test_evicted_from_a_tier(make: MakeRecorded) -> None:
+    recorded = make(make_tier=lambda view: StoreTier(view, "small", MemoryStore(PAGE_BYTES, 24 * PAGE_BYTES)))
+    recorded.ask(1)
+    for other in range(2 * OTHERS):
+        recorded.ask(100 + other)
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {"evicted small": WHOLE, "tail": 1}
+
+
+@pytest.mark.parametrize(("damage", "cause"), [("deleted", "removed fs"), ("flipped", "corrupt fs")])
+def test_blocks_that_others_removed_or_damaged(make: MakeRecorded, tmp_path: Path, damage: str, cause: str) -> None:
+    recorded = make(make_tier=files_tier(tmp_path))
+    recorded.ask(1)
+    recorded.fill()
+    recorded.served.drain()
+    files = [path for path in (tmp_path / "blocks").rglob("*") if path.is_file() and path.stat().st_size > PAGE_BYTES]
+    assert len(files) == (1 + OTHERS) * BLOCKS
+    for path in files:
+        if damage == "deleted":
+            path.unlink()
+        else:
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {cause: WHOLE, "tail": 1}
+
+
+def test_a_tier_that_is_off(make: MakeRecorded, tmp_path: Path) -> None:
+    recorded = make(make_tier=files_tier(tmp_path))
+    recorded.ask(1)
+    recorded.fill()
+    (tier,) = recorded.served.tiers
+    tier._record_failure(tier._reads, "test", "The test says so.", is_grave=True)
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {"tier off": WHOLE, "tail": 1}
+
+
+def test_declined_by_cost(make: MakeRecorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = BlockWorth(PAGE_BYTES, (BLOCK_TOKENS,))
+    recorded = make(make_tier=files_tier(tmp_path), block_worth=worth)
+    recorded.ask(1)
+    recorded.fill()
+    costs = recorded.served.manager._costs
+    assert costs is not None
+    monkeypatch.setattr(costs, "choose", lambda key, places: Choice(0, 0.0, 0.0))
+    recorded.ask(1)
+    story = recorded.last()
+    assert story["found"] == {"device": 0}
+    assert story["missed"] == {"declined by cost": WHOLE, "tail": 1}
+
+
+def test_out_of_patience(make: MakeRecorded) -> None:
+    clock = ManualClock()
+    gate = GatedStore(MemoryStore(PAGE_BYTES))
+    limits = TierLimits(threads=1, timeout_s=1e6, drain_timeout_s=30)
+    recorded = make(clock=clock, make_tier=lambda view: StoreTier(view, "slow", gate, limits, clock=clock))
+    recorded.ask(1)
+    recorded.fill()
+    gate.close_gate("read_into")
+
+    def wait() -> None:
+        recorded.served.step()
+        gate.wait_for_arrivals(1)
+        clock.advance(11)
+
+    engine = recorded.served.engine
+    engine.preempt_all()
+    request = engine.add("impatient", prompt(1, BLOCKS), 1)
+    wait()
+    recorded.served.finish(request)
+    gate.open_gate()
+    recorded.served.drain()
+    assert recorded.last()["missed"] == {"out of patience": WHOLE, "tail": 1}
+
+
+def test_prompts_that_claim_too_much_of_host_memory(make: MakeRecorded, tmp_path: Path) -> None:
+    recorded = make(make_tier=files_tier(tmp_path), claim_share=0.25)
+    recorded.ask(1)
+    recorded.fill()
+    recorded.ask(1)
+    story = recorded.last()
+    assert story["found"] == {"device": 0, "fs": 4 * BLOCK_TOKENS}
+    assert story["missed"] == {"claim_share": WHOLE - 4 * BLOCK_TOKENS, "tail": 1}

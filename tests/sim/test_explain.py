@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over stories, and what the simulator is asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.sim.explain import (
+    ADVICE,
+    Machine,
+    MachineTier,
+    advice_on,
+    ask_what_if,
+    base_config,
+    read_stories,
+    what_ifs,
+)
+from kvoffload.sim.explain_page import as_page, write_explanation
+from kvoffload.sim.synthetic import synthesize
+from kvoffload.sim.trace import TraceError
+
+MACHINE = Machine(block_bytes=1 << 20, cpu_bytes=300 << 20, policy="lru", tiers=(MachineTier("redis"),))
+
+
+def line(at_ms: float, found: dict[str, int], missed: dict[str, int], **more: Any) -> dict[str, Any]:
+    story = {
+        "found": found,
+        "missed": missed,
+        **{name: more.pop(name) for name in ("lost_s", "waited_s") if name in more},
+    }
+    total = sum(found.values()) + sum(missed.values())
+    return {
+        "timestamp": at_ms,
+        "input_length": total,
+        "output_length": 1,
+        "block_tokens": 16,
+        "hash_ids": list(range(total // 16)),
+        "story": story,
+        **more,
+    }
+
+
+def write(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return path
+
+
+def test_tokens_causes_and_times_add_up(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        line(0, {"device": 0}, {"new": 95, "tail": 5}, machine={"block_bytes": 7, "cpu_bytes": 70, "policy": "lru"}),
+        line(1000, {"device": 50, "CPU": 30}, {"evicted CPU": 20}, lost_s={"evicted CPU": 10}, waited_s={"queue": 1}),
+        line(4000, {"device": 0}, {"evicted CPU": 60, "tail": 4}, lost_s={"evicted CPU": 30}, waited_s={"queue": 3}),
+        {name: value for name, value in line(5000, {}, {"new": 16}).items() if name != "story"},
+    )
+    stories = read_stories(path)
+    assert (stories.requests, stories.told, stories.tokens) == (4, 3, 264)
+    assert stories.found == {"device": 50, "CPU": 30}
+    assert list(stories.missed.items()) == [("new", 95), ("evicted CPU", 80), ("tail", 9)]
+    assert stories.avoidable == 80
+    assert stories.lost_s == {"evicted CPU": (20 * 10 + 60 * 30) / 80}
+    assert stories.waits_s == {"queue": [1, 3]}
+    assert sum(sum(tokens.values()) for _, tokens in stories.course) == 264
+    assert stories.machine == Machine(7, 70, "lru")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('{"timestamp": 0, "input_length": 9}\n', "has no stories"),
+        (
+            '{"timestamp": 0, "input_length": 9, "story": {"found": {"a": 4}, "missed": {"new": 4}}}\n',
+            "line 1: the tokens",
+        ),
+        ('{"timestamp": 0, "story": 7}\n', "line 1: no line of record_trace"),
+    ],
+)
+def test_files_that_cannot_be_explained(tmp_path: Path, text: str, what: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=what):
+        read_stories(path)
+
+
+def test_the_machine_of_the_trace_and_what_overrides_it() -> None:
+    tiers = (MachineTier("disk", 1 << 30), MachineTier("redis"))
+    machine = Machine(1 << 20, 300 << 20, "arc", 2, tiers=tiers)
+    config = base_config(machine, prefill_tokens_per_s=1000)
+    assert (config.cpu_blocks, config.disk_blocks, config.policy, config.store_threshold) == (300, 1024, "arc", 2)
+    other = base_config(machine, cpu_bytes=10 << 20, disk_bytes=0, gpu_blocks=5, prefill_tokens_per_s=1000)
+    assert (other.cpu_blocks, other.disk_blocks, other.gpu_blocks) == (10, 0, 5)
+    with pytest.raises(ConfigError, match="give --cpu"):
+        base_config(None, prefill_tokens_per_s=1000)
+    unknown = base_config(Machine(1, 10, "of a plug-in"), prefill_tokens_per_s=1000)
+    assert unknown.policy in ("lru", "arc", "density")
+
+
+def test_changes_are_those_that_are_not_there_already() -> None:
+    base = base_config(MACHINE, prefill_tokens_per_s=1000)
+    changes = dict(what_ifs(base))
+    assert changes["as it was"] == base
+    assert changes["twice the host memory"].cpu_blocks == 600
+    assert changes["a disk, ten times the host memory"].disk_blocks == 3000
+    assert {"policy arc", "policy density", "store_threshold 2"} < changes.keys()
+    assert not {"policy lru", "store_threshold 1", "twice the disk"} & changes.keys()
+
+
+def test_the_simulator_orders_the_changes_by_what_they_save() -> None:
+    trace = synthesize("chat", 150, 1)
+    changes = what_ifs(base_config(MACHINE, prefill_tokens_per_s=1000))
+    as_it_was, *others = ask_what_if(trace, changes, processes=1)
+    assert as_it_was.more_tokens == 0
+    assert [each.more_tokens for each in others] == sorted((each.more_tokens for each in others), reverse=True)
+    by_name = {each.change: each for each in others}
+    most = by_name["four times the host memory"]
+    assert most.more_tokens > 0
+    result = most.result
+    found = result.gpu_hit_tokens + result.cpu_hit_tokens + result.disk_hit_tokens
+    assert most.more_tokens == found - as_it_was.result.cpu_hit_tokens
+    assert most.saved_s == most.more_tokens / 1000
+
+
+def test_every_cause_of_the_code_has_its_advice() -> None:
+    """Causes are words in the code that gives them; a new one must be explained here too."""
+    source = Path(__file__).parents[2] / "src/kvoffload"
+    text = "".join((source / name).read_text() for name in ("connector/story.py", "connector/recording.py"))
+    text += "".join(
+        (source / name).read_text() for name in ("tiering/promotions.py", "tiering/tier.py", "cpu/manager.py")
+    )
+    causes = set(re.findall(r'record\([^"\n]*, f?"([a-z ]+?)(?: \{|")', text))
+    causes |= set(re.findall(r'misses(?:\[\w+\] =|\.update\(dict\.fromkeys\([\w.]+,) "([a-z ]+)"', text))
+    assert {"evicted", "reset", "filtered", "store failed", "no room", "out of patience", "tier off"} <= causes
+    assert all(advice_on(cause) for cause in causes), causes
+    assert advice_on("evicted disk") == ADVICE["evicted"]
+
+
+def test_the_page_needs_nothing_else_and_escapes_names(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        line(
+            0,
+            {"device": 0, "<b>": 10},
+            {"new": 80, "evicted <b>": 10},
+            lost_s={"evicted <b>": 4000},
+            waited_s={"load": 1},
+        ),
+        line(200_000, {"device": 30}, {"tail": 2}),
+    )
+    stories = read_stories(path)
+    trace = synthesize("chat", 40, 1)
+    asked = ask_what_if(trace, what_ifs(base_config(MACHINE, prefill_tokens_per_s=1000)), processes=1)
+    page = as_page("<trace>", stories, asked, 1000)
+    assert "<b>evicted" not in page
+    assert "evicted &lt;b&gt;" in page
+    assert "&lt;trace&gt;" in page
+    assert not re.search(r'(?:src|href)="(?!#)', re.sub(r'xlink:href="#', "", page)), "nothing is loaded"
+    assert "<script" not in page
+    assert page.count("<svg") == 3
+    for name in ("page.html", "plots.png"):
+        write_explanation(tmp_path / name, "trace", stories, asked, 1000)
+        assert (tmp_path / name).stat().st_size > 1000
+    assert {each.name for each in tmp_path.iterdir()} == {"t.jsonl", "page.html", "plots.png"}
