@@ -113,6 +113,9 @@ class Faults:
         self._healing: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._active: set[str] = set()
+        # Links lead to this file, which nobody may write to, and where nothing is lost if somebody does.
+        self._victim, self._victims_content = root.with_name("victim"), self._chance.randbytes(4096)
+        self._victim.write_bytes(self._victims_content)
         self._kinds: dict[str, tuple[int, Callable[[], None]]] = {
             "file damaged": (6, lambda: self._on_file(self._damage)),
             "file cut short": (4, lambda: self._on_file(self._cut)),
@@ -152,6 +155,10 @@ class Faults:
             self._kinds[kind][1]()
         self.counts[kind] += 1
 
+    @property
+    def wrote_through_a_link(self) -> bool:
+        return self._victim.read_bytes() != self._victims_content
+
     def heal(self, now_s: float = float("inf")) -> None:
         while self._healing and self._healing[0][0] <= now_s:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # healed by another fault
@@ -190,7 +197,7 @@ class Faults:
     def _link(self, path: Path) -> None:
         """Nothing is read or written through it, so that a tier may be out of use until somebody removes it."""
         path.unlink()
-        path.symlink_to(self._chance.choice(["/etc/passwd", str(path), "nowhere"]))
+        path.symlink_to(self._chance.choice([str(self._victim), str(path), "nowhere"]))
         self._later(1, 10, lambda: path.unlink() if path.is_symlink() else None)
 
     def _swap(self, path: Path) -> None:
@@ -203,6 +210,8 @@ class Faults:
 
     def _damage_usage_file(self) -> None:
         path = self._root / "files" / ".kvoffload" / "ledger"
+        if path.is_symlink():  # by another fault; writing would follow it
+            path.unlink()
         path.write_bytes(self._chance.randbytes(self._chance.choice([0, 10, 60, 1000])))
 
     def _move_root(self) -> None:
@@ -325,6 +334,8 @@ def soak(minutes: float, seed: int, engine: str, root: Path, plan: Path | None) 
     server.end()
     problems += [f"wrong tokens: {wrong}" for wrong in server.served.wrong]
     problems += [f"raised: {each}" for each in server.exceptions] + neighbour.failures + flat(samples)
+    if faults.wrote_through_a_link:
+        problems.append("a file was written through a link that lay in its place")
     if server.longest_wait_s > MAX_WAIT_S:
         problems.append(f"a request was put off for {server.longest_wait_s:.3f} s, and max_wait_s is {MAX_WAIT_S}")
     if unseen := [kind for kind in faults.kinds if not faults.counts[kind]]:
