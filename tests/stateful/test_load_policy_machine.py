@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -63,10 +65,17 @@ class LoadPolicyMachine(RuleBasedStateMachine):
             self.left_s[tier] = len(job.keys) * self.read_s[tier] if job.is_promotion else 0.0
 
     def step(self) -> None:
+        self._submitting(self.rig.step)
+
+    def _submitting(self, call: Callable[[], object]) -> None:
+        """A tier that was idle begins with what ``call`` submits to it."""
         idle = [tier for tier in self.rig.tiers if not tier.jobs]
-        self.rig.step()
+        call()
         for tier in idle:
             self._begin_next(tier)
+
+    def _finish(self, context: ReqContext) -> None:
+        self._submitting(lambda: self.rig.manager.on_request_finished(context))
 
     # ------------------------------------------------------------------------------------------------- rules
 
@@ -95,8 +104,8 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         slots = self.rig.primary.slots
         if in_host and slots.num_free + slots.num_idle >= in_host:
             writer = self.rig.start(f"writer{self.num_chains}")
-            self.rig.store(blocks[:in_host], writer, finish=False)
-            self.rig.manager.on_request_finished(writer)
+            self._submitting(lambda: self.rig.store(blocks[:in_host], writer, finish=False))
+            self._finish(writer)
             self.step()
         context = self.rig.start(f"r{self.num_chains}")
         self.waiting[context.req_id] = (context, blocks, self.rig.clock(), self.queued_tokens / TOKENS * COMPUTE_S)
@@ -115,7 +124,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         hit = answers.index(False) if False in answers else len(answers)
         if hit:
             self.rig.load(blocks[:hit], context)
-        self.rig.manager.on_request_finished(context)
+        self._finish(context)
         del self.waiting[req_id]
         return hit
 
@@ -136,7 +145,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
     def abort(self) -> None:
         if self.waiting:
             context, *_ = self.waiting.pop(next(iter(self.waiting)))
-            self.rig.manager.on_request_finished(context)
+            self._finish(context)
 
     @rule()
     def reset(self) -> None:
