@@ -245,6 +245,19 @@ def test_promoting_a_long_prefix_does_not_step_over_its_head_again_and_again(mon
     assert asked < 20 * 1400
 
 
+def test_what_was_answered_in_a_step_outlives_a_promotion_that_found_no_room() -> None:
+    rig = Rig(num_blocks=4, claim_share=1.0, promotion_share=1.0)
+    writer, request = rig.start("w"), rig.start("r")
+    rig.store(prefix(1), writer)
+    rig.below(prefix(2))
+    rig.below(prefix(4, of="c"))
+    busy = rig.write(prefix(3, of="b"), writer)
+    assert rig.ask(prefix(2), request) == [True, False], "no room for the second block"
+    rig.manager.complete_store(busy, writer, success=False)
+    assert rig.ask(prefix(4, of="c"), request) == [None, None, None, False]
+    rig.load(prefix(1), request)  # was answered in this step, so was not evicted for the others
+
+
 # ------------------------------------------------------------------------------------------------------- 8 resets
 
 

@@ -309,6 +309,12 @@ class WaitingRequests:
         del self._waiting[id(request)]
         self._claims.release(request)
 
+    def undo(self, request: RequestState, hits: Mapping[OffloadKey, None]) -> None:
+        """Ends a wait that began just now and that ``request`` was not told of. ``hits`` were recorded before; they are
+        again, because they were answered: in this step, nothing else that is promoted for the request may evict them."""
+        self.end(request)
+        request.hits.update(hits)
+
     def reset(self) -> None:
         """The cache was reset: nobody claims or has been promised anything any more. The waits go on, so that the time
         until their requests ask again counts too."""
@@ -471,13 +477,14 @@ class Lookups:
         tier, _ = self._tier_with(request, keys[0])
         if tier is None or request.waiting_since is not None or not costs.wants_probe(tier.index):
             return
-        self._waiting.begin(request)
+        hits = dict(request.hits)
+        self._waiting.begin(request)  # first: its hits must not be evicted to make room for these blocks
         for key in keys[: costs.probe_blocks]:
             if self._primary.slots.get(key) is not None or self._tier_with(request, key)[0] is not tier:
                 break
             if not self._promotions.begin(request, key, tier):
                 break
-        self._waiting.end(request)
+        self._waiting.undo(request, hits)
 
     def _walk(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Equal to the loop of ``_answer``, but consecutive misses that a tier can serve get their slots in one call.
@@ -628,12 +635,12 @@ class Lookups:
         return begun
 
     def _promote(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool | None:
-        was_waiting = request.waiting_since is not None
+        was_waiting, hits = request.waiting_since is not None, dict(request.hits)
         self._waiting.begin(request)  # first: its hits must not be evicted to make room for this block
         if self._promotions.begin(request, key, tier):
             return None
         if not was_waiting:
-            self._waiting.end(request)
+            self._waiting.undo(request, hits)
         return False
 
 
