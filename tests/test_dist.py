@@ -78,7 +78,7 @@ def test_the_sdist_is_the_checkout_without_what_was_built_in_it(dist: Path) -> N
         names = {member.name.split("/", 1)[1] for member in archive.getmembers()}
     assert {"LICENSE", "Makefile", "README.md", "docs/vllm.md", "scripts/bootstrap", "tests/test_dist.py"} <= names
     assert {name.split("/")[0] for name in names} <= {
-        *("src", "tests", "bench", "docs", "scripts", "Makefile", "pyproject.toml", "PKG-INFO", ".gitignore"),
+        *("src", "tests", "bench", "deploy", "docs", "scripts", "Makefile", "pyproject.toml", "PKG-INFO", ".gitignore"),
         *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
     }
     assert not [name for name in names if name.endswith(".pyc")]

@@ -310,8 +310,8 @@ class WaitingRequests:
         self._claims.release(request)
 
     def undo(self, request: RequestState, hits: Mapping[OffloadKey, None]) -> None:
-        """Ends a wait that began just now and that ``request`` was not told of. ``hits`` were recorded before; they are
-        again, because they were answered: in this step, nothing else that is promoted for the request may evict them."""
+        """Ends a wait that began just now, and that no answer has shown. ``hits`` were recorded before, and are again:
+        they were answered, so nothing else that is promoted for the request in this step may evict them."""
         self.end(request)
         request.hits.update(hits)
 
