@@ -35,7 +35,7 @@ def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
 
 
 @given(hits(), SECONDS, SECONDS, st.builds(Pace, SECONDS, SECONDS))
-@settings(max_examples=by_size(quick=300, thorough=20_000), deadline=None)
+@settings(max_examples=by_size(quick=300, thorough=5_000), deadline=None)
 def test_it_is_the_best_of_all(
     hit: tuple[list[Run], list[Pace]], block_compute_s: float, queue_s: float, to_device: Pace
 ) -> None:

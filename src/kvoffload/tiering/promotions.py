@@ -316,9 +316,10 @@ class WaitingRequests:
         request.hits.update(hits)
 
     def reset(self) -> None:
-        """The cache was reset: nobody claims or has been promised anything any more. The waits go on, so that the time
-        until their requests ask again counts too."""
+        """The cache was reset: nobody claims or has been promised anything any more, and what is worth loading is to be
+        chosen anew. The waits go on, so that the time until their requests ask again counts too."""
         for request in self._waiting.values():
+            request.plan = None
             request.promoted.clear()
             self._claims.release(request)
 

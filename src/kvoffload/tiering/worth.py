@@ -72,7 +72,8 @@ def choose(
         level_s = max(arrived_s, queue_s)
         tried = [num_blocks]
         if 0 < pace.block_s < math.inf and pace.first_s < math.inf:
-            bend = math.floor((level_s - pace.first_s) / pace.block_s) - first
+            # Outside of the run its bend does not matter, and might be infinite.
+            bend = math.floor(min(max((level_s - pace.first_s) / pace.block_s, 0.0), first + num_blocks)) - first
             tried = [at for at in (bend, bend + 1) if 0 < at < num_blocks] + tried
         for at in tried:
             own_s = max(arrived_s, pace.seconds(first + at))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.redis.nodes import Address, Connector, Learned, Node
@@ -27,21 +26,22 @@ class SentinelUrl(NamedTuple):
 
 def parse_sentinel_url(url: str) -> SentinelUrl | None:
     """``redis+sentinel://user:password@host:26379,host:26379/service/0`` in its parts, ``None`` for other schemes."""
-    parts = urlsplit(url)
-    if parts.scheme not in _SCHEMES:
+    scheme, _, rest = url.partition("://")
+    if scheme not in _SCHEMES:
         return None
-    credentials, at, hosts = parts.netloc.rpartition("@")
-    service, _, database = parts.path.strip("/").partition("/")
+    # Not by urllib: some of its releases refuse brackets behind a comma.
+    netloc, _, path = rest.partition("/")
+    credentials, at, hosts = netloc.rpartition("@")
+    service, _, database = path.strip("/").partition("/")
     sentinels = tuple(_address(text) for text in hosts.split(","))
-    if not service or None in sentinels or parts.query:
+    if not service or None in sentinels or "?" in path:
         raise ConfigError(
-            f"url of the 'redis' tier must be {parts.scheme}://host:port,host:port/SERVICE, with SERVICE as the "
+            f"url of the 'redis' tier must be {scheme}://host:port,host:port/SERVICE, with SERVICE as the "
             "sentinels call it."
         )
     known = tuple(address for address in sentinels if address is not None)
-    scheme = _SCHEMES[parts.scheme]
     first = f"[{known[0].host}]" if ":" in known[0].host else known[0].host
-    return SentinelUrl(f"{scheme}://{credentials}{at}{first}:{known[0].port}/{database}", known, service)
+    return SentinelUrl(f"{_SCHEMES[scheme]}://{credentials}{at}{first}:{known[0].port}/{database}", known, service)
 
 
 def _address(text: str) -> Address | None:
