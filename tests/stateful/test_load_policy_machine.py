@@ -36,7 +36,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         self.read_s = dict.fromkeys(self.rig.tiers, 0.3)
         self.left_s = dict.fromkeys(self.rig.tiers, 0.0)
         """What a tier still needs for its oldest job, once it has begun it."""
-        self.waiting: dict[str, tuple[ReqContext, list[OffloadKey], float, float]] = {}
+        self.waiting: dict[str, tuple[ReqContext, list[OffloadKey], float | None, float]] = {}
         """By id: the request, its blocks, since when it waits, and the work of the engine at that time."""
         self.queued_tokens = 0
         self.num_chains = 0
@@ -113,6 +113,9 @@ class LoadPolicyMachine(RuleBasedStateMachine):
 
     def _ask(self, req_id: str) -> int | None:
         context, blocks, since_s, queue_s = self.waiting[req_id]
+        if since_s is None:
+            since_s, queue_s = self.rig.clock(), self.queued_tokens / TOKENS * COMPUTE_S
+            self.waiting[req_id] = (context, blocks, since_s, queue_s)
         answers = self.rig.ask(blocks, context)
         if None in answers:
             knows_speed = ("prefill_tokens_per_s",) in self.rig.manager.get_stats()
@@ -154,8 +157,8 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         self.rig.manager.reset_cache()
         for tier in self.rig.tiers:
             tier.hangs = False
-        for req_id, (context, blocks, *_) in list(self.waiting.items()):  # their waits begin anew
-            self.waiting[req_id] = (context, blocks, self.rig.clock(), self.queued_tokens / TOKENS * COMPUTE_S)
+        for req_id, (context, blocks, *_) in list(self.waiting.items()):  # chosen anew when they ask next
+            self.waiting[req_id] = (context, blocks, None, 0.0)
 
     @rule(tier=st.integers(0, 1))
     def settle(self, tier: int) -> None:
