@@ -44,8 +44,8 @@ class S3Server:
             "s3",
             endpoint_url=self.endpoint,
             region_name="us-east-1",
-            aws_access_key_id="someone",
-            aws_secret_access_key="hush",
+            aws_access_key_id="owner",
+            aws_secret_access_key="owners-hush",
             verify=authority.ca if authority else None,
             config=Config(retries={"max_attempts": 1}, connect_timeout=10, read_timeout=30),
         )
@@ -75,14 +75,16 @@ class S3Server:
         wait_until(self._has_bucket, "the server has a bucket")
 
     def _write_users(self) -> Path:
-        """SeaweedFS checks keys; moto takes any."""
-        user = {
+        """SeaweedFS checks keys; moto takes any. What an administrator writes to a missing bucket makes it, so that the
+        stores' user is none."""
+        owner = {"name": "owner", "credentials": [{"accessKey": "owner", "secretKey": "owners-hush"}]}
+        fleet = {
             "name": "fleet",
             "credentials": [{"accessKey": self.config["access_key_id"], "secretKey": self.config["secret_access_key"]}],
-            "actions": ["Admin", "Read", "List", "Write"],
         }
+        identities = [owner | {"actions": ["Admin"]}, fleet | {"actions": ["Read", "List", "Write"]}]
         path = self.directory / "users.json"
-        path.write_text(json.dumps({"identities": [user]}))
+        path.write_text(json.dumps({"identities": identities}))
         return path
 
     def _has_bucket(self) -> bool:
