@@ -165,4 +165,5 @@ def test_an_engine_generates_the_same_tokens_and_finds_its_blocks_after_a_restar
     assert first.stats["primary_blocks_evicted",] > 0
     assert first.stats["tier_blocks_stored", "fs"] > 0
     assert restarted.stats["tier_blocks_loaded", "fs"] > 0
-    assert restarted.turns[0].external_hit_tokens > 0, "nobody but the disk can have had it"
+    first_turns = [turn.external_hit_tokens for turn in restarted.turns if turn.turn == 0]
+    assert max(first_turns) > 0, "nobody but the disk can have had it"

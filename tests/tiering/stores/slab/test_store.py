@@ -9,9 +9,11 @@ import random
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.tiering.stores.slab.rig import (
     PAGED,
@@ -32,8 +34,10 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.slab.directory import SlabSeen
 from kvoffload.tiering.stores.slab.file import SlabFile
 from kvoffload.tiering.stores.slab.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
+from kvoffload.tiering.stores.slab.slabs import Slab, Slabs
 from kvoffload.tiering.stores.slab.store import SlabStore
 from kvoffload.tiering.stores.slab.upkeep import Upkeep
 
@@ -559,3 +563,41 @@ class TestThreads:
 
 def test_empty_entries_are_what_a_new_table_has() -> None:
     assert bytes(ENTRY_BYTES) == EMPTY_ENTRY
+
+
+def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkeypatch) -> None:
+    """A poll lists the slabs in the middle of the registration of one. Both would give its slots away."""
+    store = SlabStore(tmp_path, SMALL, max_bytes=slab_of(8))
+    poll = threading.Thread(target=store.refresh)
+    is_polling, is_registering = threading.Event(), threading.Event()
+    list_slabs, grow, own, move = store._directory.slabs, store._directory.grow, Slabs.own, SlabFile.write
+
+    def listed_late() -> list[SlabSeen]:
+        is_polling.set()
+        assert is_registering.wait(60)
+        return list_slabs()
+
+    def owned_late(slabs: Slabs, slab: Slab, uses: npt.NDArray[np.uint32]) -> None:
+        if not is_registering.is_set():
+            is_registering.set()
+            poll.join(0.5)
+        own(slabs, slab, uses)
+
+    def written_late(file: SlabFile, first: int, blocks: Sequence[memoryview]) -> int:
+        poll.join(60)
+        assert not poll.is_alive()
+        return move(file, first, blocks)
+
+    def grown_late(name: str) -> SlabFile | None:
+        poll.start()
+        assert is_polling.wait(60)
+        return grow(name)
+
+    monkeypatch.setattr(store._directory, "grow", grown_late)
+    monkeypatch.setattr(store._directory, "slabs", listed_late)
+    monkeypatch.setattr(Slabs, "own", owned_late)
+    monkeypatch.setattr(SlabFile, "write", written_late)
+    assert write(store, *keys_of(*range(3))) == [True] * 3
+    store.check_invariants()
+    assert right(store, *keys_of(*range(3))) == set(keys_of(*range(3)))
+    store.close()

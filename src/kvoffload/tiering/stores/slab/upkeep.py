@@ -203,7 +203,11 @@ class Upkeep:
         for name in names:
             if self._is_unknown(name):
                 self._take_in(name)
-            elif (slab_here := self._slabs.by_name.get(name)) is not None and not slab_here.is_own:
+                continue
+            with self._slabs.lock:  # a slab that is being registered is in ``by_name`` before it is known to be ours
+                slab_here = self._slabs.by_name.get(name)
+                is_neighbours = slab_here is not None and not slab_here.is_own
+            if slab_here is not None and is_neighbours:
                 self._poll_neighbour(slab_here)
 
     def _share(self) -> None:
@@ -248,8 +252,9 @@ class Upkeep:
                 self._slabs.apply(slab, 0, slab.file.read_entries(0, slab.file.num_slots))
                 uses = slab.file.read_uses()
                 with self._slabs.lock:
-                    slab.changes = changes
-                    self._slabs.own(slab, uses)
+                    if not slab.is_dropped:
+                        slab.changes = changes
+                        self._slabs.own(slab, uses)
                 return
             changes = slab.file.read_changes()
             for pages in runs_of(np.flatnonzero(changes != slab.changes).tolist()):
