@@ -140,6 +140,15 @@ def test_every_cause_of_the_code_has_its_advice() -> None:
     assert advice_on("evicted disk") == ADVICE["evicted"]
 
 
+def test_every_cause_is_injected_into_an_engine() -> None:
+    """In the golden tests, one by one; but ``unknown``, which is no cause."""
+    tests = Path(__file__).parents[1]
+    golden = [tests / "integration/test_stories.py", tests / "engines/reference/test_stories.py"]
+    words = set(re.findall(r'"([a-z_ ]+)', "".join(path.read_text().replace("\n", " ") for path in golden)))
+    words |= {word.split(" ")[0] for word in words}
+    assert ADVICE.keys() - words == {"unknown"}
+
+
 def test_the_page_needs_nothing_else_and_escapes_names(tmp_path: Path) -> None:
     path = write(
         tmp_path / "t.jsonl",

@@ -161,7 +161,8 @@ class RequestRecording:
             path.replace("{pid}", str(os.getpid())), self._finest.block_tokens, _machine(geometry, layout, config)
         )
         self._clock = clock
-        self._stories = StoryTeller(manager, geometry, clock)
+        num_slots = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
+        self._stories = StoryTeller(manager, geometry, num_slots, clock)
 
     def __repr__(self) -> str:
         return f"RequestRecording({self._recorder})"

@@ -62,9 +62,14 @@ class StoryTeller:
     """
 
     def __init__(
-        self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], clock: Callable[[], float]
+        self,
+        manager: OffloadingManager,
+        geometry: Sequence[GroupGeometry],
+        num_slots: int,
+        clock: Callable[[], float],
     ) -> None:
         self._manager = manager
+        self._num_slots = num_slots
         self._geometry = tuple(geometry)
         self._finest = min(geometry, key=lambda group: group.block_tokens)
         self._clock = clock
@@ -111,7 +116,10 @@ class StoryTeller:
         not to be stored."""
         limit = state.limits.max_offload_tokens
         beyond = "request limit" if limit is not None and limit <= most_tokens else "prompt only"
-        short = "too long" if state.portions.evicts_itself else "refused" if has_no_room else None
+        short = "too long" if state.portions.evicts_itself else None
+        if has_no_room:
+            # Its own stores may have kept all slots.
+            short = "too long" if sum(len(own.keys) for own in state.groups) > self._num_slots else "refused"
         ready_tokens = state.ready_tokens()
         for group, own in zip(self._geometry, state.groups, strict=True):
             ready = min(ready_tokens // group.block_tokens, len(own.keys))
