@@ -7,6 +7,7 @@ with a suggestion.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -61,6 +62,9 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     load_policy: Literal["cost", "always"] = "cost"
     """Which hits in ``secondary_tiers`` are loaded: ``"cost"``, those that are expected to be loaded faster than they
     would be computed, as measured; ``"always"``, all."""
+    prefill_tokens_per_s: float | None = None
+    """Prompt tokens that the engine computes in a second, as far as ``load_policy`` knows before it has measured them.
+    Default: it measures first."""
     max_wait_s: float = 10.0
     """Seconds a request may wait, in all, for promotions and remote lookups before they count as misses."""
     claim_share: float = 0.75
@@ -105,6 +109,8 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
     _at_least("block_size", config.block_size if config.block_size is not None else 1, 1)
     _at_least("store_threshold", config.store_threshold, 0)
     _at_least("max_tracker_size", config.max_tracker_size, 1)
+    if config.prefill_tokens_per_s is not None and not 0 < config.prefill_tokens_per_s < math.inf:
+        raise ConfigError(f"prefill_tokens_per_s must be a positive number, not {config.prefill_tokens_per_s}.")
     if not config.max_wait_s >= 0:
         raise ConfigError(f"max_wait_s must be 0 or more seconds, not {config.max_wait_s}.")
     for name in ("claim_share", "promotion_share"):

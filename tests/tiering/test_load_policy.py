@@ -21,7 +21,8 @@ class Machine(Rig):
 
     def __init__(self, num_blocks: int = 64, num_tiers: int = 1, **options: Any) -> None:
         policies = [OffloadPolicy.BLOCK_LEVEL] * num_tiers
-        super().__init__(num_blocks, policies, block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,)), **options)
+        worth = options.pop("block_worth", BlockWorth(BLOCK_BYTES, (TOKENS,)))
+        super().__init__(num_blocks, policies, block_worth=worth, **options)
         self.read_s = 0.1
         self._started = 0
 
@@ -90,6 +91,30 @@ def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
     assert slow.declined() == {"slow": 8}
     assert slow.manager.get_stats()["tier_read_bytes_per_s", "tier0"] == pytest.approx(BLOCK_BYTES / 2.0)
     assert slow.manager.get_stats()["prefill_tokens_per_s",] == pytest.approx(TOKENS)
+
+
+@pytest.mark.parametrize(("expected_block_s", "loaded"), [(0.5, 6), (2.0, 0)])
+def test_what_the_user_expects_decides_until_it_is_measured(expected_block_s: float, loaded: int) -> None:
+    worth = BlockWorth(BLOCK_BYTES, (TOKENS,), TOKENS / 1.0, (None, BLOCK_BYTES / expected_block_s))
+    machine = Machine(num_tiers=3, block_worth=worth)
+    machine.below(prefix(6, of="a"), tier=1)
+    assert machine.serve(6, of="a") == loaded
+    machine.below(prefix(6, of="b"), tier=2)
+    assert machine.serve(6, of="b") == 6, "nothing is known of the last tier"
+
+
+def test_what_was_measured_replaces_what_the_user_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
+    worth = BlockWorth(BLOCK_BYTES, (TOKENS,), TOKENS / 1.5, (BLOCK_BYTES / 2.0,))
+    machine = Machine(block_worth=worth)
+    machine.below(prefix(8, of="a"))
+    assert machine.serve(8, of="a") == 0
+    while machine.tiers[0].jobs:
+        machine.read()  # the probe
+    machine.below(prefix(8, of="b"))
+    assert machine.serve(8, of="b") == 8
+    machine.compute()
+    assert machine.manager.get_stats()["prefill_tokens_per_s",] == pytest.approx(TOKENS)
 
 
 def test_slow_blocks_before_many_in_host_memory_are_loaded() -> None:

@@ -52,6 +52,8 @@ def test_all_kinds_are_built_from_mappings(tmp_path: Path) -> None:
         ({"type": "fs", "path": "x", "offload_policy": "all"}, "block_level, request_level"),
         ({"type": "fs", "path": "x", "cascade": "later"}, "cascade"),
         ({"type": "fs", "path": "x", "name": ""}, "name"),
+        ({"type": "fs", "path": "x", "read_bytes_per_s": 0}, "read_bytes_per_s of the 'fs' tier must be positive"),
+        ({"type": "disk", "path": "x", "read_bytes_per_s": "fast"}, "read_bytes_per_s of the 'disk' tier.*not a size"),
         ({"type": "disk"}, "path"),
         ({"type": "disk", "path": ""}, "path"),
         ({"type": "disk", "path": "x", "max_bytes": 4300}, "too little"),

@@ -139,6 +139,17 @@ def test_tiers_are_built_with_their_options() -> None:
     made.shutdown()
 
 
+def test_expected_speeds_reach_the_load_policy() -> None:
+    made = spec(
+        {"type": "memory"}, {"type": "memory", "name": "far", "read_bytes_per_s": "2MB"}, prefill_tokens_per_s=7
+    )
+    stats = made.get_manager().get_stats()
+    made.shutdown()
+    assert stats["prefill_tokens_per_s",] == 7
+    assert stats["tier_read_bytes_per_s", "far"] == pytest.approx(2e6)
+    assert ("tier_read_bytes_per_s", "memory") not in stats
+
+
 def test_without_tiers_there_is_the_primary_tier_alone() -> None:
     engine = Engine(spec())
     engine.store(keys(1), torch.ones((1, PAGE_BYTES), dtype=torch.uint8))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -56,6 +57,10 @@ class BlockWorth:
     tokens: tuple[int, ...]
     """By KV group: the tokens that one block saves computing. 0 for groups whose blocks are not weighed, because a hit
     needs only some of them (windows and states): they are loaded if the other groups' blocks are."""
+    prefill_tokens_per_s: float | None = None
+    """Of the engine, until it was measured."""
+    read_bytes_per_s: tuple[float | None, ...] = ()
+    """By tier, until it was measured. ``None``, or left out at the end: not known."""
 
 
 class Place(NamedTuple):
@@ -99,8 +104,8 @@ class _TierReads:
         "submitted",
     )
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.estimator = LinkSpeedEstimator(clock)
+    def __init__(self, clock: Callable[[], float], bytes_per_s: float | None) -> None:
+        self.estimator = LinkSpeedEstimator(clock, LinkSpeed(0.0, 1 / bytes_per_s) if bytes_per_s else None)
         self.queued = 0
         """Blocks whose promotion has begun and not ended."""
         self.submitted = 0
@@ -130,7 +135,8 @@ class LoadCosts:
     """What loading and computing cost, as measured in this process. One for a manager, on its thread.
 
     Before a tier was ever measured, ``PROBE_BYTES`` of its blocks (but at least one block) may be under way at a time,
-    whatever they cost; before the engine's speed is known, every load from a tier that was measured is worth it.
+    whatever they cost; before the engine's speed is known, every load from a tier that was measured is worth it. What
+    the user expects (``BlockWorth``) stands in for measurements until there are any.
     """
 
     def __init__(self, tiers: Sequence[str], worth: BlockWorth, clock: Callable[[], float]) -> None:
@@ -140,10 +146,11 @@ class LoadCosts:
         self._tokens = worth.tokens
         weighed = [tokens for tokens in worth.tokens if tokens]
         self._bytes_per_token = sum(worth.num_bytes / tokens for tokens in weighed)
-        self._tiers = tuple(_TierReads(clock) for _ in tiers)
+        expected = itertools.chain(worth.read_bytes_per_s, itertools.repeat(None))
+        self._tiers = tuple(_TierReads(clock, bytes_per_s) for _, bytes_per_s in zip(tiers, expected, strict=False))
         self._device = LinkSpeedEstimator(clock)
         self._device_probed_s = -math.inf
-        self._prefill = PrefillSpeedEstimator(clock)
+        self._prefill = PrefillSpeedEstimator(clock, worth.prefill_tokens_per_s)
         self._declined: Counter[tuple[str, str]] = Counter()
         self._wait_ratios = Histogram("promotion_wait_ratio")
 

@@ -66,6 +66,9 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
     less than twice the host memory, else ``"on_store"``."""
     offload_policy: str = OffloadPolicy.BLOCK_LEVEL.value
     """``"request_level"`` writes all blocks of a request to the tier, hits included."""
+    read_bytes_per_s: int | str | None = None
+    """Bytes that the tier reads in a second, as far as ``load_policy`` knows before it has measured them: a number, or
+    text with a unit. Default: it measures first."""
     exclusive: bool = False
     """No other process writes to this namespace. After the scan at start-up, unknown blocks are misses at once."""
 
@@ -74,6 +77,7 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         self.check_limits(self.type)
         if self.name == "":
             raise ConfigError(f"name of the {self.type!r} tier is empty; give it one, or leave it out.")
+        _ = self.expected_bytes_per_s
         policies = [policy.value for policy in OffloadPolicy]
         if self.offload_policy not in policies:
             raise ConfigError(
@@ -90,6 +94,13 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
     def bound_bytes(self) -> int | None:
         """Bytes that the tier may hold; ``None``: no bound. The default of ``cascade`` depends on it."""
         return None
+
+    @property
+    def expected_bytes_per_s(self) -> int | None:
+        """``read_bytes_per_s`` as a number."""
+        if self.read_bytes_per_s is None:
+            return None
+        return parse_bytes(self.read_bytes_per_s, f"read_bytes_per_s of the {self.type!r} tier")
 
     @property
     def directory(self) -> str | None:

@@ -121,4 +121,9 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             self.block_size_factor * group.block_tokens if group.kind is GroupKind.FULL_ATTENTION else 0
             for group in self.layout.groups
         )
-        return BlockWorth(self.block_bytes, tuple(tokens))
+        return BlockWorth(
+            self.block_bytes,
+            tuple(tokens),
+            self.config.prefill_tokens_per_s,
+            tuple(options.expected_bytes_per_s for options in self.tier_options),
+        )

@@ -86,10 +86,10 @@ def weighted_median(values: Sequence[tuple[float, float]]) -> float:
 
 
 class LinkSpeedEstimator:
-    """Latency and bandwidth of a link. ``speed`` is ``None`` before the first sample."""
+    """Latency and bandwidth of a link. Before the first sample ``speed`` is what is ``expected``, if anything is."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.speed: LinkSpeed | None = None
+    def __init__(self, clock: Callable[[], float], expected: LinkSpeed | None = None) -> None:
+        self.speed = expected
         self.measured_s = float("-inf")
         """When the last sample was added."""
         self.num_samples = 0
@@ -109,10 +109,11 @@ class PrefillSpeedEstimator:
     A step's duration is seen only from when later steps are decided: the next one, or, where an engine decides one step
     ahead of its results, the one after that. So it is the longer of the two intervals that follow it, and both count
     only if the engine did not idle in between. Large steps count for more: what a small one takes is mostly overhead.
+    Before the first such step ``tokens_per_s`` is what is ``expected``, if anything is.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.tokens_per_s: float | None = None
+    def __init__(self, clock: Callable[[], float], expected: float | None = None) -> None:
+        self.tokens_per_s = expected
         self.queued_tokens = 0
         """Prompt tokens of running requests that the last step left for later ones."""
         self._clock = clock
