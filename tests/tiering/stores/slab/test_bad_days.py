@@ -192,6 +192,25 @@ class TestHung:
         rig.until(lambda: job in rig.results)
         assert rig.run(*K[10:16], load=True) == set(K[10:16])
 
+    def test_a_poll_leaves_everything_else_alone(self, rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+        """The store's own thread, which looks after neighbours, hangs with a table of theirs."""
+        neighbour = SlabStore(rig.root, SIZE, max_bytes=2 * slab_of(24))
+        assert write(neighbour, *K[20:22]) == [True] * 2
+        rig.store.refresh()
+        assert rig.ask(*K[19:22]) == [False, True, True]
+        with neighbour._upkeep.lock:  # so that it is not the neighbour who hangs
+            rig.disk.hanging = {("preadv", ".table")}
+            rig.until(lambda: rig.disk.num_waiting == 1)
+            assert rig.run(*K[:4], load=True) == set(K[:4])
+            assert rig.run(*K[20:22], load=True) == set(K[20:22])
+            assert rig.run(*K[12:16], load=False) == set(K[12:16])
+            assert rig.ask(*K[11:17]) == [True] * 5 + [False]
+            assert rig.is_in_use
+            rig.tier.shutdown()
+            assert "left behind" in caplog.text
+            rig.disk.go_on()
+        neighbour.close()
+
     def test_a_shutdown_is_bounded(self, rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
         rig.disk.hanging = {("pwrite", ".table")}
         rig.submit(K[12], load=False)
@@ -213,13 +232,14 @@ class TestRoot:
             rig.store.write([K[13]], [aligned(block_of(K[13], SIZE))])
         assert not rig.root.exists()
 
-    def test_a_pipe_in_a_slabs_place_holds_nobody_up(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("suffix", [".table", ".slab"])
+    def test_a_pipe_in_a_slabs_place_holds_nobody_up(self, tmp_path: Path, suffix: str) -> None:
         store = SlabStore(tmp_path, SIZE, max_bytes=slab_of(24))
         write(store, *K[:4])
         store.close()
-        (table,) = tables(tmp_path)
-        table.unlink()
-        os.mkfifo(table, 0o600)
+        (path,) = [table.with_suffix(suffix) for table in tables(tmp_path)]
+        path.unlink()
+        os.mkfifo(path, 0o600)
         store = SlabStore(tmp_path, SIZE, max_bytes=2 * slab_of(24))
         assert right(store, *K[:4]) == set()
         assert write(store, *K[:4]) == [True] * 4

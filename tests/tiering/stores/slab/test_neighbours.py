@@ -24,6 +24,7 @@ from tests.tiering.stores.slab.rig import (
     tables,
     write,
 )
+from tests.users import NOBODY, needs_root
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
@@ -201,6 +202,8 @@ class TestAdoption:
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
         assert write(store, *KEYS[40:60]) == [True] * 20
         store.refresh()
+        store.close()
+        assert right(open_store(max_bytes=two_slabs()), *KEYS[:60]) == set(KEYS[:60])
         child.send_signal(signal.SIGCONT)
 
     def test_only_one_adopts(self, open_store, tmp_path: Path) -> None:
@@ -370,6 +373,21 @@ class TestAccess:
         assert right(store, *KEYS[:4]) == set()
         assert write(store, *KEYS[:4]) == [True] * 4
         assert (tmp_path / "second").read_bytes() == before
+
+    @needs_root
+    @pytest.mark.parametrize("suffix", [".table", ".slab"])
+    def test_a_slab_of_another_user_is_not_used(self, open_store, tmp_path: Path, suffix: str) -> None:
+        store = open_store(max_bytes=two_slabs())
+        write(store, *KEYS[:4])
+        store.close()
+        (path,) = [path for path in (*tables(tmp_path), *payloads(tmp_path)) if path.suffix == suffix]
+        os.chown(path, NOBODY, NOBODY)
+        before = path.read_bytes()
+        store = open_store(max_bytes=two_slabs())
+        assert right(store, *KEYS[:4]) == set()
+        assert write(store, *KEYS[4:8]) == [True] * 4
+        store.refresh()
+        assert path.read_bytes() == before
 
     def test_a_link_in_the_namespaces_place_is_refused(self, open_store, tmp_path: Path, precious: Path) -> None:
         open_store(max_bytes=two_slabs()).close()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import shutil
@@ -34,7 +35,8 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.slab.directory import SlabSeen
+from kvoffload.tiering.stores.root import CONTROL_DIR
+from kvoffload.tiering.stores.slab.directory import LOCK_NAME, SlabSeen
 from kvoffload.tiering.stores.slab.file import SlabFile
 from kvoffload.tiering.stores.slab.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
 from kvoffload.tiering.stores.slab.slabs import Slab, Slabs
@@ -250,6 +252,80 @@ class TestDamage:
         store = open_store()
         assert right(store, *KEYS[:6]) == set()
 
+    @pytest.mark.parametrize("size", [SMALL, PAGED])
+    def test_garbage_over_the_payloads_is_a_miss(self, open_store, tmp_path: Path, size: int) -> None:
+        """And a slab that grew is as good as before, if the quota has room for it."""
+        rng = random.Random(0)
+        store = open_store(size)
+        write(store, *KEYS[:6], size=size)
+        (path,) = payloads(tmp_path)
+        with path.open("r+b") as file:
+            file.seek(2 * size - size // 2)
+            file.write(rng.randbytes(2 * size))  # half of the second, the third and half of the fourth
+            file.seek(0, os.SEEK_END)
+            file.write(rng.randbytes(12_345))
+        assert right(store, *KEYS[:6], size=size) == {KEYS[0], KEYS[4], KEYS[5]}
+        assert store.stats().corrupt_blocks == 3
+        store.close()
+        store = open_store(size, max_bytes=slab_of(8, size) + 12_345)
+        assert right(store, *KEYS[:6], size=size) == {KEYS[0], KEYS[4], KEYS[5]}
+        assert write(store, *KEYS[1:4], size=size) == [True] * 3
+        assert right(store, *KEYS[:6], size=size) == set(KEYS[:6])
+
+    @pytest.mark.parametrize("options", [{"size": 500}, {"namespace": "other"}], ids=str)
+    def test_a_slab_that_was_moved_here_from_elsewhere_is_no_slab(self, open_store, tmp_path: Path, options) -> None:
+        other = open_store(max_bytes=1 << 20, **options)
+        other.write(KEYS[:5], [aligned(block_of(key, options.get("size", SMALL))) for key in KEYS[:5]])
+        other.close()
+        theirs = [*tables(tmp_path), *payloads(tmp_path)]
+        store = open_store(max_bytes=2 << 20)
+        write(store, *KEYS[5:10])
+        (namespace,) = {path.parent for path in tables(tmp_path) if path not in theirs}
+        for path in theirs:
+            path.rename(namespace / f"0123456789abcdef{path.suffix}")
+        store.refresh()
+        assert right(store, *KEYS[:10]) == set(KEYS[5:10])
+        store.close()
+        store = open_store(max_bytes=2 << 20)
+        assert right(store, *KEYS[:10]) == set(KEYS[5:10])
+        assert write(store, *KEYS[:5]) == [True] * 5
+        assert right(store, *KEYS[:10]) == set(KEYS[:10])
+
+    @pytest.mark.parametrize("lost", [".table", ".slab"])
+    def test_what_a_power_failure_loses_is_a_miss(self, open_store, tmp_path: Path, lost: str) -> None:
+        """One of the two files is as it was before the last blocks were written: those are misses."""
+        store = open_store()
+        write(store, *KEYS[:8])
+        store.close()
+        (path,) = [path for path in (*tables(tmp_path), *payloads(tmp_path)) if path.suffix == lost]
+        before = path.read_bytes()
+        store = open_store()
+        assert write(store, *KEYS[8:11]) == [True] * 3
+        left = here(store, *KEYS[:8])
+        store.close()
+        path.write_bytes(before)
+        store = open_store()
+        assert len(left) == 5
+        assert right(store, *KEYS[:11]) == left
+        assert write(store, *KEYS[8:11]) == [True] * 3
+        assert right(store, *KEYS[8:11]) == set(KEYS[8:11])
+
+    @pytest.mark.parametrize("suffix", [".table", ".slab"])
+    def test_a_directory_in_a_slabs_place_is_no_slab(self, open_store, tmp_path: Path, suffix: str) -> None:
+        store = open_store()
+        write(store, *KEYS[:4])
+        (path,) = [path for path in (*tables(tmp_path), *payloads(tmp_path)) if path.suffix == suffix]
+        path.rename(tmp_path / "aside")
+        path.mkdir()
+        (path / "precious").write_bytes(b"p")
+        store.refresh()
+        assert right(store, *KEYS[:4]) == set()
+        store.close()
+        store = open_store(max_bytes=2 * slab_of(8))
+        assert right(store, *KEYS[:4]) == set()
+        assert write(store, *KEYS[:4]) == [True] * 4
+        assert (path / "precious").read_bytes() == b"p"
+
 
 class Broken:
     """Fails transfers of chosen slots with an error of the disk, below the store: in the system call."""
@@ -422,6 +498,94 @@ class TestRoot:
         assert right(store, *KEYS[:3]) == set(KEYS[:3])
         store.close()
 
+    def test_a_disk_that_others_have_filled_is_written_to_as_before(self, small_disk: Path) -> None:
+        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        keys = keys_of(*range(3000))
+        assert write(store, *keys[:100]) == [True] * 100
+        with pytest.raises(OSError, match="No space left"):
+            (small_disk / "other").write_bytes(bytes(4 << 20))
+        for start in range(100, 3000, 100):
+            assert write(store, *keys[start : start + 100]) == [True] * 100, "slabs have their space"
+        assert right(store, *keys[-800:]) == set(keys[-800:])
+        store.check_invariants()
+        store.close()
+
+    @pytest.mark.parametrize("damage", ["deleted", "garbage", "directory", "pipe"])
+    def test_damage_to_the_control_directory_costs_nothing(self, open_store, tmp_path: Path, damage: str) -> None:
+        """What lies there is only locked, and read by name."""
+        store = open_store(max_bytes=2 << 20)
+        keys = keys_of(*range(3000))
+        write(store, *keys[:100])
+        control = tmp_path / "kv" / CONTROL_DIR
+        (control / "want-nonsense").write_bytes(b"x")
+        (control / f"want-9-{'f' * 16}-{'0' * 16}").mkdir()
+        lock = control / LOCK_NAME
+        lock.unlink()
+        match damage:
+            case "garbage":
+                lock.write_bytes(b"garbage")
+            case "directory":
+                lock.mkdir()
+            case "pipe":
+                os.mkfifo(lock, 0o600)
+            case _:
+                shutil.rmtree(control)
+                control.mkdir(mode=0o700)
+        store.refresh()
+        for start in range(100, 3000, 100):
+            assert write(store, *keys[start : start + 100]) == [True] * 100
+        assert right(store, *keys[-600:]) == set(keys[-600:])
+        assert disk_bytes(tmp_path) <= 2 << 20
+        store.close()
+        store = open_store(max_bytes=2 << 20)
+        assert right(store, *keys[-600:]) == set(keys[-600:])
+
+    def test_slabs_deleted_from_outside_are_gone_at_the_next_poll(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=2 << 20)
+        keys = keys_of(*range(1500))
+        for start in range(0, 1500, 100):
+            write(store, *keys[start : start + 100])
+        first, second = tables(tmp_path)
+        first.unlink()
+        first.with_suffix(".slab").unlink()
+        store.refresh()
+        left = here(store, *keys)
+        assert 0 < len(left) < 1500
+        assert right(store, *keys) == left
+        assert store.stats().used_bytes == len(left) * SMALL
+        assert set(store.take_evicted()) == set(keys) - left
+        second.unlink()  # its payloads alone are no slab
+        store.refresh()
+        assert here(store, *keys) == set()
+        store._growth.not_before_s = 0.0
+        assert write(store, *keys[:100]) == [True] * 100
+        assert right(store, *keys[:100]) == set(keys[:100])
+        assert disk_bytes(tmp_path) <= 2 << 20
+
+    def test_locks_that_fail_later_cost_the_next_slab(self, open_store, tmp_path: Path, monkeypatch) -> None:
+        store, neighbour = open_store(max_bytes=2 << 20), open_store(max_bytes=2 << 20)
+        keys = keys_of(*range(3000))
+        write(store, *keys[:100])
+        store.refresh()
+        neighbour.refresh()
+
+        def flock(fd: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        real = fcntl.flock
+        monkeypatch.setattr("fcntl.flock", flock)
+        for start in range(100, 1500, 100):
+            assert write(store, *keys[start : start + 100]) == [True] * 100, "in the slab that it has"
+        assert right(store, *keys[1400:1500]) == set(keys[1400:1500])
+        with pytest.raises(StoreError, match=os.strerror(errno.ENOLCK)):
+            write(neighbour, *keys[2000:2100])
+        neighbour.refresh()
+        assert len(tables(tmp_path)) == 1
+        monkeypatch.setattr("fcntl.flock", real)
+        neighbour._growth.not_before_s = 0.0
+        assert write(neighbour, *keys[2000:2100]) == [True] * 100
+        assert right(neighbour, *keys[2000:2100]) == set(keys[2000:2100])
+
     def test_mistakes_are_one_sentence(self, tmp_path: Path) -> None:
         FileSystemStore(tmp_path / "fs", SMALL, max_bytes=1 << 20).write([KEYS[0]], [aligned(bytes(SMALL))])
         for make, said in [
@@ -461,6 +625,45 @@ class TestRoot:
         assert synced == []
         write(open_store(namespace="durable", max_bytes=2 << 20, durability="fsync"), *KEYS[:3])
         assert [Path(path).suffix for path in synced] == [".slab", ".table"]
+
+
+class TestClock:
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        now_s = [1_700_000_000]
+        monkeypatch.setattr("time.time_ns", lambda: now_s[0] * 1_000_000_000)
+        return now_s
+
+    @pytest.mark.parametrize("jump_s", [-40_000_000, 40_000_000])
+    def test_the_order_of_use_outlives_a_jump(self, open_store, clock: list[int], jump_s: int) -> None:
+        store = open_store()
+        write(store, *KEYS[:8])
+        clock[0] += jump_s
+        assert right(store, *KEYS[:3]) == set(KEYS[:3])
+        assert write(store, *KEYS[8:12]) == [True] * 4
+        assert here(store, *KEYS[:8]) >= set(KEYS[:3])
+        for number in range(20, 40):
+            clock[0] -= 1
+            assert write(store, KEYS[number]) == [True]
+        assert here(store, *KEYS) == set(KEYS[32:40])
+
+    def test_uses_in_the_future_keep_no_block_for_ever(self, open_store, clock: list[int]) -> None:
+        """The clock was a year ahead until the last start. The table has the times of then."""
+        clock[0] += 31_000_000
+        store = open_store()
+        write(store, *KEYS[:8])
+        with store._upkeep.lock:
+            store._upkeep.flush_uses()
+        store.close()
+        clock[0] -= 31_000_000
+        store = open_store()
+        assert right(store, *KEYS[:8]) == set(KEYS[:8])
+        with store._upkeep.lock:
+            store._upkeep.flush_uses()  # which also takes in when neighbours have used our blocks
+        clock[0] += 60
+        for number in range(20, 32):
+            assert write(store, KEYS[number]) == [True]
+        assert here(store, *KEYS) == set(KEYS[24:32])
 
 
 class TestThreads:

@@ -195,11 +195,17 @@ class Slabs:
         self.allocator.add_slab(slab.number, slab.used_ns)
 
     def merge_uses(self, slab: Slab, on_disk: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        uses = on_disk.copy()
+        """Takes in the times of use that a table has, and returns what it should have.
+
+        Times in the future are none: the clock was wrong, or the table is damaged. They would keep their blocks until
+        then.
+        """
+        now_s = self.stamps(1).start // NS
+        uses = np.where(on_disk <= now_s, on_disk, 0).astype(np.uint32)
         if slab.used_ns is not None:
             is_held = self.allocator.is_held(slab.number)
-            later = is_held & (on_disk.astype(np.int64) * NS > slab.used_ns)
-            slab.used_ns[later] = on_disk[later].astype(np.int64) * NS
+            later = is_held & (uses.astype(np.int64) * NS > slab.used_ns)
+            slab.used_ns[later] = uses[later].astype(np.int64) * NS
             uses[is_held] = np.minimum(slab.used_ns[is_held] // NS, 0xFFFF_FFFF)
         elif slab.uses:
             at = list(slab.uses)
