@@ -81,6 +81,20 @@ def test_after_a_restart_the_first_turn_comes_from_disk(capsys: pytest.CaptureFi
     assert restarted["computed_tokens"] < offloading["computed_tokens"] / 2
 
 
+def test_a_model_with_states_and_its_states_on_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = demo(capsys, model_kind="hybrid", disk=tmp_path / "kv", json=tmp_path / "out.json")
+    assert code == 0, out
+    assert out.startswith("random Falcon-H1")
+    assert "Identical: all 4 ways" in out and "only a wrong block" in out
+    none, device, offloading, restarted = json.loads((tmp_path / "out.json").read_text())["ways"]
+    computed = [way["computed_tokens"] for way in (none, device, offloading, restarted)]
+    assert computed == sorted(computed, reverse=True) and len(set(computed)) == 4
+    for way in (offloading, restarted):
+        # Each hit brought one state, and its blocks of attention.
+        assert 0 < way["metrics"]["load_blocks single_state"] < way["metrics"]["load_blocks full_attention"]
+    assert restarted["metrics"]["tier_blocks_loaded disk"] > 0
+
+
 def test_a_model_from_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -136,6 +150,7 @@ def wrong_once(copy: Callable[[Runs], None], wrong_load: int) -> Callable[[Runs]
     [
         ({"policy": "lfu"}, "lru"),
         ({"device": "tpu"}, "cpu or cuda"),
+        ({"model_kind": "rwkv"}, "attention or hybrid"),
         ({"device_tokens": 64}, "--device-tokens must be at least"),
         ({"block_size": 24}, "multiple of 16"),
         ({"cpu_gib": 0}, "--cpu-gib must be positive"),

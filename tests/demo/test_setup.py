@@ -32,7 +32,7 @@ def test_the_pool_is_a_quarter_of_the_chat_unless_the_users_need_more() -> None:
 
 
 def test_host_memory_holds_the_whole_chat_by_default_and_a_disk_adds_a_way(tmp_path: Path) -> None:
-    llm = make_model(None, "cpu", layers=1, hidden=128, seed=0)
+    llm = make_model(None, "attention", "cpu", layers=1, hidden=128, seed=0)
     per_token = 2 * 2 * 64 * 4  # keys and values, two KV heads of 64, float32
     config = offloading_config(llm, CHAT, "lru", None, 32, None, 1.0)
     assert config.cpu_bytes == int(1.2 * 8 * (400 + 32) * per_token)

@@ -29,7 +29,11 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. By default a random Llama.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. By default a random one.")] = None,
+    model_kind: Annotated[
+        str,
+        typer.Option(help="Kind of the random model: attention (a Llama), or hybrid (a Falcon-H1, with states)."),
+    ] = "attention",
     device: Annotated[str, typer.Option(help="Device that computes: cpu or cuda.")] = "cpu",
     conversations: Annotated[int, typer.Option(min=1, help="Conversations that take turns.")] = 8,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 6,
@@ -49,8 +53,8 @@ def demo(
         Path | None, typer.Option(help="Folder to offload to as well; the chat is then served again after a restart.")
     ] = None,
     disk_gib: Annotated[float, typer.Option(help="GiB that the folder may hold.")] = 4.0,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the random Llama.")] = 6,
-    hidden: Annotated[int, typer.Option(min=16, help="Hidden size of the random Llama.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 6,
+    hidden: Annotated[int, typer.Option(min=16, help="Hidden size of the random model.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the random weights and messages.")] = 39,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU.")] = None,
     json_file: Annotated[
@@ -75,7 +79,7 @@ def demo(
             f"The demo needs torch and transformers: pip install 'kvoffload[demo]' ({exc})."
         ) from exc
     setup.use_device(device, threads)
-    llm = setup.make_model(model, device, layers, hidden, seed)
+    llm = setup.make_model(model, model_kind, device, layers, hidden, seed)
     workload = ChatWorkload(
         conversations, turns, system_tokens, message_tokens, reply_tokens, users, int(llm.config.vocab_size), seed
     )

@@ -106,8 +106,13 @@ def tokens_table(comparison: Comparison, offloaded_block_tokens: int) -> Table:
 
 
 def disk_tokens(result: WayResult, offloaded_block_tokens: int) -> int:
-    """Tokens of hits whose blocks were promoted from a tier below host memory."""
+    """Tokens of hits whose blocks were promoted from a tier below host memory.
+
+    Of several KV groups, that with most blocks is counted: of the others, a hit needs but some."""
     blocks = sum(int(value) for sample, value in result.stats.items() if sample[0] == "tier_blocks_loaded")
+    loaded = [value for sample, value in result.stats.items() if sample[0] == "load_blocks"]
+    if sum(loaded):
+        blocks = int(blocks * max(loaded) / sum(loaded))
     return min(result.external_hit_tokens, blocks * offloaded_block_tokens)
 
 

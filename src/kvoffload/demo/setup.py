@@ -11,14 +11,26 @@ import torch
 from kvoffload.config import OffloadingConfig, parse_config
 from kvoffload.demo.comparison import Way
 from kvoffload.demo.workload import ChatWorkload
-from kvoffload.engines.reference import EngineOptions, build_random_model, load_model
+from kvoffload.engines.reference import EngineOptions, build_random_hybrid, build_random_model, load_model
 from kvoffload.engines.reference.layout import engine_layout, kv_shape
 from kvoffload.errors import ConfigError
 
-__all__ = ["BLOCK_TOKENS", "check_length", "engine_options", "make_model", "offloading_config", "use_device", "ways_of"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "KINDS",
+    "check_length",
+    "engine_options",
+    "make_model",
+    "offloading_config",
+    "use_device",
+    "ways_of",
+]
 
 BLOCK_TOKENS = 16
 """Of a GPU block."""
+
+KINDS = {"attention": build_random_model, "hybrid": build_random_hybrid}
+"""Random models, by the name that ``--model-kind`` has for them."""
 
 
 def use_device(device: str, threads: int | None) -> None:
@@ -31,16 +43,19 @@ def use_device(device: str, threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def make_model(model: str | None, device: str, layers: int, hidden: int, seed: int) -> Any:
-    """A float32 model, whose rounding is too small to change a token: ``model``, or a random Llama for ``None``."""
+def make_model(model: str | None, kind: str, device: str, layers: int, hidden: int, seed: int) -> Any:
+    """A float32 model, whose rounding is too small to change a token: ``model``, or a random one of ``KINDS``."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # that a state's kernels are not installed is nothing to tell of a demo
+    if kind not in KINDS:
+        raise ConfigError(f"--model-kind is {' or '.join(KINDS)}, not {kind!r}.")
     if model is not None:
         return load_model(model, device=device)
     if hidden % 128:
         raise ConfigError(f"--hidden must be a multiple of 128, not {hidden}.")
-    return build_random_model(layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=2, seed=seed, device=device)
+    return KINDS[kind](layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=2, seed=seed, device=device)
 
 
 def check_length(workload: ChatWorkload, llm: Any) -> None:
@@ -107,6 +122,6 @@ def _gib(value: float, name: str) -> int:
 
 
 def _kv_bytes_per_token(llm: Any) -> int:
-    """All layers together."""
+    """All layers together, if every block of every group is stored. Blocks take slots of the largest group's size."""
     layout = engine_layout(kv_shape(llm.config), BLOCK_TOKENS, llm.dtype, {})
-    return sum(group.page_bytes for group in layout.groups) // BLOCK_TOKENS
+    return len(layout.groups) * layout.slice_bytes(1) // BLOCK_TOKENS

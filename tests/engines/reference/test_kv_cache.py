@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.config import GroupKind, KVGroupLayout
-from kvoffload.connector import NO_BLOCK
+from kvoffload.connector import NO_BLOCK, BoundaryState
 from kvoffload.engines.reference.kv_cache import KVCache, PrefixHit
 from kvoffload.engines.reference.request import Request, SamplingParams
 
@@ -19,6 +19,9 @@ FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK, 64)
 WINDOWS = {
     window: KVGroupLayout(GroupKind.SLIDING_WINDOW, BLOCK, 64, sliding_window_tokens=window) for window in (1, 5, 10)
 }
+
+STATES = KVGroupLayout(GroupKind.SINGLE_STATE, BLOCK, 64)
+OTHERS = {"states": STATES, **WINDOWS}
 
 
 def make_request(tokens: list[int], name: str = "r") -> Request:
@@ -29,8 +32,11 @@ def nothing(groups: int) -> PrefixHit:
     return PrefixHit(0, ((),) * groups)
 
 
-def needed(window: int | None, num_tokens: int) -> range:
-    """The blocks to which a token after ``num_tokens`` attends, by listing its keys one by one."""
+def needed(group: KVGroupLayout, num_tokens: int) -> range:
+    """The blocks to which a token after ``num_tokens`` attends, by listing its keys one by one; of states, the last."""
+    if group.kind is GroupKind.SINGLE_STATE:
+        return range(max(0, num_tokens // BLOCK - 1), num_tokens // BLOCK)
+    window = group.sliding_window_tokens
     keys = [key for key in range(num_tokens) if window is None or key > num_tokens - window]
     blocks = {key // BLOCK for key in keys}
     return range(min(blocks, default=num_tokens // BLOCK), num_tokens // BLOCK)
@@ -68,7 +74,27 @@ def test_a_load_gets_blocks_for_exactly_what_a_window_needs(window: int) -> None
     assert cache.admit(request, nothing(2), loaded_tokens=40, num_tokens=40)
     full, windowed = cache.table(request)
     assert len(full) == len(windowed) == 10 and NO_BLOCK not in full
-    assert [index for index, block in enumerate(windowed) if block != NO_BLOCK] == list(needed(window, 40))
+    assert [index for index, block in enumerate(windowed) if block != NO_BLOCK] == list(needed(WINDOWS[window], 40))
+    cache.check_invariants()
+
+
+def test_only_the_state_at_the_last_full_block_of_a_step_is_kept() -> None:
+    cache = KVCache((FULL, STATES), 16)
+    request = make_request(list(range(40)))
+    assert cache.admit(request, nothing(2), 0, 18)
+    _, states = cache.table(request)
+    assert [index for index, block in enumerate(states) if block != NO_BLOCK] == [3, 4]  # at 16 tokens, and at 18
+    assert cache.boundary_states(request, 18) == (BoundaryState("r", 1, states[3], 16),)
+    request.num_computed_tokens = 18
+    cache.name_computed(request)
+    # It hits at 16 tokens and nowhere else, however many blocks of attention are there.
+    assert [cache.find_prefix(make_request(list(range(count)))).num_tokens for count in (16, 17, 40)] == [0, 16, 16]
+    # The state at 18 tokens is written over until 20, and the step goes on to 27.
+    fresh = cache.grow(request, 27)
+    assert fresh is not None and [block == NO_BLOCK for block in fresh[1]] == [False, False]
+    assert cache.boundary_states(request, 27)[0].num_tokens == 24
+    request.num_computed_tokens = 27
+    assert cache.boundary_states(request, 27) == ()
     cache.check_invariants()
 
 
@@ -98,10 +124,10 @@ def test_blocks_of_a_hit_that_are_free_count_as_taken() -> None:
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32), window=st.sampled_from([None, *WINDOWS]))
-def test_what_is_found_is_what_was_computed_and_no_longer_prefix_exists(seed: int, window: int | None) -> None:
+@given(seed=st.integers(0, 2**32), other=st.sampled_from([None, *OTHERS]))
+def test_what_is_found_is_what_was_computed_and_no_longer_prefix_exists(seed: int, other: int | str | None) -> None:
     rng = random.Random(seed)
-    groups = (FULL,) if window is None else (FULL, WINDOWS[window])
+    groups = (FULL,) if other is None else (FULL, OTHERS[other])
     cache = KVCache(groups, 20)
     contents: list[dict[int, bytes]] = [{} for _ in groups]  # by group: what each block was last filled with
     running: list[Request] = []
@@ -114,20 +140,30 @@ def test_what_is_found_is_what_was_computed_and_no_longer_prefix_exists(seed: in
             check_hit(cache, groups, contents, request, hit)
             tokens_to_hold = rng.randint(hit.num_tokens + 1, request.num_tokens)
             if cache.admit(request, hit, hit.num_tokens, tokens_to_hold):
-                compute(cache, contents, request, hit.num_tokens, tokens_to_hold)
+                compute(cache, groups, contents, request, hit.num_tokens, tokens_to_hold)
                 running.append(request)
         elif action < 0.75 and running:
             request = rng.choice(running)
             if cache.grow(request, request.num_tokens) is not None:
-                compute(cache, contents, request, request.num_computed_tokens, request.num_tokens)
+                compute(cache, groups, contents, request, request.num_computed_tokens, request.num_tokens)
         elif running:
             cache.release(running.pop(rng.randrange(len(running))))
         cache.check_invariants()
 
 
-def compute(cache: KVCache, contents: list[dict[int, bytes]], request: Request, start: int, stop: int) -> None:
-    for content, table in zip(contents, cache.table(request), strict=True):
+def compute(
+    cache: KVCache,
+    groups: tuple[KVGroupLayout, ...],
+    contents: list[dict[int, bytes]],
+    request: Request,
+    start: int,
+    stop: int,
+) -> None:
+    for group, content, table in zip(groups, contents, cache.table(request), strict=True):
         for index in range(start // BLOCK, -(-stop // BLOCK)):
+            if group.kind is GroupKind.SINGLE_STATE and index not in (stop // BLOCK - 1, (stop - 1) // BLOCK):
+                continue
+            assert table[index] != NO_BLOCK
             content[table[index]] = request.block_hashes[index] if (index + 1) * BLOCK <= stop else b"partial"
     request.num_computed_tokens = stop
     cache.name_computed(request)
@@ -141,12 +177,12 @@ def check_hit(
     hit: PrefixHit,
 ) -> None:
     for group, content, table in zip(groups, contents, hit.block_ids, strict=True):
-        for index in needed(group.sliding_window_tokens, hit.num_tokens):
+        for index in needed(group, hit.num_tokens):
             assert content[table[index]] == request.block_hashes[index]
     for blocks in range(hit.num_tokens // BLOCK + 1, (request.num_tokens - 1) // BLOCK + 1):
         found = [
             pool.find(request.block_hashes[index]) is not None
             for group, pool in zip(groups, cache._pools, strict=True)
-            for index in needed(group.sliding_window_tokens, blocks * BLOCK)
+            for index in needed(group, blocks * BLOCK)
         ]
         assert not all(found), f"{blocks} blocks were there and {hit.num_tokens // BLOCK} were found"

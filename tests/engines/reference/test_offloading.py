@@ -70,7 +70,7 @@ def test_tokens_are_the_same_through_eviction_and_reload(family: str, factor: in
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1"])
 def test_tokens_are_the_same_with_a_primary_tier_that_is_too_small(family: str, policy: str) -> None:
     with Engine(
         tiny_model(family), OPTIONS, config(eviction_policy=policy, cpu_bytes_to_use=40 * 4 * 3 * 128)
@@ -87,12 +87,13 @@ def test_tokens_are_the_same_with_options(more: dict[str, Any]) -> None:
         assert_nothing_leaks(engine)
 
 
-def test_preemption_goes_together_with_offloading() -> None:
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_preemption_goes_together_with_offloading(family: str) -> None:
     prompts = random_prompts(6, 30, 44, seed=3)
     sampling = SamplingParams(max_tokens=16)
-    with Engine(tiny_model("llama"), EngineOptions(num_blocks=256, block_tokens=4)) as engine:
+    with Engine(tiny_model(family), EngineOptions(num_blocks=256, block_tokens=4)) as engine:
         expected = engine.generate(prompts, sampling)
-    with Engine(tiny_model("llama"), OPTIONS, config()) as engine:
+    with Engine(tiny_model(family), OPTIONS, config()) as engine:
         assert engine.generate(prompts, sampling) == expected
         assert engine.counts.preemptions
         assert_nothing_leaks(engine)
@@ -135,7 +136,7 @@ class Flaky(OffloadingHandler):
         self._inner.shutdown()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1"])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_tokens_are_the_same_when_transfers_fail(family: str, share: float) -> None:
     with Engine(tiny_model(family), OPTIONS, config()) as engine:
@@ -156,15 +157,15 @@ def test_tokens_are_the_same_when_transfers_fail(family: str, share: float) -> N
         assert stats["load_jobs", "failed"] == flaky["CPU", "GPU"].failures
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_aborts_and_resets_at_random_leave_tokens_and_books_right(seed: int) -> None:
+@pytest.mark.parametrize(("family", "seed"), [*(("gemma3_text", seed) for seed in range(4)), ("falcon_h1", 0)])
+def test_aborts_and_resets_at_random_leave_tokens_and_books_right(family: str, seed: int) -> None:
     rng = random.Random(seed)
     prompts = random_prompts(4, 20, 50, seed=5)
     sampling = SamplingParams(max_tokens=6)
-    with Engine(tiny_model("gemma3_text"), EngineOptions(num_blocks=512, block_tokens=4)) as engine:
+    with Engine(tiny_model(family), EngineOptions(num_blocks=512, block_tokens=4)) as engine:
         expected = engine.generate(prompts, sampling)
     aborted_while_loading = 0
-    with Engine(tiny_model("gemma3_text"), OPTIONS, config(block_size=8)) as engine:
+    with Engine(tiny_model(family), OPTIONS, config(block_size=8)) as engine:
         alive: dict[str, tuple[int, Request]] = {}
         for _ in range(400):
             action = rng.random()

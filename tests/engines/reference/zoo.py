@@ -34,6 +34,15 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 8,
     },
+    "falcon_h1": {
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 3,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+        "ssm_multipliers": [1.0, 1.5, 1.0, 1.0, 2.0],
+    },
 }
 FAMILIES = tuple(_OWN)
 
@@ -48,7 +57,15 @@ def tiny_model(family: str, seed: int = 0) -> Any:
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 2:
                     # Large enough that attention is far from uniform, so that a wrong key or value shows.
-                    parameter.normal_(0.0, 1.0 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5)
+                    gain = 6.0 if "mamba.out_proj" in name else 1.5
+                    parameter.normal_(0.0, 1.0 if "embed" in name else gain * parameter.shape[1] ** -0.5)
+                # States that remember more than a few tokens, and that matter.
+                elif name.endswith("dt_bias"):
+                    parameter.fill_(-3.0)
+                elif name.endswith("A_log"):
+                    parameter.zero_()
+                elif name.endswith("conv1d.weight"):
+                    parameter.normal_(0.0, 0.5)
     return model.eval()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvoffload.config import GroupKind, KVGroupLayout
-from kvoffload.connector import NO_BLOCK
+from kvoffload.connector import NO_BLOCK, BoundaryState
 from kvoffload.engines.reference.block_pool import BlockPool
 from kvoffload.engines.reference.request import Request
 
@@ -26,6 +26,9 @@ class KVCache:
 
     The table of a sliding-window group has ``NO_BLOCK`` for blocks before the window that a *hit* did not need. Blocks
     that leave the window while a request runs are kept until it ends: that is simpler, and costs only memory.
+
+    Of a step's tokens, a group of states has one GPU block for the state at the last full block's end, and one for the
+    state behind the last token if that is another. Its table has ``NO_BLOCK`` for all blocks before them.
     """
 
     def __init__(self, groups: tuple[KVGroupLayout, ...], num_blocks: int, prefix_caching: bool = True) -> None:
@@ -68,7 +71,10 @@ class KVCache:
         return (*[NO_BLOCK] * first, *blocks) if len(blocks) == len(found) else None
 
     def _first_needed_block(self, group: int, num_tokens: int) -> int:
-        """The block of the first token to which the token after ``num_tokens`` attends."""
+        """The block of the first token to which the token after ``num_tokens`` attends. For states, the last full
+        one."""
+        if self._groups[group].kind is GroupKind.SINGLE_STATE:
+            return max(0, num_tokens // self._block_tokens - 1)
         window = self._groups[group].sliding_window_tokens
         return 0 if window is None else max(0, num_tokens - window + 1) // self._block_tokens
 
@@ -80,9 +86,9 @@ class KVCache:
         """
         plans = []
         for group, (pool, own) in enumerate(zip(self._pools, hit.block_ids, strict=True)):
-            holes = 0
+            holes = self._holes(group, len(own), num_tokens)
             if loaded_tokens > hit.num_tokens:
-                holes = max(0, self._first_needed_block(group, loaded_tokens) - len(own))
+                holes = max(holes, self._first_needed_block(group, loaded_tokens) - len(own))
             fresh = -(-num_tokens // self._block_tokens) - len(own) - holes
             shared = [block for block in own if block != NO_BLOCK]
             if fresh > pool.num_free - sum(pool.is_free(block) for block in shared):
@@ -97,26 +103,50 @@ class KVCache:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
-        """Adds blocks until the request has room for ``num_tokens``, and returns the new ones by group.
+        """Adds blocks until the request has room for ``num_tokens``, and returns what its tables grew by, by group.
 
         Returns ``None``, with nothing changed, if a pool has too few free blocks.
         """
         tables = self._tables[request.request_id]
-        count = max(0, -(-num_tokens // self._block_tokens) - len(tables[0]))
-        if any(pool.num_free < count for pool in self._pools):
+        held = len(tables[0])
+        count = max(0, -(-num_tokens // self._block_tokens) - held)
+        holes = [self._holes(group, held, num_tokens) for group in range(len(self._groups))]
+        if any(pool.num_free < count - skipped for pool, skipped in zip(self._pools, holes, strict=True)):
             return None
-        fresh = tuple(pool.take(count) for pool in self._pools)
+        fresh = tuple(
+            [*[NO_BLOCK] * skipped, *pool.take(count - skipped)]
+            for pool, skipped in zip(self._pools, holes, strict=True)
+        )
         for table, blocks in zip(tables, fresh, strict=True):
             table += blocks
         return fresh
 
+    def _holes(self, group: int, held: int, num_tokens: int) -> int:
+        """How many blocks a group of states skips when a table of ``held`` blocks grows to ``num_tokens``."""
+        if self._groups[group].kind is not GroupKind.SINGLE_STATE:
+            return 0
+        return max(0, self._first_needed_block(group, num_tokens) - held)
+
+    def boundary_states(self, request: Request, num_tokens: int) -> tuple[BoundaryState, ...]:
+        """The states that a step keeps which takes the request from its computed tokens to ``num_tokens``."""
+        full = num_tokens // self._block_tokens
+        if full * self._block_tokens <= request.num_computed_tokens:
+            return ()
+        tables = self._tables[request.request_id]
+        return tuple(
+            BoundaryState(request.request_id, group, table[full - 1], full * self._block_tokens)
+            for group, table in enumerate(tables)
+            if self._groups[group].kind is GroupKind.SINGLE_STATE
+        )
+
     def name_computed(self, request: Request) -> None:
-        """Lets other requests find the full blocks of computed tokens."""
+        """Lets other requests find the full blocks of computed tokens; of states, that at the end of the last one."""
         first, stop = self._named[request.request_id], request.num_computed_tokens // self._block_tokens
         if not self._prefix_caching or stop <= first:
             return
-        for pool, table in zip(self._pools, self._tables[request.request_id], strict=True):
-            for index in range(first, stop):
+        for group, (pool, table) in enumerate(zip(self._pools, self._tables[request.request_id], strict=True)):
+            has_states = self._groups[group].kind is GroupKind.SINGLE_STATE
+            for index in range(stop - 1 if has_states else first, stop):
                 if table[index] != NO_BLOCK:
                     pool.name(table[index], request.block_hashes[index])
         self._named[request.request_id] = stop

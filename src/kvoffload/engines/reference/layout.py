@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ import torch
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
 from kvoffload.errors import LayoutError
 
-__all__ = ["FAMILIES", "KVShape", "LayerPosition", "engine_layout", "fingerprint", "kv_shape"]
+__all__ = ["FAMILIES", "KVShape", "LayerPosition", "StateShape", "engine_layout", "fingerprint", "kv_shape"]
 
-FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""``model_type``s whose attention ``attention.py`` computes. A test checks each of them."""
+FAMILIES = ("falcon_h1", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+"""``model_type``s that the engine computes. A test checks each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,41 @@ class LayerPosition:
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """The recurrent states of a model, which are the same in each of its layers."""
+
+    layers: int
+    recurrent: tuple[int, ...]
+    """Of one layer, in float32 whatever the model's dtype."""
+    convolution: tuple[int, ...]
+    """Of one layer: channels, columns."""
+    mixers: str
+    """Name of the submodules that keep them."""
+
+    @property
+    def recurrent_bytes(self) -> int:
+        return self.layers * math.prod(self.recurrent) * torch.float32.itemsize
+
+    def convolution_bytes(self, dtype: torch.dtype) -> int:
+        return self.layers * math.prod(self.convolution) * dtype.itemsize
+
+    def page_bytes(self, dtype: torch.dtype) -> int:
+        """All layers together, in a whole number of float32."""
+        return -(-(self.recurrent_bytes + self.convolution_bytes(dtype)) // 4) * 4
+
+
+@dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV cache of a model. Layers with the same window form a group; full attention is the first."""
+    """The KV cache of a model. Layers with the same window form a group; full attention is the first. States, if there
+    are any, are the last group."""
 
     windows: tuple[int | None, ...]
-    """By group: the sliding window in tokens, or ``None`` for full attention."""
+    """By group with keys and values: the sliding window in tokens, or ``None`` for full attention."""
     layer_positions: tuple[LayerPosition, ...]
     """By layer."""
     kv_heads: int
     head_dim: int
+    states: StateShape | None = None
 
     def num_layers(self, group: int) -> int:
         return sum(position.group == group for position in self.layer_positions)
@@ -62,7 +89,19 @@ def kv_shape(config: Any) -> KVShape:
         layer_positions.append(LayerPosition(group, seen[group]))
         seen[group] += 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return KVShape(windows, tuple(layer_positions), config.num_key_value_heads, head_dim)
+    return KVShape(windows, tuple(layer_positions), config.num_key_value_heads, head_dim, _states(config))
+
+
+def _states(config: Any) -> StateShape | None:
+    if config.model_type != "falcon_h1":
+        return None
+    width = config.mamba_d_ssm if config.mamba_d_ssm is not None else config.mamba_expand * config.hidden_size
+    return StateShape(
+        layers=config.num_hidden_layers,
+        recurrent=(config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state),
+        convolution=(int(width) + 2 * config.mamba_n_groups * config.mamba_d_state, config.mamba_d_conv),
+        mixers="mamba",
+    )
 
 
 def _window(config: Any, layer: int) -> int | None:
@@ -76,7 +115,7 @@ def _window(config: Any, layer: int) -> int | None:
 def engine_layout(shape: KVShape, block_tokens: int, dtype: torch.dtype, identity: dict[str, str]) -> EngineLayout:
     """The layout from which both sides of the connector are made. One worker, stable hashes."""
     token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
-    groups = tuple(
+    groups = [
         KVGroupLayout(
             kind=GroupKind.FULL_ATTENTION if window is None else GroupKind.SLIDING_WINDOW,
             block_tokens=block_tokens,
@@ -84,12 +123,16 @@ def engine_layout(shape: KVShape, block_tokens: int, dtype: torch.dtype, identit
             sliding_window_tokens=window,
         )
         for group, window in enumerate(shape.windows)
-    )
+    ]
+    order = "reference/1: block, k/v, layer, token, head"
+    if shape.states is not None:
+        groups.append(KVGroupLayout(GroupKind.SINGLE_STATE, block_tokens, shape.states.page_bytes(dtype)))
+        order += "; states: recurrent, convolution, each by layer"
     return EngineLayout(
-        groups=groups,
+        groups=tuple(groups),
         hash_block_tokens=block_tokens,
         instance_id=f"reference-{uuid.uuid4().hex[:12]}",
-        identity=identity | {"dtype": str(dtype), "layout": "reference/1: block, k/v, layer, token, head"},
+        identity=identity | {"dtype": str(dtype), "layout": order},
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models to serve: a random Llama, or any supported model from a folder or the hub."""
+"""Models to serve: a random Llama or Falcon-H1, or any supported model from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from kvoffload.engines.reference.attention import ATTENTION_NAME
 from kvoffload.engines.reference.layout import kv_shape
+from kvoffload.engines.reference.states import use_paged_states
 from kvoffload.errors import ConfigError
 
-__all__ = ["build_random_model", "load_model", "use_paged_attention"]
+__all__ = ["build_random_hybrid", "build_random_model", "load_model", "use_paged_attention"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -35,36 +36,81 @@ def build_random_model(
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    config = LlamaConfig(**_sizes(layers, hidden, heads, kv_heads, vocab, context_tokens))
+    return _fill(LlamaForCausalLM, config, f"random Llama (seed {seed})", seed, device)
+
+
+def build_random_hybrid(
+    *,
+    layers: int = 6,
+    hidden: int = 512,
+    heads: int = 8,
+    kv_heads: int = 2,
+    vocab: int = 4096,
+    context_tokens: int = 8192,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Any:
+    """The same as a Falcon-H1: beside the attention of each layer, a recurrent state (Mamba2) that remembers some ten
+    to some hundred tokens. A wrong state changes the tokens as a wrong block of keys and values does.
+
+    With heads of 64, a state takes about as much as the keys and values of 16 tokens.
+    """
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = FalconH1Config(
+        **_sizes(layers, hidden, heads, kv_heads, vocab, context_tokens),
+        mamba_d_ssm=hidden // 2,
+        mamba_n_heads=heads,
+        mamba_d_head=hidden // 2 // heads,
+        mamba_d_state=16,
+        mamba_chunk_size=32,
+        pad_token_id=None,
+    )
+    return _fill(FalconH1ForCausalLM, config, f"random Falcon-H1 (seed {seed})", seed, device)
+
+
+def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, context_tokens: int) -> dict[str, Any]:
     if hidden % heads or heads % kv_heads or (hidden // heads) % 2:
         raise ConfigError(
             f"hidden={hidden} must be an even multiple of heads={heads}, and heads a multiple of kv_heads={kv_heads}."
         )
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=context_tokens,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-    )
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context_tokens,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+
+
+def _fill(kind: Any, config: Any, name_or_path: str, seed: int, device: str) -> Any:
+    """A model of this kind with random weights."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = kind(config)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
                 # Each matrix keeps the size of its input, times the gain of its role.
                 gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
                 parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5)
+            elif name.endswith("conv1d.weight"):
+                parameter.normal_(0.0, parameter.shape[2] ** -0.5)
+            elif name.endswith("dt_bias"):
+                parameter.copy_(torch.linspace(-4.0, -2.0, len(parameter)))  # steps of 0.02 to 0.13 at rest
+            elif name.endswith("A_log"):
+                parameter.zero_()
         model.model.embed_tokens.weight.normal_(0.0, 1.0)
-    model.name_or_path = f"random Llama (seed {seed})"
+    model.name_or_path = name_or_path
     return use_paged_attention(model.to(device))
 
 
-_GAINS = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "down_proj": 0.7}
+_GAINS = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "down_proj": 0.7, "mamba.out_proj": 4.0}
 
 
 def load_model(path_or_id: str, *, dtype: str = "float32", device: str = "cpu") -> Any:
@@ -86,6 +132,8 @@ def load_model(path_or_id: str, *, dtype: str = "float32", device: str = "cpu") 
 
 def use_paged_attention(model: Any) -> Any:
     """Makes a transformers causal LM attend over the engine's KV pool. It no longer runs outside the engine."""
-    kv_shape(model.config)
+    shape = kv_shape(model.config)
     model.set_attn_implementation(ATTENTION_NAME)
+    if shape.states is not None:
+        use_paged_states(model, shape.states.mixers)
     return model.eval()

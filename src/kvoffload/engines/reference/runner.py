@@ -13,6 +13,7 @@ from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCa
 from kvoffload.engines.reference.attention import plan_step
 from kvoffload.engines.reference.layout import KVShape
 from kvoffload.engines.reference.request import Request, Scheduled
+from kvoffload.engines.reference.states import StateViews, plan_states
 from kvoffload.errors import CapacityError
 
 __all__ = ["ModelRunner", "Token"]
@@ -29,13 +30,15 @@ class Token:
 
 class ModelRunner:
     """One device, one thread. The pool of a group is one tensor, in which a GPU block is one contiguous page of all
-    layers, so that offloading copies large pieces."""
+    layers, so that offloading copies large pieces. Pages of states are bytes, since their parts differ in dtype."""
 
     def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_tokens: int) -> None:
         self._model = model
         self._shape = shape
         self._device: torch.device = model.device
         self._generators: dict[str, torch.Generator] = {}
+        self._block_tokens = block_tokens
+        self._state_views: StateViews | None = None
         sizes = [
             (num_blocks, 2, shape.num_layers(group), block_tokens, shape.kv_heads, shape.head_dim)
             for group in range(len(shape.windows))
@@ -43,6 +46,11 @@ class ModelRunner:
         try:
             # Zeroed so that failures are reproducible. Nothing reads what was not written.
             self.pools = tuple(torch.zeros(size, dtype=model.dtype, device=self._device) for size in sizes)
+            if shape.states is not None:
+                size = (num_blocks, shape.states.page_bytes(model.dtype))
+                states = torch.zeros(size, dtype=torch.int8, device=self._device)
+                self._state_views = StateViews(states, shape.states, model.dtype)
+                self.pools += (states,)
         except RuntimeError as exc:
             raise CapacityError(f"A KV pool of {num_blocks} blocks does not fit on {self._device}; use fewer.") from exc
 
@@ -70,13 +78,19 @@ class ModelRunner:
             positions += range(each.num_computed_tokens, stop)
             if each.yields_token:
                 last.append(len(ids) - 1)
+        with_keys = len(self._shape.windows)
+        step: dict[str, Any] = {
+            "paged_step": plan_step(scheduled, self.pools[:with_keys], self._shape.windows, self._shape.layer_positions)
+        }
+        if self._state_views is not None:
+            step["paged_states"] = plan_states(scheduled, with_keys, self._block_tokens, self._state_views)
         output = self._model(
             input_ids=torch.tensor([ids], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
             use_cache=False,
             # If no request yields a token, compute one row that nobody reads: not every model accepts an empty choice.
             logits_to_keep=torch.tensor(last or [0], device=self._device),
-            paged_step=plan_step(scheduled, self.pools, self._shape.windows, self._shape.layer_positions),
+            **step,
         )
         logits: torch.Tensor = output.logits[0, : len(last)].float()
         return logits

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvoffload.connector import (
+    BoundaryState,
     EngineStep,
     LoadOutcome,
     OffloadingConnectorScheduler,
@@ -49,6 +50,7 @@ class _Step:
     """Tokens it may still compute."""
     scheduled: list[Scheduled] = field(default_factory=list)
     for_connector: list[ScheduledRequest] = field(default_factory=list)
+    states: list[BoundaryState] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
 
 
@@ -98,7 +100,10 @@ class Scheduler:
         if not step.preempted:
             self._admit_waiting(step)
         self.counts.steps += 1
-        return StepPlan(tuple(step.scheduled), EngineStep(tuple(step.for_connector), frozenset(step.preempted)))
+        return StepPlan(
+            tuple(step.scheduled),
+            EngineStep(tuple(step.for_connector), frozenset(step.preempted), tuple(step.states)),
+        )
 
     def _schedule_running(self, step: _Step) -> None:
         position = 0
@@ -167,6 +172,7 @@ class Scheduler:
         computed = request.num_computed_tokens
         step.scheduled.append(Scheduled(request, computed, count, table))
         step.for_connector.append(ScheduledRequest(request.request_id, new_blocks, computed, count, is_new))
+        step.states += self._kv_cache.boundary_states(request, computed + count)
         step.budget -= count
 
     def _count_admission(self, request: Request, times: int = 1) -> None:
