@@ -197,6 +197,8 @@ class EngineLayout:
     """Whether the same tokens give the same block hashes in another process. Persistent tiers need that."""
     unstable_hash_hint: str = ""
     """The engine's option that makes hashes stable, for the error message."""
+    device_tokens: int | None = None
+    """Tokens of prompts that the device's own prefix cache holds; ``None``: not known. Only traces have it."""
 
     def __post_init__(self) -> None:
         if not self.groups:

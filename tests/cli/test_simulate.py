@@ -76,6 +76,29 @@ def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chat.jsonl", "o.html", "o.json", "o.png"]
 
 
+@pytest.mark.parametrize(
+    "command", [["simulate", "--cpu", "30%", "--policy", "lru"], ["plan", "--hit-rate", "10", "--max-cpu", "3GiB"]]
+)
+def test_the_device_is_that_of_the_trace(
+    command: list[str], trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded, target = tmp_path / "recorded.jsonl", tmp_path / "o.json"
+    first, *others = trace.read_text().splitlines(keepends=True)
+    line = json.loads(first) | {"machine": {"block_bytes": 7, "device_blocks": 5}}
+    recorded.write_text("".join([json.dumps(line) + "\n", *others]))
+    found = []
+    for path, more in ((recorded, []), (trace, ["--gpu-blocks", "5"]), (recorded, ["--gpu-blocks", "0"]), (trace, [])):
+        assert run(capsys, *command, path, "--processes", "1", "--json", target, *more)[0] == 0
+        told = json.loads(target.read_text())
+        found.append(
+            [
+                (each["gpu_blocks"], each["gpu_hit_blocks"])
+                for each in (told[0] if isinstance(told, list) else told)["runs"]
+            ]
+        )
+    assert found[0] == found[1] != found[2] == found[3]
+
+
 def test_processes_do_not_change_results(trace: Path, tmp_path: Path) -> None:
     """In a process of its own, as users run it: workers are spawned from the real entry point."""
     found = []

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.output import check_json_target, positive, progress, write_json
+from kvoffload.cli.simulate import GPU_BLOCKS_HELP
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SPEEDS
 from kvoffload.sim.explain import (
@@ -41,7 +42,7 @@ def explain(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="File that a server wrote with record_trace.")],
     cpu: Annotated[str | None, typer.Option(help="Host memory of the server, if the trace does not say it.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk of the server, if the trace does not say it; 0: none.")] = None,
-    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the trace that the device's own cache holds.")] = 0,
+    gpu_blocks: Annotated[int | None, typer.Option(min=0, help=GPU_BLOCKS_HELP)] = None,
     kv_bytes: Annotated[
         str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, if the trace does not say them.")
     ] = None,
@@ -68,7 +69,7 @@ def explain(
         cpu_bytes=None if cpu is None else parse_bytes(cpu, "--cpu"),
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),
         block_bytes=None if kv_bytes is None else parse_bytes(kv_bytes, "--kv-bytes-per-token") * loaded.block_tokens,
-        gpu_blocks=gpu_blocks,
+        gpu_blocks=loaded.device_blocks if gpu_blocks is None else gpu_blocks,
         prefill_tokens_per_s=prefill_speed,
     )
     changes = what_ifs(base)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.output import check_json_target, positive, progress, write_json
-from kvoffload.cli.simulate import CASCADE_DEFAULT, TRACE_HELP, assumption, load_one, token_bytes
+from kvoffload.cli.simulate import CASCADE_DEFAULT, GPU_BLOCKS_HELP, TRACE_HELP, assumption, load_one, token_bytes
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
@@ -48,7 +48,7 @@ def plan(
     max_disk: Annotated[str, typer.Option(help="Largest disk to consider; 0 for no disk.")] = "0",
     cpu_price: Annotated[float, typer.Option(help="Price of a GiB of host memory.")] = 4.0,
     disk_price: Annotated[float, typer.Option(help="Price of a GiB of disk.")] = 0.1,
-    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the trace that the device's own cache holds.")] = 0,
+    gpu_blocks: Annotated[int | None, typer.Option(min=0, help=GPU_BLOCKS_HELP)] = None,
     policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = DEFAULTS.eviction_policy,
     store_threshold: Annotated[
         int, typer.Option(min=0, help="Store a block at the n-th request that asks for it.")
@@ -98,7 +98,7 @@ def plan(
     base = SimConfig(
         1,
         block_bytes,
-        gpu_blocks,
+        loaded.device_blocks if gpu_blocks is None else gpu_blocks,
         policy=policy,
         store_threshold=store_threshold,
         prefill_tokens_per_s=prefill_speed,

@@ -27,9 +27,19 @@ from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.units import format_bytes, parse_bytes
 
-__all__ = ["CASCADE_DEFAULT", "TRACE_HELP", "assumption", "capacities", "load_one", "register", "token_bytes"]
+__all__ = [
+    "CASCADE_DEFAULT",
+    "GPU_BLOCKS_HELP",
+    "TRACE_HELP",
+    "assumption",
+    "capacities",
+    "load_one",
+    "register",
+    "token_bytes",
+]
 
 TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
+GPU_BLOCKS_HELP = "Blocks of the trace that the device's own cache holds. By default what the trace says, or 0."
 _DEFAULT_KV_BYTES = 131_072
 """Per token: a dense model of some 8 billion parameters with grouped-query attention in 16 bits."""
 CASCADE_DEFAULT = "By default on_evict if the disk is less than twice as large as host memory, as in serving."
@@ -45,7 +55,7 @@ def simulate(
         "1%,2%,5%,10%,20%,50%"
     ),
     disk: Annotated[str, typer.Option(help="Sizes of the disk tier, written likewise; 0 for no disk.")] = "0",
-    gpu_blocks: Annotated[int, typer.Option(min=0, help="Blocks of the trace that the device's own cache holds.")] = 0,
+    gpu_blocks: Annotated[int | None, typer.Option(min=0, help=GPU_BLOCKS_HELP)] = None,
     policy: Annotated[
         str, typer.Option(help=f"Cache policies to compare. The default of serving is {DEFAULTS.eviction_policy}.")
     ] = "lru,arc,density",
@@ -108,7 +118,7 @@ def simulate(
                     SimConfig(
                         cpu_blocks=cpu_blocks,
                         block_bytes=block_bytes,
-                        gpu_blocks=gpu_blocks,
+                        gpu_blocks=trace.device_blocks if gpu_blocks is None else gpu_blocks,
                         disk_blocks=disk_blocks,
                         policy=name,
                         store_threshold=store_threshold,

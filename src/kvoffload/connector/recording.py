@@ -242,6 +242,7 @@ def _machine(geometry: Sequence[GroupGeometry], layout: EngineLayout, config: Of
         "policy": config.eviction_policy,
         "store_threshold": config.store_threshold,
         "load_policy": config.load_policy,
+        "device_blocks": None if layout.device_tokens is None else layout.device_tokens // finest,
         "tiers": [
             {
                 "type": tier.get("type"),

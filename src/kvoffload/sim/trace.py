@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ class Trace:
     """Shape (requests + 1,)."""
     ids: npt.NDArray[np.int32]
     """Shape (accesses,)."""
+    device_blocks: int = 0
+    """Blocks that the device's own cache held when the trace was recorded; 0 if the trace does not say."""
 
     def __repr__(self) -> str:
         return (
@@ -80,15 +82,14 @@ class Trace:
     def head(self, num_requests: int) -> Trace:
         """The first ``num_requests`` requests."""
         end = int(self.offsets[min(num_requests, len(self))])
-        return Trace(
-            self.name,
-            self.block_tokens,
-            self.times_s[:num_requests],
-            self.input_tokens[:num_requests],
-            self.output_tokens[:num_requests],
-            self.sessions[:num_requests],
-            self.offsets[: num_requests + 1],
-            self.ids[:end],
+        return replace(
+            self,
+            times_s=self.times_s[:num_requests],
+            input_tokens=self.input_tokens[:num_requests],
+            output_tokens=self.output_tokens[:num_requests],
+            sessions=self.sessions[:num_requests],
+            offsets=self.offsets[: num_requests + 1],
+            ids=self.ids[:end],
         )
 
     def whole_blocks(self) -> Trace:
@@ -96,29 +97,15 @@ class Trace:
         counts = np.diff(self.offsets)
         kept = np.minimum(counts, self.input_tokens // self.block_tokens)
         position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
-        return Trace(
-            self.name,
-            self.block_tokens,
-            self.times_s,
-            self.input_tokens,
-            self.output_tokens,
-            self.sessions,
-            np.concatenate(([0], np.cumsum(kept))),
-            numbered(self.ids[position < np.repeat(kept, counts)]),
+        return replace(
+            self,
+            offsets=np.concatenate(([0], np.cumsum(kept))),
+            ids=numbered(self.ids[position < np.repeat(kept, counts)]),
         )
 
     def stretched(self, factor: float) -> Trace:
         """The same requests arriving ``factor`` times as slowly."""
-        return Trace(
-            self.name,
-            self.block_tokens,
-            self.times_s * factor,
-            self.input_tokens,
-            self.output_tokens,
-            self.sessions,
-            self.offsets,
-            self.ids,
-        )
+        return replace(self, times_s=self.times_s * factor)
 
     def keys(self) -> list[OffloadKey]:
         """The key of every block, by its number."""

@@ -4,7 +4,8 @@
 Two forms are known by their fields:
 
 * *Mooncake* (also what ``record_trace`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``
-  that are prefix-chained, optionally ``session`` and ``block_tokens``.
+  that are prefix-chained, optionally ``session``, ``block_tokens`` and, in the
+  first line, ``machine`` with ``device_blocks``.
 * *Qwen-Bailian*: ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that name
   single blocks. They are chained here.
 
@@ -39,6 +40,12 @@ _BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 _WIDEST = 1 << 63
 
 
+class _Machine(msgspec.Struct):
+    """What ``record_trace`` writes of the server into the first line, as far as it matters here."""
+
+    device_blocks: int | None = None
+
+
 class _Line(msgspec.Struct):
     """One line of a file. Unknown fields are ignored."""
 
@@ -50,6 +57,7 @@ class _Line(msgspec.Struct):
     block_tokens: int | None = None
     chat_id: int | None = None
     parent_chat_id: int | None = None
+    machine: _Machine | None = None
 
 
 def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
@@ -78,6 +86,7 @@ class _Reader:
         self._decoder = msgspec.json.Decoder(_Line)
         self._is_bailian = False
         self._stated_tokens: int | None = None
+        self._device_blocks = 0
         self._sessions_seen: dict[object, int] = {}
         self.lines = array("q")
         self._times = array("d")
@@ -98,6 +107,7 @@ class _Reader:
         if not self.lines:
             self._is_bailian = line.chat_id is not None
             self._stated_tokens = line.block_tokens
+            self._device_blocks = max(line.machine.device_blocks or 0, 0) if line.machine is not None else 0
         scale = 1.0 if self._is_bailian else 1e-3
         self.lines.append(number)
         self._times.append(line.timestamp * scale)
@@ -162,6 +172,7 @@ class _Reader:
             sessions=np.frombuffer(self._sessions, dtype=np.int64),
             offsets=offsets,
             ids=ids,
+            device_blocks=self._device_blocks,
         )
 
     def _check_chained(self, offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> None:

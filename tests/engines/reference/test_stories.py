@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stories of an engine that really computes, stores and loads: causes that take several requests at once, or a
-prompt longer than host memory. Each is injected, told right, and the tokens add up. ``tests/integration/test_stories.py``
-has the others."""
+prompt longer than host memory. Each is injected, told right, and the tokens add up.
+``tests/integration/test_stories.py`` has the others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from tests.engines.reference.zoo import tiny_model
 
 from kvoffload.base import LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.cli import main
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams
 from kvoffload.errors import StoreError
@@ -25,6 +26,7 @@ from kvoffload.tiering.stores.base import BlockStore
 
 BLOCK_TOKENS = 4
 SLOTS = 16
+GPU_BLOCKS = 64
 BLOCKS = 8
 WHOLE = BLOCKS * BLOCK_TOKENS
 Story = dict[str, dict[str, int]]
@@ -69,7 +71,7 @@ class Recorded:
 
     def __init__(self, root: Path, max_batch_tokens: int = 256, **config: Any) -> None:
         self.path = root / "trace.jsonl"
-        options = EngineOptions(num_blocks=64, block_tokens=BLOCK_TOKENS, max_batch_tokens=max_batch_tokens)
+        options = EngineOptions(num_blocks=GPU_BLOCKS, block_tokens=BLOCK_TOKENS, max_batch_tokens=max_batch_tokens)
         model = tiny_model("llama")
         with Engine(model, options) as bare:
             slot_bytes = bare.layout.block_bytes(1)
@@ -199,6 +201,24 @@ def test_a_prompt_that_is_stored_at_once_is_too_long_too(make: MakeRecorded) -> 
     stored = story["found"]["CPU"]
     assert 0 < stored <= SLOTS * BLOCK_TOKENS
     assert story["missed"] == {"too long": 2 * SLOTS * BLOCK_TOKENS - stored, "tail": 1}
+
+
+def test_the_device_in_the_trace_is_the_one_that_served(tmp_path: Path, make: MakeRecorded) -> None:
+    """So the simulator finds there what the engine found there."""
+    recorded = make(load_policy="always")
+    for token in (1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 8):
+        recorded.add(token)
+        recorded.engine.drain()
+    recorded.engine.shutdown()
+    on_device = read_stories(recorded.path).found["device"]
+    assert 3 * WHOLE <= on_device < 7 * WHOLE
+    figures = tmp_path / "figures.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(recorded.path), "--processes", "1", "--json", str(figures)])
+    assert not ended.value.code
+    (as_it_was, *others) = json.loads(figures.read_text())["what_if"]
+    assert (as_it_was["gpu_blocks"], as_it_was["gpu_hit_tokens"]) == (GPU_BLOCKS, on_device)
+    assert {each["gpu_blocks"] for each in others} == {GPU_BLOCKS}
 
 
 def test_promotions_that_fail(make: MakeRecorded) -> None:

@@ -247,6 +247,7 @@ def test_groups_windows_and_sizes() -> None:
     assert {group.block_tokens for group in layout.groups} == {16}
     assert layout.hash_block_tokens == 16
     assert layout.instance_id == "engine"
+    assert layout.device_tokens == 9 * 16 // 2, "the groups share ten blocks, one of which is never used"
 
 
 @pytest.mark.vllm

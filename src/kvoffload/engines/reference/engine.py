@@ -66,7 +66,9 @@ class Engine:
         use_paged_attention(model)
         shape = kv_shape(model.config)
         identity = {"model": fingerprint(model.config, list(model.named_parameters()))}
-        self.layout = engine_layout(shape, options.block_tokens, model.dtype, identity)
+        # Each group has a pool of its own.
+        device_tokens = options.num_blocks * options.block_tokens
+        self.layout = engine_layout(shape, options.block_tokens, model.dtype, identity, device_tokens)
         self._spec: OffloadingSpec | None = None
         self._connector: OffloadingConnectorScheduler | None = None
         self._worker: OffloadingConnectorWorker | None = None

@@ -112,7 +112,13 @@ def _window(config: Any, layer: int) -> int | None:
     return window
 
 
-def engine_layout(shape: KVShape, block_tokens: int, dtype: torch.dtype, identity: dict[str, str]) -> EngineLayout:
+def engine_layout(
+    shape: KVShape,
+    block_tokens: int,
+    dtype: torch.dtype,
+    identity: dict[str, str],
+    device_tokens: int | None = None,
+) -> EngineLayout:
     """The layout from which both sides of the connector are made. One worker, stable hashes."""
     token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     groups = [
@@ -133,6 +139,7 @@ def engine_layout(shape: KVShape, block_tokens: int, dtype: torch.dtype, identit
         hash_block_tokens=block_tokens,
         instance_id=f"reference-{uuid.uuid4().hex[:12]}",
         identity=identity | {"dtype": str(dtype), "layout": order},
+        device_tokens=device_tokens,
     )
 
 

@@ -175,7 +175,16 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, 
             f"vLLM's --prefix-caching-hash-algo {algorithm} gives other hashes in every process: use sha256, or set "
             "the environment variable PYTHONHASHSEED to the same number for all of them."
         ),
+        device_tokens=_device_tokens(kv_cache_config.num_blocks, groups),
     )
+
+
+def _device_tokens(num_blocks: int, groups: Sequence[KVGroupLayout]) -> int | None:
+    """Tokens of prompts that vLLM's prefix cache holds. All groups take their blocks from one pool, windows for each
+    token too; those that left a window stay in the cache until they are taken again. States are few."""
+    blocks_per_token = sum(1 / group.block_tokens for group in groups if group.kind is not GroupKind.SINGLE_STATE)
+    # One block of the pool is never used.
+    return int((num_blocks - 1) / blocks_per_token) if blocks_per_token else None
 
 
 def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
