@@ -286,9 +286,7 @@ class _RememberedKeys:
             if set(shard.values()) <= {self._scan}:
                 self._num_swept += 1
                 continue
-            unseen = list(
-                itertools.islice((key for key, scan in shard.items() if scan != self._scan), _UNSEEN_AT_ONCE)
-            )
+            unseen = list(itertools.islice((key for key, scan in shard.items() if scan != self._scan), _UNSEEN_AT_ONCE))
             shard.update(dict.fromkeys(unseen, self._scan))
             return unseen
         return []
