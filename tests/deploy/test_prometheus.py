@@ -7,6 +7,7 @@ import json
 import math
 import re
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,13 @@ from tests.integration.served_tiers import ServedTiers
 from kvoffload.metrics import METRICS, Kind
 
 needs_prometheus = pytest.mark.skipif(not INSTALLED, reason="needs Debian's prometheus; `make test-remote` installs it")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedTiers]:
+    served = ServedTiers(tmp_path, num_blocks=16)
+    yield served
+    served.close()
 
 
 def names_in(text: str) -> set[str]:
@@ -75,6 +83,17 @@ def test_promtool_accepts_the_rules() -> None:
 
 
 @needs_prometheus
+def test_names_follow_the_conventions(served: ServedTiers) -> None:
+    """``promtool`` reads what an engine exports, and objects to a unit that is abbreviated, a counter without
+    ``_total``, a metric without help."""
+    served.serve(rounds=1)
+    with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_prometheus
 def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     """Series by hand, as promtool's tests of rules have them."""
     tier = 'job="k",instance="a",tier="disk"'
@@ -117,13 +136,6 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     path.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}))
     done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[ServedTiers]:
-    served = ServedTiers(tmp_path, num_blocks=16)
-    yield served
-    served.close()
 
 
 @needs_prometheus

@@ -118,7 +118,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
             self.waiting[req_id] = (context, blocks, since_s, queue_s)
         answers = self.rig.ask(blocks, context)
         if None in answers:
-            knows_speed = ("prefill_tokens_per_s",) in self.rig.manager.get_stats()
+            knows_speed = ("prefill_tokens_per_second",) in self.rig.manager.get_stats()
             waited_s = self.rig.clock() - since_s
             if knows_speed and waited_s > 0:
                 # Of speeds that are measured by whole steps, here without an error.

@@ -89,8 +89,8 @@ def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
     assert fast.serve(8, of="a") == 8
     assert slow.serve(8, of="a") == 0
     assert slow.declined() == {"slow": 8}
-    assert slow.manager.get_stats()["tier_read_bytes_per_s", "tier0"] == pytest.approx(BLOCK_BYTES / 2.0)
-    assert slow.manager.get_stats()["prefill_tokens_per_s",] == pytest.approx(TOKENS)
+    assert slow.manager.get_stats()["tier_read_bytes_per_second", "tier0"] == pytest.approx(BLOCK_BYTES / 2.0)
+    assert slow.manager.get_stats()["prefill_tokens_per_second",] == pytest.approx(TOKENS)
 
 
 @pytest.mark.parametrize(("expected_block_s", "loaded"), [(0.5, 6), (2.0, 0)])
@@ -114,7 +114,7 @@ def test_what_was_measured_replaces_what_the_user_expected(monkeypatch: pytest.M
     machine.below(prefix(8, of="b"))
     assert machine.serve(8, of="b") == 8
     machine.compute()
-    assert machine.manager.get_stats()["prefill_tokens_per_s",] == pytest.approx(TOKENS)
+    assert machine.manager.get_stats()["prefill_tokens_per_second",] == pytest.approx(TOKENS)
 
 
 def test_slow_blocks_before_many_in_host_memory_are_loaded() -> None:

@@ -145,9 +145,9 @@ def test_expected_speeds_reach_the_load_policy() -> None:
     )
     stats = made.get_manager().get_stats()
     made.shutdown()
-    assert stats["prefill_tokens_per_s",] == 7
-    assert stats["tier_read_bytes_per_s", "far"] == pytest.approx(2e6)
-    assert ("tier_read_bytes_per_s", "memory") not in stats
+    assert stats["prefill_tokens_per_second",] == 7
+    assert stats["tier_read_bytes_per_second", "far"] == pytest.approx(2e6)
+    assert ("tier_read_bytes_per_second", "memory") not in stats
 
 
 def test_without_tiers_there_is_the_primary_tier_alone() -> None:

@@ -332,14 +332,14 @@ class LoadCosts:
         stats |= self._wait_ratios.stats()
         for name, reads in zip(self._names, self._tiers, strict=True):
             if reads.estimator.speed is not None:
-                stats["tier_read_bytes_per_s", name] = 1 / reads.estimator.speed.byte_s
-                stats["tier_read_latency_s", name] = reads.estimator.speed.latency_s
+                stats["tier_read_bytes_per_second", name] = 1 / reads.estimator.speed.byte_s
+                stats["tier_read_latency_seconds", name] = reads.estimator.speed.latency_s
             stats["tier_read_queue_bytes", name] = reads.queued * self._block_bytes
             stats["tier_unwritten_blocks", name] = reads.num_unwritten
         if self._prefill.tokens_per_s is not None:
-            stats[("prefill_tokens_per_s",)] = self._prefill.tokens_per_s
+            stats[("prefill_tokens_per_second",)] = self._prefill.tokens_per_s
         if self._device.speed is not None:
-            stats[("device_load_bytes_per_s",)] = 1 / self._device.speed.byte_s
+            stats[("device_load_bytes_per_second",)] = 1 / self._device.speed.byte_s
         return stats
 
     def check_invariants(self, queued: Counter[int], submitted: Counter[int]) -> None:
