@@ -10,7 +10,7 @@ import random
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -616,6 +616,37 @@ class TestRoot:
         disk = os.statvfs(small_disk)
         assert disk.f_bavail >= disk.f_blocks // 10
         store.close()
+
+    @pytest.mark.parametrize("refused", ["what is not aligned", "everything"])
+    def test_what_direct_io_refuses_goes_through_the_page_cache(self, open_store, monkeypatch, refused: str) -> None:
+        refusals, real = list[int](), {name: getattr(os, name) for name in ("preadv", "pwritev")}
+        monkeypatch.setattr("kvoffload.tiering.stores.slab.file._reopen_direct", lambda fd: os.dup(fd))
+
+        def strict(name: str) -> Callable[..., int]:
+            def call(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+                if fd in [slab.file._direct_fd for slab in store._slabs.open.values()]:
+                    addresses = [np.frombuffer(one, np.uint8).__array_interface__["data"][0] for one in buffers]
+                    if refused == "everything" or any(address % 4096 for address in addresses):
+                        refusals.append(fd)
+                        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+                return real[name](fd, buffers, offset)
+
+            return call
+
+        store = open_store(PAGED)
+        for name in real:
+            monkeypatch.setattr(os, name, strict(name))
+        odd = memoryview(bytearray(PAGED + 8192))
+        at = 17 - np.frombuffer(odd, np.uint8).__array_interface__["data"][0] % 16
+        unaligned = odd[at : at + PAGED]
+        unaligned[:] = block_of(KEYS[0], PAGED)
+        assert store.write([KEYS[0]], [unaligned]) == [True]
+        assert write(store, *KEYS[1:4], size=PAGED) == [True] * 3
+        unaligned[:] = bytes(PAGED)
+        assert store.read_into([KEYS[0]], [unaligned]) == [True]
+        assert unaligned == block_of(KEYS[0], PAGED)
+        assert right(store, *KEYS[:4], size=PAGED) == set(KEYS[:4])
+        assert len(refusals) == 2, "aligned blocks still move directly, or none is tried any more"
 
     def test_durable_blocks_are_synced_before_write_returns(self, open_store, monkeypatch) -> None:
         synced = []

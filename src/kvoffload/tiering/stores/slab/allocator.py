@@ -29,9 +29,9 @@ _GRAIN_SHARE = 64
 _MAX_GRAIN = 64
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(slots=True, order=True)
 class Run:
-    """Neighbouring slots of one slab."""
+    """Neighbouring slots of one slab. Nobody changes one; frozen, it would take three times as long to make."""
 
     start: int
     count: int
@@ -94,11 +94,17 @@ class FreeRuns:
         taken = []
         while count > 0 and self._by_count:
             at = min(bisect_left(self._by_count, (count, 0)), len(self._by_count) - 1)
-            have, start = self._by_count[at]
-            self._remove(start)
-            used = min(have, count)
-            if have > used:
-                self._insert(start + used, have - used)
+            have, start = self._by_count.pop(at)
+            del self._count_at[start]
+            if have <= count:
+                used = have
+                del self._start_of_end[start + have]
+            else:
+                # What is left begins later and ends where it did.
+                used, left = count, start + count
+                self._count_at[left] = have - used
+                self._start_of_end[start + have] = left
+                insort(self._by_count, (have - used, left))
             taken.append(Run(start, used))
             count -= used
             self.num_slots -= used
@@ -256,27 +262,33 @@ class Allocator:
         return runs_of((np.flatnonzero(fit) + run.start).tolist())
 
     def _make_plan(self, count: int) -> None:
-        slabs = list(self._used_ns)
-        if not slabs:
-            self._plan = []
-            return
-        used_ns = np.concatenate([self._used_ns[slab] for slab in slabs])
-        numbers = np.concatenate([np.arange(len(self._used_ns[slab])) + slab * SLAB_STRIDE for slab in slabs])
-        held = (used_ns != _FREE) & (used_ns != _BUSY)
-        used_ns, numbers = used_ns[held], numbers[held]
-        size = min(max(count, self._num_slots // _PLAN_SHARE), len(numbers))
         self._plan, self._num_planned = [], 0
+        if not self._used_ns:
+            return
+        every = np.concatenate(list(self._used_ns.values()))
+        num_free = self.free.num_slots
+        num_held = len(every) - num_free - int(np.count_nonzero(every == _BUSY))
+        size = min(max(count, self._num_slots // _PLAN_SHARE), num_held)
         if not size:
             return
-        self._plan_ns = int(np.partition(used_ns, size - 1)[size - 1])
-        old = used_ns <= self._plan_ns
-        used_ns, numbers = used_ns[old], numbers[old]
-        starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
-        counts = np.diff(starts, append=len(numbers))
+        # Free slots come first, as their time is 0, and busy ones last.
+        last = num_free + size - 1
+        every.partition(last)
+        self._plan_ns = int(every[last])
+        planned = list[tuple[int, int, int, int]]()
+        for slab, used_ns in self._used_ns.items():
+            old = np.flatnonzero((used_ns <= self._plan_ns) & (used_ns != _FREE))
+            if not len(old):
+                continue
+            breaks = np.flatnonzero(old[1:] - old[:-1] != 1) + 1
+            starts = np.concatenate(([0], breaks))
+            oldest = np.minimum.reduceat(used_ns[old], starts).tolist()
+            begins, ends = old[starts].tolist(), [*(old[breaks - 1] + 1).tolist(), int(old[-1]) + 1]
+            self._num_planned += len(old)
+            for begin, end, oldest_ns in zip(begins, ends, oldest, strict=True):
+                length = min(end - begin, _MAX_GRAIN).bit_length()
+                planned.append((length, -oldest_ns, slab * SLAB_STRIDE + begin, end - begin))
         # Taken from the end: the longest run, to the power of two; of equals the one with the oldest use.
-        lengths = np.log2(np.minimum(counts, _MAX_GRAIN)).astype(np.int64)
-        order = np.lexsort((-np.minimum.reduceat(used_ns, starts), lengths))
-        planned = zip(numbers[starts][order].tolist(), counts[order].tolist(), strict=True)
-        self._plan = [Run(start, count) for start, count in planned]
-        self._num_planned = len(numbers)
-        self._replan_at = len(numbers) // 2
+        planned.sort()
+        self._plan = [Run(start, num_slots) for _, _, start, num_slots in planned]
+        self._replan_at = self._num_planned // 2

@@ -40,8 +40,9 @@ class SlabUnfit(StoreError):
 class SlabFile:
     """One slab in the directory ``dir_fd``. Any number of threads.
 
-    Payloads are moved by direct I/O while block and buffers are whole aligned pages and the file system supports it.
-    The first refusal of an aligned transfer ends it for good, and the transfer continues through the page cache.
+    Payloads are moved by direct I/O where blocks are whole pages and the file system supports it. What is refused, for
+    instance for its alignment, goes through the page cache. The first refusal of whole aligned pages ends direct I/O
+    for good.
     """
 
     def __init__(self, name: str, layout: SlabFormat, num_slots: int, table_fd: int, payload_fd: int) -> None:
@@ -170,7 +171,9 @@ class SlabFile:
         return buffer
 
     def _write_table(self, offset: int, content: bytes) -> None:
-        view = memoryview(content)
+        if (count := os.pwrite(self._table_fd, content, offset)) == len(content):
+            return
+        view, offset = memoryview(content)[count:], offset + count
         while view:
             count = os.pwrite(self._table_fd, view, offset)
             if not count:
@@ -224,9 +227,7 @@ class SlabFile:
         buffers: Sequence[memoryview],
         is_direct: bool,
     ) -> int:
-        fd = self._payload_fd
-        if is_direct and self._is_direct and all(_address_of(buffer) % PAGE_BYTES == 0 for buffer in buffers):
-            fd = self._direct_fd
+        fd = self._direct_fd if is_direct and self._is_direct else self._payload_fd
         left, done, wanted = buffers, 0, self._block_bytes * len(buffers)
         while left:
             try:
@@ -236,7 +237,9 @@ class SlabFile:
             except OSError as exc:
                 if exc.errno != errno.EINVAL or fd != self._direct_fd:
                     raise
-                self._is_direct = False
+                # The kernel knows what may be moved directly. To look only after a refusal costs nothing until then.
+                if all(_address_of(buffer) % PAGE_BYTES == 0 for buffer in left):
+                    self._is_direct = False
                 fd = self._payload_fd
                 continue
             if moved == 0:

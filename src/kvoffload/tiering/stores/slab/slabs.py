@@ -7,7 +7,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,12 +122,21 @@ class Slabs:
         runs = self.allocator.take(count) if count else []
         return runs, self.begin([run.slab for run in runs])
 
-    def begin(self, numbers: Iterator[int] | Sequence[int]) -> dict[int, Slab]:
+    def begin(self, numbers: Iterable[int]) -> dict[int, Slab]:
         """The slabs of a call that is about to do I/O. They stay open until ``end``."""
-        slabs = {number: self.open[number] for number in set(numbers)}
-        for slab in slabs.values():
-            slab.users += 1
+        slabs: dict[int, Slab] = {}
+        for number in numbers:
+            if number not in slabs:
+                slab = slabs[number] = self.open[number]
+                slab.users += 1
         return slabs
+
+    def leave(self, slabs: dict[int, Slab]) -> None:
+        """The call that has begun ``slabs`` does no more I/O."""
+        for slab in slabs.values():
+            slab.users -= 1
+            if slab.is_dropped and not slab.users:
+                slab.file.close()
 
     def forget(self, slot: int) -> None:
         """Takes a block out of the index. A slot of ours is busy then. A neighbour's block may come back when its page
@@ -144,15 +153,19 @@ class Slabs:
         begin, end = run.first * ENTRY_BYTES, (run.first + run.count) * ENTRY_BYTES
         entries = bytes(slab.entries[begin:end])
         slab.entries[begin:end] = EMPTY_ENTRY * run.count
-        for at in range(run.count):
-            entry = entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES]
-            self.index.remove(hash_in(entry), run.start + at)
-            self.note_gone(entry)
+        for slot, at in enumerate(range(0, len(entries), ENTRY_BYTES), run.start):
+            entry = entries[at : at + ENTRY_BYTES]
+            hashed = _hashed_in(entry)
+            self.index.remove(hashed.hash64, slot)
+            self._note_gone(entry, hashed)
         self.num_evicted += run.count
 
     def note_gone(self, entry: bytes) -> None:
         """A block is gone from its slot. It counts as evicted unless it is in another slot too."""
-        if len(self._evicted) < _MAX_EVICTED and self.index.find(_hashed_in(entry)) < 0:
+        self._note_gone(entry, _hashed_in(entry))
+
+    def _note_gone(self, entry: bytes, hashed: HashedKey) -> None:
+        if len(self._evicted) < _MAX_EVICTED and self.index.find(hashed) < 0:
             key = key_in(entry)
             if key is not None:
                 self._evicted.append(key)
@@ -264,10 +277,7 @@ class Slabs:
 
     def end(self, slabs: dict[int, Slab]) -> None:
         with self.lock:
-            for slab in slabs.values():
-                slab.users -= 1
-                if slab.is_dropped and not slab.users:
-                    slab.file.close()
+            self.leave(slabs)
 
     def lose(self, slab: Slab, error: OSError) -> None:
         """A table failed: its slab is not used any more."""
@@ -358,4 +368,5 @@ def hash_in(entry: bytes | bytearray) -> int:
 
 def _hashed_in(entry: bytes | bytearray) -> HashedKey:
     """As much of the key's hash as an entry has, which is as much as the index asks for."""
-    return HashedKey(hash_in(entry), bytes(entry[PROBE_AT:]))
+    probe = bytes(entry[PROBE_AT:])
+    return HashedKey(int.from_bytes(probe[:4], "little"), probe)

@@ -41,6 +41,20 @@ class _NewBlock:
     is_written: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _WrittenRun:
+    """A run on the disk, of which nobody knows yet."""
+
+    slab: Slab
+    run: Run
+    new: list[_NewBlock]
+    entries: bytes
+    good: list[Run]
+    """Parts of ``new`` that are there, entries included."""
+    bad: list[int]
+    """Blocks that the disk fails to write."""
+
+
 class SlabStore(BlockStore):
     """Blocks of ``block_bytes`` in slots of slab files under ``root`` (``format`` has the layout).
 
@@ -119,9 +133,9 @@ class SlabStore(BlockStore):
             stamps_ns = self._slabs.stamps(len(hashed))
             slots = [self._slabs.index.find(key) for key in hashed]
             self._slabs.use(slots, stamps_ns)
-            for at, slot in enumerate(slots):
-                if slot < 0 and hashed[at].probe not in new:  # of a key that is given twice, the first block is written
-                    new[hashed[at].probe] = _NewBlock(hashed[at], self._bytes(blocks[at]), stamps_ns[at])
+            for key, slot, block, stamp_ns in zip(hashed, slots, blocks, stamps_ns, strict=True):
+                if slot < 0 and key.probe not in new:  # of a key that is given twice, the first block is written
+                    new[key.probe] = _NewBlock(key, self._bytes(block), stamp_ns)
             runs, slabs = self._slabs.take(len(new))
         if not new:
             return [True] * len(hashed)
@@ -229,22 +243,28 @@ class SlabStore(BlockStore):
         """
         begin = 0
         while True:
+            written = list[_WrittenRun]()
             try:
                 for run in runs:
-                    self._write_run(slabs[run.slab], run, new[begin : begin + run.count], errors)
+                    one = self._write_run(slabs[run.slab], run, new[begin : begin + run.count], errors)
                     begin += run.count
+                    if one is not None:
+                        written.append(one)
                 if self._durable:
-                    self._sync(slabs, new, errors)
+                    self._sync(slabs, errors)
             finally:
-                self._slabs.end(slabs)
+                with self._slabs.lock:
+                    for one in written:
+                        self._record(one)
+                    self._slabs.leave(slabs)
             if begin == len(new) or (not runs and not self._make_room(len(new) - begin, before_ns, errors)):
                 return
             with self._slabs.lock:
                 runs, slabs = self._slabs.take(len(new) - begin)
 
-    def _write_run(self, slab: Slab, run: Run, new: list[_NewBlock], errors: list[OSError]) -> None:
+    def _write_run(self, slab: Slab, run: Run, new: list[_NewBlock], errors: list[OSError]) -> _WrittenRun | None:
         """Writes ``run.count`` blocks: payloads first, then their entries. So a process that dies in between leaves
-        empty slots."""
+        empty slots. ``None`` if the table failed, and with it the slab."""
         first, bad = run.first, list[int]()
         # Checksums first: they bring the payloads into the processor's caches, from which the kernel then takes them.
         entries = b"".join([self._layout.entry(block.key, block.view, block.stamp_ns) for block in new])
@@ -256,34 +276,38 @@ class SlabStore(BlockStore):
             good, bad = self._write_singly(slab, run, new) if exc.errno == errno.EIO else ([], [])
         try:
             for part in good:
-                content = entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES]
-                slab.file.write_entries(first + part.start, content)
+                slab.file.write_entries(first + part.start, entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES])
         except OSError as exc:
             errors.append(exc)
             self._slabs.lose(slab, exc)
+            return None
+        return _WrittenRun(slab, run, new, entries, good, bad)
+
+    def _record(self, written: _WrittenRun) -> None:
+        """What was written is here now, and the other slots of its run are free again. With the lock held."""
+        slab, run, new = written.slab, written.run, written.new
+        used_ns = slab.used_ns
+        if used_ns is None or slab.is_dropped:
             return
-        with self._slabs.lock:
-            used_ns = slab.used_ns
-            if used_ns is None or slab.is_dropped:
-                return
-            for part in good:
-                begin, end = part.start, part.stop
-                slab.entries[(first + begin) * ENTRY_BYTES : (first + end) * ENTRY_BYTES] = entries[
-                    begin * ENTRY_BYTES : end * ENTRY_BYTES
-                ]
-                slab.changed_pages.update(range((first + begin) // PAGE_SLOTS, (first + end - 1) // PAGE_SLOTS + 1))
-                for at in range(begin, end):
-                    block = new[at]
-                    self._slabs.index.add(block.key.hash64 & 0xFFFF_FFFF, run.start + at)
-                    used_ns[first + at] = block.stamp_ns
-                    block.is_written = True
-            if not bad and good and good[0].count == run.count:
-                return
-            left = {at for at, block in enumerate(new) if not block.is_written}
-            if bad and self._slabs.may_leave_out(slab, len(bad), any_good=bool(good)):
-                left.difference_update(bad)
-            for part in runs_of(sorted(left)):
-                self._slabs.allocator.release(Run(run.start + part.start, part.count))
+        first, add = run.first, self._slabs.index.add
+        for part in written.good:
+            begin, end = part.start, part.stop
+            slab.entries[(first + begin) * ENTRY_BYTES : (first + end) * ENTRY_BYTES] = written.entries[
+                begin * ENTRY_BYTES : end * ENTRY_BYTES
+            ]
+            slab.changed_pages.update(range((first + begin) // PAGE_SLOTS, (first + end - 1) // PAGE_SLOTS + 1))
+            for at in range(begin, end):
+                block = new[at]
+                add(block.key.hash64 & 0xFFFF_FFFF, run.start + at)
+                used_ns[first + at] = block.stamp_ns
+                block.is_written = True
+        if len(written.good) == 1 and written.good[0].count == run.count:
+            return
+        left = {at for at, block in enumerate(new) if not block.is_written}
+        if written.bad and self._slabs.may_leave_out(slab, len(written.bad), any_good=bool(written.good)):
+            left.difference_update(written.bad)
+        for part in runs_of(sorted(left)):
+            self._slabs.allocator.release(Run(run.start + part.start, part.count))
 
     def _write_singly(self, slab: Slab, run: Run, new: list[_NewBlock]) -> tuple[list[Run], list[int]]:
         """Which blocks of a run can be written, and which the disk fails to write."""
@@ -296,15 +320,13 @@ class SlabStore(BlockStore):
                 bad.append(at)
         return runs_of(good), bad
 
-    def _sync(self, slabs: dict[int, Slab], new: list[_NewBlock], errors: list[OSError]) -> None:
+    def _sync(self, slabs: dict[int, Slab], errors: list[OSError]) -> None:
         for slab in slabs.values():
             try:
                 slab.file.sync()
             except OSError as exc:
                 errors.append(exc)
                 self._slabs.lose(slab, exc)  # what the kernel has dropped may be any block of it
-                for block in new:
-                    block.is_written = False
 
     def _make_room(self, count: int, before_ns: int, errors: list[OSError]) -> bool:
         """Makes a new slab, or else evicts blocks that were used by ``before_ns`` for the last time.
