@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from bench.core import Row, interleaved_medians
 from kvoffload.base import OffloadKey, ReqContext, TransferResult, make_offload_key
@@ -19,6 +22,7 @@ from kvoffload.connector import (
     WorkerReport,
 )
 from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.metrics import Histogram
 
 BLOCK = 16
 FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK, 1)
@@ -53,14 +57,16 @@ class Decoding:
         prompt_tokens: int = 1000,
         num_blocks: int = 100_000,
         groups: tuple[KVGroupLayout, ...] = (FULL,),
+        record_trace: str | None = None,
     ) -> None:
         self.groups = groups
         layout = EngineLayout(groups, BLOCK, "bench")
-        config = OffloadingConfig(cpu_bytes_to_use=num_blocks)  # blocks of a byte each
+        config = OffloadingConfig(cpu_bytes_to_use=num_blocks, record_trace=record_trace)  # blocks of a byte each
         self.scheduler = OffloadingConnectorScheduler(CPUOffloadingManager(num_blocks), layout, config)
         self.requests = [Request(f"request-{n}", 0, prompt_tokens) for n in range(running)]
         self.num_blocks = num_blocks
         self.next_block = 0
+        self.served = 0
         self.tokens = prompt_tokens
         for request in self.requests:
             request.grow(prompt_tokens)
@@ -75,6 +81,36 @@ class Decoding:
                 if group is STATE
             )
             self.step((ScheduledRequest(request.request_id, ids, 0, prompt_tokens, True),), states)
+
+    def serve(self, running: int, decoded: int, rounds: int) -> None:
+        """``rounds`` times ``running`` requests, from their arrival to their end. Half of each prompt is that of a
+        request of the round before, so that it is loaded."""
+        prompt_tokens = 1000
+        for _ in range(rounds):
+            self.served += running
+            requests = [Request(f"request-{self.served + n}", 0, prompt_tokens) for n in range(running)]
+            for n, request in enumerate(requests):
+                request.block_hashes += [
+                    f"head-{n}/{block}".encode().ljust(32, b".") for block in range(prompt_tokens // BLOCK // 2)
+                ]
+            steps = []
+            for request in requests:
+                request.grow(prompt_tokens)
+                self.scheduler.on_new_request(request)
+                hit, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+                assert hit is not None
+                ids = (self.blocks(-(-prompt_tokens // BLOCK)),)
+                self.scheduler.update_state_after_alloc(request, ids, hit)
+                steps.append(ScheduledRequest(request.request_id, ids, hit, prompt_tokens - hit, True))
+            self.step(())  # the loads
+            self.step(tuple(steps))
+            self.requests, self.tokens = requests, prompt_tokens
+            for _ in range(decoded):
+                self.step(self.decode_records())
+            for request in requests:
+                self.scheduler.request_finished(request)
+            self.step(())  # the last stores
+            self.requests = []
 
     def fill(self) -> None:
         """Refuses all that is offered from now on, since every slot of the tier is pinned."""
@@ -91,7 +127,9 @@ class Decoding:
     def step(self, scheduled: tuple[ScheduledRequest, ...], states: tuple[BoundaryState, ...] = ()) -> ConnectorMeta:
         meta = self.scheduler.build_connector_meta(EngineStep(scheduled, boundary_states=states))
         self.scheduler.update_connector_output(
-            WorkerReport(tuple((0, TransferResult(job.job_id, True)) for job in (*meta.loads, *meta.stores)))
+            WorkerReport(
+                tuple((0, TransferResult(job.job_id, True)) for job in (*meta.loads, *meta.stores, *meta.final_stores))
+            )
         )
         return meta
 
@@ -199,6 +237,28 @@ def states_row(running: int, rounds: int, repeats: int) -> Row:
     )
 
 
+def watching_rows(running: int, decoded: int, rounds: int, repeats: int) -> list[Row]:
+    """Requests from their arrival to their end: prompts of 1,000 tokens, the first half of which is loaded, and
+    ``decoded`` tokens. With a trace and its stories against the usual, which has histograms, and the usual against
+    histograms that do nothing. Times are per request."""
+    with tempfile.TemporaryDirectory() as folder:
+        benches = [Decoding(0), Decoding(0, record_trace=f"{folder}/trace.jsonl"), Decoding(0)]
+        lives = [partial(bench.serve, running, decoded, rounds) for bench in benches]
+
+        def without_histograms() -> None:
+            with patch.object(Histogram, "observe", lambda histogram, value: None):
+                lives[2]()
+
+        usual, recorded, bare = interleaved_medians(lives[0], lives[1], without_histograms, repeats=repeats)
+        for bench in benches:
+            bench.scheduler.shutdown()
+    name, scale = f"a request with {decoded} generated tokens, {running} at a time", 1e6 / running / rounds
+    return [
+        Row("connector", f"{name}, recorded", recorded * scale, "us", "no trace", recorded / usual),
+        Row("connector", name, usual * scale, "us", "histograms that do nothing", usual / bare, "<= 1.05"),
+    ]
+
+
 def share_row(row: Row) -> Row:
     """The design's own figure: at most 1 % of a step with nothing to do."""
     percent = 100 * row.value / 1e6 / STEP_S
@@ -253,4 +313,5 @@ def run(short: bool) -> list[Row]:
         ),
         states_row(64, 1 if short else 4, repeats),
         admission_row(100 if short else 6_250, repeats),
+        *watching_rows(64, 20 if short else 200, 1 if short else 2, repeats),
     ]

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from unittest.mock import patch
 
 from bench.core import Row, interleaved_medians
 from kvoffload.base import OffloadKey, ReqContext, make_offload_key
@@ -22,6 +23,7 @@ from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.cpu.policies.arc import ARCCachePolicy
 from kvoffload.cpu.policies.density import DensityCachePolicy
 from kvoffload.lost_blocks import LostBlocks
+from kvoffload.metrics import Histogram
 
 BATCH = 64
 REQ = ReqContext("bench")
@@ -146,7 +148,7 @@ def run(short: bool) -> list[Row]:
     for policy in TARGETS:
         rows.extend(_memory_rows(policy, 5_000 if short else 700_000))
         rows.append(_pinned_row(policy, 2_000 if short else 100_000, repeats=3 if short else 9))
-    rows.append(_books_row(2_000 if short else 100_000, steps=5 if short else 150, repeats=3 if short else 31))
+    rows += _watching_rows(2_000 if short else 100_000, steps=5 if short else 150, repeats=3 if short else 31)
     return rows
 
 
@@ -171,20 +173,45 @@ def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
     return rows
 
 
-def _books_row(num_blocks: int, steps: int, repeats: int) -> Row:
-    """The walk while a trace is recorded, so that every evicted block is written into the books of lost blocks."""
-    walks = [Walk(num_blocks, partial(Managed, "lru", by_prefix=True)) for _ in range(2)]
+def _watching_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
+    """The walk while a trace is recorded, so that every evicted block is written into the books of lost blocks; and the
+    walk without either books or histograms, which are otherwise always there."""
+    walks = [Walk(num_blocks, partial(Managed, "lru", by_prefix=True)) for _ in range(3)]
     assert isinstance(walks[1].stepper, Managed)
     walks[1].stepper.manager.watch_losses(LostBlocks())
 
-    def prepare_both() -> None:
+    def prepare_all() -> None:
         for walk in walks:
             walk.prepare(steps)
 
-    _, without, kept = interleaved_medians(prepare_both, *(walk.run for walk in walks), repeats=repeats)
-    name = f"lru, lookup_prefix, books of lost blocks, {num_blocks:,} blocks"
-    value = kept * 1e9 / steps / BATCH
-    return Row("control_plane", name, value, "ns/block", "without books", kept / without, "<= 1.05")
+    def run_without_histograms() -> None:
+        with patch.object(Histogram, "observe", lambda histogram, value: None):
+            walks[2].run()
+
+    _, usual, kept, bare = interleaved_medians(
+        prepare_all, walks[0].run, walks[1].run, run_without_histograms, repeats=repeats
+    )
+    name, scale = f"{num_blocks:,} blocks", 1e9 / steps / BATCH
+    return [
+        Row(
+            "control_plane",
+            f"lru, lookup_prefix, books of lost blocks, {name}",
+            kept * scale,
+            "ns/block",
+            "without books",
+            kept / usual,
+            "<= 1.05",
+        ),
+        Row(
+            "control_plane",
+            f"lru, lookup_prefix, histograms, {name}",
+            usual * scale,
+            "ns/block",
+            "histograms that do nothing",
+            usual / bare,
+            "<= 1.05",
+        ),
+    ]
 
 
 def _memory_rows(policy: str, num_blocks: int) -> list[Row]:
