@@ -72,13 +72,9 @@ class SecondaryTierManager(ABC):
             raise ValueError("primary_kv_view must be two-dimensional: (num_blocks, block_bytes).")
         self.primary_kv_view = primary_kv_view
         self.tier_type = tier_type
-
-    @property
-    def block_bytes(self) -> int:
+        assert primary_kv_view.shape is not None
+        self.block_bytes = primary_kv_view.shape[1]
         """Bytes of one block."""
-        shape = self.primary_kv_view.shape
-        assert shape is not None
-        return shape[1]
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:

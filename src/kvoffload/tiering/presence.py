@@ -54,11 +54,14 @@ class PresenceIndex:
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asking: set[OffloadKey] = set()
         # Keys that a call which hangs asks for or reads: no other call is risked for them.
-        self._hanging: set[OffloadKey] = set()
+        self.hanging: set[OffloadKey] = set()
+        """Others only test whether there are any."""
         self.to_ask: list[OffloadKey] = []
         """Keys to ask the store for. Others only test whether there are any; ``take_keys_to_ask`` takes them."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
+        self.has_unseen = False
+        """``forget_unseen`` has something to do."""
         self._events = None if self._present.is_exact else PendingEvents(medium)
 
     def __repr__(self) -> str:
@@ -83,7 +86,7 @@ class PresenceIndex:
 
         ``is_complete``: every key in the store was added here, so that an unknown key is absent.
         """
-        if self._hanging and key in self._hanging:
+        if self.hanging and key in self.hanging:
             return False
         if key in self._present:
             return True
@@ -127,13 +130,12 @@ class PresenceIndex:
 
     def begin_hang(self, keys: Iterable[OffloadKey]) -> None:
         """A call for ``keys`` hangs. Until ``end_hang`` they are absent, and not asked for."""
-        self._hanging.update(keys)
-        self._asking.difference_update(self._hanging)
+        self.hanging.update(keys)
+        self._asking.difference_update(self.hanging)
 
     def end_hang(self, keys: Iterable[OffloadKey]) -> None:
         """The call has returned. Does nothing for keys of which no call hung."""
-        if self._hanging:
-            self._hanging.difference_update(keys)
+        self.hanging.difference_update(keys)
 
     def sample(self, count: int, start: int, besides: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Up to ``count`` present keys, none of ``besides``; others for another ``start``."""
@@ -199,16 +201,19 @@ class PresenceIndex:
     def begin_scan(self) -> None:
         """A scan of the store begins. Every key that it finds will be added."""
         self._present.begin_scan()
+        self.has_unseen = False
 
     def end_scan(self) -> None:
         """The scan has found everything. Keys that were present before it, and were not added since it began, are gone;
         ``forget_unseen`` removes them."""
         self._present.end_scan()
+        self.has_unseen = not self.is_exact
 
     def forget_unseen(self) -> list[OffloadKey]:
         """Removes the next such keys, at most 256, and returns them. Call it again and again; without a scan it does
         nothing."""
         unseen = [key for key in self._present.take_unseen() if key not in self._storing]
+        self.has_unseen = self._present.has_unseen
         if unseen:
             self.remove(unseen)
         return unseen
@@ -275,6 +280,11 @@ class _RememberedKeys:
     def end_scan(self) -> None:
         self._num_swept = 0
 
+    @property
+    def has_unseen(self) -> bool:
+        """Not all shards were looked at since the last scan."""
+        return self._num_swept < len(self._shards)
+
     def take_unseen(self) -> list[OffloadKey]:
         """Some of the keys that the last scan did not find. They count as found from now on, so that no call returns
         them again."""
@@ -306,7 +316,7 @@ class _ResidentKeys:
     """The same of a store that knows its own keys. What is reported is only compared with what the store has now."""
 
     is_exact = True
-    has_forgotten = False
+    has_forgotten = has_unseen = False
 
     def __init__(self, keys: Collection[OffloadKey]) -> None:
         self._keys = keys

@@ -294,13 +294,12 @@ class Quota:
             releases, self._releases = self._releases, []
             doomed = list(self._deletions.values())
             self._reserved_bytes -= sum(release.num_bytes for release in releases)
-        for release in releases:
-            account.subtract(release.unused_bytes)
-            for path in release.published:
-                self._odd_sizes.pop(path, None)
-                account.add_file(path, release.file_bytes)
         if releases:
-            account.set_reserved(self._staging.token, self._reserved_bytes)
+            published = [(path, release.file_bytes) for release in releases for path in release.published]
+            for path, _ in published:
+                self._odd_sizes.pop(path, None)
+            unused_bytes = sum(release.unused_bytes for release in releases)
+            account.release(self._staging.token, published, unused_bytes, self._reserved_bytes)
         count = 0
         for file in doomed:
             count += self._delete(account, file)
@@ -349,14 +348,15 @@ class Quota:
                         reservation.drop_recycled()
                         return False
                     reservation.keep(room_bytes // reservation.file_bytes)
-                if not account.can_reserve(self._staging.token):
-                    reservation.keep(0)
                 with self._lock:
                     reserved_bytes = reservation.num_bytes
                     self._reserved_bytes += reserved_bytes
                     reservation.stamps_ns = self._stamps(len(reservation.temporaries))
-                account.used_bytes += reserved_bytes
-                account.set_reserved(self._staging.token, self._reserved_bytes)
+                if not account.reserve(self._staging.token, reserved_bytes, self._reserved_bytes):
+                    reservation.keep(0)
+                    with self._lock:
+                        self._reserved_bytes -= reserved_bytes
+                        reserved_bytes = 0
         except OSError:
             with self._lock:
                 self._reserved_bytes -= reserved_bytes

@@ -43,6 +43,8 @@ class StagingDirectory:
         self._fd = -1
         self.path = ""
         """Empty until the first ``new_paths``."""
+        self.token = b""
+        """Eight bytes that name this writer in the usage file; empty until the first ``new_paths``."""
 
     def new_paths(self, count: int) -> list[str]:
         """Absolute paths for ``count`` temporary files, which nobody else uses. Raises ``OSError``.
@@ -55,11 +57,6 @@ class StagingDirectory:
                     return [f"{self.path}/{next(self._numbers)}" for _ in range(count)]
                 self._make()
             raise OSError(errno.EBUSY, "staging directories are swept again and again", self._control)
-
-    @property
-    def token(self) -> bytes:
-        """Eight bytes that name this writer in the usage file; empty until the first ``new_paths``."""
-        return _token_of(os.path.basename(self.path))
 
     def close(self) -> None:
         """Removes the directory."""
@@ -80,7 +77,7 @@ class StagingDirectory:
             raise FileNotFoundError(f"{self._root} is gone")
         make_directory(self._control, self.access)
         name = STAGING_PREFIX + secrets.token_hex(8)
-        self.path = os.path.join(self._control, name)
+        self.path, self.token = os.path.join(self._control, name), _token_of(name)
         control = open_control(self._root, self.access)
         try:
             make_directory(self.path, self.access)

@@ -155,27 +155,39 @@ class Account:
 
     # Changes of files.
 
-    def add_file(self, path: str, num_bytes: int) -> None:
-        """A reserved file was published, some time since it was reserved."""
-        if self._has_passed(path):  # perhaps it was published before, and seen
-            self.recounted_bytes += num_bytes
-            self.doubtful_bytes += num_bytes
-
     def remove_file(self, path: str, counted_bytes: int, real_bytes: int) -> None:
         """A file was deleted that was counted with ``counted_bytes``."""
-        self.subtract(counted_bytes)
+        self._subtract(counted_bytes)
         if self._has_passed(path):
             self.recounted_bytes -= real_bytes
 
-    def subtract(self, num_bytes: int) -> None:
+    def _subtract(self, num_bytes: int) -> None:
         self.used_bytes = max(USAGE_FILE_BYTES, self.used_bytes - num_bytes)
 
     # Reservations.
 
-    def can_reserve(self, writer: bytes) -> bool:
-        return writer in self.writers or len(self.writers) < _MAX_WRITERS
+    def reserve(self, writer: bytes, num_bytes: int, reserved_bytes: int) -> bool:
+        """``writer`` reserves ``num_bytes``, with which it has ``reserved_bytes``. ``False`` if too many others have
+        reservations."""
+        if writer not in self.writers and len(self.writers) >= _MAX_WRITERS:
+            return False
+        self.used_bytes += num_bytes
+        self._set_reserved(writer, reserved_bytes)
+        return True
 
-    def set_reserved(self, writer: bytes, num_bytes: int) -> None:
+    def release(
+        self, writer: bytes, published: Iterable[tuple[str, int]], unused_bytes: int, reserved_bytes: int
+    ) -> None:
+        """Reservations of ``writer`` have ended, some time since they were made: files of these sizes were published,
+        ``unused_bytes`` are free again, and ``reserved_bytes`` are left."""
+        self._subtract(unused_bytes)
+        for path, num_bytes in published:
+            if self._has_passed(path):  # perhaps it was published before, and seen
+                self.recounted_bytes += num_bytes
+                self.doubtful_bytes += num_bytes
+        self._set_reserved(writer, reserved_bytes)
+
+    def _set_reserved(self, writer: bytes, num_bytes: int) -> None:
         before = self._extra_bytes
         if num_bytes:
             self.writers[writer] = num_bytes
@@ -187,7 +199,7 @@ class Account:
         """Forgets the reservations and the recount of all others: they are dead."""
         for writer in self.writers.keys() - alive:
             num_bytes = self.writers[writer]
-            self.set_reserved(writer, 0)
+            self._set_reserved(writer, 0)
             if self.recounter != _NOBODY:
                 # It may have published files in fans that the recount has passed.
                 self.recounted_bytes += num_bytes
