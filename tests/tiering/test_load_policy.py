@@ -142,6 +142,28 @@ def test_what_is_queued_before_it_counts() -> None:
     assert machine.ask(prefix(8, of="c"), third) == [None] * 8, "a busy engine makes loading cheaper"
 
 
+@pytest.mark.parametrize(("num_blocks", "is_worth_waiting"), [(5, True), (30, False)])
+def test_nobody_waits_for_little(num_blocks: int, is_worth_waiting: bool) -> None:
+    machine = Machine()
+    machine.learn(read_s=1.5)
+    machine.below(prefix(num_blocks, of="a"))
+    machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=3 * TOKENS))
+    context = machine.start("r")
+    # The first two come while the engine is busy with other prompts for three seconds, which saves 1.7 s.
+    answers = machine.ask(prefix(num_blocks, of="a"), context)
+    assert answers == ([None, None, False] if is_worth_waiting else [False])
+
+
+def test_what_is_there_is_used_although_the_rest_is_not_worth_waiting_for() -> None:
+    machine = Machine()
+    machine.learn(read_s=1.5)
+    machine.below(prefix(30, of="a"))
+    context = machine.start("r")
+    machine.store(prefix(2, of="a"), context)
+    machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=3 * TOKENS))
+    assert machine.ask(prefix(30, of="a"), context) == [True, True, False]
+
+
 def test_a_request_counts_its_declined_blocks_once() -> None:
     machine = Machine()
     machine.learn(read_s=2.0)

@@ -122,6 +122,36 @@ def test_the_speed_of_an_engine(lag: int) -> None:
     assert engine.speed.tokens_per_s == pytest.approx(10_000, rel=0.01)
 
 
+def test_an_engine_does_not_look_slow_because_most_of_its_prompts_are_found() -> None:
+    engine = Engine()
+    for _ in range(6):
+        engine.step(2000)
+    for _ in range(200):
+        engine.clock.advance(1)
+        engine.step(20, is_continued=False, seconds=0.02)  # a tenth of the speed: mostly overhead
+        for _ in range(3):
+            engine.step(0, 1, seconds=0.005)
+    assert engine.speed.tokens_per_s == pytest.approx(10_000, rel=0.01)
+
+
+def test_one_large_slow_step_is_not_believed_for_long() -> None:
+    engine = Engine()
+    engine.step(8000, seconds=80)  # it warms up
+    for _ in range(10):
+        engine.step(1000)
+    assert engine.speed.tokens_per_s == pytest.approx(10_000, rel=0.01)
+
+
+def test_an_engine_that_takes_small_steps_alone_is_measured_by_them_in_the_end() -> None:
+    engine = Engine()
+    for _ in range(6):
+        engine.step(2000)
+    engine.clock.advance(700)
+    for _ in range(20):
+        engine.step(200, seconds=0.1)
+    assert engine.speed.tokens_per_s == pytest.approx(2_000, rel=0.01)
+
+
 def test_steps_that_only_decode_or_follow_a_pause_tell_nothing() -> None:
     engine = Engine()
     for _ in range(50):

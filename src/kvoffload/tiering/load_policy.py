@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from kvoffload.base import OffloadKey, StepWork, get_offload_group_idx
@@ -27,6 +28,9 @@ all of them."""
 CAUTION = 1.1
 """Loading must be expected to be faster than computing by this factor: estimates have errors, and a tie gains
 nothing."""
+LEAST_GAIN = 0.1
+"""A request waits only if that saves this share of computing the blocks that are not there: while it waits, the engine
+takes others before it, which no estimate knows of."""
 PATIENCE = 1.25
 """A request waits for its blocks at most this many times as long as computing them would take."""
 PROBE_INTERVAL_S = 5.0
@@ -228,13 +232,21 @@ class LoadCosts:
                 known[place] = len(sources)
                 sources.append(self._pace(place, now_s, group_bytes))
             runs.append(Run(known[place], num_blocks))
-        return choose(
-            [run for run in runs if run.num_blocks],
-            sources,
+        pick = partial(
+            choose,
+            sources=sources,
             block_compute_s=self._compute_s(tokens),
             queue_s=self._queue_s(),
             to_device=self._device_pace(group_bytes),
         )
+        runs = [run for run in runs if run.num_blocks]
+        choice = pick(runs)
+        if not choice.wait_s:
+            return choice
+        at_once = pick(runs[:1]) if places[0][0] == HERE else Choice(0, 0.0, 0.0)
+        num_later = sum(run.num_blocks for run in runs) - at_once.num_blocks
+        gain_s = choice.saved_s - at_once.saved_s
+        return choice if gain_s >= LEAST_GAIN * num_later * self._compute_s(tokens) else at_once
 
     def plan(
         self, key: OffloadKey, places: Sequence[tuple[Place, int]], choice: Choice, declined: OffloadKey | None

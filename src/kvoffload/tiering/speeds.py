@@ -22,6 +22,10 @@ _KEPT = 3
 _SIZES_DIFFER = 2
 """Samples whose sizes differ by less than this factor cannot separate latency from bandwidth."""
 _MIN_STEP_TOKENS = 16
+_LARGE = 0.5
+"""Steps of at least this share of the largest one say how fast the engine is."""
+_LARGEST_S = 600.0
+"""After so long without a large step, the next one counts as the largest."""
 
 
 class LinkSpeed(NamedTuple):
@@ -108,8 +112,10 @@ class PrefillSpeedEstimator:
 
     A step's duration is seen only from when later steps are decided: the next one, or, where an engine decides one step
     ahead of its results, the one after that. So it is the longer of the two intervals that follow it, and both count
-    only if the engine did not idle in between. Large steps count for more: what a small one takes is mostly overhead.
-    Before the first such step ``tokens_per_s`` is what is ``expected``, if anything is.
+    only if the engine did not idle in between. Among large steps, larger ones count for more. What a small step takes is
+    mostly overhead, so small ones can show that the engine is faster than the large ones say, and never that it is
+    slower. Otherwise an engine whose prompts are mostly found would look slow, load whatever it finds, compute only
+    what is left of prompts, and so look slow. Before the first such step ``tokens_per_s`` is what is ``expected``, if anything is.
     """
 
     def __init__(self, clock: Callable[[], float], expected: float | None = None) -> None:
@@ -117,7 +123,11 @@ class PrefillSpeedEstimator:
         self.queued_tokens = 0
         """Prompt tokens of running requests that the last step left for later ones."""
         self._clock = clock
-        self._window = _Window(clock)
+        self._large, self._small = _Window(clock), _Window(clock)
+        self._largest_tokens, self._was_large_s = 0, 0.0
+        """The largest step, and when there was a large one last."""
+        self._speeds = [0.0, 0.0]
+        """By the large steps, and by the small ones."""
         self._steps: list[tuple[float, StepWork]] = []
         """The last steps, at most two, without a pause between them."""
 
@@ -131,7 +141,17 @@ class PrefillSpeedEstimator:
             (first_s, first), (second_s, _) = self._steps
             seconds = max(second_s - first_s, now_s - second_s)
             if first.prompt_tokens >= _MIN_STEP_TOKENS and seconds > 0:
-                samples = self._window.add(first.tokens, seconds)
-                self.tokens_per_s = weighted_median([(size / took_s, size) for size, took_s in samples])
+                self._add(first.tokens, seconds)
             del self._steps[0]
         self._steps.append((now_s, work))
+
+    def _add(self, tokens: int, seconds: float) -> None:
+        now_s = self._clock()
+        if now_s - self._was_large_s >= _LARGEST_S:
+            self._largest_tokens = 0
+        is_small = tokens < _LARGE * self._largest_tokens
+        if not is_small:
+            self._largest_tokens, self._was_large_s = max(self._largest_tokens, tokens), now_s
+        samples = (self._small if is_small else self._large).add(tokens, seconds)
+        self._speeds[is_small] = weighted_median([(size / took_s, size) for size, took_s in samples])
+        self.tokens_per_s = max(self._speeds)
