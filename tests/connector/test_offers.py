@@ -19,6 +19,7 @@ CONTEXT = ReqContext("r")
 class Piece:
     keys: list[OffloadKey]
     largest: int
+    is_last: bool
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Offering:
 
     def plan(self, max_blocks: int) -> Piece | None:
         keys = self.blocks[self.cursor : self.cursor + max_blocks]
-        return Piece(keys, len(keys)) if keys else None
+        return Piece(keys, len(keys), self.cursor + len(keys) == len(self.blocks)) if keys else None
 
     def accept(self, portion: Piece, output: PrepareStoreOutput | None) -> bool:
         assert output is not None
@@ -96,7 +97,7 @@ def test_a_request_that_evicts_its_own_blocks_offers_no_more(num_blocks: int) ->
 
 def test_a_portion_without_keys_is_passed_over_without_asking_the_manager() -> None:
     request = offering(num_slots=8, num_blocks=0)
-    portions = iter([Piece([], 3), None])
+    portions = iter([Piece([], 3, False), None])
 
     def accept(portion: Piece, output: PrepareStoreOutput | None) -> bool:
         assert (portion.largest, output) == (3, None)

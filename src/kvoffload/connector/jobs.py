@@ -9,13 +9,15 @@ because everything the engine does later is ordered behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvoffload.base import Direction, OffloadKey, TransferResult
+from kvoffload.base import Direction, OffloadKey, TransferResult, get_offload_group_idx
+from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.requests import RequestOffloadState
+from kvoffload.metrics import Histogram, Stats
 
-__all__ = ["JobRecord", "JobTable"]
+__all__ = ["EndedJobs", "JobRecord", "JobTable"]
 
 
 @dataclass(slots=True, eq=False)
@@ -143,3 +145,46 @@ class JobTable:
                 for block_id in job.gpu_block_ids:
                     fences.setdefault(block_id, []).append(job.job_id)
         assert {b: sorted(j) for b, j in fences.items()} == {b: sorted(j) for b, j in self.fences.items()}
+
+
+class EndedJobs:
+    """Counts the jobs of one direction that have ended, and what the successful ones moved."""
+
+    def __init__(self, direction: Direction, geometry: Sequence[GroupGeometry], num_ranks: int) -> None:
+        self._name = direction.value
+        self._kinds = [group.kind.value for group in geometry]
+        self._num_ranks = num_ranks
+        self._num_ok = self._num_failed = self._num_bytes = 0
+        self._seconds = 0.0
+        self._num_blocks = [0] * len(geometry)
+        self._job_seconds = Histogram(f"{self._name}_job_seconds")
+
+    def __repr__(self) -> str:
+        return f"EndedJobs({self._name!r}, {self._num_ok} ok, {self._num_failed} failed)"
+
+    def count(self, job: JobRecord) -> None:
+        self._num_bytes += job.num_bytes
+        self._seconds += job.seconds
+        if not job.success:
+            self._num_failed += 1
+            return
+        self._num_ok += 1
+        # Ranks copy side by side; bytes and seconds of a job are sums over them.
+        self._job_seconds.observe(job.seconds / self._num_ranks)
+        if len(self._num_blocks) == 1:
+            self._num_blocks[0] += len(job.keys)
+        else:
+            for key in job.keys:
+                self._num_blocks[get_offload_group_idx(key)] += 1
+
+    def stats(self) -> Stats:
+        stats: Stats = {
+            (f"{self._name}_jobs", "ok"): self._num_ok,
+            (f"{self._name}_jobs", "failed"): self._num_failed,
+            (f"{self._name}_bytes",): self._num_bytes,
+            (f"{self._name}_seconds",): self._seconds,
+        }
+        for kind, num_blocks in zip(self._kinds, self._num_blocks, strict=True):
+            sample = (f"{self._name}_blocks", kind)
+            stats[sample] = stats.get(sample, 0) + num_blocks
+        return stats | self._job_seconds.stats()

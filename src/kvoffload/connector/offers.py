@@ -51,6 +51,8 @@ class Offer(NamedTuple):
     for good."""
     largest: int
     """Blocks of the group with most of them, those passed over included; at least 1."""
+    is_last: bool
+    """Nothing is left to offer behind it."""
 
     @property
     def keys(self) -> list[OffloadKey]:
@@ -59,6 +61,7 @@ class Offer(NamedTuple):
 
 def plan_offer(
     geometry: Sequence[GroupGeometry],
+    unit_tokens: int,
     state: RequestOffloadState,
     computed_tokens: int,
     limit_tokens: int,
@@ -67,16 +70,17 @@ def plan_offer(
     """The next blocks to offer, at most ``max_blocks`` of each group, or ``None`` if no group has any.
 
     A block can be offered when its tokens are computed by the end of this step (``limit_tokens``), and its key and its
-    GPU blocks are known. ``computed_tokens`` are those before this step. Blocks that no hit can need are passed over.
+    GPU blocks are known. ``computed_tokens`` are those before this step. Blocks that no hit can need are passed over;
+    hits end at multiples of ``unit_tokens`` (``hit_unit_tokens``).
 
     A state is offered with or after the full blocks of the other groups that lie before its end, since it is worth
     nothing without them. It is the only one of its group in the portion, because the slots of a job are filled at
     consecutive positions.
     """
-    unit = hit_unit_tokens(tuple(geometry))
     blocks: list[OfferedBlock] = []
     cursors: list[int] = []
     largest = 0
+    is_last = True
     offered_tokens = limit_tokens
     for group, own in zip(geometry, state.groups, strict=True):
         stop = own.cursor
@@ -85,21 +89,23 @@ def plan_offer(
             stop = max(own.cursor, min(ready, own.cursor + max_blocks))
             largest = max(largest, stop - own.cursor)
             if stop < ready:
+                is_last = False
                 offered_tokens = min(offered_tokens, stop * group.block_tokens)
         cursors.append(stop)
     for group, own, stop in zip(geometry, state.groups, cursors, strict=True):
         if group.kind is GroupKind.SINGLE_STATE:
-            states = _states_to_offer(group, own, offered_tokens // group.block_tokens, unit)
+            states = _states_to_offer(group, own, offered_tokens // group.block_tokens, unit_tokens)
             largest = max(largest, len(states[:1]))
+            is_last &= len(states) <= 1
             blocks += states[:1]
             continue
         for block in range(own.cursor, stop):
-            if not group.is_reachable(block, unit):
+            if not group.is_reachable(block, unit_tokens):
                 continue
             ids = group.source_gpu_blocks(block, own.gpu_block_ids, computed_tokens)
             if ids is not None:
                 blocks.append(OfferedBlock(own.keys[block], group.index, block, tuple(ids)))
-    return Offer(tuple(blocks), tuple(cursors), largest) if largest else None
+    return Offer(tuple(blocks), tuple(cursors), largest, is_last) if largest else None
 
 
 def _states_to_offer(group: GroupGeometry, own: GroupState, stop: int, unit_tokens: int) -> list[OfferedBlock]:
@@ -192,6 +198,10 @@ class Portion(Protocol):
     def largest(self) -> int:
         """Blocks of the group with most of them; at least 1."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing is left to offer behind it, so that ``plan`` need not be asked."""
+
 
 P = TypeVar("P", bound=Portion)
 
@@ -228,6 +238,8 @@ def offer_in_portions(
         state.max_blocks = min(UNLIMITED, state.max_blocks * 4)
         # Whoever evicts its own blocks is longer than the tier. The tail is worth nothing without the head it evicts.
         state.evicts_itself = accept(portion, output)
+        if portion.is_last:
+            return True
     return True
 
 
@@ -251,6 +263,7 @@ class StoreOffers:
         self._jobs = jobs
         self._turnover = Turnover(num_blocks)
         self._prompt_only = prompt_only
+        self._unit_tokens = hit_unit_tokens(tuple(geometry))
         self._least_tokens = min(group.block_tokens for group in geometry)
         self.refused: dict[RequestOffloadState, None] = {}
         """Requests with blocks for which there was no room, in the order of their last refusals. Others only test
@@ -337,7 +350,7 @@ class StoreOffers:
         """``False`` if there was no room for the rest."""
 
         def plan(max_blocks: int) -> Offer | None:
-            return plan_offer(self._geometry, state, computed_tokens, limit_tokens, max_blocks)
+            return plan_offer(self._geometry, self._unit_tokens, state, computed_tokens, limit_tokens, max_blocks)
 
         def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
             for group_state, cursor in zip(state.groups, offer.cursors):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvoffload.base import (
@@ -18,7 +17,6 @@ from kvoffload.base import (
     OffloadKey,
     ReqContext,
     StepWork,
-    get_offload_group_idx,
 )
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import (
@@ -30,7 +28,7 @@ from kvoffload.connector.engine import (
     ScheduledRequest,
 )
 from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of
-from kvoffload.connector.jobs import JobRecord, JobTable
+from kvoffload.connector.jobs import EndedJobs, JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers
@@ -45,16 +43,6 @@ __all__ = ["OffloadingConnectorScheduler"]
 logger = logging.getLogger(__name__)
 
 _NOTHING = ConnectorMeta()
-_ENDS = {
-    (direction, success): (
-        (f"{direction.value}_jobs", "ok" if success else "failed"),
-        (f"{direction.value}_bytes",),
-        (f"{direction.value}_seconds",),
-    )
-    for direction in Direction
-    for success in (True, False)
-}
-"""By direction and success of a job: where it counts, where its bytes do, and where its seconds do."""
 
 
 class OffloadingConnectorScheduler:
@@ -96,7 +84,8 @@ class OffloadingConnectorScheduler:
         self._num_waiting = 0
         """Requests whose last lookup has no answer yet."""
         self._lookup_waits = Histogram("lookup_wait_seconds")
-        self._job_seconds = {each: Histogram(f"{each.value}_job_seconds") for each in Direction}
+        self._loads_ended = EndedJobs(Direction.LOAD, self._geometry, layout.num_ranks)
+        self._stores_ended = EndedJobs(Direction.STORE, self._geometry, layout.num_ranks)
         self._loaded = (0, 0.0)
         """Bytes and seconds of the loads that have ended since the last step."""
 
@@ -498,21 +487,13 @@ class OffloadingConnectorScheduler:
             self._manager.complete_load(job.keys, job.request.context)
 
     def _count_end(self, job: JobRecord) -> None:
-        jobs, num_bytes, all_seconds = _ENDS[job.direction, job.success]
-        self._count(jobs)
-        self._count(num_bytes, job.num_bytes)
-        self._count(all_seconds, job.seconds)
-        if job.success:
-            # Ranks copy side by side; bytes and seconds of a job are sums over them.
-            seconds = job.seconds / self._num_ranks
-            self._job_seconds[job.direction].observe(seconds)
-            if job.direction is Direction.LOAD:
+        if job.direction is Direction.STORE:
+            self._stores_ended.count(job)
+        else:
+            self._loads_ended.count(job)
+            if job.success:
                 loaded_bytes, load_seconds = self._loaded
-                self._loaded = (loaded_bytes + job.num_bytes, load_seconds + seconds)
-            one_group = len(self._geometry) == 1
-            blocks = {0: len(job.keys)} if one_group else Counter(map(get_offload_group_idx, job.keys))
-            for group, num_blocks in blocks.items():
-                self._count((f"{job.direction.value}_blocks", self._geometry[group].kind.value), num_blocks)
+                self._loaded = (loaded_bytes + job.num_bytes, load_seconds + job.seconds / self._num_ranks)
         if job.epoch != self._epoch:
             self._count(("stale_jobs",))
 
@@ -543,8 +524,7 @@ class OffloadingConnectorScheduler:
             ("requests_tracked",): len(self._requests),
             ("requests_waiting",): self._num_waiting,
         }
-        for histogram in (self._lookup_waits, *self._job_seconds.values()):
-            own |= histogram.stats()
+        own |= self._lookup_waits.stats() | self._loads_ended.stats() | self._stores_ended.stats()
         return add_stats([self._counts, own, self._manager.get_stats()])
 
     def shutdown(self) -> None:

@@ -183,6 +183,7 @@ class Server:
 class _Portion(NamedTuple):
     keys: list[OffloadKey]
     largest: int
+    is_last: bool
 
 
 class _Offers:
@@ -217,7 +218,7 @@ class _Offers:
 
         def plan(max_blocks: int) -> _Portion | None:
             keys = self._path[self._cursor : min(self._cursor + max_blocks, stop)]
-            return _Portion(keys, len(keys)) if keys else None
+            return _Portion(keys, len(keys), self._cursor + len(keys) == stop) if keys else None
 
         num_in_flight = len(self._in_flight)
         offer_in_portions(self._portions, self._manager, self._context, plan, self._accept)
