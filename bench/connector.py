@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from bench.core import Row, interleaved_medians
+from bench.core import Row, thread_medians
 from kvoffload.base import OffloadKey, ReqContext, TransferResult, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import (
@@ -197,7 +197,7 @@ def steps_row(
             for scheduled in steps:
                 bench.step(scheduled)
 
-        times.append([t / len(steps) for t in interleaved_medians(connector, read_records(steps, limits), repeats=1)])
+        times.append([t / len(steps) for t in thread_medians(connector, read_records(steps, limits), repeats=1)])
     ours, least = (sorted(column)[len(times) // 2] for column in zip(*times, strict=True))
     return Row(
         "connector",
@@ -224,7 +224,7 @@ def states_row(running: int, rounds: int, repeats: int) -> Row:
                     bench.step(scheduled)
 
             work.append(serve)
-        times.append([t / (BLOCK * rounds) for t in interleaved_medians(*work, repeats=1)])
+        times.append([t / (BLOCK * rounds) for t in thread_medians(*work, repeats=1)])
     ours, alone = (sorted(column)[len(times) // 2] for column in zip(*times, strict=True))
     return Row(
         "connector",
@@ -249,7 +249,7 @@ def watching_rows(running: int, decoded: int, rounds: int, repeats: int) -> list
             with patch.object(Histogram, "observe", lambda histogram, value: None):
                 lives[2]()
 
-        usual, recorded, bare = interleaved_medians(lives[0], lives[1], without_histograms, repeats=repeats)
+        usual, recorded, bare = thread_medians(lives[0], lives[1], without_histograms, repeats=repeats)
         for bench in benches:
             bench.scheduler.shutdown()
     name, scale = f"a request with {decoded} generated tokens, {running} at a time", 1e6 / running / rounds
@@ -283,7 +283,7 @@ def admission_row(num_blocks: int, repeats: int) -> Row:
         for key in keys:
             found += key in table
 
-    ours, least = interleaved_medians(lookup, bare, repeats=repeats)
+    ours, least = thread_medians(lookup, bare, repeats=repeats)
     return Row(
         "connector",
         f"lookup of a hit of {num_blocks} blocks",

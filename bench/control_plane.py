@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from unittest.mock import patch
 
-from bench.core import Row, interleaved_medians
+from bench.core import Row, thread_medians
 from kvoffload.base import OffloadKey, ReqContext, make_offload_key
 from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.cpu.policies.arc import ARCCachePolicy
@@ -163,7 +163,7 @@ def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
         for walk in cases.values():
             walk.prepare(steps)
 
-    _, bare, *managed = interleaved_medians(prepare_all, *(walk.run for walk in cases.values()), repeats=repeats)
+    _, bare, *managed = thread_medians(prepare_all, *(walk.run for walk in cases.values()), repeats=repeats)
     scale = 1e9 / steps / BATCH
     rows = [Row("control_plane", f"bare walk, {num_blocks:,} blocks", bare * scale, "ns/block")]
     for case, seconds in zip(list(cases)[1:], managed, strict=True):
@@ -188,7 +188,7 @@ def _watching_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
         with patch.object(Histogram, "observe", lambda histogram, value: None):
             walks[2].run()
 
-    _, usual, kept, bare = interleaved_medians(
+    _, usual, kept, bare = thread_medians(
         prepare_all, walks[0].run, walks[1].run, run_without_histograms, repeats=repeats
     )
     name, scale = f"{num_blocks:,} blocks", 1e9 / steps / BATCH
@@ -292,6 +292,6 @@ def _pinned_row(policy: str, num_blocks: int, repeats: int) -> Row:
         stores()
         return stores
 
-    pinned, free = interleaved_medians(walk(True), walk(False), repeats=repeats)
+    pinned, free = thread_medians(walk(True), walk(False), repeats=repeats)
     name = f"{policy}, one store, nine tenths of {num_blocks:,} blocks pinned"
     return Row("control_plane", name, pinned / 500 * 1e9, "ns/block", "nothing pinned", pinned / free, "<= 1.5")
