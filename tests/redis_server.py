@@ -75,11 +75,13 @@ class RedisServer:
 
     def _listens(self) -> bool:
         assert self._process is not None and self._process.poll() is None, self.log()
+        options = {name.replace("_", "-"): value for name, value in self.options.items()}
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=10):
-                return True
+            for port in (self.port, int(options.get("tls-port", self.port))):
+                socket.create_connection(("127.0.0.1", port), timeout=10).close()
         except OSError:
             return False
+        return True
 
     def log(self) -> str:
         return (self.directory / f"server-{self.port}.log").read_text()[-4000:]
