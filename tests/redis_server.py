@@ -113,11 +113,12 @@ class RedisServer:
 
 
 class RedisSentinel(RedisServer):
-    """A sentinel that watches ``primary`` as ``service``, and lets a replica take over half a second after it fails."""
+    """A sentinel that watches ``primary`` as ``service``, and lets a replica take over half a second after it fails.
+    ``lines`` are more of its configuration."""
 
-    def __init__(self, directory: Path, primary: RedisServer, service: str) -> None:
+    def __init__(self, directory: Path, primary: RedisServer, service: str, lines: Sequence[str] = ()) -> None:
         self._file = directory / "sentinel.conf"
-        self._primary, self._service = primary, service
+        self._primary, self._service, self._lines = primary, service, lines
         super().__init__(directory)
         self.url = f"redis+sentinel://127.0.0.1:{self.port}/{service}"
 
@@ -127,7 +128,7 @@ class RedisSentinel(RedisServer):
                 f"port {self.port}\nbind 127.0.0.1\ndir {self.directory}\n"
                 f"sentinel monitor {self._service} 127.0.0.1 {self._primary.port} 1\n"
                 f"sentinel down-after-milliseconds {self._service} 500\n"
-                f"sentinel failover-timeout {self._service} 2000\n"
+                f"sentinel failover-timeout {self._service} 2000\n" + "".join(f"{line}\n" for line in self._lines)
             )
         return [str(self._file), "--sentinel"]
 

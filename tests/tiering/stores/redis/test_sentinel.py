@@ -10,10 +10,11 @@ from typing import NamedTuple
 import pytest
 import redis
 from tests.redis_server import RedisSentinel, RedisServer, free_port, wait_until
-from tests.tiering.stores.blocks import read, write
+from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys
+from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.redis import RedisStore
 from kvoffload.tiering.stores.redis.nodes import Address
 from kvoffload.tiering.stores.redis.sentinel import Primary, parse_sentinel_url
@@ -111,6 +112,53 @@ def test_no_sentinel_and_no_such_service_are_one_sentence(watched: Watched, open
         with pytest.raises(StoreError, match="No sentinel knows the primary kv") as caught:
             open_store(url).contains(keys(1))
         assert "hush" not in str(caught.value)
+
+
+class TestCredentials:
+    @pytest.fixture
+    def guarded(self, tmp_path: Path) -> Iterator[RedisSentinel]:
+        """A primary with one password, and a sentinel with a user, another password, and the primary's."""
+        started: list[RedisServer] = []
+        places = [tmp_path / name for name in ("primary", "sentinel")]
+        for place in places:
+            place.mkdir()
+        try:
+            started.append(primary := RedisServer(places[0], requirepass="hush"))
+            lines = [f"sentinel auth-pass {SERVICE} hush", "user default off", "user watcher on >shush +@all ~* &*"]
+            started.append(sentinel := RedisSentinel(places[1], primary, SERVICE, lines))
+            yield sentinel
+        finally:
+            for server in started:
+                server.stop()
+
+    def test_sentinels_are_asked_with_their_own(self, guarded: RedisSentinel, open_store: OpenStore) -> None:
+        url = guarded.url.replace("//", "//:hush@")
+        own = {"sentinel_username": "watcher", "sentinel_password": "shush"}
+        store = open_store(url, **own)
+        wait_until(lambda: answers(lambda: write(store, keys(1)), [True]), "the sentinel knows the primary")
+        assert read(store, keys(1)) == [True]
+        for wrong in ({}, own | {"sentinel_password": "hush"}):
+            with pytest.raises(StoreError, match="No sentinel knows the primary kv") as caught:
+                open_store(url, **wrong).contains(keys(1))
+            assert "hush" not in str(caught.value)
+        assert "hush" not in repr(store)
+
+    def test_they_come_from_a_file_or_the_environment(
+        self, guarded: RedisSentinel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "password").write_text("shush\n")
+        monkeypatch.setenv("KV_PASSWORD", "hush")
+        tier = {"type": "redis", "url": guarded.url, "password": {"env": "KV_PASSWORD"}}
+        options = parse_tier(
+            tier | {"sentinel_username": "watcher", "sentinel_password": {"file": str(tmp_path / "password")}}
+        )
+        store = options.open_store(BLOCK_BYTES, "")
+        assert isinstance(store, RedisStore)
+        wait_until(lambda: answers(lambda: write(store, keys(1)), [True]), "the sentinel knows the primary")
+        store.close()
+        assert "hush" not in repr(options)
+        with pytest.raises(ConfigError, match="sentinel_password of the 'redis' tier must be"):
+            parse_tier(tier | {"sentinel_password": {"path": "x"}})
 
 
 def test_its_url() -> None:

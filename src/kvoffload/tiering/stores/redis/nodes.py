@@ -46,6 +46,8 @@ class Connector:
         *,
         username: str | None = None,
         password: str | None = None,
+        sentinel_username: str | None = None,
+        sentinel_password: str | None = None,
         tls_ca: str | None = None,
         tls_cert: str | None = None,
         tls_key: str | None = None,
@@ -85,6 +87,8 @@ class Connector:
         if parts.scheme == "rediss":
             self._known |= {"ssl_ca_certs": tls_ca, "ssl_certfile": tls_cert, "ssl_keyfile": tls_key}
             self._known["ssl_cert_reqs"] = "required" if tls_verify else "none"
+        given = {"username": sentinel_username, "password": sentinel_password}
+        self._for_sentinels = {name: value for name, value in given.items() if value is not None}
         self.errors: tuple[type[Exception], ...] = (RedisError, OSError)
         """What connecting may raise."""
         self.is_socket_file = parts.scheme == "unix"
@@ -106,13 +110,13 @@ class Connector:
 
     def ask_sentinels(self, sentinels: Sequence[Address], service: str) -> Address | None:
         """The primary of ``service`` by the first of ``sentinels`` that knows one that is up. They are asked with the
-        same timeouts and TLS as the servers, and without credentials."""
+        same timeouts and TLS as the servers, and with credentials of their own: they never see the servers'."""
         from redis import sentinel as library
 
         make_client: Any = library.Sentinel
         shared = {name: value for name, value in self._known.items() if name.startswith(("socket_", "ssl_"))}
         shared |= {"retry": self._known["retry"], "protocol": 2, "ssl": "ssl_cert_reqs" in self._known}
-        client: Any = make_client(list(sentinels), sentinel_kwargs=shared)
+        client: Any = make_client(list(sentinels), sentinel_kwargs=shared | self._for_sentinels)
         try:
             host, port = client.discover_master(service)
         except self.errors:

@@ -27,6 +27,9 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     """Instead of the URL's."""
     password: Secret | None = None
     """Instead of the URL's."""
+    sentinel_username: str | None = None
+    sentinel_password: Secret | None = None
+    """For the sentinels of the URL. They are not shown the servers' credentials."""
     tls_ca: str | None = None
     """File of the authorities to trust, instead of the system's."""
     tls_cert: str | None = None
@@ -42,6 +45,7 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     def check(self, block_bytes: int | None = None) -> None:
         RemoteOptions.check(self, block_bytes)
         check_secret(self.password, "password of the 'redis' tier")
+        check_secret(self.sentinel_password, "sentinel_password of the 'redis' tier")
         for name in ("connect_timeout_s", "window_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} of the 'redis' tier must be positive, not {getattr(self, name)}.")
@@ -55,11 +59,18 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
         return None if self.ttl is None else parse_seconds(self.ttl, "ttl of the 'redis' tier")
 
     def _open(self, block_bytes: int, namespace: str) -> BlockStore:
-        url, password = self.secret("url") or "", self.secret("password")
-        return self._make(block_bytes, namespace, url, password=password, secret=self.read_seal_key())
+        passwords = {name: self.secret(name) for name in ("password", "sentinel_password")}
+        return self._make(block_bytes, namespace, self.secret("url") or "", self.read_seal_key(), **passwords)
 
     def _make(
-        self, block_bytes: int, namespace: str, url: str, password: str | None = None, secret: bytes | None = None
+        self,
+        block_bytes: int,
+        namespace: str,
+        url: str,
+        secret: bytes | None = None,
+        *,
+        password: str | None = None,
+        sentinel_password: str | None = None,
     ) -> RedisStore:
         return RedisStore(
             url,
@@ -72,6 +83,8 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
             timeouts=Timeouts(self.connect_timeout_s, self.window_timeout_s),
             username=self.username,
             password=password,
+            sentinel_username=self.sentinel_username,
+            sentinel_password=sentinel_password,
             tls_ca=self.tls_ca,
             tls_cert=self.tls_cert,
             tls_key=self.tls_key,
