@@ -107,14 +107,22 @@ def prompt_fs() -> Iterator[str]:
     STORES.unregister("prompt-fs")
 
 
-def served(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0, **config: Any) -> list[tuple[int, int]]:
+def served(
+    trace: Trace,
+    cpu_blocks: int,
+    gpu_blocks: int = 0,
+    *,
+    family: str = "llama",
+    chunk_tokens: int = CHUNK_TOKENS,
+    **config: Any,
+) -> list[tuple[int, int]]:
     """Blocks that the engine found on the device and those it loaded from below, by request, one request at a time.
 
     A store ends before the next step, which is how the simulator takes it. Without ``gpu_blocks`` the device has room
     for every request, and keeps nothing of it.
     """
-    options = EngineOptions(num_blocks=gpu_blocks or 128, block_tokens=BLOCK_TOKENS, max_batch_tokens=CHUNK_TOKENS)
-    model = tiny_model("llama")
+    options = EngineOptions(num_blocks=gpu_blocks or 128, block_tokens=BLOCK_TOKENS, max_batch_tokens=chunk_tokens)
+    model = tiny_model(family)
     with Engine(model, options) as bare:
         block_bytes = bare.layout.block_bytes(1)
     offloading = parse_config({"cpu_bytes_to_use": cpu_blocks * block_bytes, "offload_prompt_only": True, **config})
@@ -145,14 +153,14 @@ def end_transfers(engine: Engine) -> None:
 
 
 def simulated(
-    trace: Trace, cpu_blocks: int, policy: str = "lru", **more: Any
+    trace: Trace, cpu_blocks: int, policy: str = "lru", chunk_tokens: int = CHUNK_TOKENS, **more: Any
 ) -> tuple[list[tuple[int, int]], SimResult]:
     found: list[tuple[int, int]] = []
     config = SimConfig(
         cpu_blocks=cpu_blocks,
         block_bytes=1000,
         policy=policy,
-        chunk_tokens=CHUNK_TOKENS,
+        chunk_tokens=chunk_tokens,
         disk_read_bytes_per_s=1e18,
         disk_write_bytes_per_s=1e18,
         disk_latency_s=0,
@@ -197,6 +205,39 @@ def test_the_same_hits_with_a_disk_below(
     config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "eviction_policy": "lru"}
     config["load_policy"] = "always"  # the engine's choices would depend on how fast this machine is now
     assert found == served(trace, cpu_blocks, gpu_blocks, **config)
+    assert result.disk_hit_blocks > 0
+
+
+WHOLE = 4096
+"""Tokens of a step that computes any prompt at once: the engine keeps a state at the end of each chunk, and the
+simulator, like vLLM, at the last whole block of a prompt."""
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "density"])
+@pytest.mark.parametrize("cpu_blocks", [12, 50, 90, 1000])
+def test_the_same_hits_of_a_model_with_states(policy: str, cpu_blocks: int) -> None:
+    trace = conversations(by_size(quick=30, thorough=60), seed=cpu_blocks)
+    found, result = simulated(trace, cpu_blocks, policy, WHOLE, state_slots=1)
+    assert found == served(trace, cpu_blocks, family="falcon_h1", chunk_tokens=WHOLE, eviction_policy=policy)
+    assert sum(below for _, below in found) > 0
+    assert result.loaded_bytes > result.cpu_hit_blocks * 1000, "states are loaded too"
+    if cpu_blocks == 1000:
+        # With room for all, what a prompt shares with another is found only where a prompt ended.
+        plain, _ = simulated(trace, cpu_blocks, policy, WHOLE)
+        assert sum(below for _, below in found) < sum(below for _, below in plain)
+
+
+@pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
+@pytest.mark.parametrize(("cpu_blocks", "disk_blocks"), [(64, 130), (50, 1000)])
+def test_the_same_hits_of_a_model_with_states_and_a_disk(
+    cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_fs: str, tmp_path: Path
+) -> None:
+    trace = conversations(by_size(quick=40, thorough=80), seed=disk_blocks)
+    found, result = simulated(trace, cpu_blocks, "lru", WHOLE, disk_blocks=disk_blocks, cascade=cascade, state_slots=1)
+    tier = {"type": prompt_fs, "path": str(tmp_path), "max_blocks": disk_blocks, "cascade": cascade}
+    config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "eviction_policy": "lru"}
+    config["load_policy"] = "always"
+    assert found == served(trace, cpu_blocks, family="falcon_h1", chunk_tokens=WHOLE, **config)
     assert result.disk_hit_blocks > 0
 
 

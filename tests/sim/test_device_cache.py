@@ -61,3 +61,22 @@ def test_a_request_larger_than_the_pool_keeps_its_head() -> None:
     path = keys(*range(10))
     assert serve(cache, path) == 0
     assert cache.find_prefix(path) == 3
+
+
+def test_states_take_blocks_and_are_found_until_those_are_reused() -> None:
+    cache = DeviceCache(6)
+    path, states = [OffloadKey(b"a"), OffloadKey(b"b")], [OffloadKey(b"s"), OffloadKey(b"t")]
+    cache.admit(path, 0, 0)
+    cache.fill(path, 2)
+    cache.keep(states)
+    cache.release()
+    assert cache.has(states) and cache.find_prefix(path) == 2
+    # Two blocks were never used. A third is taken from the states, the tail of the request.
+    cache.admit([OffloadKey(b"x")], 0, 0)
+    cache.grow(3)
+    assert not cache.has(states) and cache.find_prefix(path) == 2
+    cache.release()
+    cache.admit(path, 2, 2, found_states=states[:1])
+    cache.grow(6)
+    cache.release()
+    assert cache.has(states[:1])

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.output import check_json_target, positive, progress, write_json
-from kvoffload.cli.simulate import CASCADE_DEFAULT, GPU_BLOCKS_HELP, TRACE_HELP, assumption, load_one, token_bytes
+from kvoffload.cli.simulate import CASCADE_DEFAULT, GPU_BLOCKS_HELP, TRACE_HELP, assumption, load_one, model_sizes
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SPEEDS, SimConfig
-from kvoffload.sim.kv_size import kv_bytes_per_token
+from kvoffload.sim.kv_size import ModelKV, kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json
@@ -84,13 +84,13 @@ def plan(
             raise ConfigError(
                 "Give --model, --kv-bytes-per-token, or --layers with --kv-heads and --head-dim: one of them."
             )
-        per_token, assumed = kv_bytes_per_token(layers, kv_heads, head_dim, dtype), ""
+        sizes, assumed = ModelKV(kv_bytes_per_token(layers, kv_heads, head_dim, dtype)), ""
     elif layers is not None or kv_heads is not None or head_dim is not None:
         raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
     else:
-        per_token, assumed = token_bytes(model, kv_bytes), assumption(model, kv_bytes)
+        sizes, assumed = model_sizes(model, kv_bytes), assumption(model, kv_bytes)
     loaded = load_one(trace, block_tokens, max_requests)
-    block_bytes = per_token * loaded.block_tokens
+    block_bytes = sizes.bytes_per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
     if max_cpu_blocks == 0:
         raise ConfigError(f"--max-cpu: {max_cpu} is less than one block of {format_bytes(block_bytes)}.")
@@ -103,6 +103,7 @@ def plan(
         store_threshold=store_threshold,
         prefill_tokens_per_s=prefill_speed,
         cascade=cast("CascadeMode | None", cascade),
+        state_slots=sizes.state_slots(block_bytes),
     )
     name = loaded.name
     with progress({name: None}, "runs") as advance:

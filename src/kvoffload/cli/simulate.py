@@ -16,7 +16,7 @@ from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.driver import SPEEDS, SimConfig
-from kvoffload.sim.kv_size import model_kv_bytes_per_token
+from kvoffload.sim.kv_size import ModelKV, model_kv
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, table
 from kvoffload.sim.sweep import Report, sweep
@@ -34,8 +34,8 @@ __all__ = [
     "assumption",
     "capacities",
     "load_one",
+    "model_sizes",
     "register",
-    "token_bytes",
 ]
 
 TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
@@ -59,7 +59,9 @@ def simulate(
     policy: Annotated[
         str, typer.Option(help=f"Cache policies to compare. The default of serving is {DEFAULTS.eviction_policy}.")
     ] = "lru,arc,density",
-    model: Annotated[Path | None, typer.Option(help="Model's config.json, which gives the size of a block.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model's config.json, which gives the sizes of blocks and states.")
+    ] = None,
     kv_bytes: Annotated[
         str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")
     ] = None,
@@ -101,7 +103,7 @@ def simulate(
     check_json_target(json_file)
     if plot is not None:
         check_target(plot)
-    per_token = token_bytes(model, kv_bytes)
+    sizes = model_sizes(model, kv_bytes)
     positive(stretch, "--stretch")
     positive(prefill_speed, "--prefill-speed")
     load_bytes_per_s = parse_bytes(load_speed, "--load-speed")
@@ -110,7 +112,7 @@ def simulate(
     loaded = [load_one(trace, block_tokens, max_requests) for trace in traces]
     jobs: list[tuple[Trace, list[SimConfig]]] = []
     for trace in loaded:
-        block_bytes = per_token * trace.block_tokens
+        block_bytes = sizes.bytes_per_token * trace.block_tokens
         jobs.append(
             (
                 trace.stretched(stretch),
@@ -128,6 +130,7 @@ def simulate(
                         disk_write_bytes_per_s=disk_write_bytes_per_s,
                         load_policy=chosen_load_policy,
                         cascade=mode,
+                        state_slots=sizes.state_slots(block_bytes),
                     )
                     for name in policies
                     for mode in modes
@@ -164,13 +167,13 @@ def _modes(text: str | None) -> list[CascadeMode] | list[None]:
     return [mode for mode in choices if mode in chosen]
 
 
-def token_bytes(model: Path | None, kv_bytes: str | None) -> int:
-    """KV bytes per token: of the model in ``model``, or ``kv_bytes``, or a default."""
+def model_sizes(model: Path | None, kv_bytes: str | None) -> ModelKV:
+    """Of the model in ``model``; or ``kv_bytes`` per token, or a default, and no states."""
     if model is not None and kv_bytes is not None:
         raise ConfigError("--model and --kv-bytes-per-token both give the KV size; choose one of them.")
     if model is not None:
-        return model_kv_bytes_per_token(model)
-    return parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES
+        return model_kv(model)
+    return ModelKV(parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES)
 
 
 def assumption(model: Path | None, kv_bytes: str | None) -> str:

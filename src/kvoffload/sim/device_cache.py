@@ -26,6 +26,7 @@ class DeviceCache:
         self._key_of: dict[int, OffloadKey] = {}
         self._block_of: dict[OffloadKey, int] = {}
         self._table: list[int] = []
+        self._states: list[int] = []
         self._num_named = 0
 
     def __repr__(self) -> str:
@@ -35,13 +36,36 @@ class DeviceCache:
         """The number of blocks cached here, from the head of ``path`` on."""
         return next((at for at, key in enumerate(path) if key not in self._block_of), len(path))
 
-    def admit(self, path: Sequence[OffloadKey], num_found: int, num_loaded: int) -> None:
-        """Starts a request, which reuses the first ``num_found`` blocks of ``path`` and loads up to ``num_loaded``."""
+    def has(self, keys: Sequence[OffloadKey]) -> bool:
+        return all(key in self._block_of for key in keys)
+
+    def admit(
+        self,
+        path: Sequence[OffloadKey],
+        num_found: int,
+        num_loaded: int,
+        found_states: Sequence[OffloadKey] = (),
+        loaded_states: Sequence[OffloadKey] = (),
+    ) -> None:
+        """Starts a request, which reuses the first ``num_found`` blocks of ``path`` and loads up to ``num_loaded``.
+        With the states at the ends of both."""
         self._table = [self._block_of[key] for key in path[:num_found]]
-        for block in self._table:
+        self._states = [self._block_of[key] for key in found_states]
+        for block in self._table + self._states:
             del self._queue[block]
         self._num_named = num_found
         self.fill(path, num_loaded)
+        if num_loaded > num_found:
+            self.keep(loaded_states)
+
+    def keep(self, states: Sequence[OffloadKey]) -> None:
+        """Takes a block for each of the states that the request has just computed or loaded, as far as there are."""
+        for key in states:
+            if self._queue:
+                block = self._take()
+                self._states.append(block)
+                if key not in self._block_of:
+                    self._block_of[key], self._key_of[block] = block, key
 
     def fill(self, path: Sequence[OffloadKey], num_blocks: int) -> None:
         """The first ``num_blocks`` blocks of ``path`` are computed or loaded."""
@@ -55,13 +79,16 @@ class DeviceCache:
     def grow(self, num_blocks: int) -> None:
         """Gives the request ``num_blocks`` blocks in all, or as many as there are, without making them findable."""
         while len(self._table) < num_blocks and self._queue:
-            block, _ = self._queue.popitem(last=False)
-            key = self._key_of.pop(block, None)
-            if key is not None:
-                del self._block_of[key]
-            self._table.append(block)
+            self._table.append(self._take())
+
+    def _take(self) -> int:
+        block, _ = self._queue.popitem(last=False)
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+        return block
 
     def release(self) -> None:
         """Ends the request."""
-        self._queue.update(dict.fromkeys(reversed(self._table)))
-        self._table = []
+        self._queue.update(dict.fromkeys(reversed(self._table + self._states)))
+        self._table, self._states = [], []

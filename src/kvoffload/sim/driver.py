@@ -80,12 +80,14 @@ class SimConfig:
     """Which hits on disk are loaded."""
     cascade: CascadeMode | None = None
     """When blocks are written to the disk. Default: as in serving, by the sizes of disk and host memory."""
+    state_slots: int = 0
+    """Blocks that the model's recurrent state takes in a tier; 0 for models with attention alone."""
 
     def __post_init__(self) -> None:
         if self.cpu_blocks < 1:
             raise ConfigError("The primary tier must hold at least one block; give it more memory.")
-        if min(self.gpu_blocks, self.disk_blocks) < 0:
-            raise ConfigError("gpu_blocks and disk_blocks must not be negative.")
+        if min(self.gpu_blocks, self.disk_blocks, self.state_slots) < 0:
+            raise ConfigError("gpu_blocks, disk_blocks and state_slots must not be negative.")
         speeds = self.prefill_tokens_per_s, self.load_bytes_per_s, self.disk_read_bytes_per_s
         if min(*speeds, self.disk_write_bytes_per_s, self.block_bytes, self.chunk_tokens) <= 0:
             raise ConfigError("Speeds, block_bytes and chunk_tokens must be positive.")
@@ -197,7 +199,9 @@ class _Driver:
                 [self._disk],
                 max_wait_s=config.max_wait_s,
                 cascade=[config.cascade_mode],
-                block_worth=BlockWorth(config.block_bytes, (trace.block_tokens,)) if weighs else None,
+                block_worth=BlockWorth(config.block_bytes, (trace.block_tokens, *[0] * config.state_slots))
+                if weighs
+                else None,
                 clock=self._clock,
             )
         else:
@@ -220,6 +224,7 @@ class _Driver:
             load_link=Link(config.load_bytes_per_s, config.load_latency_s),
             device=DeviceCache(config.gpu_blocks) if config.gpu_blocks else None,
             wait=self._wait,
+            state_slots=config.state_slots,
         )
 
     def run(self) -> SimResult:
@@ -272,7 +277,7 @@ class _Driver:
             gpu_hit_tokens=self._hit_tokens[0],
             cpu_hit_tokens=self._hit_tokens[1],
             disk_hit_tokens=self._hit_tokens[2],
-            loaded_bytes=(cpu_hits + disk_hits) * config.block_bytes,
+            loaded_bytes=self._server.loaded * config.block_bytes,
             stored_bytes=(int(stats["primary_blocks_stored",]) - promoted) * config.block_bytes,
             disk_read_bytes=promoted * config.block_bytes,
             disk_written_bytes=written * config.block_bytes,

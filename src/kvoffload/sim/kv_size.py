@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache bytes of one token, from a model's sizes or its ``config.json``."""
+"""The size of what a model keeps of a prefix, from its sizes or its ``config.json``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["kv_bytes_per_token", "model_kv_bytes_per_token"]
+__all__ = ["ModelKV", "kv_bytes_per_token", "model_kv"]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
@@ -22,12 +23,30 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "
     return 2 * layers * kv_heads * head_dim * _dtype_bytes(dtype)
 
 
-def model_kv_bytes_per_token(path: str | Path, dtype: str | None = None) -> int:
-    """The same for the model of a Hugging Face ``config.json``, given as the file or its folder.
+@dataclass(frozen=True, slots=True)
+class ModelKV:
+    """What a model keeps of a prefix."""
 
-    ``dtype`` overrides the config's own, for a quantised KV cache. Knows latent attention (``kv_lora_rank``). Layers
-    with a recurrent state in place of attention do not count. Assumes that every other layer keeps all tokens, so it
-    overstates models with sliding windows. Raises ``ConfigError`` for a config that cannot be read or says too little.
+    bytes_per_token: int
+    """Keys and values of all layers, all ranks together."""
+    state_bytes: int = 0
+    """The recurrent state of all layers; 0 without."""
+    state_groups: int = 0
+    """Layers with a state for each layer with keys and values, rounded up. An engine makes so many groups of them, and
+    a group's state takes a slot of its own."""
+
+    def state_slots(self, block_bytes: int) -> int:
+        """Slots that a state takes, if a slot holds a block of so many bytes of keys and values."""
+        return max(self.state_groups, -(-self.state_bytes // block_bytes))
+
+
+def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
+    """Of the model of a Hugging Face ``config.json``, given as the file or its folder.
+
+    ``dtype`` overrides the config's own, for a quantised KV cache. Knows latent attention (``kv_lora_rank``), and the
+    states of Mamba2, of gated linear attention and of short convolutions, as vLLM lays them out by default. Assumes
+    that every layer without a state keeps all tokens, so it overstates models with sliding windows. Raises
+    ``ConfigError`` for a config that cannot be read or says too little.
     """
     path = Path(path)
     if path.is_dir():
@@ -39,45 +58,91 @@ def model_kv_bytes_per_token(path: str | Path, dtype: str | None = None) -> int:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a model config: it has no JSON object.")
     config = config | config.get("text_config", {})  # multimodal models keep the language model's part there
-    dtype = dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    layers = _attention_layers(path, config)
+    model_dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    dtype = dtype or model_dtype
+    layers = _layers(path, config)
+    if layers.attention == 0:
+        raise ConfigError(
+            f"The model of {path} has no attention, so its cache does not grow with the tokens; a size per token by "
+            "--kv-bytes-per-token is needed all the same."
+        )
     if config.get("kv_lora_rank"):
         latent = _number(path, config, "kv_lora_rank") + _number(path, config, "qk_rope_head_dim")
-        return layers * latent * _dtype_bytes(dtype)
+        return ModelKV(layers.attention * latent * _dtype_bytes(dtype))
     heads = _number(path, config, "num_attention_heads", "n_head")
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or _number(path, config, "hidden_size", "n_embd") // heads
-    return kv_bytes_per_token(layers, kv_heads, head_dim, dtype)
+    per_token = kv_bytes_per_token(layers.attention, kv_heads, head_dim, dtype)
+    if not layers.state:
+        return ModelKV(per_token)
+    state_bytes = layers.state * _layer_state_bytes(path, config, _dtype_bytes(model_dtype))
+    return ModelKV(per_token, state_bytes, -(-layers.state // layers.attention))
+
+
+class _Layers(NamedTuple):
+    attention: int
+    """Layers with keys and values. They are the only ones whose size grows with the tokens."""
+    state: int
+    """Layers with a recurrent state. A layer may have both."""
 
 
 _RECURRENT = {"mamba", "linear_attention", "conv"}
 """What configs call layers that keep a state, not keys and values."""
 
 
-def _attention_layers(path: Path, config: Mapping[str, Any]) -> int:
-    """The layers with keys and values. They are the only ones whose size grows with the tokens."""
+def _layers(path: Path, config: Mapping[str, Any]) -> _Layers:
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(kinds, list):
-        others = _RECURRENT | {"mlp", "moe"}
-        layers = sum(kind not in others for kind in kinds)
-    elif isinstance(config.get("hybrid_override_pattern"), str):  # Nemotron-H: M a state, * attention, - and E neither
-        layers = config["hybrid_override_pattern"].count("*")
-    elif isinstance(config.get("full_attn_idxs"), list):
-        layers = len(config["full_attn_idxs"])
+        both = sum(kind in ("hybrid", "hybrid_sliding") for kind in kinds)
+        states = sum(kind in _RECURRENT for kind in kinds)
+        others = sum(kind in ("mlp", "moe") for kind in kinds)
+        return _Layers(len(kinds) - states - others, states + both)
+    if isinstance(config.get("hybrid_override_pattern"), str):  # Nemotron-H: M a state, * attention, - and E neither
+        return _Layers(config["hybrid_override_pattern"].count("*"), config["hybrid_override_pattern"].count("M"))
+    total = _number(path, config, "num_hidden_layers", "n_layer")
+    if config.get("model_type") == "falcon_h1":
+        return _Layers(total, total)
+    if isinstance(config.get("full_attn_idxs"), list):
+        attention = len(config["full_attn_idxs"])
     elif config.get("full_attention_interval"):
-        interval = _number(path, config, "full_attention_interval")
-        layers = _number(path, config, "num_hidden_layers") // interval
+        attention = total // _number(path, config, "full_attention_interval")
     elif config.get("attn_layer_period"):  # Jamba
         period, offset = _number(path, config, "attn_layer_period"), config.get("attn_layer_offset", 0)
-        layers = sum(layer % period == offset for layer in range(_number(path, config, "num_hidden_layers")))
+        attention = sum(layer % period == offset for layer in range(total))
     else:
-        layers = _number(path, config, "num_hidden_layers", "n_layer")
-    if layers == 0:
-        raise ConfigError(
-            f"The model of {path} has no attention, so its cache does not grow with the tokens; a size per token by "
-            "--kv-bytes-per-token is needed all the same."
-        )
-    return layers
+        return _Layers(total, 0)
+    return _Layers(attention, total - attention)
+
+
+def _layer_state_bytes(path: Path, config: Mapping[str, Any], model_bytes: int) -> int:
+    """Of one layer. The convolution's part has the model's dtype; so has the recurrent part, unless the config says
+    otherwise."""
+    own_dtype = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
+    recurrent_bytes = _dtype_bytes(own_dtype) if own_dtype else model_bytes
+
+    def number(*names: str) -> int:
+        return _number(path, config, *names)
+
+    if "conv_L_cache" in config:  # LFM2: columns of a short convolution, and nothing else
+        return (number("conv_L_cache") - 1) * number("conv_dim", "hidden_size") * model_bytes
+    if "linear_key_head_dim" in config:
+        keys = number("linear_num_key_heads") * number("linear_key_head_dim")
+        values = number("linear_num_value_heads") * number("linear_value_head_dim")
+        columns = (number("linear_conv_kernel_dim") - 1) * (2 * keys + values)
+        return columns * model_bytes + values * number("linear_key_head_dim") * recurrent_bytes
+    state = number("mamba_d_state", "ssm_state_size", "state_size")
+    kernel = number("mamba_d_conv", "conv_kernel", "conv_kernel_size")
+    if config.get("mamba_n_heads") or config.get("mamba_num_heads"):
+        heads = number("mamba_n_heads", "mamba_num_heads")
+        head_dim = config.get("mamba_d_head") or config.get("mamba_head_dim")
+        if not isinstance(head_dim, int):  # "auto"
+            inner = config.get("mamba_d_ssm") or number("mamba_expand") * number("hidden_size")
+            head_dim = inner // heads
+        inner = heads * head_dim
+        channels = inner + 2 * number("mamba_n_groups", "n_groups") * state
+    else:  # Mamba 1, as in Jamba
+        inner = channels = number("mamba_expand") * number("hidden_size")
+    return (kernel - 1) * channels * model_bytes + inner * state * recurrent_bytes
 
 
 def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:

@@ -4,6 +4,8 @@
 Only whole blocks count, and the last token is never part of a hit. Hits are touched and loaded. Computed blocks are
 offered chunk by chunk, in portions by the connector's own rule. Refused ones are offered again in each later step and
 at the end, when the whole prefix is touched.
+A model with recurrent states keeps one at the last whole block of each prompt, as vLLM does unless it is told to keep
+more, and a hit ends where there is one.
 ``tests/integration/test_simulator_agrees.py`` compares it with the reference engine and the connector, block for block.
 The caller supplies clock and manager: with virtual ones it is a simulator (``driver.py``), with a real manager over
 real memory it is a replay (``bench/placement.py``).
@@ -15,7 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext, StepWork
+from kvoffload.base import (
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    StepWork,
+    get_offload_block_hash,
+    make_offload_key,
+)
+from kvoffload.config import GroupKind
+from kvoffload.connector.groups import GroupGeometry, find_hit
 from kvoffload.connector.offers import Turnover, offer_in_portions
 from kvoffload.connector.requests import PortionState
 from kvoffload.sim.device_cache import DeviceCache
@@ -44,11 +56,29 @@ class Hit:
     disk: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The keys of one prompt's whole blocks."""
+
+    path: list[OffloadKey]
+    states: tuple[list[OffloadKey], ...]
+    """By group of states: the key of the state at each block's end."""
+
+    @property
+    def keys(self) -> list[OffloadKey]:
+        """Group after group."""
+        return [*self.path, *(key for group in self.states for key in group)]
+
+    def states_at(self, num_blocks: int) -> list[OffloadKey]:
+        return [group[num_blocks - 1] for group in self.states] if num_blocks else []
+
+
 class Server:
     """Serves requests, one per call of ``serve``. While blocks are promoted it calls ``wait``, which returns when it
     may be worth looking them up again.
 
-    ``accesses`` (whole blocks asked for) and ``prefill_s`` (seconds of prefill) are totals so far.
+    ``accesses`` (whole blocks asked for), ``loaded`` (blocks and states loaded to the device) and ``prefill_s``
+    (seconds of prefill) are totals so far.
     """
 
     def __init__(
@@ -65,7 +95,9 @@ class Server:
         load_link: Link,
         device: DeviceCache | None,
         wait: Callable[[], None],
+        state_slots: int = 0,
     ) -> None:
+        """``state_slots``: blocks that a recurrent state takes; 0 for models with attention alone."""
         self._trace, self._keys, self._manager, self._clock = trace, keys, manager, clock
         self._turnover = Turnover(cpu_blocks)
         self._prefill_tokens_per_s = prefill_tokens_per_s
@@ -74,7 +106,12 @@ class Server:
         self._load_link = load_link
         self._device = device
         self._wait = wait
-        self.accesses = 0
+        tokens = trace.block_tokens
+        self._groups = (
+            GroupGeometry(0, GroupKind.FULL_ATTENTION, tokens, 1, tokens, 1),
+            *(GroupGeometry(1 + at, GroupKind.SINGLE_STATE, tokens, 1, tokens, 1) for at in range(state_slots)),
+        )
+        self.accesses = self.loaded = 0
         self.prefill_s = 0.0
 
     def serve(self, request: int) -> Hit:
@@ -82,16 +119,17 @@ class Server:
         prompt, output = int(trace.input_tokens[request]), int(trace.output_tokens[request])
         numbers = trace.blocks(request)
         whole = min(len(numbers), prompt // trace.block_tokens)
-        path = [self._keys[number] for number in numbers[:whole].tolist()]
+        asked = self._prompt([self._keys[number] for number in numbers[:whole].tolist()])
+        path = asked.path
         usable = min(whole, max(prompt - 1, 0) // trace.block_tokens)
         context = ReqContext(str(request))
         manager.on_new_request(context)
-        on_device = self._device.find_prefix(path[:usable]) if self._device is not None else 0
-        in_host, hit = self._found_below(path[on_device:usable], context)
-        loaded = path[on_device : on_device + hit]
-        total_hit = on_device + hit
+        on_device = self._find_on_device(asked, usable)
+        in_host, total_hit = self._found_below(asked, on_device, usable, context)
+        hit = total_hit - on_device
+        loaded = path[on_device:total_hit] + (asked.states_at(total_hit) if hit else [])
         if self._device is not None:
-            self._device.admit(path, on_device, total_hit)
+            self._device.admit(path, on_device, total_hit, asked.states_at(on_device), asked.states_at(total_hit))
         if loaded:
             manager.prepare_load(loaded, context)
             begin_s = clock.now_s
@@ -100,17 +138,17 @@ class Server:
                 StepWork(loaded_bytes=len(loaded) * self._block_bytes, load_seconds=clock.now_s - begin_s)
             )
         if total_hit:
-            manager.touch(path[:total_hit], context)
+            manager.touch(path[:total_hit] + asked.states_at(total_hit), context)
         if loaded:
             manager.complete_load(loaded, context)
-        offers = self._prefill(path, total_hit, prompt, output, context)
+        offers = self._prefill(asked, total_hit, prompt, output, context)
         if self._device is not None:
             self._device.release()
         last_step = offers.end_step()
         offers.offer(len(path))
         # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
         if path:
-            manager.touch(path, context)
+            manager.touch(asked.keys, context)
         manager.on_request_finished(context)
         if last_step:  # its stores end after the request
             manager.complete_store(last_step, context)
@@ -118,28 +156,53 @@ class Server:
             manager.on_schedule_end()
             offers.complete()
         self.accesses += whole
+        self.loaded += len(loaded)
         return Hit(on_device, min(in_host, hit), hit - min(in_host, hit))
 
-    def _found_below(self, path: list[OffloadKey], context: ReqContext) -> tuple[int, int]:
-        """(blocks that host memory had at first, length of the hit once all promotions have ended)."""
-        answers = self._manager.lookup_prefix(path, context)
-        in_host = next((at for at, answer in enumerate(answers) if answer is not True), len(answers))
-        while None in answers:
+    def _prompt(self, path: list[OffloadKey]) -> _Prompt:
+        hashes = [get_offload_block_hash(key) for key in path] if self._groups[1:] else []
+        return _Prompt(
+            path, tuple([make_offload_key(name, group.index) for name in hashes] for group in self._groups[1:])
+        )
+
+    def _find_on_device(self, asked: _Prompt, usable: int) -> int:
+        """Blocks at the head of the prompt that the device has, up to a state that it has."""
+        if self._device is None:
+            return 0
+        found = self._device.find_prefix(asked.path[:usable])
+        while found and not self._device.has(asked.states_at(found)):
+            found -= 1
+        return found
+
+    def _found_below(self, asked: _Prompt, on_device: int, usable: int, context: ReqContext) -> tuple[int, int]:
+        """(blocks that host memory had at first, blocks of the whole hit once all promotions have ended)."""
+        in_host: int | None = None
+
+        def ask(keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
+            nonlocal in_host
+            answers = self._manager.lookup_prefix(keys, context)
+            if in_host is None:  # attention is asked first
+                in_host = next((at for at, answer in enumerate(answers) if answer is not True), len(answers))
+            return answers
+
+        keys = (asked.path, *asked.states)
+        tokens = self._trace.block_tokens
+        while (hit := find_hit(self._groups, keys, ask, on_device * tokens, usable * tokens)) is None:
             self._manager.on_schedule_end()
             self._wait()
-            answers = self._manager.lookup_prefix(path, context)
-        self._manager.on_schedule_end()
-        return in_host, sum(answer is True for answer in answers)
+        if hit > on_device * tokens:
+            self._manager.on_schedule_end()  # without a load, the same step computes
+        return in_host or 0, hit // tokens
 
-    def _prefill(self, path: list[OffloadKey], first: int, prompt: int, output: int, context: ReqContext) -> _Offers:
+    def _prefill(self, asked: _Prompt, first: int, prompt: int, output: int, context: ReqContext) -> _Offers:
         """Computes the rest of the prompt, and offers the blocks of each chunk when it is computed.
 
         Blocks that were refused are offered again in each step of decoding, and when the request ends.
         """
-        clock, block_tokens = self._clock, self._trace.block_tokens
+        clock, block_tokens, path = self._clock, self._trace.block_tokens, asked.path
         tokens = prompt - first * block_tokens
         begin_s, seconds = clock.now_s, tokens / self._prefill_tokens_per_s
-        offers = _Offers(self._manager, path, first, context, self._turnover)
+        offers = _Offers(self._manager, asked, first, context, self._turnover)
         done = 0
         for stop in range(first + self._chunk_blocks, len(path) + self._chunk_blocks, self._chunk_blocks):
             stop = min(stop, len(path))
@@ -152,6 +215,9 @@ class Server:
             self._manager.on_schedule_end()
             if self._device is not None:
                 self._device.fill(path, stop)
+        offers.forget_states()
+        if self._device is not None and first < len(path):
+            self._device.keep(asked.states_at(len(path)))
         if done < tokens:
             self._note_step(tokens - done, 0, is_continued=bool(done))
         clock.advance_to(begin_s + seconds)
@@ -181,19 +247,26 @@ class Server:
 
 
 class _Portion(NamedTuple):
-    keys: list[OffloadKey]
+    blocks: list[OffloadKey]
     largest: int
     is_last: bool
+    states: list[OffloadKey]
+
+    @property
+    def keys(self) -> list[OffloadKey]:
+        return self.blocks + self.states
 
 
 class _Offers:
     """One request's offers for store. Each store takes less than a step: ``complete``, called before the next step is
-    planned, ends it."""
+    planned, ends it. The state at the last block's end is offered with that block, or never."""
 
     def __init__(
-        self, manager: OffloadingManager, path: list[OffloadKey], first: int, context: ReqContext, turnover: Turnover
+        self, manager: OffloadingManager, asked: _Prompt, first: int, context: ReqContext, turnover: Turnover
     ) -> None:
-        self._manager, self._path, self._context = manager, path, context
+        self._manager, self._path, self._context = manager, asked.path, context
+        self._in_use = asked.keys
+        self._states = asked.states_at(len(asked.path)) if first < len(asked.path) else []
         self._cursor = first
         self._turnover = turnover
         self._portions = PortionState()
@@ -218,20 +291,29 @@ class _Offers:
 
         def plan(max_blocks: int) -> _Portion | None:
             keys = self._path[self._cursor : min(self._cursor + max_blocks, stop)]
-            return _Portion(keys, len(keys), self._cursor + len(keys) == stop) if keys else None
+            with_states = self._states if self._cursor + len(keys) == len(self._path) else []
+            if not keys and not with_states:
+                return None
+            return _Portion(keys, max(len(keys), 1), self._cursor + len(keys) == stop, with_states)
 
         num_in_flight = len(self._in_flight)
         offer_in_portions(self._portions, self._manager, self._context, plan, self._accept)
         if len(self._in_flight) > num_in_flight and self._turnover.is_due(self._portions):
-            self._manager.touch(self._path, self._context)
-            self._turnover.touched(self._portions, len(self._path))
+            self._manager.touch(self._in_use, self._context)
+            self._turnover.touched(self._portions, len(self._in_use))
 
     def _accept(self, portion: _Portion, output: PrepareStoreOutput | None) -> bool:
         assert output is not None, "every portion of a trace has keys"
-        self._cursor += len(portion.keys)
+        self._cursor += len(portion.blocks)
+        if portion.states:
+            self._states = []
         self._in_flight += output.keys_to_store
         self._turnover.count(len(output.keys_to_store))
-        return bool(output.evicted_keys) and not set(self._path).isdisjoint(output.evicted_keys)
+        return bool(output.evicted_keys) and not set(self._in_use).isdisjoint(output.evicted_keys)
+
+    def forget_states(self) -> None:
+        """The step that named them is over."""
+        self._states = []
 
     def complete(self) -> None:
         """Ends the stores in flight."""
