@@ -22,4 +22,5 @@ BENCHES: tuple[str, ...] = (
     "crossings",
     "policies_mixed",
     "worth_loading",
+    "worth_loading_engine",
 )

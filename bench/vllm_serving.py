@@ -97,9 +97,9 @@ def step_overhead(model: str, short: bool) -> list[Row]:
 
 class Child:
     """A process with an engine in it, which answers questions one at a time. ``offload``: nothing, ``"cpu"``, or a
-    directory for a disk tier below that."""
+    directory for a disk tier below that. ``module`` has the engine and the answers."""
 
-    def __init__(self, model: str, offload: str) -> None:
+    def __init__(self, model: str, offload: str, module: str = "bench.vllm_serving") -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
@@ -110,7 +110,7 @@ class Child:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.vllm_serving", "--child", model, "--offload", offload],
+            [sys.executable, "-m", module, "--child", model, "--offload", offload],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first token of the reference engine with a throttled disk, with ``load_policy="cost"`` and ``"always"``, against
+the same engine without a disk.
+
+Requests arrive in bursts, each a document and a question. Each burst is served by every way before the next one: an
+engine without a disk, a second one like it, whose difference from the first is the noise, and for each speed of the
+disk one that always loads and one that weighs. Speeds are multiples of the engine's own: of the bytes of KV that it
+computes in a second. Device and host memory hold some of the documents, the disk all of them, and every engine has
+seen each twice before it is measured.
+
+The model is small, and its forward pass is stretched to ``TOKENS_PER_S`` by sleeping, as a processor waits for its
+accelerator. So a busy machine disturbs the figures little. ``--unpaced`` computes as fast as it can instead. ::
+
+    python -m bench.worth_loading_engine [--requests N] [--seed N] [--unpaced]
+
+prints the whole table. ``KVOFFLOAD_BENCH_DIR`` chooses the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.core import Row
+from kvoffload.base import OffloadKey
+from kvoffload.config import parse_config
+from kvoffload.engines.reference import Engine, EngineOptions, SamplingParams, build_random_model
+from kvoffload.tiering.options import STORES, DiskOptions
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.wrappers import StoreWrapper
+
+TOKENS_PER_S = 2500
+SPEEDS = (0.25, 1.0, 4.0)
+BUSY = 0.8
+"""Of a burst, the share of the time that an engine computes which finds nothing."""
+BURST = 6
+QUANTILES = (50, 90, 99)
+BLOCK_TOKENS = 16
+LAYERS = 8
+KV_BYTES_PER_TOKEN = LAYERS * 2 * 2 * 64 * 4
+DOCUMENTS, SHORTEST, LONGEST = 24, 256, 1024
+DEVICE_TOKENS, HOST_TOKENS = 4096, 4096
+PHASE_S, SETTLED_S = 90.0, 30.0
+"""How long a speed lasts, and within which time after it has changed the bounds must hold again."""
+
+
+class Link:
+    """Moves ``bytes_per_s`` in all. May be changed while it moves."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def move(self, num_bytes: int) -> None:
+        """Returns when so many bytes would have been moved, behind all that were asked for before."""
+        with self._lock:
+            end_s = max(self._free_at_s, time.monotonic()) + num_bytes / self.bytes_per_s
+            self._free_at_s = end_s
+        time.sleep(max(0.0, end_s - time.monotonic()))
+
+
+LINKS: dict[str, Link] = {}
+"""By the name of the tier."""
+
+
+class Linked(StoreWrapper):
+    """A store behind a ``Link``, which its reads and writes share."""
+
+    def __init__(self, inner: BlockStore, link: Link) -> None:
+        super().__init__(inner)
+        self._link = link
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        answers = self.inner.write(keys, blocks)
+        self._link.move(sum(block.nbytes for block in blocks))
+        return answers
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        answers = self.inner.read_into(keys, blocks)
+        self._link.move(sum(block.nbytes for block in blocks))
+        return answers
+
+
+class LinkedDiskOptions(DiskOptions, frozen=True, kw_only=True):
+    """``{"type": "linked_disk", ...}``: a local disk behind the link of the tier's name."""
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        return Linked(super().open_store(block_bytes, namespace), LINKS[self.label])
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request of a burst."""
+
+    at_s: float
+    prompt: list[int]
+
+
+@dataclass(slots=True)
+class Way:
+    """One engine, and the first tokens that it has given."""
+
+    name: str
+    engine: Engine
+    first_tokens_s: list[float] = field(default_factory=list)
+
+    def serve(self, asks: Sequence[Ask]) -> None:
+        """Serves a burst, and adds what it took from each request's arrival to its first token."""
+        start_s = time.perf_counter()
+        left, requests = list(asks), []
+        while left or self.engine.has_requests:
+            while left and time.perf_counter() - start_s >= left[0].at_s:
+                ask = left.pop(0)
+                request = self.engine.add_request(ask.prompt, SamplingParams(max_tokens=2))
+                requests.append((start_s + ask.at_s, request))
+            if self.engine.has_requests:
+                self.engine.step()
+            elif left:
+                time.sleep(max(0.0, start_s + left[0].at_s - time.perf_counter()))
+        for at_s, request in requests:
+            assert request.first_token_s is not None
+            self.first_tokens_s.append(request.first_token_s - at_s)
+
+    def quantiles(self) -> list[float]:
+        return quantiles_of(self.first_tokens_s)
+
+
+def quantiles_of(times_s: Sequence[float]) -> list[float]:
+    return [float(np.percentile(times_s, share)) for share in QUANTILES]
+
+
+class Workload:
+    """Documents that are asked about again and again, some more often than others."""
+
+    def __init__(self, seed: int, scale: float, tokens_per_s: float) -> None:
+        self._chance = random.Random(seed)
+        self._tokens_per_s = tokens_per_s
+        lengths = np.linspace(SHORTEST, LONGEST, DOCUMENTS).astype(int)
+        self.documents = [self._tokens(int(length * scale)) for length in self._chance.sample(list(lengths), DOCUMENTS)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._chance.randrange(2, 500) for _ in range(count)]
+
+    def burst(self) -> list[Ask]:
+        weights = [1 / (rank + 3) for rank in range(DOCUMENTS)]
+        asks, at_s = [], 0.0
+        for document in self._chance.choices(self.documents, weights, k=BURST):
+            asks.append(Ask(at_s, document + self._tokens(8)))
+            at_s += self._chance.expovariate(BUSY) * len(document) / self._tokens_per_s
+        return asks
+
+
+@contextmanager
+def ways(speeds: Sequence[float], pace: float | None) -> Iterator[tuple[list[Way], float]]:
+    """The engines, and the tokens that they compute in a second."""
+    import torch
+
+    torch.set_num_threads(1)
+    model = build_random_model(layers=LAYERS, hidden=128, heads=2, kv_heads=2, vocab=1024, context_tokens=2 * LONGEST)
+    if pace is not None:
+        stretch(model, pace)
+    options = EngineOptions(DEVICE_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS, max_batch_tokens=128, max_requests=BURST)
+    common = {"cpu_bytes_to_use": HOST_TOKENS * KV_BYTES_PER_TOKEN, "eviction_policy": "lru"}
+    STORES.register("linked_disk", LinkedDiskOptions)
+    with ExitStack() as stack:
+        place = tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR"))
+        directory = Path(stack.enter_context(place))
+
+        def make(name: str, **config: Any) -> Way:
+            return Way(name, stack.enter_context(Engine(model, options, parse_config({**common, **config}))))
+
+        found = [make("no disk"), make("no disk, again")]
+        tokens_per_s = _measured(found[1]) if pace is None else pace
+        for speed in speeds:
+            for policy in ("always", "cost"):
+                name = f"{policy} {speed:g}"
+                LINKS[name] = Link(speed * tokens_per_s * KV_BYTES_PER_TOKEN)
+                path = directory / name.replace(" ", "-")
+                tier = {"type": "linked_disk", "name": name, "path": str(path), "max_bytes": "1GiB"}
+                found.append(make(name, spec_name="TieringOffloadingSpec", secondary_tiers=[tier], load_policy=policy))
+        yield found, tokens_per_s
+
+
+def stretch(model: Any, tokens_per_s: float) -> None:
+    """The forward pass takes as long as it would at so many tokens a second."""
+    began: list[float] = []
+
+    def begin(module: Any, args: Any, kwargs: Any) -> None:
+        began.append(time.perf_counter())
+
+    def end(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        num_tokens = (args[0] if args else kwargs["input_ids"]).numel()
+        time.sleep(max(0.0, began.pop() + num_tokens / tokens_per_s - time.perf_counter()))
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end, with_kwargs=True)
+
+
+def _measured(way: Way) -> float:
+    """Tokens that the engine computes in a second."""
+    workload = Workload(1, 1.0, 1.0)
+    speeds = []
+    for prompt in workload.documents[:9]:
+        begin_s = time.perf_counter()
+        request = way.engine.add_request(prompt, SamplingParams(max_tokens=1))
+        while way.engine.has_requests:
+            way.engine.step()
+        assert request.finished_s is not None
+        speeds.append(len(prompt) / (request.finished_s - begin_s))
+    return statistics.median(speeds)
+
+
+def warm_up(found: Sequence[Way], workload: Workload) -> None:
+    for _ in range(2):
+        for document in workload.documents:
+            for way in found:
+                way.serve([Ask(0.0, document)])
+    for way in found:
+        way.first_tokens_s.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Quantiles of the first token at one speed of the disk."""
+
+    speed: str
+    without: list[float]
+    again: list[float]
+    always: list[float]
+    cost: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [cost / without for cost, without in zip(self.cost, self.without, strict=True)]
+
+    @property
+    def noise(self) -> list[float]:
+        return [again / without for again, without in zip(self.again, self.without, strict=True)]
+
+    @property
+    def gains(self) -> list[float]:
+        """What cost gains as a share of what always gains, where that is 5 % at least."""
+        both = zip(self.without, self.always, self.cost, strict=True)
+        return [(without - cost) / (without - always) for without, always, cost in both if always < 0.95 * without]
+
+
+def compare(
+    short: bool,
+    num_requests: int,
+    seed: int,
+    pace: float | None = TOKENS_PER_S,
+    speeds: Sequence[float] = SPEEDS,
+) -> list[Compared]:
+    """Each speed lasts for the whole run."""
+    speeds = speeds[-1:] if short else speeds
+    with ways(speeds, pace) as (found, tokens_per_s):
+        workload = Workload(seed, 0.1 if short else 1.0, tokens_per_s)
+        if not short:
+            warm_up(found, workload)
+        order = random.Random(seed)
+        for _ in range(-(-num_requests // BURST)):
+            burst = workload.burst()
+            for way in order.sample(found, len(found)):
+                way.serve(burst)
+        by_name = {way.name: way.quantiles() for way in found}
+    return [
+        Compared(
+            f"{speed:g}", by_name["no disk"], by_name["no disk, again"], by_name[f"always {speed:g}"],
+            by_name[f"cost {speed:g}"],
+        )
+        for speed in speeds
+    ]  # fmt: skip
+
+
+def compare_changing(short: bool, seed: int, pace: float | None = TOKENS_PER_S) -> list[Compared]:
+    """A disk of 4 times the engine's speed, that is an eighth of it for a while. Requests that arrive within
+    ``SETTLED_S`` of a change are left out."""
+    phases = (("4, then less", 4.0), ("1/8 for a while", 0.125), ("4 again", 4.0))
+    phase_s, settled_s = (0.0, 0.0) if short else (PHASE_S, SETTLED_S)
+    compared = []
+    with ways([4.0], pace) as (found, tokens_per_s):
+        workload = Workload(seed, 0.1 if short else 1.0, tokens_per_s)
+        if not short:
+            warm_up(found, workload)
+        order = random.Random(seed)
+        for name, speed in phases:
+            for link in ("always 4", "cost 4"):
+                LINKS[link].bytes_per_s = speed * tokens_per_s * KV_BYTES_PER_TOKEN
+            for way in found:
+                way.first_tokens_s.clear()
+            begin_s = time.perf_counter()
+            while True:
+                burst = workload.burst()
+                is_settled = time.perf_counter() >= begin_s + settled_s
+                for way in order.sample(found, len(found)):
+                    way.serve(burst)
+                    if not is_settled:
+                        way.first_tokens_s.clear()
+                if is_settled and time.perf_counter() >= begin_s + phase_s:
+                    break
+            compared.append(Compared(name, *(way.quantiles() for way in found)))
+    return compared
+
+
+def run(short: bool) -> list[Row]:
+    num_requests = BURST if short else 300
+    compared = [*compare(short, num_requests, seed=1), *compare_changing(short, seed=2)]
+    rows = []
+    for each in compared:
+        name, median_ms = f"disk, by the engine's speed: {each.speed}", each.cost[0] * 1e3
+        noise = ", ".join(f"{ratio:.2f}" for ratio in each.noise)
+        text = f"no disk, worst quantile (another without: {noise})"
+        rows.append(Row("worth_loading_engine", name, median_ms, "ms", text, max(each.ratios), "<= 1.05"))
+        if each.speed.startswith("4") and each.gains:
+            gain = max(min(each.gains), 1e-3)
+            rows.append(Row("worth_loading_engine", name, median_ms, "ms", "gain of always, worst", gain, ">= 0.9"))
+    return rows
+
+
+def table(compared: Sequence[Compared]) -> str:
+    lines = ["| disk | no disk | `always` | `cost` | `cost` / no disk | share of the gain | noise |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for each in compared:
+        cells = [" / ".join(f"{s * 1e3:.0f}" for s in times) for times in (each.without, each.always, each.cost)]
+        cells += [" / ".join(f"{value:.2f}" for value in values) for values in (each.ratios, each.gains, each.noise)]
+        lines.append(f"| {each.speed} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What is worth loading, on the reference engine.")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--unpaced", action="store_true", help="Compute as fast as the processor can.")
+    parser.add_argument("--part", choices=("steady", "changing", "both"), default="both")
+    parser.add_argument("--speeds", type=float, nargs="+", default=SPEEDS, help="Of the disk, for the steady part.")
+    options = parser.parse_args()
+    pace = None if options.unpaced else float(TOKENS_PER_S)
+    found = [] if options.part == "changing" else compare(False, options.requests, options.seed, pace, options.speeds)
+    if options.part != "steady":
+        found += compare_changing(False, options.seed, pace)
+    print(table(found))
