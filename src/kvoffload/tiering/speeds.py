@@ -112,10 +112,12 @@ class PrefillSpeedEstimator:
 
     A step's duration is seen only from when later steps are decided: the next one, or, where an engine decides one step
     ahead of its results, the one after that. So it is the longer of the two intervals that follow it, and both count
-    only if the engine did not idle in between. Among large steps, larger ones count for more. What a small step takes is
-    mostly overhead, so small ones can show that the engine is faster than the large ones say, and never that it is
-    slower. Otherwise an engine whose prompts are mostly found would look slow, load whatever it finds, compute only
-    what is left of prompts, and so look slow. Before the first such step ``tokens_per_s`` is what is ``expected``, if anything is.
+    only if the engine did not idle in between.
+
+    Among large steps, larger ones count for more. What a small step takes is mostly overhead, so small ones can show
+    that the engine is faster than the large ones say, and never that it is slower. Otherwise an engine whose prompts
+    are mostly found would look slow, load whatever it finds, compute only what is left of prompts, and so look slow.
+    Before the first such step ``tokens_per_s`` is what is ``expected``, if anything is.
     """
 
     def __init__(self, clock: Callable[[], float], expected: float | None = None) -> None:
