@@ -176,6 +176,31 @@ def write_mamba2(directory: Path) -> SmallModel:
     return SmallModel(str(directory), num_layers=4, kv_heads=0, num_groups=1)
 
 
+def write_qwen3_next(directory: Path) -> SmallModel:
+    """Three layers of linear attention (gated delta rule) and one of attention, with few experts. Heads of 128,
+    and bfloat16 when it runs: vLLM's CPU kernels take nothing else."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **_COMMON,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=128,  # so large that a state fits into a block of 32 tokens
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+    )
+    _write(Qwen3NextForCausalLM, config, directory)
+    return SmallModel(str(directory), num_layers=4, kv_heads=4, num_groups=4)
+
+
 def _write(model_class: Any, config: Any, directory: Path) -> None:
     import torch
 

@@ -229,6 +229,16 @@ def test_states_that_were_not_shown_to_be_right_are_refused(
 
 
 @pytest.mark.vllm
+def test_short_convolutions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
+    states = mamba(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
+    with pytest.raises(ConfigError, match="short convolutions"):
+        refuse_unsupported(vllm_config(), kv_cache_config(attention(), states))
+
+
+@pytest.mark.vllm
 def test_states_need_a_vllm_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: False)
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.engines.vllm.harness import HAS_VLLM, Baseline, run_child, states_baseline
-from tests.engines.vllm.models import SmallModel, write_granite_hybrid, write_mamba2, write_nemotron_h
+from tests.engines.vllm.models import SmallModel, write_granite_hybrid, write_mamba2, write_nemotron_h, write_qwen3_next
 from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP, STATE_PROMPT_TOKENS
 from tests.engines.vllm.test_serving import assert_idle
 
@@ -114,3 +114,28 @@ def test_a_restarted_engine_finds_its_states_on_disk(
     assert after["metrics"]["promotions|ok"] == 6 * 10
     assert_idle(before["idle"])
     assert_idle(after["idle"])
+
+
+@pytest.mark.long
+def test_linear_attention_in_bfloat16_after_a_restart(tmp_path: Path) -> None:
+    """Rounding depends on batches, so one prompt is served at a time, in the same chunks each time."""
+    (tmp_path / "model").mkdir()
+    model = write_qwen3_next(tmp_path / "model")
+    options = {"family": "states", "dtype": "bfloat16"} | ONE_BLOCK_A_STEP | {"max_num_seqs": 1}
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": "2MiB",
+        "load_policy": "always",
+        "secondary_tiers": [{"type": "disk", "path": str(tmp_path / "blocks"), "max_bytes": "64MiB"}],
+    }
+    before = run_child("disk", model=model.path, extra=extra, **options)
+    after = run_child("disk", model=model.path, extra=extra, **options)
+    alone = run_child("baseline", model=model.path, **options)
+
+    for seen in (before, after):
+        assert seen["tokens"] == {name: alone[name]["tokens"] for name in seen["tokens"]}
+        assert_idle(seen["idle"])
+    assert set(before["cached"].values()) == {0}
+    # vLLM makes blocks of 64 tokens here, so that a state fits into one.
+    assert set(after["cached"].values()) == {256}
+    assert after["metrics"]["load_blocks|single_state"] == 6 * 3

@@ -75,6 +75,11 @@ def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
         raise ConfigError(
             "This model has recurrent states, which vLLM keeps only with its prefix cache: add --enable-prefix-caching."
         )
+    if spec.mamba_type.name == "SHORT_CONV":
+        raise ConfigError(
+            "This model has short convolutions (LFM2), which were not shown to be right after a load: serve it without "
+            "kvoffload."
+        )
     if vllm_config.speculative_config is not None:
         raise ConfigError(
             "kvoffload cannot vouch for recurrent states under speculative decoding, where a rejected draft rolls them "
