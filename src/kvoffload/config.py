@@ -7,7 +7,6 @@ with a suggestion.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -109,8 +108,10 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
     _at_least("block_size", config.block_size if config.block_size is not None else 1, 1)
     _at_least("store_threshold", config.store_threshold, 0)
     _at_least("max_tracker_size", config.max_tracker_size, 1)
-    if config.prefill_tokens_per_s is not None and not 0 < config.prefill_tokens_per_s < math.inf:
-        raise ConfigError(f"prefill_tokens_per_s must be a positive number, not {config.prefill_tokens_per_s}.")
+    if config.prefill_tokens_per_s is not None and not 1e-3 <= config.prefill_tokens_per_s <= 1e12:
+        raise ConfigError(
+            f"prefill_tokens_per_s must be a number from 0.001 to 1e12, not {config.prefill_tokens_per_s}."
+        )
     if not config.max_wait_s >= 0:
         raise ConfigError(f"max_wait_s must be 0 or more seconds, not {config.max_wait_s}.")
     for name in ("claim_share", "promotion_share"):

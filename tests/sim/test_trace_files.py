@@ -46,6 +46,12 @@ def test_mooncake_form(tmp_path: Path) -> None:
     assert len(set(trace.keys())) == 5
 
 
+def test_the_device_of_our_own_traces_and_other_fields_of_that_name(tmp_path: Path) -> None:
+    for machine, device_blocks in (({"device_blocks": 5}, 5), ({"device_blocks": 5.0}, 0), ({}, 0), ("host-1", 0)):
+        path = write(tmp_path / "trace.jsonl", line(machine=machine))
+        assert load_trace(path).device_blocks == device_blocks
+
+
 def test_bailian_form_chains_single_block_hashes(tmp_path: Path) -> None:
     def chat(number: int, parent: int, second: float, ids: list[int]) -> dict[str, Any]:
         lengths = {"input_length": 16 * len(ids) - 3, "output_length": 1}

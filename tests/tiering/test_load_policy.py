@@ -154,6 +154,17 @@ def test_nobody_waits_for_little(num_blocks: int, is_worth_waiting: bool) -> Non
     assert answers == ([None, None, False] if is_worth_waiting else [False])
 
 
+def test_blocks_that_nobody_may_wait_for_are_no_reason_not_to_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(num_tiers=2)
+    machine.learn(read_s=0.1)
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", BLOCK_BYTES)
+    blocks = prefix(300, of="a")
+    machine.below(blocks[:2], 0)
+    machine.below(blocks[2:], 1)
+    # Of the second tier, which was never measured, one block is read, to measure it.
+    assert machine.ask(blocks, machine.start("r")) == [None] * 3 + [False]
+
+
 def test_what_is_there_is_used_although_the_rest_is_not_worth_waiting_for() -> None:
     machine = Machine()
     machine.learn(read_s=1.5)

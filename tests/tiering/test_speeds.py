@@ -134,6 +134,16 @@ def test_an_engine_does_not_look_slow_because_most_of_its_prompts_are_found() ->
     assert engine.speed.tokens_per_s == pytest.approx(10_000, rel=0.01)
 
 
+def test_what_small_steps_showed_long_ago_says_nothing_of_an_engine_that_slowed_down() -> None:
+    engine = Engine()
+    for _ in range(4):
+        engine.step(2000, seconds=0.2)
+        engine.step(500, seconds=0.05)
+    for _ in range(40):
+        engine.step(2000, seconds=0.8)  # contexts are long now, and every step is full
+    assert engine.speed.tokens_per_s == pytest.approx(2_500, rel=0.01)
+
+
 def test_one_large_slow_step_is_not_believed_for_long() -> None:
     engine = Engine()
     engine.step(8000, seconds=80)  # it warms up

@@ -40,12 +40,6 @@ _BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 _WIDEST = 1 << 63
 
 
-class _Machine(msgspec.Struct):
-    """What ``record_trace`` writes of the server into the first line, as far as it matters here."""
-
-    device_blocks: int | None = None
-
-
 class _Line(msgspec.Struct):
     """One line of a file. Unknown fields are ignored."""
 
@@ -57,7 +51,8 @@ class _Line(msgspec.Struct):
     block_tokens: int | None = None
     chat_id: int | None = None
     parent_chat_id: int | None = None
-    machine: _Machine | None = None
+    machine: Any = None
+    """In the first line: what ``record_trace`` writes of the server. Others may mean something else by the name."""
 
 
 def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
@@ -107,7 +102,8 @@ class _Reader:
         if not self.lines:
             self._is_bailian = line.chat_id is not None
             self._stated_tokens = line.block_tokens
-            self._device_blocks = max(line.machine.device_blocks or 0, 0) if line.machine is not None else 0
+            device_blocks = line.machine.get("device_blocks") if isinstance(line.machine, dict) else None
+            self._device_blocks = max(device_blocks, 0) if isinstance(device_blocks, int) else 0
         scale = 1.0 if self._is_bailian else 1e-3
         self.lines.append(number)
         self._times.append(line.timestamp * scale)

@@ -244,7 +244,8 @@ class LoadCosts:
         if not choice.wait_s:
             return choice
         at_once = pick(runs[:1]) if places[0][0] == HERE else Choice(0, 0.0, 0.0)
-        num_later = sum(run.num_blocks for run in runs) - at_once.num_blocks
+        expected = sum(run.num_blocks for run in runs if sources[run.source].first_s < math.inf)
+        num_later = expected - at_once.num_blocks
         gain_s = choice.saved_s - at_once.saved_s
         return choice if gain_s >= LEAST_GAIN * num_later * self._compute_s(tokens) else at_once
 

@@ -42,6 +42,9 @@ __all__ = [
     "parse_tiers",
 ]
 
+_FASTEST = 10**15
+"""Bytes in a second that are more than any link moves."""
+
 _LARGE = 2
 """A tier this many times as large as the primary tier can hold a copy of all of it (docs/design/0010-placement.md)."""
 
@@ -100,7 +103,7 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         """``read_bytes_per_s`` as a number."""
         if self.read_bytes_per_s is None:
             return None
-        return parse_bytes(self.read_bytes_per_s, f"read_bytes_per_s of the {self.type!r} tier")
+        return min(parse_bytes(self.read_bytes_per_s, f"read_bytes_per_s of the {self.type!r} tier"), _FASTEST)
 
     @property
     def directory(self) -> str | None:

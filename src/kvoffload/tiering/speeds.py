@@ -130,6 +130,7 @@ class PrefillSpeedEstimator:
         """The largest step, and when there was a large one last."""
         self._speeds = [0.0, 0.0]
         """By the large steps, and by the small ones."""
+        self._was_small_s = 0.0
         self._steps: list[tuple[float, StepWork]] = []
         """The last steps, at most two, without a pause between them."""
 
@@ -156,4 +157,8 @@ class PrefillSpeedEstimator:
             self._largest_tokens, self._was_large_s = max(self._largest_tokens, tokens), now_s
         samples = (self._small if is_small else self._large).add(tokens, seconds)
         self._speeds[is_small] = weighted_median([(size / took_s, size) for size, took_s in samples])
+        if is_small:
+            self._was_small_s = now_s
+        elif now_s - self._was_small_s >= _WINDOW_S:
+            self._speeds[True] = 0.0  # what small steps showed long ago says nothing against the large ones of today
         self.tokens_per_s = max(self._speeds)

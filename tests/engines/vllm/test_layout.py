@@ -258,6 +258,8 @@ def test_groups_windows_and_sizes() -> None:
     assert layout.hash_block_tokens == 16
     assert layout.instance_id == "engine"
     assert layout.device_tokens == 9 * 16 // 2, "the groups share ten blocks, one of which is never used"
+    no_cache = vllm_config(cache_config__enable_prefix_caching=False)
+    assert layout_of(no_cache, kv_cache_config(attention()), CONFIG).device_tokens == 0
 
 
 @pytest.mark.vllm

@@ -180,7 +180,9 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, 
             f"vLLM's --prefix-caching-hash-algo {algorithm} gives other hashes in every process: use sha256, or set "
             "the environment variable PYTHONHASHSEED to the same number for all of them."
         ),
-        device_tokens=_device_tokens(kv_cache_config.num_blocks, groups),
+        device_tokens=(
+            _device_tokens(kv_cache_config.num_blocks, groups) if vllm_config.cache_config.enable_prefix_caching else 0
+        ),
     )
 
 

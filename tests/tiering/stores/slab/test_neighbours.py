@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.tiering.stores.slab.rig import (
@@ -32,7 +33,9 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.root import CONTROL_DIR, Access
 from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab import slabs as slabs_module
 from kvoffload.tiering.stores.slab.directory import root_lock
+from kvoffload.tiering.stores.slab.file import SlabFile
 
 KEYS = keys_of(*range(100))
 
@@ -121,6 +124,31 @@ class TestReading:
             assert right(theirs, *KEYS[10:14]) == set(KEYS[10:14]), "found while looking"
         assert theirs.stats().corrupt_blocks == 0
         assert set(theirs.take_evicted()) == set(KEYS[:4])
+
+    def test_a_block_that_was_evicted_and_written_again_meanwhile_is_no_corruption(
+        self, open_store, monkeypatch
+    ) -> None:
+        """Both entries are of one second, and equal. In between the slot had another block, which was read."""
+        mine, theirs = open_store(), open_store()
+        monkeypatch.setattr(slabs_module, "time", SimpleNamespace(time_ns=lambda: 10**18))
+        write(mine, KEYS[0])
+        mine.refresh()
+        theirs.refresh()
+        with mine._upkeep.lock, theirs._upkeep.lock:  # neither thread helps
+            mine.discard([KEYS[0]])
+            write(mine, KEYS[1])
+            read_entries = SlabFile.read_entries
+
+            def read_late(file: SlabFile, first: int, count: int) -> bytearray:
+                monkeypatch.setattr(SlabFile, "read_entries", read_entries)
+                mine.discard([KEYS[1]])
+                write(mine, KEYS[0])
+                return read_entries(file, first, count)
+
+            monkeypatch.setattr(SlabFile, "read_entries", read_late)
+            assert right(theirs, KEYS[0]) == {KEYS[0]}
+        assert SlabFile.read_entries is read_entries
+        assert theirs.stats().corrupt_blocks == 0
 
     def test_a_neighbours_bad_block_is_a_miss_until_it_is_written_anew(self, open_store, tmp_path: Path) -> None:
         mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
