@@ -57,14 +57,15 @@ def test_another_requests_state_changes_the_tokens() -> None:
             engine.drain()
             engine.reset_cache(offloaded=False)
             requests = [engine.add_request(prompt, SAMPLING) for prompt in prompts]
-            while any(request.state in (State.WAITING, State.LOADING) for request in requests):
-                assert all(request.num_computed_tokens in (0, 40) for request in requests)
-                plan = engine._scheduler.schedule()
-                assert not plan.scheduled and engine._connector is not None and engine._worker is not None
-                engine._worker.start_step(engine._connector.build_connector_meta(plan.for_connector))
-                engine._worker.end_step()
+            plan = engine._scheduler.schedule()
+            assert not plan.scheduled and engine._connector is not None and engine._worker is not None
+            assert {request.state for request in requests} == {State.LOADING}
+            engine._worker.start_step(engine._connector.build_connector_meta(plan.for_connector))
+            engine._worker.end_step()
+            while any(request.state is State.LOADING for request in requests):  # nothing runs before both have loaded
                 outcome = engine._connector.update_connector_output(engine._worker.get_report())
                 engine._scheduler.take_outcome(outcome)
+            assert all(request.num_computed_tokens == 40 for request in requests)
             if spoil:
                 blocks = [engine._kv_cache.table(request)[1][9] for request in requests]
                 states = engine._runner.pools[1]
