@@ -54,14 +54,11 @@ class PresenceIndex:
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         self._asking: set[OffloadKey] = set()
         # Keys that a call which hangs asks for or reads: no other call is risked for them.
-        self.hanging: set[OffloadKey] = set()
-        """Others only test whether there are any."""
+        self._hanging: set[OffloadKey] = set()
         self.to_ask: list[OffloadKey] = []
         """Keys to ask the store for. Others only test whether there are any; ``take_keys_to_ask`` takes them."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
-        self.has_unseen = False
-        """``forget_unseen`` has something to do."""
         self._events = None if self._present.is_exact else PendingEvents(medium)
 
     def __repr__(self) -> str:
@@ -86,7 +83,7 @@ class PresenceIndex:
 
         ``is_complete``: every key in the store was added here, so that an unknown key is absent.
         """
-        if self.hanging and key in self.hanging:
+        if self._hanging and key in self._hanging:
             return False
         if key in self._present:
             return True
@@ -130,12 +127,13 @@ class PresenceIndex:
 
     def begin_hang(self, keys: Iterable[OffloadKey]) -> None:
         """A call for ``keys`` hangs. Until ``end_hang`` they are absent, and not asked for."""
-        self.hanging.update(keys)
-        self._asking.difference_update(self.hanging)
+        self._hanging.update(keys)
+        self._asking.difference_update(self._hanging)
 
     def end_hang(self, keys: Iterable[OffloadKey]) -> None:
         """The call has returned. Does nothing for keys of which no call hung."""
-        self.hanging.difference_update(keys)
+        if self._hanging:
+            self._hanging.difference_update(keys)
 
     def sample(self, count: int, start: int, besides: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Up to ``count`` present keys, none of ``besides``; others for another ``start``."""
@@ -201,19 +199,16 @@ class PresenceIndex:
     def begin_scan(self) -> None:
         """A scan of the store begins. Every key that it finds will be added."""
         self._present.begin_scan()
-        self.has_unseen = False
 
     def end_scan(self) -> None:
         """The scan has found everything. Keys that were present before it, and were not added since it began, are gone;
         ``forget_unseen`` removes them."""
         self._present.end_scan()
-        self.has_unseen = not self.is_exact
 
     def forget_unseen(self) -> list[OffloadKey]:
         """Removes the next such keys, at most 256, and returns them. Call it again and again; without a scan it does
         nothing."""
         unseen = [key for key in self._present.take_unseen() if key not in self._storing]
-        self.has_unseen = self._present.has_unseen
         if unseen:
             self.remove(unseen)
         return unseen
@@ -280,11 +275,6 @@ class _RememberedKeys:
     def end_scan(self) -> None:
         self._num_swept = 0
 
-    @property
-    def has_unseen(self) -> bool:
-        """Not all shards were looked at since the last scan."""
-        return self._num_swept < len(self._shards)
-
     def take_unseen(self) -> list[OffloadKey]:
         """Some of the keys that the last scan did not find. They count as found from now on, so that no call returns
         them again."""
@@ -316,7 +306,7 @@ class _ResidentKeys:
     """The same of a store that knows its own keys. What is reported is only compared with what the store has now."""
 
     is_exact = True
-    has_forgotten = has_unseen = False
+    has_forgotten = False
 
     def __init__(self, keys: Collection[OffloadKey]) -> None:
         self._keys = keys

@@ -93,14 +93,17 @@ class IoResult:
     """What the work raised; only if it ``FAILED``."""
     is_last: bool
     """The task has no other open slice: it has ended."""
-    keys: Sequence[OffloadKey]
-    """The slice's blocks."""
     outcomes: Sequence[bool]
     """Of the slice's items; all ``False`` unless it is ``DONE``."""
     seconds: float = 0.0
     """How long the work took, in real time; 0 if it never began or has not ended."""
     ended_s: float = 0.0
     """When the slice ended, by the runner's clock; 0 while it has not."""
+
+    @property
+    def keys(self) -> Sequence[OffloadKey]:
+        """The slice's blocks."""
+        return self.task.keys[self.start : self.stop]
 
 
 class TierRunner:
@@ -190,10 +193,8 @@ class TierRunner:
             self.num_open_slices -= 1
             self._backlog[task.queue] -= part.stop - part.start
             is_last = not task.num_open_slices
-            keys = task.keys[part.start : part.stop]
-            results.append(
-                IoResult(task, part.start, part.stop, status, error, is_last, keys, outcomes, seconds, part.ended_s)
-            )
+            ended_s = part.ended_s
+            results.append(IoResult(task, part.start, part.stop, status, error, is_last, outcomes, seconds, ended_s))
         return results + self._check_deadlines()
 
     def _check_deadlines(self) -> list[IoResult]:
@@ -216,19 +217,7 @@ class TierRunner:
             for queue in self._queues[: IoQueue.UPKEEP]:
                 while queue and queue[0].since_s < late_since_s:
                     self._cancel(queue.popleft())
-        return [
-            IoResult(
-                part.task,
-                part.start,
-                part.stop,
-                IoStatus.OVERDUE,
-                error=None,
-                is_last=False,
-                keys=part.task.keys[part.start : part.stop],
-                outcomes=(),
-            )
-            for part in overdue
-        ]
+        return [IoResult(part.task, part.start, part.stop, IoStatus.OVERDUE, None, False, ()) for part in overdue]
 
     def num_overdue(self, queues: Iterable[IoQueue] = tuple(IoQueue)) -> int:
         """Slices that are overdue and still run."""

@@ -58,6 +58,11 @@ class _Window:
             self._samples.popleft()
         return [sample for _, sample in self._samples]
 
+    @property
+    def newest_s(self) -> float:
+        """When the last one was added."""
+        return self._samples[-1][0] if self._samples else float("-inf")
+
 
 def fit_link(samples: Sequence[tuple[float, float]]) -> LinkSpeed:
     """The line through samples of (bytes, seconds): Tukey's resistant line, through the medians of the smallest third
@@ -126,11 +131,9 @@ class PrefillSpeedEstimator:
         """Prompt tokens of running requests that the last step left for later ones."""
         self._clock = clock
         self._large, self._small = _Window(clock), _Window(clock)
-        self._largest_tokens, self._was_large_s = 0, 0.0
-        """The largest step, and when there was a large one last."""
+        self._largest_tokens = 0
         self._speeds = [0.0, 0.0]
         """By the large steps, and by the small ones."""
-        self._was_small_s = 0.0
         self._steps: list[tuple[float, StepWork]] = []
         """The last steps, at most two, without a pause between them."""
 
@@ -150,15 +153,13 @@ class PrefillSpeedEstimator:
 
     def _add(self, tokens: int, seconds: float) -> None:
         now_s = self._clock()
-        if now_s - self._was_large_s >= _LARGEST_S:
+        if now_s - self._large.newest_s >= _LARGEST_S:
             self._largest_tokens = 0
         is_small = tokens < _LARGE * self._largest_tokens
-        if not is_small:
-            self._largest_tokens, self._was_large_s = max(self._largest_tokens, tokens), now_s
         samples = (self._small if is_small else self._large).add(tokens, seconds)
         self._speeds[is_small] = weighted_median([(size / took_s, size) for size, took_s in samples])
-        if is_small:
-            self._was_small_s = now_s
-        elif now_s - self._was_small_s >= _WINDOW_S:
-            self._speeds[True] = 0.0  # what small steps showed long ago says nothing against the large ones of today
+        if not is_small:
+            self._largest_tokens = max(self._largest_tokens, tokens)
+            if now_s - self._small.newest_s >= _WINDOW_S:
+                self._speeds[True] = 0.0  # what small steps showed long ago says nothing against large ones of today
         self.tokens_per_s = max(self._speeds)

@@ -177,8 +177,7 @@ class StoreTier(SecondaryTierManager):
 
         def ended(result: IoResult) -> None:
             self._record(self._reads, result)
-            if self._index.hanging:
-                self._index.end_hang(result.keys)
+            self._index.end_hang(result.keys)
             if result.status is not IoStatus.DONE:
                 self._index.record_no_answer(result.keys)
                 return
@@ -277,8 +276,7 @@ class StoreTier(SecondaryTierManager):
     def _load_slice_ended(self, result: IoResult) -> None:
         keys = result.keys
         self._record(self._reads, result)
-        if self._index.hanging:
-            self._index.end_hang(keys)
+        self._index.end_hang(keys)
         missing = [key for key, is_loaded in zip(keys, result.outcomes, strict=True) if not is_loaded]
         num_loaded = len(keys) - len(missing)
         self._num_loaded += num_loaded
@@ -320,7 +318,7 @@ class StoreTier(SecondaryTierManager):
     def on_schedule_end(self) -> None:
         self._scan_budget = _SCANNED_PER_STEP
         self._poll()
-        if self._index.has_unseen and not self._scanned and (gone := self._index.forget_unseen()):
+        if not self._scanned and (gone := self._index.forget_unseen()):
             self._record_loss(gone, "removed")
         if self._index.to_ask:
             self._submit_lookups()

@@ -368,5 +368,4 @@ def hash_in(entry: bytes | bytearray) -> int:
 
 def _hashed_in(entry: bytes | bytearray) -> HashedKey:
     """As much of the key's hash as an entry has, which is as much as the index asks for."""
-    probe = bytes(entry[PROBE_AT:])
-    return HashedKey(int.from_bytes(probe[:4], "little"), probe)
+    return HashedKey(hash_in(entry), bytes(entry[PROBE_AT:]))
