@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from bench.core import Row, thread_medians
 from kvoffload.base import OffloadKey, ReqContext, make_offload_key
+from kvoffload.config import OffloadingConfig
 from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.cpu.policies.arc import ARCCachePolicy
 from kvoffload.cpu.policies.density import DensityCachePolicy
@@ -148,7 +149,8 @@ def run(short: bool) -> list[Row]:
     for policy in TARGETS:
         rows.extend(_memory_rows(policy, 5_000 if short else 700_000))
         rows.append(_pinned_row(policy, 2_000 if short else 100_000, repeats=3 if short else 9))
-    rows += _watching_rows(2_000 if short else 100_000, steps=5 if short else 150, repeats=3 if short else 31)
+    for policy in ("lru", OffloadingConfig(cpu_bytes_to_use=0).eviction_policy):
+        rows += _watching_rows(policy, 2_000 if short else 100_000, 5 if short else 150, 3 if short else 31)
     return rows
 
 
@@ -173,10 +175,10 @@ def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
     return rows
 
 
-def _watching_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
+def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> list[Row]:
     """The walk while a trace is recorded, so that every evicted block is written into the books of lost blocks; and the
     walk without either books or histograms, which are otherwise always there."""
-    walks = [Walk(num_blocks, partial(Managed, "lru", by_prefix=True)) for _ in range(3)]
+    walks = [Walk(num_blocks, partial(Managed, policy, by_prefix=True)) for _ in range(3)]
     assert isinstance(walks[1].stepper, Managed)
     walks[1].stepper.manager.watch_losses(LostBlocks())
 
@@ -195,7 +197,7 @@ def _watching_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
     return [
         Row(
             "control_plane",
-            f"lru, lookup_prefix, books of lost blocks, {name}",
+            f"{policy}, lookup_prefix, books of lost blocks, {name}",
             kept * scale,
             "ns/block",
             "without books",
@@ -204,7 +206,7 @@ def _watching_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
         ),
         Row(
             "control_plane",
-            f"lru, lookup_prefix, histograms, {name}",
+            f"{policy}, lookup_prefix, histograms, {name}",
             usual * scale,
             "ns/block",
             "histograms that do nothing",

@@ -63,3 +63,17 @@ def test_more_causes_than_there_are_numbers_are_not_recorded() -> None:
     found = lost.find([key(number) for number in range(300)])
     assert [loss.cause for loss in found if loss] == [f"cause {number}" for number in range(255)]
     assert lost.find([]) == []
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=9, unique=True))
+def test_keys_of_odd_lengths_never_have_a_cause_that_was_not_recorded(names: list[bytes]) -> None:
+    lost = LostBlocks()
+    keys = [OffloadKey(name) for name in names]
+    lost.record(keys, "evicted CPU")
+    causes = {loss.cause for loss in lost.find(keys) if loss}
+    assert causes == {"evicted CPU"}, "the keys of one call are found by the same call"
+    assert lost.find([key(1)]) == [None]
+    lost.record(keys[:1], "filtered")
+    (loss,) = lost.find(keys[:1])
+    assert loss is not None
+    assert loss.cause == "filtered"
