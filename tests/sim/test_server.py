@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 
 import pytest
 
+from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext, get_offload_group_idx
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link, VirtualClock
@@ -14,13 +16,19 @@ from kvoffload.sim.server import Hit, Server
 from kvoffload.sim.trace import Trace
 
 
-def server_of(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0) -> tuple[Server, VirtualClock]:
+def server_of(
+    trace: Trace,
+    cpu_blocks: int,
+    gpu_blocks: int = 0,
+    state_slots: int = 0,
+    manager: CPUOffloadingManager | None = None,
+) -> tuple[Server, VirtualClock]:
     """16 tokens of prefill a second (one block), 10 blocks loaded a second."""
     clock = VirtualClock()
     server = Server(
         trace,
         trace.keys(),
-        CPUOffloadingManager(cpu_blocks, "lru"),
+        manager or CPUOffloadingManager(cpu_blocks, "lru"),
         clock,
         cpu_blocks=cpu_blocks,
         prefill_tokens_per_s=16.0,
@@ -29,6 +37,7 @@ def server_of(trace: Trace, cpu_blocks: int, gpu_blocks: int = 0) -> tuple[Serve
         load_link=Link(1000.0, 0.0),
         device=DeviceCache(gpu_blocks) if gpu_blocks else None,
         wait=lambda: pytest.fail("host memory alone never defers a lookup"),
+        state_slots=state_slots,
     )
     return server, clock
 
@@ -52,3 +61,34 @@ def test_prefill_and_loads_take_their_time(trace_of: Callable[..., Trace]) -> No
     assert server.serve(1) == Hit(0, 2, 0)
     assert clock.now_s == pytest.approx(2.0 + 0.2 + 1.0)
     assert server.prefill_s == pytest.approx(3.0)
+
+
+class Watched(CPUOffloadingManager):
+    """Sums up the keys it is called with."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, "lru")
+        self.touched: Counter[int] = Counter()
+        self.stored: Counter[int] = Counter()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        self.touched += Counter(get_offload_group_idx(key) for key in keys)
+        super().touch(keys, req_context)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        self.stored += Counter(get_offload_group_idx(key) for key in keys)
+        return super().prepare_store(keys, req_context)
+
+
+def test_a_state_costs_keys_only_where_it_is_kept(trace_of: Callable[..., Trace]) -> None:
+    """A key for each block and slot of it would be tens of times the work of the attention."""
+    manager = Watched(1000)
+    prompt = list(range(30))
+    trace = trace_of([prompt[:10], prompt[:20], prompt])
+    server, _ = server_of(trace, 1000, gpu_blocks=5, state_slots=2, manager=manager)
+    trace.input_tokens[:] += 1
+    assert [server.serve(request).host for request in range(3)] == [0, 10, 20]
+    assert manager.stored == {0: 30, 1: 3, 2: 3}
+    # At its hit, when it has stored and at its end, a prompt touches states where it or an earlier one ended.
+    assert manager.touched[0] >= 10 + 20 + 30
+    assert manager.touched[1] == manager.touched[2] <= 3 * (1 + 2 + 3)

@@ -110,6 +110,7 @@ _LFM2 = {"conv_L_cache": 3, "hidden_size": 64}
         ),
         (_NEMOTRON | {"hybrid_override_pattern": "M-M*-ME*"}, 2, 3, _MAMBA2_BYTES),
         (_LFM2 | {"full_attn_idxs": [2, 5, 7]}, 3, 5, 2 * 2 * 64),
+        (_MAMBA2 | {"model_type": "bamba", "attn_layer_indices": [1, 4]}, 2, 6, _MAMBA2_BYTES),
         (_LINEAR | {"full_attention_interval": 4}, 2, 6, _LINEAR_BYTES),  # Qwen3-Next
         (_JAMBA | {"attn_layer_period": 4, "attn_layer_offset": 2}, 2, 6, 2 * (3 * 128 + 128 * 16)),
         (_MAMBA2 | {"model_type": "falcon_h1", "mamba_d_head": "auto", "mamba_d_ssm": 256}, 8, 8, _MAMBA2_BYTES),

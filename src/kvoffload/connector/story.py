@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadingManager
+from kvoffload.config import GroupKind
 from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
 from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
 from kvoffload.lost_blocks import Loss, LostBlocks
@@ -119,7 +120,7 @@ class StoryTeller:
         short = "too long" if state.portions.evicts_itself else None
         if has_no_room:
             # Its own stores may have kept all slots.
-            short = "too long" if sum(len(own.keys) for own in state.groups) > self._num_slots else "refused"
+            short = "too long" if self._surely_stored(state) > self._num_slots else "refused"
         ready_tokens = state.ready_tokens()
         for group, own in zip(self._geometry, state.groups, strict=True):
             ready = min(ready_tokens // group.block_tokens, len(own.keys))
@@ -128,6 +129,14 @@ class StoryTeller:
                 self.lost.record(own.keys[own.cursor : first_beyond], short)
             if first_beyond < ready:
                 self.lost.record(own.keys[first_beyond:ready], beyond)
+
+    def _surely_stored(self, state: RequestOffloadState) -> int:
+        """Blocks that the whole request stores at the least. Most states are never kept, and blocks behind a window may
+        be gone before they are offered."""
+        blocks = dict.fromkeys(GroupKind, 0)
+        for group, own in zip(self._geometry, state.groups, strict=True):
+            blocks[group.kind] += len(own.keys)
+        return blocks[GroupKind.FULL_ATTENTION] or blocks[GroupKind.SLIDING_WINDOW]
 
     def _explain(self, state: RequestOffloadState, story: Story, begin: int, prompt_tokens: int) -> None:
         """Fills in why the prompt's tokens from ``begin`` on were missing."""

@@ -102,8 +102,9 @@ def _layers(path: Path, config: Mapping[str, Any]) -> _Layers:
     total = _number(path, config, "num_hidden_layers", "n_layer")
     if config.get("model_type") == "falcon_h1":
         return _Layers(total, total)
-    if isinstance(config.get("full_attn_idxs"), list):
-        attention = len(config["full_attn_idxs"])
+    indices = config.get("full_attn_idxs") or config.get("attn_layer_indices")  # LFM2 or Bamba
+    if isinstance(indices, list):
+        attention = len(indices)
     elif config.get("full_attention_interval"):
         attention = total // _number(path, config, "full_attention_interval")
     elif config.get("attn_layer_period"):  # Jamba

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from kvoffload.base import (
     OffloadingManager,
@@ -61,16 +61,46 @@ class _Prompt:
     """The keys of one prompt's whole blocks."""
 
     path: list[OffloadKey]
-    states: tuple[list[OffloadKey], ...]
-    """By group of states: the key of the state at each block's end."""
+    states: tuple[_StateKeys, ...]
+    """By group of states."""
+    ends: list[int]
+    """Numbers of blocks, ascending, behind which a state may have been kept: those where some prompt ended. Empty for
+    models with attention alone."""
+
+    @property
+    def num_keys(self) -> int:
+        """Those that the connector has: it knows not where a state was kept."""
+        return len(self.path) * (1 + len(self.states))
 
     @property
     def keys(self) -> list[OffloadKey]:
-        """Group after group."""
-        return [*self.path, *(key for group in self.states for key in group)]
+        """Group after group, without those of states that nobody kept."""
+        return [*self.path, *(group[end - 1] for group in self.states for end in self.ends)]
 
     def states_at(self, num_blocks: int) -> list[OffloadKey]:
         return [group[num_blocks - 1] for group in self.states] if num_blocks else []
+
+
+class _StateKeys(Sequence[OffloadKey]):
+    """The key of a group's state at each block's end, made when it is asked for: few of them ever are."""
+
+    def __init__(self, path: list[OffloadKey], group: int) -> None:
+        self._path, self._group = path, group
+
+    def __len__(self) -> int:
+        return len(self._path)
+
+    @overload
+    def __getitem__(self, index: int) -> OffloadKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[OffloadKey]: ...
+    def __getitem__(self, index: int | slice) -> OffloadKey | list[OffloadKey]:
+        if isinstance(index, slice):
+            return [self._key(of) for of in self._path[index]]
+        return self._key(self._path[index])
+
+    def _key(self, of: OffloadKey) -> OffloadKey:
+        return make_offload_key(get_offload_block_hash(of), self._group)
 
 
 class Server:
@@ -111,6 +141,7 @@ class Server:
             GroupGeometry(0, GroupKind.FULL_ATTENTION, tokens, 1, tokens, 1),
             *(GroupGeometry(1 + at, GroupKind.SINGLE_STATE, tokens, 1, tokens, 1) for at in range(state_slots)),
         )
+        self._ends: set[OffloadKey] = set()
         self.accesses = self.loaded = 0
         self.prefill_s = 0.0
 
@@ -160,19 +191,20 @@ class Server:
         return Hit(on_device, min(in_host, hit), hit - min(in_host, hit))
 
     def _prompt(self, path: list[OffloadKey]) -> _Prompt:
-        hashes = [get_offload_block_hash(key) for key in path] if self._groups[1:] else []
-        return _Prompt(
-            path, tuple([make_offload_key(name, group.index) for name in hashes] for group in self._groups[1:])
-        )
+        states = tuple(_StateKeys(path, group.index) for group in self._groups[1:])
+        if states and path:
+            self._ends.add(path[-1])
+        return _Prompt(path, states, [end for end, key in enumerate(path, 1) if key in self._ends] if states else [])
 
     def _find_on_device(self, asked: _Prompt, usable: int) -> int:
         """Blocks at the head of the prompt that the device has, up to a state that it has."""
         if self._device is None:
             return 0
         found = self._device.find_prefix(asked.path[:usable])
-        while found and not self._device.has(asked.states_at(found)):
-            found -= 1
-        return found
+        if not asked.states:
+            return found
+        ends = (end for end in reversed(asked.ends) if end <= found)
+        return next((end for end in ends if self._device.has(asked.states_at(end))), 0)
 
     def _found_below(self, asked: _Prompt, on_device: int, usable: int, context: ReqContext) -> tuple[int, int]:
         """(blocks that host memory had at first, blocks of the whole hit once all promotions have ended)."""
@@ -265,7 +297,7 @@ class _Offers:
         self, manager: OffloadingManager, asked: _Prompt, first: int, context: ReqContext, turnover: Turnover
     ) -> None:
         self._manager, self._path, self._context = manager, asked.path, context
-        self._in_use = asked.keys
+        self._in_use, self._num_in_use = asked.keys, asked.num_keys
         self._states = asked.states_at(len(asked.path)) if first < len(asked.path) else []
         self._cursor = first
         self._turnover = turnover
@@ -300,7 +332,7 @@ class _Offers:
         offer_in_portions(self._portions, self._manager, self._context, plan, self._accept)
         if len(self._in_flight) > num_in_flight and self._turnover.is_due(self._portions):
             self._manager.touch(self._in_use, self._context)
-            self._turnover.touched(self._portions, len(self._in_use))
+            self._turnover.touched(self._portions, self._num_in_use)
 
     def _accept(self, portion: _Portion, output: PrepareStoreOutput | None) -> bool:
         assert output is not None, "every portion of a trace has keys"

@@ -69,10 +69,10 @@ _OPENED: list[tuple[GatedStore, FaultyStore]] = []
 class Recorded:
     """An engine with 16 slots of host memory above a tier of plain files, whose requests are recorded."""
 
-    def __init__(self, root: Path, max_batch_tokens: int = 256, **config: Any) -> None:
+    def __init__(self, root: Path, max_batch_tokens: int = 256, family: str = "llama", **config: Any) -> None:
         self.path = root / "trace.jsonl"
         options = EngineOptions(num_blocks=GPU_BLOCKS, block_tokens=BLOCK_TOKENS, max_batch_tokens=max_batch_tokens)
-        model = tiny_model("llama")
+        model = tiny_model(family)
         with Engine(model, options) as bare:
             slot_bytes = bare.layout.block_bytes(1)
         self.engine = Engine(
@@ -201,6 +201,22 @@ def test_a_prompt_that_is_stored_at_once_is_too_long_too(make: MakeRecorded) -> 
     stored = story["found"]["CPU"]
     assert 0 < stored <= SLOTS * BLOCK_TOKENS
     assert story["missed"] == {"too long": 2 * SLOTS * BLOCK_TOKENS - stored, "tail": 1}
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "gemma3_text", "mistral"])
+def test_slots_that_others_took_are_no_fault_of_the_prompt(make: MakeRecorded, family: str) -> None:
+    """Its blocks of attention would fit. Those of states and windows, of which not all are stored, do not count."""
+    recorded = make(family=family, secondary_tiers=[], spec_name="CPUOffloadingSpec")
+    stores = recorded.handlers["GPU", "CPU"]
+    stores.is_held = True
+    for token in range(2, 7):
+        recorded.finish(recorded.add(token, num_blocks=4))
+    recorded.finish(recorded.add(1, num_blocks=SLOTS * 5 // 8))
+    stores.is_held = False
+    recorded.engine.drain()
+    (asked,) = recorded.ask(1, num_blocks=SLOTS * 5 // 8)
+    (story,) = recorded.stories(asked)
+    assert story["missed"] == {"refused": SLOTS * 5 // 8 * BLOCK_TOKENS, "tail": 1}
 
 
 def test_the_device_in_the_trace_is_the_one_that_served(tmp_path: Path, make: MakeRecorded) -> None:
