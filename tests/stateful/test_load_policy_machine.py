@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tests.tiering.rig import BLOCK_BYTES, Rig, content, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, StepWork
 from kvoffload.testing.fake_tier import FakeTier
+from kvoffload.tiering import promotions
 from kvoffload.tiering.load_policy import PATIENCE, PROBE_INTERVAL_S, BlockWorth
 
 TOKENS = 10
@@ -29,8 +31,10 @@ class LoadPolicyMachine(RuleBasedStateMachine):
     """Each tier reads its jobs one after the other, at its speed of the moment. Every chain of blocks is asked for by
     one request, and lies in one tier."""
 
-    @initialize(num_tiers=st.integers(1, 2))
-    def begin(self, num_tiers: int) -> None:
+    @initialize(num_tiers=st.integers(1, 2), read_at=st.sampled_from([1024, 1]))
+    def begin(self, num_tiers: int, read_at: int) -> None:
+        self.reading = patch.object(promotions, "_READ_AT", read_at)
+        self.reading.start()
         policies = [OffloadPolicy.BLOCK_LEVEL] * num_tiers
         self.rig = Rig(48, policies, block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,)), max_wait_s=1e6)
         self.read_s = dict.fromkeys(self.rig.tiers, 0.3)
@@ -116,7 +120,8 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         if since_s is None:
             since_s, queue_s = self.rig.clock(), self.queued_tokens / TOKENS * COMPUTE_S
             self.waiting[req_id] = (context, blocks, since_s, queue_s)
-        answers = self.rig.ask(blocks, context)
+        answers = list[bool | None]()
+        self._submitting(lambda: answers.extend(self.rig.ask(blocks, context)))
         if None in answers:
             knows_speed = ("prefill_tokens_per_second",) in self.rig.manager.get_stats()
             waited_s = self.rig.clock() - since_s
@@ -209,6 +214,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self._end_everything()
             self.rig.manager.shutdown()
+            self.reading.stop()
 
 
 TestLoadPolicyMachine = LoadPolicyMachine.TestCase

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from tests.tiering.rig import Rig, content, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.testing.fake_tier import FakeTier
-from kvoffload.tiering import CascadeMode, JobMetadata
+from kvoffload.tiering import CascadeMode, JobMetadata, promotions
 
 CHAINS = ("a", "b")
 LENGTH = 7
@@ -55,6 +56,7 @@ class TieringMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([1, 1, 2]),
         shares=st.sampled_from([(0.75, 0.75), (0.5, 0.75), (1.0, 1.0), (0.2, 0.4)]),
         below=st.tuples(*[st.tuples(chains, lengths)] * 2),
+        read_at=st.sampled_from([1024, 3, 1]),
     )
     def build(
         self,
@@ -65,7 +67,10 @@ class TieringMachine(RuleBasedStateMachine):
         threshold: int,
         shares: tuple[float, float],
         below: tuple[tuple[str, int], tuple[str, int]],
+        read_at: int,
     ) -> None:
+        self.reading = patch.object(promotions, "_READ_AT", read_at)
+        self.reading.start()
         self.rig = Rig(
             num_blocks,
             policies,
@@ -372,6 +377,7 @@ class TieringMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
+        self.reading.stop()
         for transfer in self.stores:
             self.manager.complete_store(transfer.keys, transfer.context)
         self.stores.clear()

@@ -9,6 +9,7 @@ import pytest
 from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 
 from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.tiering import JobMetadata, promotions
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -34,11 +35,14 @@ def rigs(rng: random.Random) -> list[Rig]:
     return made
 
 
-def state(rig: Rig) -> object:
+def state(rig: Rig, in_parts: bool) -> object:
+    """``in_parts``: a prefix may be read in several jobs, which are in the log one block at a time."""
     resident = {
         key: block.is_ready for name in "ab" for key in prefix(14, of=name) if (block := rig.primary.slots.get(key))
     }
     log = [(call.name, call.req_id, call.keys) for tier in rig.tiers for call in tier.log]
+    if in_parts:
+        log = [(name, req_id, (key,)) for name, req_id, keys in log for key in keys]
     return (
         resident,
         log,
@@ -47,8 +51,10 @@ def state(rig: Rig) -> object:
     )
 
 
+@pytest.mark.parametrize("read_at", [1024, 2])
 @pytest.mark.parametrize("seed", range(60))
-def test_answers_and_effects_are_those_of_the_loop(seed: int) -> None:
+def test_answers_and_effects_are_those_of_the_loop(seed: int, read_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "_READ_AT", read_at)
     rng = random.Random(seed)
     left, right = rigs(rng)
     contexts = [ReqContext(f"r{number}") for number in range(4)]
@@ -80,7 +86,7 @@ def test_answers_and_effects_are_those_of_the_loop(seed: int) -> None:
                 rig.clock.advance(1.0)
             rig.step()
         assert len(answers) == 0 or answers[left] == answers[right]
-        assert state(left) == state(right)
+        assert state(left, read_at < 1024) == state(right, read_at < 1024)
 
 
 def test_a_prefix_is_reserved_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +104,48 @@ def test_a_prefix_is_reserved_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rig.primary, "prepare_write", reserve)
     assert rig.ask(prefix(40), rig.start("r")) == [None] * 40
     assert evictions == [40]
+
+
+def test_a_long_prefix_is_read_while_the_rest_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "_READ_AT", 16)
+    rig = Rig(64)
+    rig.below(prefix(40))
+    request, seen = rig.start("r"), list[int]()
+    lookup = rig.tier.lookup
+
+    def look(key: OffloadKey, context: ReqContext) -> bool | None:
+        seen.append(sum(len(job.keys) for job in rig.tier.jobs.values()))
+        return lookup(key, context)
+
+    monkeypatch.setattr(rig.tier, "lookup", look)
+    assert rig.ask(prefix(40), request) == [None] * 40
+    assert seen == [0] * 16 + [16] * 16 + [32] * 8
+    rig.step()
+    jobs = [job.keys for job in rig.tier.jobs.values()]
+    assert [len(keys) for keys in jobs] == [16, 16, 8]
+    assert [key for keys in jobs for key in keys] == prefix(40), "each block once"
+    rig.finish()
+    assert rig.ask(prefix(40), request) == [True] * 40
+
+
+def test_a_job_that_is_refused_during_a_lookup_is_a_miss_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "_READ_AT", 16)
+    rig = Rig(64)
+    rig.below(prefix(40))
+    request, submit, jobs = rig.start("r"), rig.tier.submit_load, list[JobMetadata]()
+
+    def refuse_the_second(job: JobMetadata) -> None:
+        jobs.append(job)
+        if len(jobs) == 2:
+            raise OSError("broken")
+        submit(job)
+
+    monkeypatch.setattr(rig.tier, "submit_load", refuse_the_second)
+    assert rig.ask(prefix(40), request) == [None] * 40
+    rig.step()
+    rig.finish()
+    assert rig.ask(prefix(40), request) == [True] * 16 + [False]
+    rig.manager.check_invariants()
 
 
 def test_a_block_that_the_run_before_it_evicts_is_a_miss() -> None:

@@ -23,6 +23,9 @@ from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 
 __all__ = ["Claims", "Lookups", "Promotions", "RequestState", "WaitingRequests"]
 
+_READ_AT = 1024
+"""A run of so many blocks is read while the rest of its prefix is being looked up."""
+
 OnReserved = Callable[[int, Collection[OffloadKey]], None]
 """Called after each reservation with its number of blocks and the keys that it evicted."""
 
@@ -493,7 +496,7 @@ class Lookups:
         Such misses gather in ``run``. The invariant: nothing that the run's reservation could change has been looked
         at since the run began. So the run is promoted before the loop looks at one of its own keys again, before a
         block that the primary tier has (the run may evict it), before anything that a limit refuses, and when it has
-        used up the room that is certain to be there.
+        used up the room that is certain to be there. A long run is promoted as well, and its loads go out at once.
         """
         look, context = self._primary.lookup, request.context
         is_impatient = self._waiting.is_over(request)
@@ -516,6 +519,10 @@ class Lookups:
                 if tier is not None and len(run) < room and key not in self._claims:
                     run[key] = tier
                     answers.append(None)
+                    if len(run) >= _READ_AT:
+                        if not self._promote_run(request, run, answers):
+                            return answers
+                        self._promotions.submit(request)
                     continue
                 if run and not self._promote_run(request, run, answers):
                     return answers
