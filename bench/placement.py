@@ -148,7 +148,7 @@ def replay(
     ``check`` is called after every request.
     """
     memory = Memory(num_blocks, block_bytes)
-    primary = CPUPrimaryTierOffloadingManager(num_blocks, memory)
+    primary = CPUPrimaryTierOffloadingManager(num_blocks, memory, "lru")
     quota = num_blocks * BlockFormat("", block_bytes).file_bytes + USAGE_FILE_BYTES
     tier = build_tier({"type": "fs", "path": folder, "max_bytes": quota, "exclusive": True}, primary.kv_view)
     manager = FilledManager(memory, primary, [tier], cascade=[cascade])
@@ -199,6 +199,7 @@ def simulated_hit_rate(trace: Trace, cascade: CascadeMode, num_blocks: int) -> f
         num_blocks,
         1,
         disk_blocks=num_blocks,
+        policy="lru",
         cascade=cascade,
         chunk_tokens=CHUNK_TOKENS,
         disk_read_bytes_per_s=1e15,

@@ -262,6 +262,12 @@ class OffloadingManager(ABC):
                 break
         return answers
 
+    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Whether lookups may find ``keys`` in the end, in order, up to the first ``False``; ``None``: not known (yet).
+        Unlike a lookup it promotes nothing, makes nobody wait and is no use of a block. ``False`` only if a lookup
+        would say so too."""
+        return [None] * len(keys)
+
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pins ``keys``, each of which ``lookup`` found (``True``) in this step. Returns where they lie, in order."""

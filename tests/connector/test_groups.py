@@ -126,6 +126,21 @@ def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
     assert all(groups[group].is_reachable(block, unit) for group, block in tier.asked), "asked for what nobody stores"
 
 
+@settings(max_examples=by_size(quick=200, thorough=2000))
+@given(cases())
+def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(case: Case) -> None:
+    """As the scheduler side does: first by peeks, for which what is in a tier counts as there, then by lookups."""
+    groups, answers, computed, most = case
+    anywhere = Tier([[answer is not False for answer in blocks] for blocks in answers])
+    possible = find_hit(groups, anywhere.keys, anywhere.ask, computed, most)
+    assert possible == by_trying_all(groups, anywhere.answers, computed, most)
+    assert possible is not None
+    tier = Tier(answers)
+    assert find_hit(groups, tier.keys, tier.ask, computed, possible) == by_trying_all(groups, answers, computed, most)
+    for group, block in tier.asked:
+        assert block in groups[group].blocks_to_find(computed, possible)
+
+
 def test_a_deferred_block_does_not_stop_the_questions() -> None:
     tier = Tier([[True, None, None, True, None, False, True]])
     assert find_hit(geometry(full()), tier.keys, tier.ask, 0, 27) is None

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from tests.tiering.rig import Memory
 
@@ -26,19 +28,21 @@ class Setup:
         num_gpu_blocks: int = 100,
         cache_policy: str = "lru",
         policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
+        kinds: Sequence[GroupKind] = (GroupKind.FULL_ATTENTION,),
     ) -> None:
         memory = Memory(num_slots)
         self.clock = ManualClock()
         self.tier = FakeTier(memory.create_kv_memoryview(), policy=policy)
         primary = CPUPrimaryTierOffloadingManager(num_slots, memory, cache_policy, enable_events=True)
         self.manager = TieringOffloadingManager(primary, [self.tier], clock=self.clock)
-        group = KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, PAGE_BYTES)
+        groups = tuple(KVGroupLayout(kind, BLOCK_TOKENS, PAGE_BYTES) for kind in kinds)
         self.engine = FakeEngine(
             self.manager,
-            EngineLayout((group,), BLOCK_TOKENS, "test"),
+            EngineLayout(groups, BLOCK_TOKENS, "test"),
             OffloadingConfig(cpu_bytes_to_use=num_slots * PAGE_BYTES),
             num_gpu_blocks=num_gpu_blocks,
             num_slots=num_slots,
+            keeps_all_states=False,
         )
         self.tier.primary_kv_view = memoryview(self.engine.slots[0])
         self.num_requests = 0
@@ -103,6 +107,22 @@ def test_many_requests_with_different_prefixes_below_all_finish(cache_policy: st
     setup.finish(*requests, max_steps=60)
     setup.drain()
     assert setup.engine.connector.get_stats()["hit_tokens",] - before >= 40 * BLOCK_TOKENS
+
+
+def test_attention_behind_the_last_state_is_not_promoted() -> None:
+    setup = Setup(num_gpu_blocks=190, kinds=(GroupKind.FULL_ATTENTION, GroupKind.SINGLE_STATE))
+    setup.finish(setup.ask(1, 12), max_steps=40)
+    setup.finish(setup.ask(1, 20), max_steps=40)  # states after 12 and 20 blocks
+    setup.finish(setup.ask(2, 90), max_steps=60)  # pushes them out of host memory
+    setup.drain()
+    setup.engine.pool.forget_all()
+    before = setup.manager.get_stats()
+    again = setup.ask(1, 18)
+    setup.finish(again, max_steps=20)
+    after = setup.manager.get_stats()
+    assert setup.engine.connector.get_stats()["hit_tokens",] == 12 * BLOCK_TOKENS
+    assert after["promotions", "ok"] - before["promotions", "ok"] == 12 + 1
+    setup.drain()
 
 
 def test_a_hung_tier_costs_a_wait_and_no_more() -> None:

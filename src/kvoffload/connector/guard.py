@@ -60,6 +60,9 @@ class GuardedManager(OffloadingManager):
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return self._guard([False] if keys else [], self.manager.lookup_prefix, keys, req_context)
 
+    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return self._guard([None] * len(keys), self.manager.peek, keys, req_context)
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         try:
             return self.manager.prepare_load(keys, req_context)

@@ -78,6 +78,8 @@ class RequestOffloadState:
     """A load of another request for which this one waited, once, instead of loading the same blocks itself."""
     asked: bool = False
     """The engine asked for hits, and has not reported yet which GPU blocks it allocated upon the answer."""
+    possible_hit: int | None = None
+    """The most tokens that a hit can have, by what is anywhere, while its lookup has no answer; ``None``: not known."""
     deferred_since_s: float | None = None
     """When the lookup that has no answer yet was made first."""
     lookup_wait_s: float = 0.0

@@ -64,6 +64,7 @@ class OffloadingConnectorScheduler:
         self._clock = clock
         self._num_ranks = layout.num_ranks
         self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
+        self._is_hybrid = any(group.kind is not GroupKind.FULL_ATTENTION for group in self._geometry)
         self._requests: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(layout.num_ranks)
         num_blocks = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
@@ -199,6 +200,7 @@ class OffloadingConnectorScheduler:
 
     def _record_wait(self, state: RequestOffloadState) -> None:
         """The lookup has an answer."""
+        state.possible_hit = None
         if state.deferred_since_s is not None:
             state.lookup_wait_s += self._clock() - state.deferred_since_s
             state.deferred_since_s = None
@@ -207,12 +209,20 @@ class OffloadingConnectorScheduler:
             self._recording.answered(state)
 
     def _find_hit(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
+        """The longest hit, or ``None`` while a lookup has no answer. Lookups promote what they find. So where a hit
+        needs windows or states too, no attention is looked up behind the last of them that is anywhere."""
         state.extend_keys(self._geometry)
         ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=state.context)
         if state.failed_keys:
             ask = functools.partial(self._ask_unless_failed, state)
         most = min(state.request.num_tokens - 1, computed_tokens + self._max_load_tokens(state))
-        hit = find_hit(self._geometry, [group.keys for group in state.groups], ask, computed_tokens, most)
+        keys = [group.keys for group in state.groups]
+        if self._is_hybrid:
+            if state.possible_hit is None:
+                peek: AskBlocks = functools.partial(self._manager.peek, req_context=state.context)
+                state.possible_hit = find_hit(self._geometry, keys, peek, computed_tokens, most)
+            most = most if state.possible_hit is None else min(most, state.possible_hit)
+        hit = find_hit(self._geometry, keys, ask, computed_tokens, most)
         if hit is not None and hit > computed_tokens and self._should_await_load(state, computed_tokens, hit):
             return None
         return hit

@@ -485,6 +485,15 @@ class CPUOffloadingManager(OffloadingManager):
                 answer(True if block.pins >= 0 else None)
         return answers
 
+    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        answers: list[bool | None] = []
+        for first in range(0, len(keys), _RUN):
+            for block in self.slots.get_all(keys[first : first + _RUN]):
+                answers.append(block is not None)
+                if block is None:
+                    return answers
+        return answers
+
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Marks a prefix as just used. All that an announced request does with a block is one use of it: a block that
         it stored or touched before becomes the most recent again, but policies do not count another use."""

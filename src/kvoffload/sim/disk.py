@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from kvoffload.cpu.manager import CPUOffloadingManager
@@ -57,26 +58,43 @@ class VirtualMemory:
         return memoryview(bytearray(1)).cast("B", (1, 1))
 
 
+class _Write(NamedTuple):
+    end_s: float
+    job: JobMetadata
+    keys: list[OffloadKey]
+    """Blocks that the disk did not have."""
+    num_admitted: int
+    """The job's first blocks that were not dropped."""
+
+
 class SimDisk(SecondaryTierManager):
     """Reads and writes on two ``Link``s and evicts its least recently used blocks.
 
     A ``CPUOffloadingManager`` serves as the index of its blocks. As in real stores, reads and writes are uses in a
-    job's order, so a job's last block is the most recent.
+    job's order, so a job's last block is the most recent. As in ``StoreTier``, at most ``max_backlog_blocks`` wait to
+    be written or are being written, and the rest of a job is dropped.
 
     A job ends when the virtual clock has passed its end. ``read_blocks`` and ``written_blocks`` count successes,
     ``ever_written`` collects the keys of written blocks.
     """
 
     def __init__(
-        self, num_blocks: int, block_bytes: int, read_link: Link, write_link: Link, clock: VirtualClock
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        read_link: Link,
+        write_link: Link,
+        clock: VirtualClock,
+        max_backlog_blocks: int,
     ) -> None:
         super().__init__(VirtualMemory().create_kv_memoryview(), "disk")
         self._index = CPUOffloadingManager(num_blocks, "lru")
         self._block_size_bytes = block_bytes
         self._read_link, self._write_link, self._clock = read_link, write_link, clock
         self._reads: deque[tuple[float, JobMetadata, list[OffloadKey]]] = deque()
-        self._writes: deque[tuple[float, JobMetadata, list[OffloadKey]]] = deque()
+        self._writes: deque[_Write] = deque()
         self._refused: list[JobResult] = []
+        self._max_backlog, self._backlog = max_backlog_blocks, 0
         self.read_blocks = self.written_blocks = 0
         self.ever_written: set[OffloadKey] = set()
 
@@ -96,15 +114,16 @@ class SimDisk(SecondaryTierManager):
         self._index.touch(keys)
 
     def submit_store(self, job: JobMetadata) -> None:
-        keys = job.keys[::-1]
+        keys = job.keys[: self._max_backlog - self._backlog][::-1]
         self._index.touch(keys)
-        reserved = self._index.prepare_store(keys, job.req_context)
+        reserved = self._index.prepare_store(keys, job.req_context) if keys else None
         if reserved is None:
             self._refused.append(JobResult(job.job_id, success=False))
             return
+        self._backlog += len(keys)
         wanted = reserved.keys_to_store
         end_s = self._write_link.queue(self._clock(), len(wanted) * self._block_size_bytes)
-        self._writes.append((end_s, job, wanted))
+        self._writes.append(_Write(end_s, job, wanted, len(keys)))
 
     def submit_load(self, job: JobMetadata) -> None:
         found = [key for key in job.keys if self._index.lookup(key, job.req_context) is True]
@@ -121,11 +140,13 @@ class SimDisk(SecondaryTierManager):
             self.read_blocks += len(keys)
             finished.append(JobResult(job.job_id, len(keys) == len(job.keys), keys, end_s))
         while self._writes and self._writes[0][0] <= self._clock():
-            end_s, job, keys = self._writes.popleft()
+            end_s, job, keys, num_admitted = self._writes.popleft()
             self._index.complete_store(keys)
+            self._backlog -= num_admitted
             self.written_blocks += len(keys)
             self.ever_written.update(keys)
-            finished.append(JobResult(job.job_id, success=True, ended_s=end_s))
+            is_whole = num_admitted == len(job.keys)
+            finished.append(JobResult(job.job_id, is_whole, None if is_whole else job.keys[:num_admitted], end_s))
         return finished
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -35,6 +35,7 @@ from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import BlockWorth, LoadPolicy
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import default_cascade
+from kvoffload.tiering.tier import default_max_backlog
 
 __all__ = ["SPEEDS", "SimConfig", "SimResult", "Speeds", "simulate"]
 
@@ -190,6 +191,7 @@ class _Driver:
                 Link(config.disk_read_bytes_per_s, config.disk_latency_s, slow=config.disk_slow),
                 Link(config.disk_write_bytes_per_s, config.disk_latency_s),
                 self._clock,
+                default_max_backlog(config.cpu_blocks),
             )
             primary = CPUPrimaryTierOffloadingManager(
                 config.cpu_blocks, VirtualMemory(), config.policy, store_threshold=config.store_threshold

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, overload
 
 from kvoffload.base import (
@@ -219,7 +220,12 @@ class Server:
 
         keys = (asked.path, *asked.states)
         tokens = self._trace.block_tokens
-        while (hit := find_hit(self._groups, keys, ask, on_device * tokens, usable * tokens)) is None:
+        most = usable * tokens
+        if asked.states:
+            peek = partial(self._manager.peek, req_context=context)
+            possible = find_hit(self._groups, keys, peek, on_device * tokens, most)
+            most = most if possible is None else possible
+        while (hit := find_hit(self._groups, keys, ask, on_device * tokens, most)) is None:
             self._manager.on_schedule_end()
             self._wait()
         if hit > on_device * tokens:

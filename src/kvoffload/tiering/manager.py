@@ -129,6 +129,11 @@ class TieringOffloadingManager(OffloadingManager):
             return self.primary_tier.lookup_prefix(keys, req_context)
         return self._lookups.prefix(self._request(req_context), keys)
 
+    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if not self._tiers:
+            return self.primary_tier.peek(keys, req_context)
+        return self._lookups.peek(self._request(req_context), keys)
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         # Pinned now: no claims are needed any more.

@@ -415,6 +415,20 @@ class Lookups:
             self._probe(request, keys[limit:], costs)
         return answers
 
+    def peek(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """What is somewhere of ``keys``, up to the first ``False``; only tiers notice. A block on its way is there."""
+        may_wait = not self._waiting.is_over(request)
+        answers: list[bool | None] = []
+        for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
+            answer: bool | None = block is not None
+            if not answer and may_wait:
+                tier, answer = self._tier_with(request, key)
+                answer = answer if tier is None else True
+            answers.append(answer)
+            if answer is False:
+                break
+        return answers
+
     def _walk_to(self, request: RequestState, keys: Sequence[OffloadKey], limit: int) -> list[bool | None]:
         """The answers for the first ``limit`` of ``keys``; the next one is a miss."""
         if limit >= len(keys):

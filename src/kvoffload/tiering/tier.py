@@ -26,7 +26,7 @@ from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.runner import READS, IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["StoreTier", "TierLimits"]
+__all__ = ["StoreTier", "TierLimits", "default_max_backlog"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,11 @@ _SCAN_SHARE = 4
 _PROBED_BLOCKS = 3
 _SLICE_BYTES = 4 << 20
 _MAX_SLICE_BLOCKS = 64
+
+
+def default_max_backlog(num_slots: int) -> int:
+    """``TierLimits.max_backlog_blocks`` for host memory of so many blocks."""
+    return max(64, num_slots // 4)
 
 
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +118,7 @@ class StoreTier(SecondaryTierManager):
         self._exclusive = exclusive
         self._clock = clock
         self._slots: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
-        self._max_backlog = limits.max_backlog_blocks or max(64, len(self._slots) // 4)
+        self._max_backlog = limits.max_backlog_blocks or default_max_backlog(len(self._slots))
         self._max_slice_blocks = store.batch_blocks or max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // self.block_bytes))
         threads = limits.threads or store.requests_in_flight
         self._runner = TierRunner(tier_type, threads, timeout_s=limits.timeout_s, clock=clock)
