@@ -130,14 +130,20 @@ class LoadStoreSpec(ABC):
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
     """A spec that names its bytes by block ids alone.
 
-    ``block_ids`` is any sequence of non-negative ints, kept as a one-dimensional int64 array in transfer order;
-    an id may occur more than once.
+    ``block_ids`` is any sequence of non-negative ints. It becomes a one-dimensional int64 array in transfer order when
+    it is read first, which is in the worker: the scheduler's thread only writes specs. An id may occur more than once.
     """
 
-    __slots__ = ("block_ids",)
+    __slots__ = ("_ids",)
 
     def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        self.block_ids: npt.NDArray[np.int64] = np.asarray(block_ids, dtype=np.int64)
+        self._ids: list[int] | npt.NDArray[np.int64]
+        self._ids = block_ids if isinstance(block_ids, np.ndarray) else list(block_ids)
+
+    @property
+    def block_ids(self) -> npt.NDArray[np.int64]:
+        self._ids = ids = np.asarray(self._ids, dtype=np.int64)
+        return ids
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()})"
@@ -160,10 +166,10 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         group_sizes: Sequence[int],
         block_indices: Sequence[int],
     ) -> None:
-        self.block_ids = np.asarray(block_ids, dtype=np.int64)
-        if sum(group_sizes) != len(self.block_ids):
+        super().__init__(block_ids)
+        if sum(group_sizes) != len(self._ids):
             raise ValueError(
-                f"group_sizes must add up to the number of block_ids: {list(group_sizes)} for {len(self.block_ids)}."
+                f"group_sizes must add up to the number of block_ids: {list(group_sizes)} for {len(self._ids)}."
             )
         if len(block_indices) != len(group_sizes):
             raise ValueError(

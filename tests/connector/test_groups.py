@@ -332,3 +332,19 @@ def test_a_window_with_a_speculative_head_needs_the_block_behind_a_boundary_too(
 def test_a_window_of_one_token_needs_no_earlier_one() -> None:
     (window,) = geometry(sliding(1))
     assert not any(window.is_reachable(block, 4) for block in range(8))
+
+
+@settings(max_examples=by_size(200, 2000))
+@given(data=st.data())
+def test_what_is_stored_of_a_run_of_blocks_is_what_is_stored_of_each(data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from([full(), full(8, lookahead=1), sliding(6), sliding(3, 2), sliding(9, 4, 1)]))
+    groups = geometry(layout, full(8), factor=data.draw(st.sampled_from([1, 2])))
+    group, unit = groups[0], hit_unit_tokens(groups)
+    ids = data.draw(st.lists(st.sampled_from([NO_BLOCK, 5, 6, 7, 8, 9]), max_size=24))
+    start = data.draw(st.integers(0, 8))
+    run = range(start, data.draw(st.integers(start, 9)))
+    computed = data.draw(st.integers(0, 80))
+    sources = {block: group.source_gpu_blocks(block, ids, computed) for block in run if group.is_reachable(block, unit)}
+    blocks, gpu_ids = group.blocks_to_store(run, ids, computed, unit)
+    assert list(blocks) == [block for block, own in sources.items() if own is not None]
+    assert gpu_ids == [each for own in sources.values() if own is not None for each in own]

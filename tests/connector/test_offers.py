@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from tests.connector.rig import SpyManager, key
+from tests.connector.rig import BT, FULL, Request, SpyManager, key
 
-from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
-from kvoffload.connector.offers import Turnover, offer_in_portions
-from kvoffload.connector.requests import UNLIMITED, PortionState
+from kvoffload.base import OffloadKey, OffloadPolicy, PrepareStoreOutput, ReqContext
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.connector.groups import geometry_of
+from kvoffload.connector.offers import Turnover, offer_in_portions, plan_offer, select_source
+from kvoffload.connector.requests import UNLIMITED, GroupState, PortionState, RequestOffloadState
 
 CONTEXT = ReqContext("r")
 
@@ -106,6 +108,36 @@ def test_a_portion_without_keys_is_passed_over_without_asking_the_manager() -> N
     assert offer_in_portions(request.state, request.manager, CONTEXT, lambda _: next(portions), accept)
     assert request.sizes == []
     assert request.state.max_blocks == UNLIMITED
+
+
+# ----------------------------------------------------------------------------------------- what is copied from where
+
+
+def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:
+    """Blocks of two GPU blocks and states of one; the manager takes any of what it is offered, in order."""
+    state_layout = KVGroupLayout(GroupKind.SINGLE_STATE, BT, 64)
+    config = OffloadingConfig(cpu_bytes_to_use=1, block_size=2 * BT)
+    geometry = geometry_of(EngineLayout((FULL, state_layout, FULL), BT, "rig"), config)
+    groups = [
+        GroupState([key(n) for n in range(3)], [10, 11, 12, 13, 14, 15], cursor=0),
+        GroupState([key(n, 1) for n in range(6)], [], states={5: 90}),
+        GroupState([key(n, 2) for n in range(3)], [20, 21, 22, 23, 24, 25], cursor=1),
+    ]
+    state = RequestOffloadState(Request("r", 6 * BT), CONTEXT, OffloadPolicy.BLOCK_LEVEL, tuple(groups))
+    offer = plan_offer(geometry, BT, state, 0, 6 * BT, UNLIMITED)
+    assert offer is not None
+    assert offer.keys == [key(0), key(1), key(2), key(5, 1), key(1, 2), key(2, 2)]
+    assert (offer.cursors, offer.largest, offer.is_last) == ([3, 0, 3], 3, True)
+
+    def source(*keys: OffloadKey) -> tuple[list[int], list[int], list[int]] | None:
+        return select_source(geometry, offer, keys)
+
+    everything = [10, 11, 12, 13, 14, 15, 90, 22, 23, 24, 25], [6, 1, 4], [0, 5, 2]
+    assert source(*offer.keys) == select_source(geometry, offer, list(offer.keys)) == everything
+    assert source(key(1), key(2, 2)) == ([12, 13, 24, 25], [2, 0, 2], [2, 0, 4])
+    assert source(key(0), key(2), key(5, 1)) == ([10, 11, 14, 15, 90], [4, 1, 0], [0, 5, 0])
+    assert source(key(2), key(1)) is None, "another order than was offered"
+    assert source(key(7)) is None
 
 
 # ------------------------------------------------------------------------------------------------- turnover

@@ -27,6 +27,9 @@ from typing import Any, Protocol
 
 __all__ = ["NO_BLOCK", "BlockIds", "BoundaryState", "EngineRequest", "EngineStep", "ScheduledRequest"]
 
+# ``ScheduledRequest`` and ``EngineStep`` are values that nobody changes. They are not frozen, because a frozen
+# dataclass takes three times as long to make, and an engine makes one for each running request in each step.
+
 NO_BLOCK = -1
 """Stands in a block table where a request has no GPU block, because its tokens lie outside the window (vLLM's null
 block). Never stored, loaded or fenced."""
@@ -62,7 +65,7 @@ class EngineRequest(Protocol):
         """What the client sent along. ``connector/limits.py`` has the keys that the connector reads."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRequest:
     """A request that this step computes tokens for."""
 
@@ -98,7 +101,7 @@ class BoundaryState:
     """The tokens that the state has seen, exactly."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStep:
     """What the engine decided for one step. Empty when nothing is scheduled."""
 

@@ -24,6 +24,10 @@ from kvoffload.connector.engine import NO_BLOCK
 
 __all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_unit_tokens"]
 
+# A name of the module is found several times faster than a member of an enumeration.
+_FULL_ATTENTION = GroupKind.FULL_ATTENTION
+_SINGLE_STATE = GroupKind.SINGLE_STATE
+
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
@@ -129,7 +133,7 @@ class GroupGeometry:
         which the engine frees. Don't-care positions repeat the last id: so a transfer always moves whole blocks, and a
         block's bytes depend on its key alone.
         """
-        assert self.kind is not GroupKind.SINGLE_STATE
+        assert self.kind is not _SINGLE_STATE
         first, stop = self.first_gpu_block(block), (block + 1) * self.factor
         if (first + 1) * self.gpu_block_tokens <= self.first_needed_token(computed_tokens):
             return None
@@ -138,12 +142,37 @@ class GroupGeometry:
             return None
         return [ids[-1]] * (self.factor - len(ids)) + ids
 
+    def blocks_to_store(
+        self, blocks: range, gpu_block_ids: Sequence[int], computed_tokens: int, unit_tokens: int
+    ) -> tuple[Sequence[int], list[int]]:
+        """Those of ``blocks`` that some hit can need (``is_reachable``) and that are on the device, and the ``factor``
+        GPU block ids of each (``source_gpu_blocks``), one after the other. Not for states."""
+        if self.kind is _FULL_ATTENTION:
+            ids = list(gpu_block_ids[blocks.start * self.factor : blocks.stop * self.factor])
+            if len(ids) == len(blocks) * self.factor and NO_BLOCK not in ids:
+                return blocks, ids
+        found: list[int] = []
+        ids = []
+        for block in blocks:
+            if self.is_reachable(block, unit_tokens):
+                own = self.source_gpu_blocks(block, gpu_block_ids, computed_tokens)
+                if own is not None:
+                    found.append(block)
+                    ids += own
+        return found, ids
+
     def extend_keys(self, keys: list[OffloadKey], block_hashes: Sequence[bytes]) -> None:
         """Appends the keys of blocks that became full. A block's key is the engine's hash at its end."""
-        step = self.hashes_per_block
-        if len(block_hashes) >= (len(keys) + 1) * step:
-            new = range(len(keys), len(block_hashes) // step)
-            keys += [make_offload_key(block_hashes[(block + 1) * step - 1], self.index) for block in new]
+        ends = block_hashes[(len(keys) + 1) * self.hashes_per_block - 1 :: self.hashes_per_block]
+        if ends:
+            group = _key_ending(self.index)
+            keys += [block_hash + group for block_hash in ends]  # type: ignore[misc]
+
+
+@functools.cache
+def _key_ending(group: int) -> bytes:
+    """What the keys of a group have behind the block hash."""
+    return make_offload_key(b"", group)
 
 
 def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGeometry, ...]:

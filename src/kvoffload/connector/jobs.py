@@ -31,8 +31,8 @@ class JobRecord:
     keys: tuple[OffloadKey, ...]
     """Pinned by ``prepare_load``, or reserved by ``prepare_store``; empty for a lost load."""
     gpu_block_ids: frozenset[int]
-    waiting_ranks: set[int]
-    """Ranks that have not reported yet."""
+    waiting_ranks: int
+    """Ranks that have not reported yet, as a bit set: bit r is rank r."""
     epoch: int
     """Number of cache resets before the job began. The job is stale if there has been another since."""
     success: bool = True
@@ -49,10 +49,10 @@ class JobTable:
     """All jobs in flight by id, and their fences by GPU block."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._ranks = set(range(num_ranks))
+        self._ranks = (1 << num_ranks) - 1
         self.in_flight: dict[int, JobRecord] = {}
         """By id. Others only read it."""
-        self.fences: dict[int, list[int]] = {}
+        self.fences: dict[int, tuple[int, ...]] = {}
         """Job ids by GPU block: usually one, two when the same block is stored again after a reset. Others only test
         whether there are any."""
         self._next_id = 0
@@ -68,20 +68,13 @@ class JobTable:
         gpu_block_ids: Iterable[int],
         epoch: int,
     ) -> JobRecord:
-        job = JobRecord(
-            self._next_id,
-            direction,
-            request,
-            tuple(keys),
-            frozenset(gpu_block_ids),
-            self._ranks.copy(),
-            epoch,
-        )
+        job_id, fences = self._next_id, self.fences
         self._next_id += 1
-        self.in_flight[job.job_id] = job
-        request.job_ids.add(job.job_id)
+        job = JobRecord(job_id, direction, request, tuple(keys), frozenset(gpu_block_ids), self._ranks, epoch)
+        self.in_flight[job_id] = job
+        request.job_ids.add(job_id)
         for block_id in job.gpu_block_ids:
-            self.fences.setdefault(block_id, []).append(job.job_id)
+            fences[block_id] = (*fences[block_id], job_id) if block_id in fences else (job_id,)
         return job
 
     def record(self, rank: int, result: TransferResult) -> JobRecord | None:
@@ -89,13 +82,14 @@ class JobTable:
 
         Otherwise returns ``None``; unknown jobs and repeated results of a rank change nothing.
         """
-        job = self.in_flight.get(result.job_id)
-        if job is None or rank not in job.waiting_ranks:
+        job_id, success, num_bytes, seconds = result
+        job = self.in_flight.get(job_id)
+        if job is None or not job.waiting_ranks & 1 << rank:
             return None
-        job.waiting_ranks.discard(rank)
-        job.success &= result.success
-        job.num_bytes += result.num_bytes
-        job.seconds += result.seconds
+        job.waiting_ranks ^= 1 << rank
+        job.success &= success
+        job.num_bytes += num_bytes
+        job.seconds += seconds
         if job.waiting_ranks:
             return None
         self.remove(job)
@@ -112,7 +106,7 @@ class JobTable:
         flushed: list[int] = []
         for block_id in gpu_block_ids:
             if block_id in self.fences:
-                for job_id in tuple(self.fences[block_id]):
+                for job_id in self.fences[block_id]:
                     flushed += self._flush(self.in_flight[job_id])
         return flushed
 
@@ -128,12 +122,13 @@ class JobTable:
         return [job.job_id]
 
     def _unfence(self, job: JobRecord) -> None:
+        fences, own = self.fences, (job.job_id,)
         for block_id in job.gpu_block_ids:
-            jobs = self.fences.get(block_id)
-            if jobs and job.job_id in jobs:
-                jobs.remove(job.job_id)
-                if not jobs:
-                    del self.fences[block_id]
+            jobs = fences.get(block_id)
+            if jobs == own:
+                del fences[block_id]
+            elif jobs:
+                fences[block_id] = tuple(each for each in jobs if each != job.job_id)
 
     def check_invariants(self) -> None:
         """For tests: recomputes the fences and each request's jobs from scratch."""

@@ -31,22 +31,21 @@ __all__ = ["Offer", "Portion", "StoreOffers", "Turnover", "offer_in_portions", "
 logger = logging.getLogger(__name__)
 
 
-class OfferedBlock(NamedTuple):
-    """A block of a request, and the GPU blocks to copy it from."""
-
-    key: OffloadKey
-    group: int
-    block: int
-    """Index in the request."""
-    gpu_block_ids: tuple[int, ...]
+_SINGLE_STATE = GroupKind.SINGLE_STATE
+_BLOCK_LEVEL = OffloadPolicy.BLOCK_LEVEL
+_STORE = Direction.STORE
 
 
 class Offer(NamedTuple):
     """A portion of a request's blocks, group after group, each head to tail."""
 
-    blocks: tuple[OfferedBlock, ...]
-    """Those whose bytes are on the device, and that a hit can need."""
-    cursors: tuple[int, ...]
+    keys: list[OffloadKey]
+    """Of the blocks whose bytes are on the device, and that a hit can need."""
+    blocks: list[int]
+    """Their indices in the request."""
+    source: Source
+    """The GPU blocks to copy them from: ``factor`` for each block."""
+    cursors: list[int]
     """The groups' cursors once this was accepted. Blocks that left the device, or that no hit can need, are passed over
     for good."""
     largest: int
@@ -54,9 +53,13 @@ class Offer(NamedTuple):
     is_last: bool
     """Nothing is left to offer behind it."""
 
-    @property
-    def keys(self) -> list[OffloadKey]:
-        return [key for key, _, _, _ in self.blocks]
+
+class Source(NamedTuple):
+    """The arguments of a ``GPULoadStoreSpec``."""
+
+    gpu_block_ids: list[int]
+    group_sizes: list[int]
+    block_indices: list[int]
 
 
 def plan_offer(
@@ -77,64 +80,77 @@ def plan_offer(
     nothing without them. It is the only one of its group in the portion, because the slots of a job are filled at
     consecutive positions.
     """
-    blocks: list[OfferedBlock] = []
     cursors: list[int] = []
     largest = 0
     is_last = True
     offered_tokens = limit_tokens
-    for group, own in zip(geometry, state.groups, strict=True):
+    for group, own in zip(geometry, state.groups):
         stop = own.cursor
-        if group.kind is not GroupKind.SINGLE_STATE:
+        if group.kind is not _SINGLE_STATE:
             ready = min(limit_tokens // group.block_tokens, len(own.keys), len(own.gpu_block_ids) // group.factor)
-            stop = max(own.cursor, min(ready, own.cursor + max_blocks))
-            largest = max(largest, stop - own.cursor)
-            if stop < ready:
-                is_last = False
-                offered_tokens = min(offered_tokens, stop * group.block_tokens)
+            if ready > stop:
+                stop = min(ready, stop + max_blocks)
+                largest = max(largest, stop - own.cursor)
+                if stop < ready:
+                    is_last = False
+                    offered_tokens = min(offered_tokens, stop * group.block_tokens)
         cursors.append(stop)
-    for group, own, stop in zip(geometry, state.groups, cursors, strict=True):
-        if group.kind is GroupKind.SINGLE_STATE:
+    keys: list[OffloadKey] = []
+    blocks: list[int] = []
+    source = Source([], [], [])
+    for group, own, stop in zip(geometry, state.groups, cursors):
+        found: Sequence[int]
+        if group.kind is _SINGLE_STATE:
             states = _states_to_offer(group, own, offered_tokens // group.block_tokens, unit_tokens)
             largest = max(largest, len(states[:1]))
             is_last &= len(states) <= 1
-            blocks += states[:1]
-            continue
-        for block in range(own.cursor, stop):
-            if not group.is_reachable(block, unit_tokens):
-                continue
-            ids = group.source_gpu_blocks(block, own.gpu_block_ids, computed_tokens)
-            if ids is not None:
-                blocks.append(OfferedBlock(own.keys[block], group.index, block, tuple(ids)))
-    return Offer(tuple(blocks), tuple(cursors), largest, is_last) if largest else None
+            found = states[:1]
+            ids = [own.states[block] for block in found]
+        else:
+            found, ids = group.blocks_to_store(range(own.cursor, stop), own.gpu_block_ids, computed_tokens, unit_tokens)
+        keys += map(own.keys.__getitem__, found)
+        blocks += found
+        source.gpu_block_ids.extend(ids)
+        source.group_sizes.append(len(ids))
+        source.block_indices.append(found[0] * group.factor if found else 0)
+    return Offer(keys, blocks, source, cursors, largest, is_last) if largest else None
 
 
-def _states_to_offer(group: GroupGeometry, own: GroupState, stop: int, unit_tokens: int) -> list[OfferedBlock]:
-    """The named states of the group that end a block before ``stop``. Those of a hit are known below."""
+def _states_to_offer(group: GroupGeometry, own: GroupState, stop: int, unit_tokens: int) -> list[int]:
+    """The blocks of the group before ``stop`` that end at a state which the engine named. Those of a hit are known
+    below."""
     return [
-        OfferedBlock(own.keys[block], group.index, block, (gpu_block_id,))
-        for block, gpu_block_id in sorted(own.states.items())
+        block
+        for block in sorted(own.states)
         if own.cursor <= block < min(stop, len(own.keys)) and group.is_reachable(block, unit_tokens)
     ]
 
 
 def select_source(
     geometry: Sequence[GroupGeometry], offer: Offer, keys_to_store: Sequence[OffloadKey]
-) -> GPULoadStoreSpec | None:
-    """The GPU side of a store of ``keys_to_store``; ``None`` if they are not a subsequence of what was offered."""
-    gpu_ids: list[int] = []
-    sizes = [0] * len(geometry)
-    starts = [0] * len(geometry)
+) -> Source | None:
+    """The GPU blocks of ``keys_to_store``; ``None`` if they are not a subsequence of what was offered."""
+    if keys_to_store == offer.keys:
+        return offer.source
+    source = Source([], [], [])
     wanted = iter(keys_to_store)
     key = next(wanted, None)
-    for offered, group, block, ids in offer.blocks:
-        if offered != key:
-            continue
-        if not sizes[group]:
-            starts[group] = block * geometry[group].factor
-        sizes[group] += len(ids)
-        gpu_ids += ids
-        key = next(wanted, None)
-    return GPULoadStoreSpec(gpu_ids, sizes, starts) if key is None else None
+    first = first_id = 0
+    for group, size in zip(geometry, offer.source.group_sizes):
+        begin = len(source.gpu_block_ids)
+        index = 0
+        for at in range(first, first + size // group.factor):
+            if offer.keys[at] == key:
+                if len(source.gpu_block_ids) == begin:
+                    index = offer.blocks[at] * group.factor
+                own_id = first_id + (at - first) * group.factor
+                source.gpu_block_ids.extend(offer.source.gpu_block_ids[own_id : own_id + group.factor])
+                key = next(wanted, None)
+        source.group_sizes.append(len(source.gpu_block_ids) - begin)
+        source.block_indices.append(index)
+        first += size // group.factor
+        first_id += size
+    return source if key is None else None
 
 
 class Turnover:
@@ -265,6 +281,7 @@ class StoreOffers:
         self._prompt_only = prompt_only
         self._unit_tokens = hit_unit_tokens(tuple(geometry))
         self._least_tokens = min(group.block_tokens for group in geometry)
+        self._has_states = any(group.kind is _SINGLE_STATE for group in geometry)
         self.refused: dict[RequestOffloadState, None] = {}
         """Requests with blocks for which there was no room, in the order of their last refusals. Others only test
         whether there are any."""
@@ -353,15 +370,18 @@ class StoreOffers:
             return plan_offer(self._geometry, self._unit_tokens, state, computed_tokens, limit_tokens, max_blocks)
 
         def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
-            for group_state, cursor in zip(state.groups, offer.cursors):
-                group_state.cursor = cursor
-            if any(group_state.states for group_state in state.groups):
-                for block in offer.blocks:
-                    state.groups[block.group].states.pop(block.block, None)
+            for own, cursor in zip(state.groups, offer.cursors):
+                own.cursor = cursor
+            if self._has_states:
+                _, sizes, firsts = offer.source
+                for own, size, first in zip(state.groups, sizes, firsts):
+                    if size and own.states:
+                        own.states.pop(first, None)
             if output is None or not output.keys_to_store:
                 return False
             self._begin_store(state, offer, output, epoch, stores)
-            return state.policy is OffloadPolicy.BLOCK_LEVEL and state.owns_any(output.evicted_keys)
+            evicted = output.evicted_keys
+            return bool(evicted) and state.policy is _BLOCK_LEVEL and state.owns_any(evicted)
 
         return offer_in_portions(state.portions, self._manager, state.context, plan, accept)
 
@@ -381,5 +401,5 @@ class StoreOffers:
             return
         state.stores(keys)
         self._turnover.count(len(keys))
-        job = self._jobs.begin(Direction.STORE, state, keys, source.block_ids.tolist(), epoch)
-        stores.append(TransferJob(job.job_id, state.context.req_id, source, output.store_spec))
+        job = self._jobs.begin(_STORE, state, keys, source.gpu_block_ids, epoch)
+        stores.append(TransferJob(job.job_id, state.context.req_id, GPULoadStoreSpec(*source), output.store_spec))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["UNLIMITED", "GroupState", "PortionState", "RequestOffloadState"]
 
 UNLIMITED = 1 << 60
+_SINGLE_STATE = GroupKind.SINGLE_STATE
 
 
 @dataclass(slots=True)
@@ -157,15 +158,13 @@ class RequestOffloadState:
         return not self._own_keys.isdisjoint(keys)
 
     def wait_for_next_block(self, geometry: Sequence[GroupGeometry]) -> None:
-        # States come when the engine names them.
-        self.next_offer_tokens = min(
-            (
-                (state.cursor + 1) * group.block_tokens
-                for group, state in zip(geometry, self.groups, strict=True)
-                if group.kind is not GroupKind.SINGLE_STATE
-            ),
-            default=UNLIMITED,
-        )
+        next_tokens = UNLIMITED
+        for group, state in zip(geometry, self.groups):
+            end = (state.cursor + 1) * group.block_tokens
+            # States come when the engine names them.
+            if end < next_tokens and group.kind is not _SINGLE_STATE:
+                next_tokens = end
+        self.next_offer_tokens = next_tokens
 
     def lose_gpu_blocks(self) -> None:
         """The request was preempted. It waits to be admitted anew, and no longer for a load in flight."""

@@ -43,6 +43,8 @@ __all__ = ["OffloadingConnectorScheduler"]
 logger = logging.getLogger(__name__)
 
 _NOTHING = ConnectorMeta()
+_NO_LOADS = LoadOutcome()
+_STORE = Direction.STORE
 
 
 class OffloadingConnectorScheduler:
@@ -367,9 +369,12 @@ class OffloadingConnectorScheduler:
         stores: list[TransferJob] = []
         tokens = len(step.scheduled)  # one each, while a request decodes
         prompt_tokens = queued_tokens = num_new_tables = 0
-        find = self._requests.get
+        requests = self._requests
         for scheduled in step.scheduled:
-            state = find(scheduled.request_id)
+            try:
+                state = requests[scheduled.request_id]
+            except KeyError:  # rare: it has ended meanwhile. Faster than ``get`` for all the others.
+                state = None
             num_tokens = scheduled.num_scheduled_tokens
             if num_tokens != 1:
                 tokens += num_tokens - 1
@@ -460,6 +465,8 @@ class OffloadingConnectorScheduler:
 
         Returns the loads that ended for requests which still wait for them.
         """
+        if not report.results:
+            return _NO_LOADS
         loaded: set[str] = set()
         failed: dict[str, frozenset[int]] = {}
         for rank, result in report.results:
@@ -469,7 +476,7 @@ class OffloadingConnectorScheduler:
             self._count_end(job)
             if self._recording is not None:
                 self._recording.job_ended(job)
-            if job.direction is Direction.STORE:
+            if job.direction is _STORE:
                 self._manager.complete_store(job.keys, job.request.context, success=job.success)
                 continue
             self._end_load(job)
@@ -497,7 +504,7 @@ class OffloadingConnectorScheduler:
             self._manager.complete_load(job.keys, job.request.context)
 
     def _count_end(self, job: JobRecord) -> None:
-        if job.direction is Direction.STORE:
+        if job.direction is _STORE:
             self._stores_ended.count(job)
         else:
             self._loads_ended.count(job)

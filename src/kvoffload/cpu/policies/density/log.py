@@ -149,6 +149,10 @@ class UseLog:
         chunk = self._first_chunk()
         assert chunk is not None
         start, times = chunk.first, chunk.times
+        if n == 1:
+            victims.append(chunk.blocks[start])
+            chunk.first = start + 1
+            return
         stop = min(start + n, len(times))
         if times[stop - 1] > until:
             stop = bisect_right(times, until, start, stop)

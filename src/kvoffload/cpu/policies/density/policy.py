@@ -30,6 +30,8 @@ class _Front(NamedTuple):
     class_: int
     limit: float
     """Blocks of the class that were used later than this are worth more than ``value``."""
+    expires: float
+    """When the block's age enters the next bucket, and its value may fall."""
 
     def until(self, rival: _Front | None) -> float:
         """Blocks of this class used no later than this go before ``rival``, the least front of other classes."""
@@ -175,11 +177,15 @@ class DensityCachePolicy(CachePolicy):
         if n == 0:
             return []
         logs, fronts = self._logs, self._fronts
-        if self._now >= self._fronts_expire or self._fronts_values is not self._model.values:
+        if self._fronts_values is not self._model.values:
             self._forget_fronts()
-        for log in logs:
-            if (log.weight or log.skipped) and log.class_ not in fronts:
-                self._look(log.class_, protected)
+        for class_, log in enumerate(logs):
+            if (log.weight or log.skipped) and (class_ not in fronts or fronts[class_].expires <= self._now):
+                head = log.head(protected)
+                if head is not None:
+                    fronts[class_] = self._front(head, class_)
+                else:
+                    fronts.pop(class_, None)
         victims: list[BlockStatus] = []
         while fronts and len(victims) < n:
             best = min(fronts.values())
@@ -188,6 +194,9 @@ class DensityCachePolicy(CachePolicy):
             log = logs[class_]
             head = log.head(protected)
             if head == best.last:
+                if len(victims) == n - 1:
+                    log.take(1, head, protected, victims)
+                    break  # the class has a new front, which the next eviction looks for
                 until = best.until(min(fronts.values(), default=None))
                 while head is not None and head <= until and len(victims) < n:
                     log.take(n - len(victims), until, protected, victims)
@@ -198,9 +207,10 @@ class DensityCachePolicy(CachePolicy):
             for entry in {id(block.policy_state): block.policy_state for block in victims}.values():
                 self._log_of(entry).put_back(entry, victims)
             self._forget_fronts()
-        for log in logs:
-            if log.end_eviction():
-                self._forget_fronts()
+        if protected:
+            for log in logs:
+                if log.end_eviction():
+                    self._forget_fronts()
         if len(victims) < n:
             return None
         keys: list[OffloadKey] = [block.key for block in victims]  # type: ignore[misc]
@@ -211,15 +221,9 @@ class DensityCachePolicy(CachePolicy):
     def _log_of(self, entry: Chunk | Skipped) -> UseLog:
         return self._logs[entry.class_]
 
-    def _look(self, class_: int, protected: Collection[OffloadKey]) -> None:
-        last = self._logs[class_].head(protected)
-        if last is not None:
-            self._fronts[class_] = self._front(last, class_)
-
     def _forget_fronts(self) -> None:
         self._fronts.clear()
         self._fronts_values = self._model.values
-        self._fronts_expire = math.inf
 
     def next_victims(self, n: int) -> list[OffloadKey]:
         ranked: list[_Front] = []
@@ -246,9 +250,7 @@ class DensityCachePolicy(CachePolicy):
         model, now = self._model, self._now
         bucket = bisect_right(model.bounds, now - last)
         expires = last + model.bounds[bucket] if bucket < len(model.bounds) else math.inf
-        if expires < self._fronts_expire:
-            self._fronts_expire = expires
-        return _Front(model.values[class_][bucket], last, class_, now - model.youngest[bucket])
+        return _Front(model.values[class_][bucket], last, class_, now - model.youngest[bucket], expires)
 
     def clear(self) -> None:
         for log in self._logs:
