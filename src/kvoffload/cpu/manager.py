@@ -213,9 +213,11 @@ class SlotTable:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         if len(missing) > 1 and len(set(missing)) != len(missing):
             missing = list(dict.fromkeys(missing))
-        num_victims = max(len(missing) - self.num_free, 0)
+        num_victims = len(missing) - self.num_free
         kept: Collection[OffloadKey] = _NO_KEYS
-        if num_victims:
+        if num_victims < 0:
+            num_victims = 0
+        elif num_victims:
             if num_victims > self.num_idle:
                 return None
             # ``protected`` may be large and live, so it is never copied. Absent keys need no protection.
@@ -232,11 +234,13 @@ class SlotTable:
             self._eviction_ages.observe(now_s - victims[0][1].since_s)
             evicted = [key for key, _ in victims]
             self.num_evicted += num_victims
-            self._record(evicted, removed=True)
+            if self._events is not None:
+                self._events.add(list(evicted), removed=True)
             if self.lost is not None:
                 self.lost.record(evicted, f"evicted {HOST}")
         if num_victims == len(missing):
-            blocks = [block for _, block in reversed(victims)]
+            blocks = [block for _, block in victims]
+            blocks.reverse()
         else:
             self._free += [block for _, block in victims]
             blocks = self._take_slots(len(missing))
@@ -269,7 +273,8 @@ class SlotTable:
         self._num_in_flight -= len(ready)
         self.num_stored += len(ready)
         self.policy.released(ready)
-        self._record(ready, removed=False)
+        if self._events is not None:
+            self._events.add(ready, removed=False)
 
     def _abandon(self, keys: Iterable[OffloadKey]) -> None:
         freed: list[BlockStatus] = []
@@ -341,7 +346,8 @@ class SlotTable:
                 self._orphans.adopt(key, block)
         self.policy.clear()
         self._give_back(reversed(idle))
-        self._record(resident, removed=True)
+        if self._events is not None:
+            self._events.add(list(resident), removed=True)
         if self.lost is not None:
             self.lost.record(resident, "reset")
 
@@ -366,10 +372,6 @@ class SlotTable:
             **self._allocations.stats(),
             **self._eviction_ages.stats(),
         }
-
-    def _record(self, keys: list[OffloadKey], removed: bool) -> None:
-        if self._events is not None:
-            self._events.add(list(keys), removed=removed)
 
     def check_invariants(self) -> None:
         """Recomputes the table from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
@@ -476,7 +478,11 @@ class CPUOffloadingManager(OffloadingManager):
         answer = answers.append
         for first in range(0, len(keys), _RUN):
             run = keys[first : first + _RUN]
-            for key, block in zip(run, get_all(run)):
+            blocks = get_all(run)
+            if reuse is None and None not in blocks:
+                answers += [True if block.pins >= 0 else None for block in blocks]  # type: ignore[union-attr]
+                continue
+            for key, block in zip(run, blocks):
                 if reuse is not None:
                     reuse.looked_up(key, req_context)
                 if block is None:

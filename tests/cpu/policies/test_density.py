@@ -441,7 +441,7 @@ class TestHitDensity:
         stream = Stream(1_000_000)
         for start in range(0, 40_000, 10):
             stream.use(keys(*range(start, start + 10)), class_=0)
-        times = np.array([time for _, time in stream.model._samples.values()])
+        times = np.array([packed // NUM_CLASSES for packed in stream.model._samples.values()])
         assert 2000 < len(times) <= 4300
         assert np.histogram(times, 4, (0, 40_000))[0].min() > 0.2 * len(times)
 

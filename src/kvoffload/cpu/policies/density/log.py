@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 
+import numpy as np
+
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
 
@@ -17,6 +19,8 @@ __all__ = ["Chunk", "Skipped", "UseLog"]
 
 _FULL = 128
 """A chunk this long takes no further batch."""
+_FEW = 16
+"""Times that an array takes as fast one by one as from a buffer."""
 _CHUNK_WEIGHT = 16
 """Memory of an empty chunk, counted in entries."""
 
@@ -103,9 +107,12 @@ class UseLog:
     def append(self, blocks: Sequence[BlockStatus], begin: int) -> None:
         """Adds blocks that were used one after the other, the first at time ``begin``."""
         if blocks:
-            chunk = self._rest[-1]
+            chunk, end = self._rest[-1], begin + len(blocks)
             chunk.blocks += blocks
-            chunk.times.extend(range(begin, begin + len(blocks)))
+            if len(blocks) < _FEW:
+                chunk.times.extend(range(begin, end))
+            else:
+                chunk.times.frombytes(np.arange(begin, end, dtype=np.int64).tobytes())
             self.weight += len(blocks)
 
     def leave(self, block: BlockStatus) -> None:

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple, cast
 
 from kvoffload.base import OffloadKey
@@ -187,6 +188,7 @@ class DensityCachePolicy(CachePolicy):
                 else:
                     fronts.pop(class_, None)
         victims: list[BlockStatus] = []
+        classes: list[int] = []
         while fronts and len(victims) < n:
             best = min(fronts.values())
             class_ = best.class_
@@ -194,13 +196,17 @@ class DensityCachePolicy(CachePolicy):
             log = logs[class_]
             head = log.head(protected)
             if head == best.last:
-                if len(victims) == n - 1:
-                    log.take(1, head, protected, victims)
-                    break  # the class has a new front, which the next eviction looks for
-                until = best.until(min(fronts.values(), default=None))
-                while head is not None and head <= until and len(victims) < n:
-                    log.take(n - len(victims), until, protected, victims)
+                missing = n - len(victims)
+                until = best.until(min(fronts.values(), default=None)) if missing > 1 else head
+                while head is not None and head <= until:
+                    log.take(missing, until, protected, victims)
+                    missing = n - len(victims)
+                    if not missing:
+                        break
                     head = log.head(protected)
+                classes += repeat(class_, len(victims) - len(classes))
+                if not missing:
+                    break  # the class has another front now, which the next eviction looks for
             if head is not None:
                 fronts[class_] = self._front(head, class_)
         if len(victims) < n:
@@ -215,7 +221,7 @@ class DensityCachePolicy(CachePolicy):
             return None
         keys: list[OffloadKey] = [block.key for block in victims]  # type: ignore[misc]
         deque(map(self._blocks.__delitem__, keys), maxlen=0)
-        self._past_uses.remember(keys, [block.policy_state.class_ for block in victims])
+        self._past_uses.remember(keys, classes)
         return list(zip(keys, victims))
 
     def _log_of(self, entry: Chunk | Skipped) -> UseLog:
