@@ -21,10 +21,12 @@ time.sleep(1e6 if code == 0 else 0)
 
 
 class MooncakePool:
-    """``segment_bytes`` of one donor's memory."""
+    """``segment_bytes`` of one donor's memory. ``environment`` is that of the master and the donor."""
 
-    def __init__(self, directory: Path, segment_bytes: int = 256 << 20) -> None:
-        self.directory, self._segment_bytes = directory, segment_bytes
+    def __init__(
+        self, directory: Path, segment_bytes: int = 256 << 20, environment: dict[str, str] | None = None
+    ) -> None:
+        self.directory, self._segment_bytes, self._environment = directory, segment_bytes, environment
         metadata = free_port()
         self.master = f"127.0.0.1:{free_port()}"
         self.metadata = f"http://127.0.0.1:{metadata}/metadata"
@@ -61,7 +63,9 @@ class MooncakePool:
 
     def _start(self, name: str, words: list[str]) -> None:
         with (self.directory / f"{name}.log").open("wb") as log:
-            self._processes[name] = subprocess.Popen(words, cwd=self.directory, stdout=log, stderr=subprocess.STDOUT)
+            self._processes[name] = subprocess.Popen(
+                words, cwd=self.directory, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def log(self, name: str) -> str:
         process = self._processes[name]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.jumping_clock import JumpingClock, check, compiler
 from tests.mooncake_server import MooncakePool
 from tests.redis_server import free_port, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
@@ -172,6 +173,17 @@ def test_a_killed_donor_costs_its_blocks_and_another_is_used(tmp_path: Path) -> 
         wait_until(lambda: succeeds(lambda: stores(store, keys(next(numbers)))), "the other donor has blocks")
     finally:
         store.close()
+        pool.stop()
+
+
+@needs_mooncake
+@pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+def test_a_wall_clock_that_jumps_in_all_of_the_pool_costs_misses_at_most(tmp_path: Path) -> None:
+    clock = JumpingClock(tmp_path)
+    pool = MooncakePool(tmp_path, environment=clock.environment)
+    try:
+        check(clock.run_client({"type": "mooncake", "master": pool.master, "metadata": pool.metadata}))
+    finally:
         pool.stop()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from tests.jumping_clock import JumpingClock, check, compiler
 from tests.proxy import Proxy
 from tests.redis_server import free_port, wait_until
-from tests.s3_server import S3Server
+from tests.s3_server import BUCKET, S3Server
 from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
 
 from kvoffload.errors import StoreError
@@ -153,6 +155,13 @@ def test_what_a_lifecycle_rule_removed_is_a_miss(shared_s3: S3Server, open_store
             shared_s3.delete(path)
     assert read(store, keys(1, 2)) == [False, True]
     assert store.stats().corrupt_blocks == 0
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+def test_a_wall_clock_that_jumps_costs_misses_until_it_is_right(shared_s3: S3Server, tmp_path: Path) -> None:
+    """A service refuses signatures of another day (moto does not). Nothing hangs, and nothing else is wrong."""
+    options = {"type": "object", "url": f"s3://{BUCKET}/clock", "config": shared_s3.config, "request_timeout_s": 30}
+    check(JumpingClock(tmp_path).run_client(options))
 
 
 def test_who_lacks_the_secret_cannot_make_a_block(shared_s3: S3Server, open_store: OpenStore) -> None:
