@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP proxy that stalls or cuts what a server answers, after as many bytes as a test says."""
+"""A TCP proxy that stalls or cuts what a server answers, after as many bytes as a test says, or lets it drip."""
 
 from __future__ import annotations
 
 import socket
 import threading
+import time
 
 
 class Proxy:
@@ -15,6 +16,7 @@ class Proxy:
         self._change = threading.Condition()
         self._allowance: int | None = None
         self._cuts = False
+        self._bytes_per_s: int | None = None
         self._is_closed = False
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -30,7 +32,12 @@ class Proxy:
         """After ``num_bytes`` more of answers, connections are closed."""
         self._limit(num_bytes, cuts=True)
 
+    def throttle(self, bytes_per_s: int) -> None:
+        """Answers drip: some hundred times a second, a few bytes."""
+        self._bytes_per_s = bytes_per_s
+
     def heal(self) -> None:
+        self._bytes_per_s = None
         self._limit(None, cuts=False)
 
     def close(self) -> None:
@@ -69,6 +76,9 @@ class Proxy:
             while data := source.recv(1 << 14):
                 while data:
                     count = self._allowed(len(data)) if is_answer else len(data)
+                    if is_answer and (speed := self._bytes_per_s) is not None:
+                        time.sleep(0.005)
+                        count = min(count, max(1, speed // 200))
                     if not count:
                         return
                     sink.sendall(data[:count])

@@ -53,7 +53,9 @@ class S3Server:
         self._ports: set[str] = set()
         self.start()
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
+        """``options``: of SeaweedFS alone. One that takes no writes is not asked for any."""
+        self._is_full = bool(options)
         if weed := os.environ.get("KVOFFLOAD_S3_SERVER"):
             ports = {name: str(free_port()) for name in ("master.port", "volume.port", "filer.port")}
             self._ports |= {str(self.port), *ports.values()}
@@ -63,7 +65,7 @@ class S3Server:
             self._ports |= set(inner)
             words += [f"-{name}.grpc={port}" for name, port in zip(ports, inner[1:], strict=True)]
             words += [f"-s3.port.grpc={inner[0]}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-            words += ["-master.volumeSizeLimitMB=1024", f"-s3.config={self._write_users()}"]
+            words += ["-master.volumeSizeLimitMB=1024", f"-s3.config={self._write_users()}", *options]
             if self._authority:
                 words += [f"-s3.cert.file={self._authority.server}", f"-s3.key.file={self._authority.server}"]
         else:
@@ -96,6 +98,8 @@ class S3Server:
                 return False
         except BotoCoreError:
             return False
+        if self._is_full:
+            return True
         try:
             self.put("probe", b"probe")  # the part that keeps objects may start later
             self.delete("probe")

@@ -114,6 +114,33 @@ def test_no_master_is_an_error(tmp_path: Path) -> None:
 
 
 @needs_mooncake
+def test_required_decides_whether_a_missing_master_stops_the_start() -> None:
+    nowhere = {"master": f"127.0.0.1:{free_port()}", "metadata": f"http://127.0.0.1:{free_port()}/metadata"}
+    parse_tier({"type": "mooncake", **nowhere}, BLOCK_BYTES).open_store(BLOCK_BYTES, "ns").close()
+    with pytest.raises(StoreError, match="cannot be reached"):
+        parse_tier({"type": "mooncake", **nowhere, "required": True}, BLOCK_BYTES).open_store(BLOCK_BYTES, "ns")
+
+
+@needs_mooncake
+def test_a_killed_master_costs_misses_and_its_successor_is_used(tmp_path: Path) -> None:
+    pool = MooncakePool(tmp_path)
+    store = store_on(pool)
+    try:
+        assert write(store, keys(1, 2)) == [True, True]
+        pool.kill("master")
+        assert not succeeds(lambda: any(read(store, keys(1, 2))))
+        assert not succeeds(lambda: any(write(store, keys(3))))
+        pool.start_master()
+        pool.kill("donor")
+        pool.start_donor()
+        numbers = iter(range(10, 10_000))
+        wait_until(lambda: succeeds(lambda: stores(store, keys(next(numbers)))), "the new pool has blocks")
+    finally:
+        store.close()
+        pool.stop()
+
+
+@needs_mooncake
 def test_a_frozen_donor_costs_a_deadline_and_passes(tmp_path: Path) -> None:
     pool = MooncakePool(tmp_path)
     store = store_on(pool)

@@ -59,6 +59,21 @@ def test_an_unknown_authority_is_refused(tls_s3: S3Server, tmp_path: Path, open_
     assert not tls_s3.names("stranger")
 
 
+def test_a_frozen_server_costs_a_deadline(authority: Authority, tmp_path: Path, open_store: OpenStore) -> None:
+    server = S3Server(tmp_path, authority)
+    try:
+        hasty, patient = (open_store(server, "frozen", tls_ca=authority.ca, request_s=s) for s in (0.5, 60.0))
+        assert write(patient, keys(1)) == [True]
+        server.freeze()
+        for call in (read, write):
+            with pytest.raises(StoreError):
+                call(hasty, keys(1))
+        server.thaw()
+        assert read(patient, keys(1)) == [True]
+    finally:
+        server.stop()
+
+
 def test_required_refuses_an_unknown_authority_at_the_start(tls_s3: S3Server) -> None:
     options: dict[str, Any] = {"type": "object", "url": f"s3://{BUCKET}/x", "config": tls_s3.config, "required": True}
     with pytest.raises(StoreError):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +103,57 @@ def test_a_stop_in_the_middle_of_an_object(shared_s3: S3Server, proxy: Proxy, op
     assert store.stats().corrupt_blocks == 0  # what did not arrive proves nothing
     proxy.heal()
     wait_until(lambda: succeeds(lambda: read(store, keys(1), large) == [True]), "the store works again")
+
+
+def test_a_server_that_drips_is_left_at_the_deadline_and_read_by_who_waits(
+    shared_s3: S3Server, proxy: Proxy, open_store: OpenStore
+) -> None:
+    size, through = 1 << 18, {"endpoint": f"http://127.0.0.1:{proxy.port}"}
+    patient = open_store(shared_s3, "drips", size, config=through)
+    hasty = open_store(shared_s3, "drips", size, request_s=SOON_S, config=through)
+    assert write(patient, keys(1), size) == [True]
+    proxy.throttle(size // 3)
+    targets = buffers(1, size)
+    with pytest.raises(StoreError):
+        hasty.read_into(keys(1), targets)
+    assert read(patient, keys(1), size) == [True]
+    assert bytes(targets[0]) == UNTOUCHED * size
+    proxy.heal()
+    wait_until(lambda: succeeds(lambda: read(hasty, keys(1), size) == [True]), "the store works again")
+
+
+@pytest.mark.skipif(
+    not os.environ.get("KVOFFLOAD_S3_SERVER"), reason="moto is never full; `make test-remote` has SeaweedFS"
+)
+def test_a_full_server_refuses_writes_and_reads_on(s3: S3Server, open_store: OpenStore) -> None:
+    store, number = open_store(s3, "full"), itertools.count(10)
+    assert write(store, keys(1, 2)) == [True, True]
+    s3.kill()
+    s3.start("-volume.minFreeSpace=100")
+    wait_until(lambda: not succeeds(lambda: any(write(store, keys(next(number))))), "the server takes no more")
+    assert read(store, keys(1, 2)) == [True, True]
+    s3.kill()
+    s3.start()
+    wait_until(lambda: succeeds(lambda: write(store, keys(next(number))) == [True]), "there is room again")
+    assert read(store, keys(1, 2)) == [True, True]
+
+
+def test_failures_leave_no_sockets_threads_or_memory(shared_s3: S3Server, open_store: OpenStore) -> None:
+    store = open_store(shared_s3, "failures", config={"endpoint": f"http://127.0.0.1:{free_port()}"})
+    wanted, targets = keys(*range(8)), buffers(8)
+
+    def fail(times: int) -> tuple[int, int, int]:
+        for _ in range(times):
+            with pytest.raises(StoreError):
+                store.read_into(wanted, targets)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * 4096
+
+    before = fail(30)
+    after = fail(100)
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+    assert after[2] - before[2] < 8 << 20
 
 
 def test_killed_restarted_and_used_again(s3: S3Server, open_store: OpenStore) -> None:

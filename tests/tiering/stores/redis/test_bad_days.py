@@ -127,6 +127,27 @@ def test_a_stop_in_the_middle_of_a_value(
         wait_until(lambda: _succeeds(lambda: read(store, keys(1, 2)) == [True, True]), "the store works again")
 
 
+def test_a_server_that_drips_is_left_at_the_deadline_and_read_by_who_waits(
+    start_server: StartServer, open_store: OpenStore, proxy_of: Callable[[RedisServer], Proxy]
+) -> None:
+    """The deadline is that of a whole window: bytes that still come do not prolong it."""
+    server, size = start_server(), 1 << 18
+    proxy = proxy_of(server)
+    url = f"redis://127.0.0.1:{proxy.port}"
+    hasty, patient = open_store(url, size, window_s=SOON_S), open_store(url, size)
+    assert write(hasty, keys(1), size) == [True]
+    proxy.throttle(size // 3)
+    targets = buffers(1, size)
+    with pytest.raises(StoreError, match="no answer in time"):
+        hasty.read_into(keys(1), targets)
+    found = bytes(targets[0])
+    assert found.endswith(UNTOUCHED * (size // 2))
+    assert read(patient, keys(1), size) == [True]
+    assert bytes(targets[0]) == found
+    proxy.heal()
+    wait_until(lambda: _succeeds(lambda: read(hasty, keys(1), size) == [True]), "the store works again")
+
+
 def test_a_server_that_takes_no_more_of_a_block(start_server: StartServer, open_store: OpenStore) -> None:
     server = start_server()
     large = 16 << 20  # more than the socket's buffers hold
