@@ -163,13 +163,14 @@ def _transfers(server: RedisServer, size: int, total: int, repeats: int) -> list
         (store.read_into, bare.read, checking.read, library.read, sealing.read),
     )
     for direction, calls in zip(figures, ways, strict=True):
-        for _ in range(repeats):
-            taken = []
-            for call, write in zip(calls, ways[0], strict=True):
+        for number in range(repeats):
+            taken = [0.0] * len(calls)
+            for turn in range(len(calls)):
+                place = (turn + number) % len(calls)  # each is first in turn, as the first one fares worse
                 forget()
                 if direction == "read":
-                    seconds_of(write)
-                taken.append(seconds_of(call))
+                    seconds_of(ways[0][place])
+                taken[place] = seconds_of(calls[place])
             figures[direction].append(taken)
     for end in (store, bare, checking, library, sealing):
         end.close()
