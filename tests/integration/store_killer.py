@@ -29,6 +29,7 @@ from kvoffload.tiering.stores.fs.store import FileSystemStore
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 from kvoffload.tiering.stores.root import CONTROL_DIR
 from kvoffload.tiering.stores.slab import format as slab_format
+from kvoffload.tiering.stores.slab import store as slab_store
 from kvoffload.tiering.stores.slab.format import NEW_PREFIX, SlabFormat
 from kvoffload.tiering.stores.slab.store import SlabStore
 
@@ -42,6 +43,8 @@ MAX_BYTES = 8 * BlockFormat("", SIZE).file_bytes + USAGE_FILE_BYTES
 if IS_SLAB:
     slab_format._MIN_SLAB_BYTES = SlabFormat("", SIZE).slab_bytes(4)
     MAX_BYTES = 2 * slab_format._MIN_SLAB_BYTES
+    if SIZE % 4096 == 0:
+        slab_store._BESIDE_BYTES = SIZE  # checksums beside the write, as those of large blocks
 
 
 def aligned(data: bytes) -> memoryview:

@@ -57,7 +57,10 @@ def kill_at(work: Callable[[], None], fatal_call: int, before_last: Callable[[],
                 calls += 1
         # The child's own signals are passed on to it; the stops of new threads are ours.
         passed_on = 0 if stop in (_AT_SYSCALL, signal.SIGTRAP, signal.SIGSTOP) else stop
-        _ptrace(_SYSCALL, thread, passed_on)
+        try:
+            _ptrace(_SYSCALL, thread, passed_on)
+        except ProcessLookupError:
+            pass  # another thread has ended the process meanwhile, which is reported next
 
 
 def _be_traced(work: Callable[[], None]) -> None:

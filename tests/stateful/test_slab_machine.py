@@ -43,8 +43,10 @@ class SlabMachine(RuleBasedStateMachine):
         self.slabs_are_small = patch("kvoffload.tiering.stores.slab.format._MIN_SLAB_BYTES", slab_of(SLOTS, SIZE))
         self.slabs_are_small.start()
 
-    @initialize()
-    def each_takes_a_slab(self) -> None:
+    @initialize(beside_bytes=st.sampled_from([1 << 20, 1]))
+    def each_takes_a_slab(self, beside_bytes: int) -> None:
+        self.checksums = patch("kvoffload.tiering.stores.slab.store._BESIDE_BYTES", beside_bytes)
+        self.checksums.start()
         for who in (0, 1):
             self.stores.append(self.open())
             self.write(who, [KEYS[who]])
@@ -156,6 +158,7 @@ class SlabMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for who in range(len(self.stores)):
             self.close(who)
+        self.checksums.stop()
         self.slabs_are_small.stop()
         shutil.rmtree(self.root)
 

@@ -10,9 +10,14 @@ from tests.tiering.stores.slab.rig import SMALL, slab_of
 from kvoffload.tiering.stores.slab.store import SlabStore
 
 
-@pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[Callable[..., SlabStore]]:
-    """Opens stores on one root, by default with one slab of eight slots, checks them at the end and closes them."""
+@pytest.fixture(params=["before", "beside"])
+def open_store(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., SlabStore]]:
+    """Opens stores on one root, by default with one slab of eight slots, checks them at the end and closes them.
+    Checksums are made before the write of their blocks, as those of small blocks, or beside it, as of large ones."""
+    if request.param == "beside":
+        monkeypatch.setattr("kvoffload.tiering.stores.slab.store._BESIDE_BYTES", 1)
     opened = []
 
     def make(size: int = SMALL, namespace: str = "", max_bytes: int | None = None, **options) -> SlabStore:

@@ -46,6 +46,46 @@ from kvoffload.tiering.stores.slab.upkeep import Upkeep
 KEYS = keys_of(*range(100))
 
 
+class TestLargeBlocks:
+    SIZE = 1 << 20
+
+    def test_checksums_are_made_while_the_blocks_are_written(self, open_store, monkeypatch) -> None:
+        digesting, write_of = threading.Event(), SlabFile.write
+
+        def digest(layout: SlabFormat, *arguments: object) -> bytes:
+            digesting.set()
+            return entry_of(layout, *arguments)
+
+        def write_slowly(file: SlabFile, first: int, blocks: Sequence[memoryview]) -> int:
+            assert digesting.wait(120)
+            assert not file.read_entries(first, 1).strip(b"\0"), "no entry before its payload"
+            return write_of(file, first, blocks)
+
+        entry_of = SlabFormat.entry
+        monkeypatch.setattr("kvoffload.tiering.stores.slab.format.SlabFormat.entry", digest)
+        monkeypatch.setattr(SlabFile, "write", write_slowly)
+        store = open_store(self.SIZE)
+        assert write(store, *KEYS[:3], size=self.SIZE) == [True] * 3
+        assert right(store, *KEYS[:3], size=self.SIZE) == {*KEYS[:3]}
+        store.close()
+        assert right(open_store(self.SIZE), *KEYS[:3], size=self.SIZE) == {*KEYS[:3]}
+
+    def test_a_digest_that_fails_writes_no_entry(self, open_store, monkeypatch) -> None:
+        store = open_store(self.SIZE)
+        with monkeypatch.context() as broken:
+            broken.setattr(SlabFormat, "entry", lambda *arguments: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                write(store, KEYS[0], size=self.SIZE)
+        assert right(store, KEYS[0], size=self.SIZE) == set()
+        assert write(store, *KEYS[1:4], size=self.SIZE) == [True] * 3
+
+    def test_a_write_that_goes_on_while_the_store_closes_makes_them_itself(self, open_store) -> None:
+        store = open_store(self.SIZE)
+        store._beside.shutdown()
+        assert write(store, *KEYS[:3], size=self.SIZE) == [True] * 3
+        assert right(store, *KEYS[:3], size=self.SIZE) == {*KEYS[:3]}
+
+
 class TestEviction:
     def test_the_least_recently_used_goes_first(self, open_store) -> None:
         store = open_store()

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,8 @@ from kvoffload.tiering.stores.slab.upkeep import Growth, Upkeep
 __all__ = ["SlabStore"]
 
 
+_BESIDE_BYTES = 1 << 20
+"""The least size of a block whose checksum is made while it is being written."""
 _JUDGED_AT_MOST = 4
 """Reads of a neighbour's block that does not verify while its entry stays as it is."""
 
@@ -116,6 +119,9 @@ class SlabStore(BlockStore):
         self.resident = ResidentKeys(self._slabs.index, self._slabs.lock, layout.hashed, self._slabs.keys)
         self._growth = Growth(self._directory, self._slabs)
         self._upkeep = Upkeep(self._root, layout, self._directory, self._slabs, self._growth)
+        self._beside: ThreadPoolExecutor | None = None
+        if block_bytes >= _BESIDE_BYTES:
+            self._beside = ThreadPoolExecutor(self.requests_in_flight, "kvoffload-slab-checksums")
 
     def __repr__(self) -> str:
         return (
@@ -210,6 +216,8 @@ class SlabStore(BlockStore):
 
     def close(self) -> None:
         self._upkeep.close()
+        if self._beside is not None:
+            self._beside.shutdown()
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         self._upkeep.is_loaded.wait()
@@ -270,14 +278,14 @@ class SlabStore(BlockStore):
         """Writes ``run.count`` blocks: payloads first, then their entries. So a process that dies in between leaves
         empty slots. ``None`` if the table failed, and with it the slab."""
         first, bad = run.first, list[int]()
-        # Checksums first: they bring the payloads into the processor's caches, from which the kernel then takes them.
-        entries = b"".join([self._layout.entry(block.key, block.view, block.stamp_ns) for block in new])
+        entries_of = self._begin_entries(new)
         try:
             whole = slab.file.write(first, [block.view for block in new])
             good = [Run(0, whole)] if whole else []
         except OSError as exc:
             errors.append(exc)
             good, bad = self._write_singly(slab, run, new) if exc.errno == errno.EIO else ([], [])
+        entries = entries_of()
         try:
             for part in good:
                 slab.file.write_entries(first + part.start, entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES])
@@ -286,6 +294,20 @@ class SlabStore(BlockStore):
             self._slabs.lose(slab, exc)
             return None
         return _WrittenRun(slab, run, new, entries, good, bad)
+
+    def _begin_entries(self, new: list[_NewBlock]) -> Callable[[], bytes]:
+        """Makes checksums and entries of blocks, and returns what waits for them."""
+        if self._beside is not None:
+            try:
+                return self._beside.submit(self._entries, new).result
+            except RuntimeError:
+                pass  # the store is closed, or the interpreter ends
+        # Before the write: they bring the payloads into the processor's caches, from which the kernel then takes them.
+        entries = self._entries(new)
+        return lambda: entries
+
+    def _entries(self, new: list[_NewBlock]) -> bytes:
+        return b"".join([self._layout.entry(block.key, block.view, block.stamp_ns) for block in new])
 
     def _record(self, written: _WrittenRun) -> None:
         """What was written is here now, and the other slots of its run are free again. With the lock held."""
