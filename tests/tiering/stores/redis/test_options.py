@@ -48,12 +48,38 @@ def parse(**options: Any) -> RedisOptions:
         ({"window_timeout_s": -1}, "window_timeout_s"),
         ({"clustr": True}, "Did you mean 'cluster'"),
         ({"url": "unix:///run/kv.sock", "cluster": True}, "cluster=true"),
+        ({"url": "redis://h/notanumber"}, "the number of a database"),
+        ({"url": "redis://h/1/2"}, "the number of a database"),
+        ({"url": "redis+sentinel://h/kv/notanumber"}, "the number of a database"),
+        ({"tls_ca": "/etc/ssl/kv-ca.pem"}, "tls_ca needs a url of rediss://"),
+        ({"tls_cert": "kv.pem", "url": "redis+sentinel://h/kv"}, "tls_cert needs a url of rediss://"),
+        ({"tls_key": "kv.key", "url": "unix:///run/kv.sock"}, "tls_key needs a url of rediss://"),
+        ({"tls_verify": False, "cluster": True}, "tls_verify: false needs a url of rediss://"),
+        (
+            {"sentinel_password": {"env": "UNREAD"}},
+            "sentinel_username or sentinel_password needs a url of redis.sentinel",
+        ),
+        ({"sentinel_username": "watcher"}, "sentinel_username or sentinel_password needs a url of redis.sentinel://"),
     ],
 )
 def test_a_mistake_is_one_sentence(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
         parse(**options)
     assert "\n" not in str(caught.value)
+
+
+def test_options_of_tls_are_refused_without_it_where_the_url_is_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_URL", f"redis://:hush@127.0.0.1:{free_port()}/0")
+    options = parse(url={"env": "KV_URL"}, tls_ca="/etc/ssl/kv-ca.pem")
+    with pytest.raises(ConfigError, match="tls_ca needs a url of rediss://") as caught:
+        options.open_store(4096, "ns")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/0", "/15", "/3/"])
+def test_the_number_of_a_database_may_be_left_out(path: str) -> None:
+    parse(url=f"redis://h{path}").open_store(4096, "ns").close()
+    parse(url=f"rediss://h{path}", tls_verify=False).open_store(4096, "ns").close()
 
 
 def test_what_is_left_out_has_its_default() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -68,6 +69,16 @@ class Connector:
             )
         if parts.query and parts.scheme != "unix":
             raise ConfigError("url of the 'redis' tier has a '?': give these settings as options of the tier instead.")
+        if parts.scheme != "unix" and not re.fullmatch(r"/?|/[0-9]+/?", parts.path):
+            raise ConfigError(
+                "url of the 'redis' tier has something other than the number of a database behind the '/'."
+            )
+        tls = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "tls_verify: false": not tls_verify}
+        if parts.scheme != "rediss" and any(tls.values()):
+            (first, *_) = (name for name, is_given in tls.items() if is_given)
+            raise ConfigError(
+                f"A 'redis' tier with {first} needs a url of rediss:// or rediss+sentinel://: the others have no TLS."
+            )
         try:
             known: dict[str, Any] = dict(parse_url(url))
         except ValueError as exc:

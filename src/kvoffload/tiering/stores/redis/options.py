@@ -52,7 +52,9 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
         if self.ttl_s is not None and self.ttl_s < 1:
             raise ConfigError(f"ttl of the 'redis' tier must be a second at least, not {self.ttl!r}.")
         if isinstance(self.url, str):
-            self._make(block_bytes or 1, "", self.url).close()  # reads no secret, and connects to nothing
+            unread = None if self.sentinel_password is None else "unread"
+            # Reads no secret, and connects to nothing.
+            self._make(block_bytes or 1, "", self.url, sentinel_password=unread).close()
 
     @property
     def ttl_s(self) -> float | None:

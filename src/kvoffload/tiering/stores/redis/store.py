@@ -84,6 +84,11 @@ class RedisStore(BlockStore):
             raise ConfigError(f"ttl of the 'redis' tier must be a second at least, not {ttl_s:g} s.")
         self._timeouts = timeouts or Timeouts()
         watched = parse_sentinel_url(url)
+        if not watched and (sentinel_username, sentinel_password) != (None, None):
+            raise ConfigError(
+                "A 'redis' tier with sentinel_username or sentinel_password needs a url of redis+sentinel:// or "
+                "rediss+sentinel://: the others ask no sentinels."
+            )
         connector = Connector(
             watched.url if watched else url,
             self._timeouts,
