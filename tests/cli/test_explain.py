@@ -52,6 +52,19 @@ def test_the_machine_may_be_another(trace: Path, tmp_path: Path) -> None:
     assert (as_it_was["cpu_blocks"], as_it_was["disk_blocks"]) == (16, 0)
 
 
+def test_a_server_with_an_unbounded_disk_is_not_told_to_buy_one(trace: Path, tmp_path: Path) -> None:
+    first, *others = trace.read_text().splitlines(keepends=True)
+    line = json.loads(first)
+    line["machine"]["tiers"][0] = {"type": "redis"}  # as older versions wrote it
+    recorded, page, figures = tmp_path / "t.jsonl", tmp_path / "page.html", tmp_path / "figures.json"
+    recorded.write_text("".join([json.dumps(line) + "\n", *others]))
+    assert explain(str(recorded), "--processes", "1", "--html", str(page), "--json", str(figures)) == 0
+    as_it_was, *changes = json.loads(figures.read_text())["what_if"]
+    assert as_it_was["disk_hit_tokens"] > 0
+    assert not [each["change"] for each in changes if "disk" in each["change"]]
+    assert "as it was, a disk for the whole trace" in page.read_text()
+
+
 def test_mistakes_are_one_sentence(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(str(trace), "--html", str(tmp_path / "page.png")) == 2
     assert "--html is a .html file" in capsys.readouterr().err

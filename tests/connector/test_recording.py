@@ -7,7 +7,9 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from tests.connector.rig import BT, FULL, SLIDING, Request, key
 
@@ -16,10 +18,11 @@ from kvoffload.connector import OffloadingConnectorScheduler
 from kvoffload.connector.recording import TraceRecorder
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.sim.explain import Machine, MachineTier
 from kvoffload.sim.trace_files import load_trace
 
 
-def scheduler_that_records(path: Path | str, **config: int) -> OffloadingConnectorScheduler:
+def scheduler_that_records(path: Path | str, **config: Any) -> OffloadingConnectorScheduler:
     values = {"cpu_bytes_to_use": 1 << 20, "record_trace": str(path), **config}
     layout = EngineLayout((FULL, SLIDING), BT, "rig")
     return OffloadingConnectorScheduler(CPUOffloadingManager(64), layout, parse_config(values))
@@ -53,6 +56,25 @@ def test_requests_in_flight_are_written_at_shutdown(tmp_path: Path) -> None:
     scheduler.shutdown()
     (line,) = (tmp_path / f"t-{os.getpid()}.jsonl").read_text().splitlines()
     assert len(json.loads(line)["hash_ids"]) == 3
+
+
+def test_the_machine_says_when_its_tiers_are_written(tmp_path: Path) -> None:
+    tiers = [
+        {"type": "disk", "path": "/secret", "max_bytes": "1MiB", "cascade": "on_evict"},
+        {"type": "memory", "offload_policy": "request_level"},
+        {"type": "memory"},
+    ]
+    scheduler = scheduler_that_records(tmp_path / "t.jsonl", secondary_tiers=tiers)
+    scheduler.on_new_request(Request("r", 3 * BT))
+    scheduler.shutdown()
+    text = (tmp_path / "t.jsonl").read_text()
+    expected = (
+        MachineTier("disk", 1 << 20, "on_evict"),
+        MachineTier("memory", None, "on_store"),
+        MachineTier("memory"),
+    )
+    assert msgspec.convert(json.loads(text)["machine"], Machine).tiers == expected
+    assert "/secret" not in text
 
 
 @pytest.mark.parametrize("method", ["arrived", "finished"])

@@ -25,7 +25,7 @@ from kvoffload.sim.explain_page import as_page, write_explanation
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import TraceError
 
-MACHINE = Machine(block_bytes=1 << 20, cpu_bytes=300 << 20, policy="lru", tiers=(MachineTier("redis"),))
+MACHINE = Machine(block_bytes=1 << 20, cpu_bytes=300 << 20, policy="lru")
 
 
 def line(at_ms: float, found: dict[str, int], missed: dict[str, int], **more: Any) -> dict[str, Any]:
@@ -89,20 +89,22 @@ def test_files_that_cannot_be_explained(tmp_path: Path, text: str, what: str) ->
 
 
 def test_the_machine_of_the_trace_and_what_overrides_it() -> None:
-    tiers = (MachineTier("disk", 1 << 30), MachineTier("redis"))
+    tiers = (MachineTier("disk", 1 << 29), MachineTier("memory", 1 << 29))
     machine = Machine(1 << 20, 300 << 20, "arc", 2, tiers=tiers)
-    config = base_config(machine, prefill_tokens_per_s=1000)
+    config = base_config(machine, footprint_blocks=700, prefill_tokens_per_s=1000)
     assert (config.cpu_blocks, config.disk_blocks, config.policy, config.store_threshold) == (300, 1024, "arc", 2)
-    other = base_config(machine, cpu_bytes=10 << 20, disk_bytes=0, gpu_blocks=5, prefill_tokens_per_s=1000)
+    other = base_config(
+        machine, cpu_bytes=10 << 20, disk_bytes=0, gpu_blocks=5, footprint_blocks=700, prefill_tokens_per_s=1000
+    )
     assert (other.cpu_blocks, other.disk_blocks, other.gpu_blocks) == (10, 0, 5)
     with pytest.raises(ConfigError, match="give --cpu"):
-        base_config(None, prefill_tokens_per_s=1000)
-    unknown = base_config(Machine(1, 10, "of a plug-in"), prefill_tokens_per_s=1000)
+        base_config(None, footprint_blocks=700, prefill_tokens_per_s=1000)
+    unknown = base_config(Machine(1, 10, "of a plug-in"), footprint_blocks=700, prefill_tokens_per_s=1000)
     assert unknown.policy in ("lru", "arc", "density")
 
 
 def test_changes_are_those_that_are_not_there_already() -> None:
-    base = base_config(MACHINE, prefill_tokens_per_s=1000)
+    base = base_config(MACHINE, footprint_blocks=700, prefill_tokens_per_s=1000)
     changes = dict(what_ifs(base))
     assert changes["as it was"] == base
     assert changes["twice the host memory"].cpu_blocks == 600
@@ -111,9 +113,40 @@ def test_changes_are_those_that_are_not_there_already() -> None:
     assert not {"policy lru", "store_threshold 1", "twice the disk"} & changes.keys()
 
 
+def test_a_tier_without_a_bound_is_a_disk_for_the_whole_trace() -> None:
+    machine = Machine(1 << 20, 600 << 20, "lru", tiers=(MachineTier("memory", 5 << 20), MachineTier("disk")))
+    base = base_config(machine, footprint_blocks=700, prefill_tokens_per_s=1000)
+    # As in serving: a disk without a bound is written on store, however small the trace is beside host memory.
+    assert (base.disk_blocks, base.cascade_mode) == (700, "on_store")
+    changes = dict(what_ifs(base, has_unbounded_disk=machine.has_unbounded_tier))
+    assert changes["as it was, a disk for the whole trace"] == base
+    assert {config.disk_blocks for config in changes.values()} == {700}
+    smaller = base_config(machine, disk_bytes=50 << 20, footprint_blocks=700, prefill_tokens_per_s=1000)
+    assert (smaller.disk_blocks, smaller.cascade_mode) == (50, "on_evict")
+
+
+@pytest.mark.parametrize(
+    ("modes", "expected"),
+    [
+        (["on_evict"], "on_evict"),
+        (["on_store"], "on_store"),
+        (["on_evict", "on_store"], "on_store"),
+        ([None, "on_evict"], None),
+        ([None], None),
+        ([], None),
+    ],
+)
+def test_the_disk_is_written_when_the_tiers_were(modes: list[Any], expected: str | None) -> None:
+    tiers = tuple(MachineTier("disk", 1 << 30, mode) for mode in modes)
+    machine = Machine(1 << 20, 300 << 20, "lru", tiers=tiers)
+    config = base_config(machine, footprint_blocks=700, prefill_tokens_per_s=1000)
+    assert config.cascade == expected
+    assert base_config(machine, disk_bytes=0, footprint_blocks=7, prefill_tokens_per_s=1000).cascade is None
+
+
 def test_the_simulator_orders_the_changes_by_what_they_save() -> None:
     trace = synthesize("chat", 150, 1)
-    changes = what_ifs(base_config(MACHINE, prefill_tokens_per_s=1000))
+    changes = what_ifs(base_config(MACHINE, footprint_blocks=700, prefill_tokens_per_s=1000))
     as_it_was, *others = ask_what_if(trace, changes, processes=1)
     assert as_it_was.more_tokens == 0
     assert [each.more_tokens for each in others] == sorted((each.more_tokens for each in others), reverse=True)
@@ -163,7 +196,9 @@ def test_the_page_needs_nothing_else_and_escapes_names(tmp_path: Path) -> None:
     )
     stories = read_stories(path)
     trace = synthesize("chat", 40, 1)
-    asked = ask_what_if(trace, what_ifs(base_config(MACHINE, prefill_tokens_per_s=1000)), processes=1)
+    asked = ask_what_if(
+        trace, what_ifs(base_config(MACHINE, footprint_blocks=700, prefill_tokens_per_s=1000)), processes=1
+    )
     page = as_page("<trace>", stories, asked, 1000)
     assert "<b>evicted" not in page
     assert "evicted &lt;b&gt;" in page

@@ -70,9 +70,11 @@ def explain(
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),
         block_bytes=None if kv_bytes is None else parse_bytes(kv_bytes, "--kv-bytes-per-token") * loaded.block_tokens,
         gpu_blocks=loaded.device_blocks if gpu_blocks is None else gpu_blocks,
+        footprint_blocks=loaded.whole_blocks().num_unique,
         prefill_tokens_per_s=prefill_speed,
     )
-    changes = what_ifs(base)
+    has_unbounded_disk = disk is None and stories.machine is not None and stories.machine.has_unbounded_tier
+    changes = what_ifs(base, has_unbounded_disk=has_unbounded_disk)
     with progress({loaded.name: len(changes)}, "runs") as advance:
         asked = ask_what_if(loaded, changes, processes, lambda _: advance(loaded.name))
     _print(loaded.name, stories, asked, prefill_speed)

@@ -247,6 +247,7 @@ def _machine(geometry: Sequence[GroupGeometry], layout: EngineLayout, config: Of
             {
                 "type": tier.get("type"),
                 "max_bytes": parse_bytes(tier["max_bytes"]) if tier.get("max_bytes") is not None else None,
+                "cascade": tier.get("cascade", "on_store" if tier.get("offload_policy") == "request_level" else None),
             }
             for tier in config.secondary_tiers
         ],

@@ -18,7 +18,9 @@ from kvoffload.sim.driver import SimConfig, SimResult
 from kvoffload.sim.sweep import sweep
 from kvoffload.sim.trace import Trace, TraceError
 from kvoffload.sim.trace_files import lines_of
+from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
+from kvoffload.tiering.options import default_cascade
 
 __all__ = [
     "ADVICE",
@@ -81,6 +83,9 @@ class MachineTier(msgspec.Struct, frozen=True):
 
     type: str | None = None
     max_bytes: int | None = None
+    """``None``: no bound."""
+    cascade: CascadeMode | None = None
+    """``None``: the sizes decide; traces of older versions never say it."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -92,6 +97,18 @@ class Machine(msgspec.Struct, frozen=True):
     store_threshold: int = 1
     load_policy: LoadPolicy = DEFAULTS.load_policy
     tiers: tuple[MachineTier, ...] = ()
+
+    @property
+    def has_unbounded_tier(self) -> bool:
+        return any(tier.max_bytes is None for tier in self.tiers)
+
+    @property
+    def cascade(self) -> CascadeMode | None:
+        """Of all tiers as one: what is written to any of them as it is stored is there. ``None``: the sizes decide."""
+        modes = {tier.cascade for tier in self.tiers}
+        if "on_store" in modes:
+            return "on_store"
+        return "on_evict" if modes == {"on_evict"} else None
 
 
 class _Story(msgspec.Struct):
@@ -215,26 +232,34 @@ def base_config(
     disk_bytes: int | None = None,
     block_bytes: int | None = None,
     gpu_blocks: int = 0,
+    footprint_blocks: int,
     prefill_tokens_per_s: float,
 ) -> SimConfig:
     """The machine that recorded the trace, for the simulator; arguments override what the trace says.
 
-    The tiers below host memory become one disk, as large as those with a bound together. Raises ``ConfigError`` if
-    the sizes are not known.
+    The tiers below host memory become one disk, as large as all of them together; if one has no bound, it holds the
+    ``footprint_blocks`` of the trace. Raises ``ConfigError`` if the sizes are not known.
     """
     known_cpu = cpu_bytes if cpu_bytes is not None else machine.cpu_bytes if machine is not None else None
     known_block = block_bytes if block_bytes is not None else machine.block_bytes if machine is not None else None
     if known_cpu is None or known_block is None:
         raise ConfigError("The trace does not say its machine; give --cpu and --kv-bytes-per-token.")
-    if disk_bytes is None:
-        disk_bytes = sum(tier.max_bytes or 0 for tier in machine.tiers) if machine is not None else 0
+    cascade = machine.cascade if machine is not None else None
+    if disk_bytes is not None:
+        disk_blocks = disk_bytes // known_block
+    elif machine is not None and machine.has_unbounded_tier:
+        disk_blocks = max(footprint_blocks, 1)
+        cascade = cascade or default_cascade(None, known_cpu)
+    else:
+        disk_blocks = sum(tier.max_bytes or 0 for tier in machine.tiers) // known_block if machine is not None else 0
     policy, threshold = (machine.policy, machine.store_threshold) if machine is not None else (None, None)
     config = SimConfig(
         cpu_blocks=max(known_cpu // known_block, 1),
         block_bytes=known_block,
         gpu_blocks=gpu_blocks,
-        disk_blocks=disk_bytes // known_block,
+        disk_blocks=disk_blocks,
         prefill_tokens_per_s=prefill_tokens_per_s,
+        cascade=cascade if disk_blocks else None,
     )
     if policy is not None and policy in POLICIES.names():
         config = replace(config, policy=policy)
@@ -243,14 +268,16 @@ def base_config(
     return config if threshold is None else replace(config, store_threshold=threshold)
 
 
-def what_ifs(base: SimConfig) -> list[tuple[str, SimConfig]]:
-    """The changes to try, each with its configuration; the first is none."""
+def what_ifs(base: SimConfig, *, has_unbounded_disk: bool = False) -> list[tuple[str, SimConfig]]:
+    """The changes to try, each with its configuration; the first is none. An unbounded disk is not made larger."""
     changes = [
-        ("as it was", base),
+        ("as it was, a disk for the whole trace" if has_unbounded_disk else "as it was", base),
         ("twice the host memory", replace(base, cpu_blocks=2 * base.cpu_blocks)),
         ("four times the host memory", replace(base, cpu_blocks=4 * base.cpu_blocks)),
     ]
-    if base.disk_blocks:
+    if has_unbounded_disk:
+        pass
+    elif base.disk_blocks:
         changes.append(("twice the disk", replace(base, disk_blocks=2 * base.disk_blocks)))
     else:
         changes.append(("a disk, ten times the host memory", replace(base, disk_blocks=10 * base.cpu_blocks)))
