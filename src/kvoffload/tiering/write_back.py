@@ -204,6 +204,8 @@ class WriteBack:
             # A block that was pinned meanwhile is written all the same: another tier may be reading it.
             is_ready = block is not None and block.is_ready
             found = target.tier.lookup(key, self.context) if is_ready else None
+            if is_ready and found is None and self._is_closed:
+                found = False  # no step is left to find out in; stores write nothing twice
             if is_ready and found is None and steps > 1:
                 target.queue[key] = steps - 1
                 continue
@@ -220,3 +222,4 @@ class WriteBack:
             self._submit(target.tier, keys, self.context)
         if present:
             target.tier.touch(present[::-1], self.context)
+        self.context.trail.misses.clear()  # no request's story tells of them
