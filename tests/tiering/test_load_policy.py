@@ -189,7 +189,7 @@ def test_a_request_counts_its_declined_blocks_once() -> None:
 def test_it_gives_up_when_computing_would_have_been_faster_and_uses_what_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
+    monkeypatch.setattr(load_policy, "LEAST_PORTION_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(load_policy, "PORTION_S", 1.0)
     machine = Machine(max_wait_s=100.0)
     machine.learn(read_s=0.25)
@@ -230,11 +230,66 @@ def test_an_unmeasured_tier_is_read_a_little(monkeypatch: pytest.MonkeyPatch) ->
     machine.below(prefix(9, of="b"))
     assert machine.ask(prefix(9, of="a"), machine.start("first")) == [None] * 5 + [False]
     assert machine.ask(prefix(9, of="b"), machine.start("second")) == [False]
-    assert machine.declined() == {"unmeasured": 13}
+    assert machine.declined() == {"unmeasured": 9}, "the first will be weighed again"
+
+
+@pytest.mark.parametrize(("read_s", "loaded"), [(0.1, 12), (2.0, 4)])
+def test_who_waited_for_the_first_blocks_of_a_tier_is_weighed_again(
+    monkeypatch: pytest.MonkeyPatch, read_s: float, loaded: int
+) -> None:
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
+    machine = Machine()
+    machine.compute()
+    machine.read_s = read_s
+    machine.below(prefix(12, of="a"))
+    context = machine.start("r")
+    assert machine.ask(prefix(12, of="a"), context) == [None] * 4 + [False]
+    machine.step()
+    assert machine.read() == 4
+    rest = [None] * 8 if loaded == 12 else [False]
+    for _ in range(2):
+        assert machine.ask(prefix(12, of="a"), context) == [True] * 4 + rest
+        machine.step()
+    while machine.tier.jobs:
+        machine.read()
+    assert machine.ask(prefix(12, of="a"), context) == [True] * loaded + [False] * (loaded < 12)
+    assert machine.declined() == ({} if loaded == 12 else {"slow": 8})
+    machine.load(prefix(loaded, of="a"), context)
+    machine.finish()
+    machine.manager.on_request_finished(context)
+    machine.manager.check_invariants()
+
+
+def test_jobs_and_probes_of_a_slow_tier_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_policy, "LEAST_PORTION_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 20 * BLOCK_BYTES)
+    machine = Machine(num_blocks=256)
+    machine.learn(read_s=0.02)
+    machine.below(prefix(12, of="a"))
+    assert machine.ask(prefix(12, of="a"), machine.start("r")) == [None] * 12
+    machine.step()
+    assert [len(job.keys) for job in machine.tier.jobs.values()] == [5, 5, 2], "a tenth of a second each"
+    while machine.tier.jobs:
+        machine.read()
+    machine.read_s = 2.0
+    machine.below(prefix(1, of="slow"))
+    for number in range(4):
+        machine.below(prefix(3, of=f"slow-{number}"))
+        machine.serve(3, of=f"slow-{number}")
+        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    machine.step()
+    while machine.tier.jobs:
+        machine.read()
+    machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    machine.below(prefix(50, of="b"))
+    assert machine.ask(prefix(50, of="b"), machine.start("s")) == [False]
+    machine.step()
+    assert sum(len(job.keys) for job in machine.tier.jobs.values()) == 1, "a second, and one block at least"
 
 
 def test_a_tier_that_recovered_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_policy, "PROBE_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(load_policy, "PROBE_S", 4.0)
     machine = Machine()
     machine.below(prefix(2, of="learnt"))
     machine.read_s = 2.0

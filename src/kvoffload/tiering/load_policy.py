@@ -36,9 +36,15 @@ PATIENCE = 1.25
 PROBE_INTERVAL_S = 5.0
 """Time without a read after which a tier whose blocks are declined is measured again."""
 PROBE_BYTES = 64 << 20
-"""Bytes read to measure a tier: all that may be under way from one that was never measured, and each later probe."""
+"""Bytes read to measure a tier: all that may be under way from one that was never measured, and the most of a later
+probe."""
+PROBE_S = 1.0
+"""A later probe takes no longer than this, if the tier is still as slow as it was."""
 PORTION_S = 0.1
-"""A promotion is cut into jobs of about this duration, so that a request can use what came up when it gives up."""
+"""A promotion is cut into jobs of about this duration, so that a request can use what came up when it gives up, and a
+tier that has become slower is noticed soon ..."""
+LEAST_PORTION_BYTES = 4 << 20
+"""... but not into smaller ones than this."""
 HOPELESS = 2.0
 """A tier from which a block takes this many times as long as computing it, with nothing queued before it, is hardly
 written to, once that is sure."""
@@ -90,6 +96,8 @@ class WaitPlan:
     """Of waiting."""
     give_up_s: float
     """When it stops waiting."""
+    unmeasured: int | None = None
+    """The tier that was never measured, because of which it waits for no more blocks."""
 
 
 class _TierReads:
@@ -250,14 +258,27 @@ class LoadCosts:
         return choice if gain_s >= LEAST_GAIN * num_later * self._compute_s(tokens) else at_once
 
     def plan(
-        self, key: OffloadKey, places: Sequence[tuple[Place, int]], choice: Choice, declined: OffloadKey | None
+        self,
+        key: OffloadKey,
+        places: Sequence[tuple[Place, int]],
+        choice: Choice,
+        declined: OffloadKey | None,
+        before: WaitPlan | None = None,
     ) -> WaitPlan:
-        """For a request that waits for what ``choose`` chose, up to ``declined``."""
+        """For a request that waits for what ``choose`` chose, up to ``declined``. ``before``: what it waited for until
+        it was weighed again; it does not wait for the engine's queue twice."""
         here = places[0][1] if places and places[0][0] == HERE else 0
         compute_s = (choice.num_blocks - here) * self._compute_s(self._tokens[get_offload_group_idx(key)])
         now_s = self._clock()
         stops = {} if declined is None else {get_offload_group_idx(declined): declined}
-        return WaitPlan(stops, now_s, choice.wait_s, now_s + PATIENCE * (self._queue_s() + compute_s))
+        give_up_s = now_s + PATIENCE * (self._queue_s() + compute_s)
+        if before is not None:
+            give_up_s = min(give_up_s, before.give_up_s + PATIENCE * compute_s)
+        return WaitPlan(stops, now_s, choice.wait_s, give_up_s, self._unmeasured_at(places, choice.num_blocks))
+
+    def should_choose_again(self, plan: WaitPlan) -> bool:
+        """Whether what ``plan`` lacked was measured since."""
+        return plan.unmeasured is not None and self._tiers[plan.unmeasured].estimator.speed is not None
 
     def wants_probe(self, tier: int) -> bool:
         """Whether the tier, whose blocks are declined, should be measured again."""
@@ -274,17 +295,16 @@ class LoadCosts:
         if self._clock() - max(self._device.measured_s, self._device_probed_s) < PROBE_INTERVAL_S:
             return 0
         self._device_probed_s = self._clock()
-        return self.probe_blocks
+        return self._num_blocks(PROBE_BYTES)
 
-    @property
-    def probe_blocks(self) -> int:
-        return max(1, PROBE_BYTES // self._block_bytes)
+    def probe_blocks(self, tier: int) -> int:
+        speed = self._tiers[tier].estimator.speed
+        return self._num_blocks(PROBE_BYTES if speed is None else min(PROBE_BYTES, PROBE_S / speed.byte_s))
 
     def portion_blocks(self, tier: int) -> int:
         """Blocks per job."""
         speed = self._tiers[tier].estimator.speed
-        num_bytes = PORTION_S / speed.byte_s if speed is not None else 0.0
-        return max(self.probe_blocks, int(num_bytes / self._block_bytes))
+        return self._num_blocks(max(LEAST_PORTION_BYTES, PORTION_S / speed.byte_s if speed is not None else 0.0))
 
     def should_write(self, tier: int, num_blocks: int) -> bool:
         """Whether blocks should be written to a tier: unless it is sure that loading them would never be worth it."""
@@ -365,7 +385,20 @@ class LoadCosts:
 
     def _room(self, tier: int) -> int:
         """Blocks that may be promoted from a tier that was never measured."""
-        return max(0, self.probe_blocks - self._tiers[tier].queued)
+        return max(0, self.probe_blocks(tier) - self._tiers[tier].queued)
+
+    def _num_blocks(self, num_bytes: float) -> int:
+        """As many as fit, but at least one."""
+        return max(1, int(num_bytes / self._block_bytes))
+
+    def _unmeasured_at(self, places: Sequence[tuple[Place, int]], block: int) -> int | None:
+        """The tier of a block of ``places``, if it was never measured."""
+        for place, num_blocks in places:
+            if block < num_blocks:
+                has_speed = place.tier is None or self._tiers[place.tier].estimator.speed is not None
+                return None if has_speed or place.is_coming else place.tier
+            block -= num_blocks
+        return None
 
     def _compute_s(self, tokens: int) -> float:
         speed = self._prefill.tokens_per_s

@@ -148,10 +148,9 @@ class Claims(Collection[OffloadKey]):
     def __len__(self) -> int:
         return len(self._claimed)
 
-    @property
-    def room(self) -> int:
-        """Blocks that a request without claims may claim now."""
-        return min(self.max_per_request, self.max_total - len(self._claimed))
+    def room_of(self, request: RequestState) -> int:
+        """Blocks that ``request`` claims or may claim now."""
+        return min(self.max_per_request, self.max_total - len(self._claimed) + len(request.claims))
 
     # Changes.
 
@@ -391,12 +390,13 @@ class Lookups:
         costs = self._costs
         if costs is None or not keys or self._waiting.is_over(request):
             return self._walk(request, keys)
-        if request.plan is not None:
-            self._poll()
-            return self._walk_to(request, keys, self._planned(request.plan, keys, costs))
-        if not costs.weighs(keys[0]):
+        if not costs.weighs(keys[0]) and request.plan is None:
             return self._walk(request, keys)
         self._poll()
+        before = request.plan
+        if before is not None and not (costs.weighs(keys[0]) and costs.should_choose_again(before)):
+            return self._walk_to(request, keys, self._planned(before, keys, costs))
+        request.plan = None
         places = self._survey(request, keys)
         if all(place == HERE for place, _ in places) and not costs.device_is_slow(keys[0]):
             return self._walk(request, keys)
@@ -409,8 +409,9 @@ class Lookups:
         answers = self._walk_to(request, keys, limit)
         self._found.clear()
         if request.waiting_since is not None:
-            request.plan = costs.plan(keys[0], places, choice, keys[limit] if limit < len(keys) else None)
-        if limit < len(keys):
+            declined = keys[limit] if limit < len(keys) else None
+            request.plan = costs.plan(keys[0], places, choice, declined, before)
+        if limit < len(keys) and (request.plan is None or request.plan.unmeasured is None):
             request.num_declined = costs.count_declined(places, limit, request.num_declined)
             self._probe(request, keys[limit:], costs)
         return answers
@@ -449,7 +450,7 @@ class Lookups:
         self._found.clear()
         runs: list[tuple[Place, int]] = []
         last, count = HERE, 0
-        promotions, most = self._promotions, self._claims.room
+        promotions, most = self._promotions, self._claims.room_of(request)
         for at, (key, block) in enumerate(zip(keys, self._primary.slots.get_all(keys), strict=True)):
             if at >= most and (runs or last != HERE):
                 break
@@ -497,7 +498,7 @@ class Lookups:
             return
         hits = dict(request.hits)
         self._waiting.begin(request)  # first: its hits must not be evicted to make room for these blocks
-        for key in keys[: costs.probe_blocks]:
+        for key in keys[: costs.probe_blocks(tier.index)]:
             if self._primary.slots.get(key) is not None or self._tier_with(request, key)[0] is not tier:
                 break
             if not self._promotions.begin(request, key, tier):
