@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -244,3 +246,76 @@ class TestRoot:
         assert right(store, *K[:4]) == set()
         assert write(store, *K[:4]) == [True] * 4
         store.close()
+
+
+class TestOpenFiles:
+    """A process whose limit of open files is small for its slabs: a terabyte's worth, with the usual limit of 1,024."""
+
+    MAX_BYTES = 32 << 20
+    """16 slabs, which take 48 files."""
+    SCRIPT = """
+import logging, os, resource, sys
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.tiering.stores.slab import SlabStore
+logging.basicConfig(format="LOG %(message)s", stream=sys.stdout)
+root, soft, hard = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def open_store():
+    return SlabStore(root, 4096, max_bytes=32 << 20)
+def fill(store):
+    for first in range(0, 7600, 100):
+        keys = keys_of(*range(first, first + 100))
+        store.write(keys, [memoryview(bytes(4096)) for _ in keys])
+def say(store):
+    os.close(os.open("/dev/null", os.O_RDONLY))  # there are files left for others
+    slots = sum(slab.file.num_slots for slab in store._slabs.open.values())
+    print(len(store._slabs.open), slots * 4096 * 100 // (32 << 20), len(store._slabs.unfit), flush=True)
+"""
+
+    def run(self, root: Path, soft: int, hard: int, script: str) -> list[str]:
+        """What the script says: the slabs that are open, their percentage of the quota, and those left out for good."""
+        command = [sys.executable, "-c", self.SCRIPT + script, str(root), str(soft), str(hard)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert not ran.returncode, ran.stdout + ran.stderr
+        return ran.stdout.splitlines()
+
+    def test_the_soft_limit_is_raised(self, tmp_path: Path) -> None:
+        (said,) = self.run(tmp_path, 40, 4096, "store = open_store(); fill(store); say(store)")
+        assert said == "16 98 0"
+
+    def test_slabs_are_larger_under_a_small_hard_limit(self, tmp_path: Path) -> None:
+        (said,) = self.run(tmp_path, 64, 64, "store = open_store(); fill(store); say(store)")
+        num_slabs, percent, _ = map(int, said.split())
+        assert num_slabs <= 10
+        assert percent >= 95
+
+    def test_slabs_beyond_half_of_it_wait_and_that_is_said_once(self, tmp_path: Path) -> None:
+        """The files of others are closed later, and then all slabs are used."""
+        self.run(tmp_path, 4096, 4096, "store = open_store(); fill(store); store.close()")
+        others = "others = [os.open('/dev/null', os.O_RDONLY) for _ in range(50)]; store = open_store()"
+        fewer = "say(store); [os.close(fd) for fd in others]; store.refresh(); say(store)"
+        log, before, after = self.run(tmp_path, 128, 128, f"{others}; store.refresh(); {fewer}")
+        assert log.startswith("LOG The store at ")
+        assert "files are open, half of what this process may" in log
+        num_slabs, _, num_unfit = map(int, before.split())
+        assert 0 < num_slabs < 10
+        assert num_unfit == 0
+        assert after == "16 98 0"
+
+    def test_without_one_slab_a_store_fails_in_words(self, tmp_path: Path) -> None:
+        script = """
+others = [os.open('/dev/null', os.O_RDONLY) for _ in range(50)]
+store = open_store()
+for _ in range(3):
+    try:
+        store.write(keys_of(1), [memoryview(bytes(4096))])
+    except Exception as exc:
+        print(type(exc).__name__, exc)
+[os.close(fd) for fd in others]
+store._growth.not_before_s = 0.0
+print(store.write(keys_of(1), [memoryview(bytes(4096))]))
+"""
+        log, *said, written = self.run(tmp_path, 64, 64, script)
+        assert log.startswith("LOG ")
+        assert all(line.startswith("StoreError") and "raise ulimit -n" in line for line in said)
+        assert written == "[True]"

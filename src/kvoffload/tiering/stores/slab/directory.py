@@ -18,7 +18,7 @@ from kvoffload.tiering.stores.root import (
     open_directory,
     try_lock,
 )
-from kvoffload.tiering.stores.slab.file import SlabFile, SlabUnfit
+from kvoffload.tiering.stores.slab.file import SlabFile, SlabUnfit, most_slabs
 from kvoffload.tiering.stores.slab.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
 __all__ = ["LOCK_NAME", "SlabDirectory", "SlabSeen", "namespaces_in", "root_lock", "slabs_in", "sweep", "try_remove"]
@@ -179,7 +179,7 @@ class SlabDirectory:
         with root_lock(self.root, self.access) as is_locked:
             if not is_locked:
                 return None
-            wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self.root))
+            wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self.root), most_slabs())
             wanted_bytes = self._layout.slab_bytes(wanted_slots)
             room_bytes = self._room_bytes()
             if room_bytes < wanted_bytes:

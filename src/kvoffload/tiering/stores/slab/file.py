@@ -7,7 +7,9 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import stat
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,12 +27,17 @@ from kvoffload.tiering.stores.slab.format import (
     SlabFormat,
 )
 
-__all__ = ["SlabFile", "SlabUnfit"]
+__all__ = ["TOO_MANY_FILES", "SlabFile", "SlabUnfit", "most_slabs"]
+
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+"""No slab can be opened for now, whatever it is like."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_VECTOR = 512
 _BYTE = ctypes.c_char
+_FILES_PER_SLAB = 3
+_limit_lock = threading.Lock()
 
 
 class SlabUnfit(StoreError):
@@ -68,6 +75,7 @@ class SlabFile:
         try:
             for new in new_names:
                 fds.append(os.open(new, flags, access.file_mode, dir_fd=dir_fd))
+                _leave_files(fds[-1])
                 if access.is_group:  # the umask took bits away
                     os.fchmod(fds[-1], access.file_mode)
                 if len(fds) == 1 and not try_lock(fds[0]):
@@ -98,6 +106,7 @@ class SlabFile:
             for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
                 fd = os.open(name + suffix, os.O_RDWR | _SAFE, dir_fd=dir_fd)
                 fds.append(fd)
+                _leave_files(fd)
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode) or not access.admits(status) or status.st_nlink != 1:
                     raise SlabUnfit(f"{name}{suffix} is not ours")
@@ -248,6 +257,29 @@ class SlabFile:
             left = _after(left, moved)
             fd = self._payload_fd  # the rest need not be aligned
         return done
+
+
+def most_slabs() -> int:
+    """As many slabs as this process can have open beside all else, under the hard limit of its files."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return 1 << 20 if hard == resource.RLIM_INFINITY else max(1, hard // (2 * _FILES_PER_SLAB + 2))
+
+
+def _leave_files(fd: int) -> None:
+    """Half of the files that a process may open are not for slabs. ``fd``, just opened, was the lowest free number, so
+    that as many are open. Raises the soft limit if need be, and ``OSError`` (EMFILE) at the hard one."""
+    with _limit_lock:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        while soft != resource.RLIM_INFINITY and fd >= soft // 2:
+            more = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+            try:
+                if more > soft:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            except (OSError, ValueError):
+                more = soft  # a sandbox that does not allow it
+            if more == soft:
+                raise OSError(errno.EMFILE, f"{fd} files are open, half of what this process may; raise ulimit -n")
+            soft = more
 
 
 def _reopen_direct(fd: int) -> int:

@@ -97,6 +97,7 @@ class Slabs:
         self._last_stamp_ns = 0
         self._evicted: list[OffloadKey] = []
         self._is_closed = False
+        self._is_limit_said = False
 
     # ------------------------------------------------------------------------------------------ with the lock held
 
@@ -245,7 +246,11 @@ class Slabs:
             file.close()
             raise
         with self.lock:
-            number = self._next_number()
+            try:
+                number = self._next_number()
+            except OSError:
+                file.close()
+                raise
             slab = Slab(number, file, entries, changes)
             self.open[number] = slab
             self.by_name[file.name] = slab
@@ -287,6 +292,18 @@ class Slabs:
             self.drop(slab)
             self.unfit.add(slab.file.name)
         _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
+
+    def note_limit(self, error: OSError) -> None:
+        """No more slabs can be open for now. Says so once."""
+        with self.lock:
+            is_said, self._is_limit_said = self._is_limit_said, True
+        if not is_said:
+            _log.warning(
+                "The store at %s uses the %d slabs that are open and no more: %s.",
+                self._root,
+                len(self.open),
+                error.strerror,
+            )
 
     def clear(self, slabs: dict[int, Slab], runs: Sequence[Run]) -> None:
         """Empties the entries of busy slots on the disk, and makes the slots free. In this order: nobody may write to a

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvoffload.tiering.stores.slab.allocator import runs_of
 from kvoffload.tiering.stores.slab.directory import SlabDirectory
-from kvoffload.tiering.stores.slab.file import SlabUnfit
+from kvoffload.tiering.stores.slab.file import TOO_MANY_FILES, SlabUnfit
 from kvoffload.tiering.stores.slab.format import PAGE_SLOTS, SlabFormat
 from kvoffload.tiering.stores.slab.sharing import PostedRequest, requests_of_others
 from kvoffload.tiering.stores.slab.slabs import Slab, Slabs
@@ -72,6 +72,8 @@ class Growth:
             self.wants_until_s = time.monotonic() + _WANT_S
         except OSError as exc:
             self._error = exc
+            if exc.errno in TOO_MANY_FILES:
+                self._slabs.note_limit(exc)
             if not self._slabs.allocator.num_slots:
                 errors.append(exc)
         finally:
@@ -158,7 +160,9 @@ class Upkeep:
                 if self._is_unknown(seen.name):
                     if at_once and num_slots >= _LOADED_AT_ONCE:
                         return
-                    num_slots += self._take_in(seen.name)
+                    if (taken := self._take_in(seen.name)) is None:
+                        break
+                    num_slots += taken
             self._shrink()
         except OSError as exc:
             _log.warning("The slabs at %s cannot be listed: %s", self._root, exc)
@@ -168,11 +172,15 @@ class Upkeep:
         # In this order: a slab that is being made is registered before it is no longer being made.
         return name != self._growth.making and name not in self._slabs.by_name and name not in self._slabs.unfit
 
-    def _take_in(self, name: str) -> int:
-        """Opens a slab and learns its blocks. Returns how many slots it has."""
+    def _take_in(self, name: str) -> int | None:
+        """Opens a slab and learns its blocks. Returns how many slots it has, ``None`` if no slab can be opened now."""
         try:
             file = self._directory.open_slab(name)
-            is_own = file.try_lock()
+            try:
+                is_own = file.try_lock()
+            except OSError:
+                file.close()
+                raise
             if not file.is_linked(self._directory.fd):
                 file.close()
                 return 0
@@ -183,6 +191,9 @@ class Upkeep:
         except SlabUnfit:
             self._slabs.unfit.add(name)
         except OSError as exc:
+            if exc.errno in TOO_MANY_FILES:
+                self._slabs.note_limit(exc)
+                return None
             _log.warning("The slab %s at %s is left out: %s", name, self._root, exc)
             self._slabs.unfit.add(name)
         return 0
@@ -200,9 +211,10 @@ class Upkeep:
         self._share()
         names = [seen.name for seen in self._directory.slabs()]
         self._slabs.unfit.intersection_update(names)
+        can_open = True
         for name in names:
             if self._is_unknown(name):
-                self._take_in(name)
+                can_open = can_open and self._take_in(name) is not None
                 continue
             with self._slabs.lock:  # a slab that is being registered is in ``by_name`` before it is known to be ours
                 slab_here = self._slabs.by_name.get(name)
