@@ -285,6 +285,24 @@ class TestQuota:
         assert disk_bytes(tmp_path) <= 2 << 20
         assert right(store, *keys[-1500:]) == set(keys[-1500:]), "the oldest go"
 
+    def test_a_smaller_quota_is_looked_at_again_if_another_process_has_the_lock(
+        self, open_store, tmp_path: Path
+    ) -> None:
+        """Several servers that start together with less than before."""
+        store = open_store(max_bytes=4 << 20)
+        keys = keys_of(*range(3800))
+        for start in range(0, 3800, 100):
+            write(store, *keys[start : start + 100])
+        store.close()
+        with root_lock(str(tmp_path / "kv"), Access()) as is_locked:
+            assert is_locked
+            store = open_store(max_bytes=2 << 20)
+            store.refresh()
+            assert disk_bytes(tmp_path) > 3 << 20
+        store.refresh()
+        assert disk_bytes(tmp_path) <= 2 << 20
+        assert right(store, *keys), "what is left is used"
+
     def test_a_root_that_another_process_has_locked_is_not_waited_for(self, open_store, tmp_path: Path) -> None:
         store = open_store(max_bytes=two_slabs())
         with root_lock(str(tmp_path / "kv"), Access()) as is_locked:
@@ -324,6 +342,28 @@ class TestSharing:
         assert disk_bytes(tmp_path) <= 6 << 20
         self.settle(mine, late)
         assert right(mine, *other) == set(other)
+
+    def test_who_gave_a_slab_away_writes_no_more_counters_of_it(self, open_store) -> None:
+        """Blocks of it were removed just before. Counters that go back hide changes from neighbours."""
+        mine = open_store(max_bytes=6 << 20)
+        keys = self.fill(mine, 0, 5800)
+        late = open_store(max_bytes=6 << 20)
+        assert write(late, *keys_of(*range(10_000, 10_100))) == [False] * 100
+        with late._upkeep.lock:
+            late._upkeep.poll()  # asks for a slab
+        with mine._upkeep.lock:
+            mine._upkeep.flush_changes()
+            mine.discard(keys[:1])
+            mine._upkeep.poll()
+            (given,) = (slab for slab in mine._slabs.open.values() if not slab.is_own)
+            given.given_until_s = 0.0
+            late.refresh()
+            for key in keys[1:3]:
+                late.discard([key])
+                late.refresh()
+            counted = given.file.read_changes()
+            mine._upkeep.flush_changes()
+            assert (given.file.read_changes() == counted).all()
 
     def test_a_late_comer_of_another_namespace_too(self, open_store, tmp_path: Path) -> None:
         mine, late = open_store(max_bytes=6 << 20), open_store(max_bytes=6 << 20, namespace="late")

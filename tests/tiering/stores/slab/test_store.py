@@ -657,6 +657,23 @@ class TestRoot:
         assert disk.f_bavail >= disk.f_blocks // 10
         store.close()
 
+    def test_without_a_quota_too_slabs_in_the_making_are_swept(self, small_disk: Path) -> None:
+        """Servers that were killed leave them. Here they fill the disk."""
+
+        def leave() -> None:
+            (small_disk / "=" / "new-0123.table").write_bytes(bytes(5000))
+            disk = os.statvfs(small_disk)
+            (small_disk / "=" / "new-0123.slab").write_bytes(bytes(disk.f_frsize * (disk.f_bavail - 4)))
+
+        SlabStore(small_disk, SMALL).close()
+        leave()
+        store = SlabStore(small_disk, SMALL)
+        assert not list(small_disk.rglob("new-*")), "at the start"
+        leave()
+        assert write(store, *KEYS[:4]) == [True] * 4
+        assert not list(small_disk.rglob("new-*")), "before a slab is made"
+        store.close()
+
     @pytest.mark.parametrize("refused", ["what is not aligned", "everything"])
     def test_what_direct_io_refuses_goes_through_the_page_cache(self, open_store, monkeypatch, refused: str) -> None:
         refusals, real = list[int](), {name: getattr(os, name) for name in ("preadv", "pwritev")}

@@ -189,13 +189,16 @@ class SlabDirectory:
                 return None
             return SlabFile.create(name, self._layout, num_slots, self._fd, self.access)
 
-    def excess_bytes(self) -> int:
-        """How far the root is above its quota, after slabs that nobody uses were removed. Raises ``OSError``."""
+    def excess_bytes(self) -> int | None:
+        """How far the root is above its quota, after slabs that nobody uses were removed, and all that is left of slabs
+        in the making. ``None`` if somebody else has the root's lock. Raises ``OSError``."""
         with root_lock(self.root, self.access) as is_locked:
-            if not is_locked or self._max_bytes is None:
-                return 0
+            if not is_locked:
+                return None
             excess = -self._room_bytes()
-            return excess - self._take_over(excess) if excess > 0 else 0
+            if self._max_bytes is None:
+                return 0
+            return max(0, excess - self._take_over(excess)) if excess > 0 else 0
 
     def remove(self, name: str) -> None:
         """Removes a slab of ours, which this process has locked. Raises ``OSError``."""
@@ -232,14 +235,15 @@ class SlabDirectory:
     # With the root's lock.
 
     def _room_bytes(self) -> int:
-        if self._max_bytes is None:
-            disk = os.statvfs(self.root)
-            return disk.f_frsize * (disk.f_bavail - disk.f_blocks // _FREE_SHARE - 2)  # two files, each in whole blocks
         used_bytes = 0
         for _, dir_fd in namespaces_in(self.root, self.access):
             sweep(dir_fd)
-            used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
-        return self._max_bytes - used_bytes
+            if self._max_bytes is not None:
+                used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
+        if self._max_bytes is not None:
+            return self._max_bytes - used_bytes
+        disk = os.statvfs(self.root)
+        return disk.f_frsize * (disk.f_bavail - disk.f_blocks // _FREE_SHARE - 2)  # two files, each in whole blocks
 
     def _take_over(self, num_bytes: int) -> int:
         """Removes slabs that nobody uses, the oldest first: of namespaces without a process, and of another block size

@@ -101,6 +101,8 @@ class Upkeep:
         self._is_closed = False
         self.is_loaded = threading.Event()
         """All slabs that were there at the start are known."""
+        self._must_shrink = True
+        """The quota was not looked at since the start."""
         self._stop = threading.Event()
         with self.lock:
             self.load(at_once=True)
@@ -208,6 +210,8 @@ class Upkeep:
                     self._slabs.drop(slab)
         if self._directory.fd < 0:
             return
+        if self._must_shrink and self.is_loaded.is_set():
+            self._shrink()
         self._share()
         names = [seen.name for seen in self._directory.slabs()]
         self._slabs.unfit.intersection_update(names)
@@ -249,6 +253,7 @@ class Upkeep:
                 else:
                     self._slabs.allocator.drop_slab(slab.number)
                     slab.used_ns, is_removed = None, False
+                    slab.changed_pages.clear()  # to count them later would overwrite what its next owner counts
                     slab.given_until_s = now_s + _GIVEN_S
             if is_removed:
                 self._directory.remove(slab.file.name)
@@ -310,8 +315,10 @@ class Upkeep:
             self._slabs.end(slabs)
 
     def _shrink(self) -> None:
-        """A quota that is smaller than at the last start: removes our slabs, the one with the oldest uses first."""
-        while (excess := self._directory.excess_bytes()) > 0:
+        """A quota that is smaller than at the last start: removes our slabs, the one with the oldest uses first.
+        Somebody else who has the root's lock is not waited for: the next poll tries again."""
+        self._must_shrink = False
+        while excess := self._directory.excess_bytes():
             with self._slabs.lock:
                 own = [slab for slab in self._slabs.open.values() if slab.used_ns is not None]
                 if not own:
@@ -320,3 +327,4 @@ class Upkeep:
                 self._slabs.drop(slab)
             _log.info("The slab %s at %s is removed: %d bytes above the quota.", slab.file.name, self._root, excess)
             self._directory.remove(slab.file.name)
+        self._must_shrink = excess is None
