@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import abstractmethod
 from pathlib import Path
 from typing import ClassVar
@@ -14,18 +15,21 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import StoreOptions
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["RemoteOptions", "Secret", "read_secret", "without_credentials"]
+__all__ = ["LONGEST_S", "RemoteOptions", "Secret", "check_credentials", "read_secret", "without_credentials"]
 
 Secret = str | dict[str, str]
 """Text, or where to read it: ``{"file": path}`` or ``{"env": name}``. Only the last two keep it out of the engine's own
 log of its configuration."""
+
+LONGEST_S = 1e9
+"""Some 30 years: the longest age or deadline, which every clock and server can count."""
 
 _SHORTEST_SEAL_KEY = 16
 
 
 def check_secret(secret: Secret | None, what: str) -> None:
     """Raises ``ConfigError`` unless ``secret`` says where it is. Reads nothing."""
-    if isinstance(secret, dict) and (len(secret) != 1 or not secret.keys() <= {"file", "env"}):
+    if isinstance(secret, dict) and (len(secret) != 1 or not secret.keys() <= {"file", "env"} or "" in secret.values()):
         raise ConfigError(f'{what} must be text, {{"file": path}} or {{"env": name}}.')
 
 
@@ -37,15 +41,39 @@ def read_secret(secret: Secret, what: str) -> str:
     if name := secret.get("env"):
         if name not in os.environ:
             raise ConfigError(f"{what} is to be read from the environment variable {name}, which is not set.")
-        return os.environ[name]
+        source, value = f"the environment variable {name}", os.environb[os.fsencode(name)]
+    else:
+        source = secret["file"]
+        try:
+            value = Path(source).read_bytes().rstrip(b"\r\n")
+        except (OSError, ValueError) as exc:
+            reason = getattr(exc, "strerror", None) or str(exc)
+            raise ConfigError(f"{what} is to be read from {source}, which fails: {reason}.") from exc
     try:
-        return Path(secret["file"]).read_text().rstrip("\r\n")
-    except OSError as exc:
-        raise ConfigError(f"{what} is to be read from {secret['file']}, which fails: {exc.strerror}.") from exc
+        return value.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} is to be read from {source}, which is not UTF-8.") from None  # it has the bytes
+
+
+def check_credentials(url: str, what: str) -> None:
+    """Raises ``ConfigError`` if an ``@`` of ``url`` ends no user and password: these have a character that ends them
+    before it, and what is behind that would count as no secret."""
+    if _has_stray_at(url):
+        raise ConfigError(
+            f"{what} has an @ behind the first /, ? or #: write / as %2F, ? as %3F, # as %23 and @ as %40 in a user, "
+            "a password or a path."
+        )
+
+
+def _has_stray_at(url: str) -> bool:
+    scheme, _, rest = url.partition("://")
+    return "@" in scheme or "@" in "".join(re.split("[/?#]", rest, maxsplit=1)[1:])
 
 
 def without_credentials(url: str) -> str:
-    """``url`` for people to read: user, password and query are left out."""
+    """``url`` for people to read: user, password and query are left out. ``...`` if it is not clear what these are."""
+    if _has_stray_at(url):
+        return "..."
     try:
         parts = urlsplit(url)
     except ValueError:

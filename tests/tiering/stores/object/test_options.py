@@ -32,6 +32,11 @@ def parse(**options: Any) -> ObjectOptions:
         ({"url": "s3:///y"}, "s3://bucket/prefix"),
         ({"url": "s3://id:hush@bucket/y"}, "no credentials"),
         ({"url": "s3://bucket/y?a=b"}, "no credentials or settings"),
+        ({"url": "s3://id:hush/x@bucket/y"}, "no credentials"),
+        ({"url": "s3://[::1/p"}, "s3://bucket/prefix"),
+        ({"config": {"endpoint": "http://[::1"}}, "endpoint of the 'object' tier is no URL"),
+        ({"config": {"endpoint": "http://id:1/hush@host"}}, "endpoint of the 'object' tier has no credentials"),
+        ({"request_timeout_s": float("inf")}, "request_timeout_s of the 'object' tier must be positive, and at most"),
         ({"requests": 0}, "requests of the 'object' tier"),
         ({"request_timeout_s": 0}, "request_timeout_s of the 'object' tier"),
         ({"config": {"regoin": "x"}}, "config of the 'object' tier .* it has .*'regoin'"),
@@ -47,6 +52,21 @@ def test_a_mistake_is_one_sentence(options: dict[str, Any], text: str) -> None:
         parse(**options)
     assert "\n" not in str(caught.value)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"config": {"unsigned_payload": "hush"}},
+        {"url": "az://c/p", "config": {"account_name": "a", "access_key": "hush!!"}},
+        {"url": "gs://c/p", "config": {"service_account_key": "hush"}},
+    ],
+)
+def test_what_the_client_says_of_a_setting_is_not_shown(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is not what obstore takes") as caught:
+        parse(**options)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
 
 
 def test_it_is_persistent_and_secrets_appear_nowhere() -> None:

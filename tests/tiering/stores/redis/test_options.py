@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ def parse(**options: Any) -> RedisOptions:
         ({"window_timeout_s": -1}, "window_timeout_s"),
         ({"clustr": True}, "Did you mean 'cluster'"),
         ({"url": "unix:///run/kv.sock", "cluster": True}, "cluster=true"),
+        ({"ttl": float("inf")}, "ttl of the 'redis' tier must be a second at least, and 1000000000 at most, not inf"),
+        ({"connect_timeout_s": float("inf")}, "connect_timeout_s of the 'redis' tier must be positive, and at most"),
+        ({"url": "redis://[::1/0"}, "url of the 'redis' tier is not one that can be read"),
+        ({"password": {"env": ""}}, "password of the 'redis' tier must be text"),
+        ({"password": {"file": ""}}, "password of the 'redis' tier must be text"),
         ({"url": "redis://h/notanumber"}, "the number of a database"),
         ({"url": "redis://h/1/2"}, "the number of a database"),
         ({"url": "redis+sentinel://h/kv/notanumber"}, "the number of a database"),
@@ -111,6 +117,52 @@ def test_secrets_appear_nowhere(
         parse_config({"cpu_bytes_to_use": 1, "secondary_tiers": [secret]})
     texts += [str(wrong.value), str(no_type.value)]
     assert not [text for text in texts if "hush" in text]
+
+
+PARTS_OF_PASSWORDS = [
+    "redis://engine:hu/sh@host:6379/0",
+    "redis://engine:1234/hush@host:6379/0",
+    "redis://engine:1234?hush@host:6379/0",
+    "redis://engine:1234#hush@host:6379/0",
+    "redis:engine:hush@host:6379/0",
+    "redis+sentinel://engine:hu/sh@host:6379/kv/0",
+    "redis+sentinel://engine:1234/hush@host:6379/kv/0",
+    "unix://engine:1234/hush@/run/kv.sock",
+]
+
+
+@pytest.mark.parametrize("url", PARTS_OF_PASSWORDS)
+def test_a_password_that_is_not_escaped_is_refused_and_no_part_of_it_is_shown(url: str) -> None:
+    assert without_credentials(url) == "..."
+    with pytest.raises(ConfigError, match=r"write / as %2F, \? as %3F, # as %23") as caught:
+        parse(url=url)
+    assert_hushed(caught.value)
+
+
+@pytest.mark.parametrize("url", ["redis://engine:hu[sh@host:6379/0", "redis://host:hush", "redis://host:6379:hush"])
+def test_a_url_that_nobody_reads_is_not_shown_in_what_caused_the_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="url of the 'redis' tier is not one that") as caught:
+        parse(url=url)
+    assert_hushed(caught.value)
+
+
+def assert_hushed(error: BaseException) -> None:
+    """Nothing that Python prints of ``error`` has a part of the secret, besides the lines of this test's own source."""
+    shown: BaseException | None = error
+    while shown is not None:
+        assert not [part for part in ("hush", "hu/", "/sh", "hu[", "hu'") if part in str(shown)]
+        shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
+
+
+def test_a_secret_that_is_no_text_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "password").write_bytes(b"\xff\xfehush")
+    monkeypatch.setitem(os.environb, b"KV_BYTES", b"\xff\xfehush")
+    for secret in ({"file": str(tmp_path / "password")}, {"env": "KV_BYTES"}):
+        with pytest.raises(ConfigError, match=r"password of the 'redis' tier is .*, which is not UTF-8") as caught:
+            parse(password=secret).open_store(4096, "ns")
+        assert_hushed(caught.value)
+    with pytest.raises(ConfigError, match="which fails: embedded null byte"):
+        parse(password={"file": "a\0b"}).open_store(4096, "ns")
 
 
 def test_a_url_for_people() -> None:

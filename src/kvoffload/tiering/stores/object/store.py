@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
@@ -202,12 +202,12 @@ class ObjectStore(BlockStore):
 
 def _check_url(url: str) -> str:
     """``url`` as it may be shown. Raises ``ConfigError`` for one that no object store has."""
-    parts = urlsplit(url)
-    if parts.scheme not in _SCHEMES or not parts.netloc:
+    parts = _split(url)
+    if parts is None or parts.scheme not in _SCHEMES or not parts.netloc:
         raise ConfigError(
             "url of the 'object' tier must be s3://bucket/prefix, gs://bucket/prefix or az://container/..."
         )
-    if "@" in parts.netloc or parts.query:
+    if "@" in parts.netloc or ":" in parts.netloc or parts.query:
         raise ConfigError("url of the 'object' tier has no credentials or settings: give them in its 'config'.")
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
@@ -220,7 +220,10 @@ def _open(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_ca: str
     except ImportError as exc:
         raise MissingExtraError("The 'object' tier needs obstore: pip install 'kvoffload[object]'.") from exc
     settings: dict[str, Any] = dict(config)
-    if "@" in urlsplit(settings.get("endpoint", "")).netloc:
+    endpoint = _split(settings.get("endpoint", ""))
+    if endpoint is None:
+        raise ConfigError("endpoint of the 'object' tier is no URL that can be read.")
+    if "@" in endpoint.geturl():
         raise ConfigError(
             "endpoint of the 'object' tier has no credentials: give them in the other settings of 'config'."
         )
@@ -247,11 +250,18 @@ def _open(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_ca: str
     }
     try:
         return obstore, from_url(url, config=settings, client_options=options, retry_config=retries)  # type: ignore[call-overload]
-    except Exception as exc:
-        # The message may have the value of a setting.
+    except Exception as exc:  # noqa: BLE001 - its cause must not be shown: the message may have a setting's value
         raise ConfigError(
             f"config of the 'object' tier is not what obstore takes ({type(exc).__name__}): it has {sorted(settings)}."
-        ) from exc
+        ) from None
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of ``url``, ``None`` if it has none. The error would have a part of ``url`` in its text."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return None
 
 
 def _key_of(name: str) -> OffloadKey | None:

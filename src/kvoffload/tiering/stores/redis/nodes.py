@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, open_wire
+from kvoffload.tiering.stores.remote import check_credentials
 
 __all__ = ["Address", "Connector", "Learned", "Node", "Nodes", "Server", "Timeouts"]
 
@@ -62,11 +63,16 @@ class Connector:
         except ImportError as exc:
             raise MissingExtraError("The 'redis' tier needs redis-py: pip install 'kvoffload[redis]'.") from exc
         parse_url: Any = library.parse_url
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            # Here and below: the library's text may have a part of the password.
+            raise ConfigError("url of the 'redis' tier is not one that can be read.") from None
         if parts.scheme not in ("redis", "rediss", "unix"):
             raise ConfigError(
                 "url of the 'redis' tier must begin with redis://, rediss://, unix:// or redis+sentinel://."
             )
+        check_credentials(url, "url of the 'redis' tier")
         if parts.query and parts.scheme != "unix":
             raise ConfigError("url of the 'redis' tier has a '?': give these settings as options of the tier instead.")
         if parts.scheme != "unix" and not re.fullmatch(r"/?|/[0-9]+/?", parts.path):
@@ -81,8 +87,8 @@ class Connector:
             )
         try:
             known: dict[str, Any] = dict(parse_url(url))
-        except ValueError as exc:
-            raise ConfigError("url of the 'redis' tier is not one that redis-py reads.") from exc
+        except ValueError:
+            raise ConfigError("url of the 'redis' tier is not one that redis-py reads.") from None
         self._class: Any = known.pop("connection_class", library.Connection)
         self._known = known | {
             "protocol": 2,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.redis.nodes import Address, Connector, Learned, Node
+from kvoffload.tiering.stores.remote import check_credentials
 
 __all__ = ["Primary", "SentinelUrl", "parse_sentinel_url"]
 
@@ -29,6 +30,7 @@ def parse_sentinel_url(url: str) -> SentinelUrl | None:
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES:
         return None
+    check_credentials(url, "url of the 'redis' tier")
     # Not by urllib: some of its releases refuse brackets behind a comma.
     netloc, _, path = rest.partition("/")
     credentials, at, hosts = netloc.rpartition("@")
