@@ -42,6 +42,14 @@ def test_limits_are_kept_and_an_unreachable_goal_says_how_far_one_gets() -> None
     assert max(run.cpu_blocks for run in plan.report.results) <= 200
 
 
+def test_the_largest_size_tried_holds_the_states_too() -> None:
+    trace, base = TRACE.head(60).whole_blocks(), replace(BASE, state_slots=10)
+    everything = simulate(trace, replace(base, cpu_blocks=20 * trace.num_unique))
+    goal = Goal(hit_rate=everything.hit_rate)
+    plan = make_plan(trace, base, goal, PRICES, max_disk_blocks=0, processes=1)
+    assert plan.chosen.hit_rate == everything.hit_rate
+
+
 @pytest.mark.parametrize(
     "goal", [{}, {"hit_rate": 0.1, "ttft_s": 1.0}, {"hit_rate": 0.0}, {"hit_rate": 1.1}, {"ttft_s": 0.0}]
 )

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig, SimResult
 from kvoffload.sim.sweep import Report, sweep
@@ -86,12 +88,12 @@ def make_plan(
 ) -> Plan:
     """The cheapest machine that meets ``goal``.
 
-    Tries a grid of sizes, shares of the trace's footprint within the limits, then lowers the host memory of the
-    cheapest that meets the goal by bisection. ``base`` has everything of the machine but its sizes. A
-    ``max_disk_blocks`` of 0 leaves disks out. Raises ``ConfigError``, which reports the best run, if no run meets the
+    Tries a grid of sizes, shares of the trace's footprint (its blocks and states) within the limits, then lowers the
+    host memory of the cheapest that meets the goal by bisection. ``base`` has everything of the machine but its sizes.
+    A ``max_disk_blocks`` of 0 leaves disks out. Raises ``ConfigError``, which reports the best run, if no run meets the
     goal.
     """
-    footprint = max(trace.whole_blocks().num_unique, 1)
+    footprint = _footprint(trace, base.state_slots)
     cpu_sizes = _sizes(footprint, _GRID, max_cpu_blocks)
     disk_sizes = [0, *_sizes(footprint, _DISK_GRID, max_disk_blocks)]
     grid = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes]
@@ -120,6 +122,13 @@ def make_plan(
             low = middle
     all_runs = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
     return Plan(chosen, prices.of(chosen, base.block_bytes), all_runs)
+
+
+def _footprint(trace: Trace, state_slots: int) -> int:
+    """Slots of the whole trace: its distinct blocks, and a state wherever a prompt ends."""
+    whole = trace.whole_blocks()
+    ends = whole.ids[whole.offsets[1:][np.diff(whole.offsets) > 0] - 1]
+    return max(whole.num_unique + state_slots * len(np.unique(ends)), 1)
 
 
 def _sizes(footprint: int, shares: tuple[float, ...], most: int | None) -> list[int]:
