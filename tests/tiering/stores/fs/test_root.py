@@ -30,6 +30,7 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs import io as fs_io
 from kvoffload.tiering.stores.fs.admin import is_sound
 from kvoffload.tiering.stores.root import CONTROL_DIR, directory_of, namespace_of
+from kvoffload.tiering.stores.slab import SlabStore
 
 
 def test_a_root_that_goes_away_and_comes_back(open_store, tmp_path: Path) -> None:
@@ -181,3 +182,10 @@ def test_mistakes_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be made"):
         FileSystemStore(tmp_path / "file", SMALL)
+
+
+def test_a_root_of_a_disk_tier_is_refused(tmp_path: Path) -> None:
+    """Neither counts the other's files, so the quota would hold twice."""
+    SlabStore(tmp_path / "kv", SMALL, max_bytes=1 << 20).close()
+    with pytest.raises(ConfigError, match="belongs to a 'disk' tier; choose another directory"):
+        FileSystemStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)

@@ -18,7 +18,7 @@ from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, set_used
 from kvoffload.tiering.stores.fs.quota import Deletion, Quota, Reservation
 from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep, unlink_quietly
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
-from kvoffload.tiering.stores.root import check_directory, check_root, directory_of
+from kvoffload.tiering.stores.root import CONTROL_DIR, check_directory, check_root, directory_of
 
 __all__ = ["FileSystemStore"]
 
@@ -77,6 +77,8 @@ class FileSystemStore(BlockStore):
         self._root = os.path.abspath(os.fspath(root))
         self._layout = layout
         access = check_root(self._root, mode)
+        if os.path.lexists(os.path.join(self._root, CONTROL_DIR, "slabs")):
+            raise ConfigError(f"{self._root} belongs to a 'disk' tier; choose another directory.")
         try:
             check_directory(self._root, layout.directory, access)
         except OSError as exc:
