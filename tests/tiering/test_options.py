@@ -114,6 +114,20 @@ def test_small_tiers_are_written_on_eviction(kind: dict[str, Any], options: dict
     assert parse_tier(kind | options).cascade_above(1 << 30) == expected
 
 
+@pytest.mark.parametrize("kind", ["fs", "disk"])
+def test_a_home_directory_is_found(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    options = parse_tier({"type": kind, "path": "~/kv", "max_bytes": "1MiB"})
+    options.open_store(4096, "ns").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert (tmp_path / "home" / "kv" / ".kvoffload").is_dir()
+    with pytest.raises(ConfigError, match="2 secondary tiers have the directory"):
+        parse_tiers([{"type": kind, "path": "~/kv"}, {"type": kind, "path": str(tmp_path / "home" / "kv")}])
+    with pytest.raises(ConfigError, match="a user who is not known: ~nobody-of-that-name/kv"):
+        parse_tier({"type": kind, "path": "~nobody-of-that-name/kv"})
+
+
 def test_which_stores_outlive_their_process() -> None:
     assert STORES.get("fs").is_persistent
     assert not STORES.get("memory").is_persistent

@@ -159,12 +159,14 @@ class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
 
     @property
     def directory(self) -> str:
-        return self.path
+        return os.path.expanduser(self.path)
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
         if not self.path:
             raise ConfigError(f"path of the {self.type!r} tier is empty; name a directory.")
+        if self.directory.startswith("~"):
+            raise ConfigError(f"path of the {self.type!r} tier names the home of a user who is not known: {self.path}.")
         max_bytes = self.bound_bytes
         if max_bytes is not None and block_bytes and max_bytes < self._two_blocks_bytes(block_bytes):
             raise ConfigError(
@@ -182,7 +184,7 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return SlabStore(
-            self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
+            self.directory, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
         )
 
     def _two_blocks_bytes(self, block_bytes: int) -> int:
@@ -194,7 +196,7 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return FileSystemStore(
-            self.path, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
+            self.directory, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
         )
 
     def _two_blocks_bytes(self, block_bytes: int) -> int:
