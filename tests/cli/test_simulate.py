@@ -170,6 +170,10 @@ def test_synthetic_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     assert "synthetic-chat-7: 200 requests" in out
     code, _, _ = run(capsys, "plan", "synthetic:agents", *small, "--hit-rate", "20")
     assert code == 0
+    for command in (["simulate"], ["plan", "--hit-rate", "20"]):
+        code, _, err = run(capsys, *command, "synthetic:chat", *small, "--block-tokens", "16")
+        assert code == 2
+        assert "--block-tokens is for traces in files" in err
     for name, words in (("synthetic:poems", "Unknown kind"), ("synthetic:chat:x", "seed is a number")):
         code, _, err = run(capsys, "simulate", name)
         assert code == 2
@@ -214,12 +218,36 @@ def test_plan_buys_what_reaches_the_goal(trace: Path, tmp_path: Path, capsys: py
             ["--hit-rate", "1", "--layers", "1", "--kv-heads", "1", "--head-dim", "1", "--dtype", "int3"],
             "Unknown dtype 'int3'",
         ),
+        (["--hit-rate", "1", "--dtype", "fp8"], "--dtype belongs to --model or --layers"),
+        (["--hit-rate", "1", "--dtype", "fp8", "--kv-bytes-per-token", "1KiB"], "--dtype belongs to --model or"),
+        (["--hit-rate", "1", "--max-disk", "1KiB"], "--max-disk: 1KiB is less than one block of 64 MiB"),
+        (["--hit-rate", "1", "--cpu-price", "nan"], "Prices must be finite"),
+        (["--hit-rate", "1", "--disk-price", "inf"], "Prices must be finite"),
+        (["--ttft", "nan"], "must be positive, not nan"),
     ],
 )
 def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
     code, _, err = run(capsys, "plan", trace, *args)
     assert code == 2
     assert words in err
+    assert err.count("\n") == 1
+
+
+def test_plan_counts_the_cache_of_the_dtype(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, target = tmp_path / "config.json", tmp_path / "plan.json"
+    sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    config.write_text(json.dumps(sizes | {"torch_dtype": "float32"}))
+    plan = ["plan", trace, "--processes", "1", "--hit-rate", "60", "--json", target]
+    layers = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
+    found = []
+    for options in (["--model", config], layers):
+        for dtype in ([], ["--dtype", "fp8"]):
+            assert run(capsys, *plan, *options, *dtype)[0] == 0
+            found.append(json.loads(target.read_text())["block_bytes"] // 512)
+    assert found == [4 * 65536, 65536, 2 * 65536, 65536]
+    code, _, err = run(capsys, *plan, "--model", config, "--dtype", "int3")
+    assert code == 2
+    assert err.startswith("kvoffload: Unknown dtype 'int3'")
     assert err.count("\n") == 1
 
 

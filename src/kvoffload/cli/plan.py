@@ -40,7 +40,9 @@ def plan(
     layers: Annotated[int | None, typer.Option(help="Layers of the model, in place of --model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model; with --layers.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Head size of the model; with --layers.")] = None,
-    dtype: Annotated[str, typer.Option(help="Data type of the KV cache; with --layers.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="Data type of the KV cache. By default the model's; with --layers bfloat16.")
+    ] = None,
     kv_bytes: Annotated[
         str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")
     ] = None,
@@ -84,17 +86,19 @@ def plan(
             raise ConfigError(
                 "Give --model, --kv-bytes-per-token, or --layers with --kv-heads and --head-dim: one of them."
             )
-        sizes, assumed = ModelKV(kv_bytes_per_token(layers, kv_heads, head_dim, dtype)), ""
+        sizes, assumed = ModelKV(kv_bytes_per_token(layers, kv_heads, head_dim, dtype or "bfloat16")), ""
     elif layers is not None or kv_heads is not None or head_dim is not None:
         raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
     else:
-        sizes, assumed = model_sizes(model, kv_bytes), assumption(model, kv_bytes)
+        sizes, assumed = model_sizes(model, kv_bytes, dtype), assumption(model, kv_bytes)
     loaded = load_one(trace, block_tokens, max_requests)
     block_bytes = sizes.bytes_per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
     if max_cpu_blocks == 0:
         raise ConfigError(f"--max-cpu: {max_cpu} is less than one block of {format_bytes(block_bytes)}.")
     max_disk_blocks = 0 if max_disk == "0" else parse_bytes(max_disk, "--max-disk") // block_bytes
+    if max_disk_blocks == 0 and max_disk != "0":
+        raise ConfigError(f"--max-disk: {max_disk} is less than one block of {format_bytes(block_bytes)}.")
     base = SimConfig(
         1,
         block_bytes,

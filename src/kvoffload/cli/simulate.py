@@ -167,12 +167,14 @@ def _modes(text: str | None) -> list[CascadeMode] | list[None]:
     return [mode for mode in choices if mode in chosen]
 
 
-def model_sizes(model: Path | None, kv_bytes: str | None) -> ModelKV:
-    """Of the model in ``model``; or ``kv_bytes`` per token, or a default, and no states."""
+def model_sizes(model: Path | None, kv_bytes: str | None, dtype: str | None = None) -> ModelKV:
+    """Of the model in ``model``, its KV cache in ``dtype``; or ``kv_bytes`` per token, or a default, and no states."""
     if model is not None and kv_bytes is not None:
         raise ConfigError("--model and --kv-bytes-per-token both give the KV size; choose one of them.")
     if model is not None:
-        return model_kv(model)
+        return model_kv(model, dtype)
+    if dtype is not None:
+        raise ConfigError("--dtype belongs to --model or --layers; --kv-bytes-per-token gives the size as it is.")
     return ModelKV(parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES)
 
 
@@ -191,6 +193,8 @@ def load_one(path: Path, block_tokens: int | None, max_requests: int | None) -> 
     word, _, rest = str(path).partition(":")
     if word != "synthetic":
         return load_trace(path, block_tokens, max_requests)
+    if block_tokens is not None:
+        raise ConfigError(f"--block-tokens is for traces in files; {path} has blocks of its own size.")
     kind, _, seed = rest.partition(":")
     if not seed.isdecimal() and seed:
         raise ConfigError(f"{path}: the seed is a number, as in 'synthetic:chat:7'.")

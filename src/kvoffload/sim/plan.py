@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,7 @@ class Goal:
             raise ConfigError("Give one goal: a hit rate or a time to first token.")
         if self.hit_rate is not None and not 0 < self.hit_rate <= 1:
             raise ConfigError(f"A hit rate lies between 0 and 100 %, and {100 * self.hit_rate:g} does not.")
-        if self.ttft_s is not None and self.ttft_s <= 0:
+        if self.ttft_s is not None and not 0 < self.ttft_s < math.inf:
             raise ConfigError(f"A time to first token must be positive, not {self.ttft_s:g} s.")
 
     def is_met(self, result: SimResult) -> bool:
@@ -52,12 +53,15 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices per GiB, in any currency: only their ratio decides. Raises ``ConfigError`` for negative prices."""
+    """Prices per GiB, in any currency: only their ratio decides. Raises ``ConfigError`` for negative prices
+    and what is no number."""
 
     cpu_per_gib: float
     disk_per_gib: float
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.cpu_per_gib) and math.isfinite(self.disk_per_gib)):
+            raise ConfigError("Prices must be finite numbers.")
         if min(self.cpu_per_gib, self.disk_per_gib) < 0 or not self.cpu_per_gib + self.disk_per_gib:
             raise ConfigError("Prices must not be negative, nor both be 0.")
 
