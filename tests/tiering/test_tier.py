@@ -895,6 +895,31 @@ def test_a_probe_fails_while_no_block_can_be_read(make) -> None:
     rig.until(lambda: rig.is_in_use)
 
 
+class ManyPages(StoreWrapper):
+    """A shared store with so many pages of 1,000 keys."""
+
+    def __init__(self, inner: BlockStore, num_pages: int) -> None:
+        super().__init__(inner)
+        self._all_pages = num_pages
+        self.num_pages = self.num_ended = 0
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        try:
+            for page in range(self._all_pages):
+                self.num_pages += 1
+                yield keys_of(*range(1_000 * page, 1_000 * (page + 1)))
+        finally:
+            self.num_ended += 1
+
+
+def wait_for_upkeep(rig: Rig) -> None:
+    """Waits until the upkeep thread has nothing to do, and takes nothing in."""
+    runner, end = rig.tier._runner, time.monotonic() + 30
+    while runner.backlog(IoQueue.UPKEEP) and not runner.ended:
+        assert time.monotonic() < end, "the upkeep thread hangs"
+        time.sleep(0.001)
+
+
 class TestScans:
     def test_a_step_takes_in_a_bounded_part_of_what_a_scan_has_found(self, make) -> None:
         rig = make(max_blocks=10_000)
@@ -910,6 +935,50 @@ class TestScans:
             rig.tier.get_finished_jobs()
             seen.append(len(rig.tier._index))
         assert max(after - before for before, after in itertools.pairwise(seen)) <= 64
+
+    def test_a_scan_rests_while_some_thousand_keys_wait(self, make) -> None:
+        rig = make()
+        rig.store = store = ManyPages(rig.store, 50)
+        rig.start()
+        wait_for_upkeep(rig)
+        assert store.num_pages == 4, "some 4,000 keys wait for steps, and an idle engine has none"
+        rig.tier.touch(keys_of(1))
+        rig.clock.advance(2)
+        calls = rig.store.inner.calls
+        rig.until(lambda: ("touch", tuple(keys_of(1))) in calls)
+        assert not rig.tier._scan_is_done
+        while not rig.tier._scan_is_done:
+            assert sum(map(len, rig.tier._scanned)) <= 5_000
+            rig.step()
+            wait_for_upkeep(rig)
+        rig.until(lambda: rig.stat("tier_blocks") == 50_000)
+        assert store.num_pages == 50
+
+    def test_a_scan_that_rests_is_not_whole(self, make) -> None:
+        rig = make(exclusive=True)
+        rig.store = ManyPages(rig.store, 10)
+        rig.start()
+        wait_for_upkeep(rig)
+        assert rig.ask(keys_of(9_999)) == [None]
+        rig.until(lambda: rig.tier._scan_is_done and not rig.tier._scanned)
+        assert rig.ask(keys_of(9_998, 10_001)) == [True, False]
+
+    def test_a_scan_of_more_than_the_index_keeps_is_not_whole(self, make) -> None:
+        rig = make(limits=TierLimits(threads=2, max_index_blocks=1_000), exclusive=True)
+        rig.store = ManyPages(rig.store, 10)
+        rig.start()
+        rig.until(lambda: rig.tier._scan_is_done and not rig.tier._scanned)
+        assert rig.stat("tier_blocks") <= 1_000
+        assert rig.ask(keys_of(0, 10_001)) == [None, None], "one was forgotten, and is not known to be absent"
+
+    def test_a_tier_ends_while_a_scan_rests(self, make) -> None:
+        rig = make()
+        rig.store = store = ManyPages(rig.store, 10)
+        rig.start()
+        wait_for_upkeep(rig)
+        rig.tier.shutdown()
+        assert (store.num_pages, store.num_ended) == (4, 1), "the scan has let go of what it held"
+        assert not any(thread.is_alive() for thread in rig.tier._runner._threads)
 
     def test_blocks_that_were_deleted_from_outside_are_forgotten(self, make) -> None:
         rig = make()

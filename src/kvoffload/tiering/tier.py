@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -34,6 +34,8 @@ _LOOKUP_SLICE = 256
 _MAX_TOUCHED = 65_536
 _TOUCH_INTERVAL_S = 1.0
 _SCANNED_PER_STEP = 64
+_MAX_SCANNED = 64
+"""Batches of so many keys that wait to be taken in. A scan that has found more rests until half of them are."""
 _SCAN_SHARE = 4
 """A store is not scanned again before this many times the duration of the last scan."""
 _PROBED_BLOCKS = 3
@@ -94,7 +96,8 @@ class StoreTier(SecondaryTierManager):
     * A store that declares its ``resident`` keys answers each lookup itself, at once. It is scanned only for events: as
       soon as somebody takes them, all that is there follows as events.
     * A store that declares ``rescan_s`` is scanned again and again. Blocks that were deleted from outside are forgotten
-      then. One step takes in a bounded number of the keys that a scan has found.
+      then. One step takes in a bounded number of the keys that a scan has found. A scan rests while some thousand wait,
+      if the store lets it, and the upkeep thread is free meanwhile.
     """
 
     def __init__(
@@ -145,7 +148,11 @@ class StoreTier(SecondaryTierManager):
         """A scan has ended, and found everything."""
         self._scan_budget = _SCANNED_PER_STEP
         """Scanned keys that this step may still take in."""
-        self._scan_began_s = 0.0
+        self._scan: Iterator[None] | None = None
+        """The scan that has not ended. Only the upkeep thread goes on with it."""
+        self._scan_rests = False
+        self._scan_duration_s = 0.0
+        """Without its rests."""
         self._next_scan_s = math.inf
         self._is_shut_down = False
 
@@ -330,6 +337,8 @@ class StoreTier(SecondaryTierManager):
         if self._touched and (now_s := self._clock()) >= self._next_touch_s:
             self._next_touch_s = now_s + _TOUCH_INTERVAL_S
             self._submit_touches()
+        if self._scan_rests and len(self._scanned) <= _MAX_SCANNED // 2:
+            self._go_on_with_scan()
         if not self._reads.is_closed and not self._too_many_hang(*READS) and self._reads.begin_probe():
             self._submit_probe()
         if self._clock() >= self._next_scan_s and not self._scanned and not self._runner.backlog(IoQueue.UPKEEP):
@@ -377,6 +386,7 @@ class StoreTier(SecondaryTierManager):
         self.drain_jobs()
         num_hung = self._runner.shutdown(self._limits.drain_timeout_s)
         self._poll()
+        self._scan, self._scan_rests = None, False
         self._slots = None
         if not num_hung:
             closing = threading.Thread(target=self._close_store, name=f"kvoffload-{self.tier_type}-close", daemon=True)
@@ -523,21 +533,41 @@ class StoreTier(SecondaryTierManager):
     # ----------------------------------------------------------------------------------------------------- upkeep
 
     def _submit_scan(self) -> None:
-        self._scan_began_s, self._next_scan_s = self._clock(), math.inf
+        """Begins a scan, in place of one that has not ended."""
+        self._scan, self._scan_duration_s, self._next_scan_s = self._find_keys(), 0.0, math.inf
         self._index.begin_scan()
-        self._submit(IoTask(IoQueue.UPKEEP, 1, self._scan), 1, self._scan_ended)
+        self._go_on_with_scan()
 
-    def _scan(self, start: int, stop: int) -> list[bool]:
-        """In the upkeep thread. The keys come in batches small enough for one step."""
+    def _go_on_with_scan(self) -> None:
+        scan, self._scan_rests = self._scan, False
+        assert scan is not None
+
+        def go_on(start: int, stop: int) -> list[bool]:
+            for _ in scan:
+                is_full = self._store.scan_may_rest and len(self._scanned) >= _MAX_SCANNED
+                if is_full or self._runner.is_closing:
+                    return [False]
+            return [True]
+
+        self._submit(IoTask(IoQueue.UPKEEP, 1, go_on), 1, lambda result: self._scan_stopped(scan, result))
+
+    def _find_keys(self) -> Iterator[None]:
+        """In the upkeep thread. The keys of the store come in batches small enough for one step."""
         for batch in self._store.scan():
             for first in range(0, len(batch), _SCANNED_PER_STEP):
                 self._scanned.append(batch[first : first + _SCANNED_PER_STEP])
-            if self._runner.is_closing:
-                return [False]
-        return [True]
+            yield
 
-    def _scan_ended(self, result: IoResult) -> None:
-        if all(result.outcomes):
+    def _scan_stopped(self, scan: Iterator[None], result: IoResult) -> None:
+        """It rests, has ended or has failed."""
+        if scan is not self._scan:
+            return  # another one has begun
+        self._scan_duration_s += result.seconds
+        if result.status is IoStatus.DONE and not all(result.outcomes):
+            self._scan_rests = True
+            return
+        self._scan = None
+        if result.status is IoStatus.DONE:
             self._scan_is_done = True
             self._index.end_scan()
         elif result.status is IoStatus.FAILED:
@@ -545,8 +575,7 @@ class StoreTier(SecondaryTierManager):
                 "Tier %r could not be scanned, so unknown blocks are asked for: %s", self.tier_type, result.error
             )
         if self._store.rescan_s is not None:
-            duration_s = self._clock() - self._scan_began_s
-            self._next_scan_s = self._clock() + max(self._store.rescan_s, _SCAN_SHARE * duration_s)
+            self._next_scan_s = self._clock() + max(self._store.rescan_s, _SCAN_SHARE * self._scan_duration_s)
 
     def _submit_touches(self) -> None:
         if self._runner.backlog(IoQueue.UPKEEP):

@@ -51,6 +51,8 @@ class FileSystemStore(BlockStore):
     """
 
     rescan_s = 30.0
+    scan_may_rest = False
+    """A scan counts the bytes anew beside other writers, and learns the order in which blocks are evicted."""
 
     def __init__(
         self,

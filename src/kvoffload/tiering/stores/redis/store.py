@@ -159,13 +159,10 @@ class RedisStore(BlockStore):
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         for node in self._nodes.all():
             cursor = b"0"
-            found: set[OffloadKey] = set()  # a server may return a name twice
             with node.conversation(self._timeouts.window_s) as ask:
                 while True:
                     cursor, names = ask("SCAN", cursor, "MATCH", self._directory + b"*", "COUNT", _SCAN_COUNT)
-                    new = {key for name in names if (key := self._key(name)) is not None} - found
-                    found |= new
-                    yield list(new)
+                    yield [key for name in names if (key := self._key(name)) is not None]
                     if cursor == b"0":
                         break
 
