@@ -6,6 +6,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import socket
+import sys
 import threading
 import time
 import tracemalloc
@@ -190,6 +192,64 @@ def test_killed_during_transfers_restarted_empty_and_used_again(
     assert store.contains(wanted) == [False] * 4  # at once: connections from before the restart are no reason to fail
     assert write(store, wanted, 1 << 20) == [True] * 4
     assert read(store, wanted, 1 << 20) == [True] * 4
+
+
+class Mute:
+    """Takes connections and never answers. Closes them, and all that come later, once ``gives_up`` is set."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.gives_up = threading.Event()
+        self.num_connections = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self.num_connections += 1
+            self.gives_up.wait()
+            connection.close()
+
+
+@pytest.mark.parametrize("is_cluster", [True, False])
+def test_threads_that_wait_for_servers_to_be_known_fail_with_the_one_that_asks(
+    is_cluster: bool, open_store: OpenStore
+) -> None:
+    mute = Mute()
+    url = f"redis://127.0.0.1:{mute.port}/0" if is_cluster else f"redis+sentinel://127.0.0.1:{mute.port}/kv"
+    store, reasons = open_store(url, cluster=is_cluster), list[str]()
+
+    def ask() -> None:
+        with pytest.raises(StoreError) as caught:
+            store.contains(keys(1))
+        reasons.append(str(caught.value))
+
+    def waits(thread: threading.Thread) -> bool:
+        assert thread.ident is not None
+        return sys._current_frames()[thread.ident].f_code.co_name == "_refresh"
+
+    mute.gives_up.set()
+    ask()
+    connections_of_one = mute.num_connections
+    mute.gives_up.clear()
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    threads[0].start()
+    wait_until(lambda: mute.num_connections == connections_of_one + 1, "the first one asks")
+    for thread in threads[1:]:
+        thread.start()
+    wait_until(lambda: all(waits(thread) for thread in threads[1:]), "the others wait for it")
+    mute.gives_up.set()
+    for thread in threads:
+        thread.join()
+    assert len(set(reasons[1:])) == 1
+    assert len(reasons) == 9
+    assert mute.num_connections == 2 * connections_of_one
+    mute.listener.shutdown(socket.SHUT_RDWR)  # ends its thread too
+    mute.listener.close()
 
 
 def test_failures_leave_no_sockets(start_server: StartServer, open_store: OpenStore) -> None:

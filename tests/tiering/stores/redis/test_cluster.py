@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.redis import RedisStore
 from kvoffload.tiering.stores.redis.cluster import Cluster, slot_of
-from kvoffload.tiering.stores.redis.nodes import Connector, Node, Timeouts
+from kvoffload.tiering.stores.redis.nodes import Address, Connector, Node, Timeouts
 from kvoffload.tiering.stores.redis.wire import ErrorReply
 
 OpenStore = Callable[..., RedisStore]
@@ -205,6 +206,29 @@ def test_a_cluster_without_its_option_says_so(shared_cluster: RedisCluster, open
 def test_a_cluster_has_no_socket_file(open_store: OpenStore) -> None:
     with pytest.raises(ConfigError, match="cluster=true needs"):
         open_store("unix:///nowhere", cluster=True)
+
+
+def test_a_map_that_is_adopted_while_keys_are_split_is_not_mixed_with_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(Connector(f"redis://127.0.0.1:{free_port()}", Timeouts()), clock=ManualClock())
+    asked = Address("127.0.0.1", 7000)
+    cluster._adopt(asked, [[slot, slot, [b"127.0.0.1", 7001]] for slot in range(16_384)])
+    cluster._is_stale = False
+    find = bisect.bisect_right
+
+    def adopt_meanwhile(*what: Any) -> int:
+        found = find(*what)
+        cluster._adopt(asked, [[0, 16_383, [b"127.0.0.1", 7002]]])
+        return found
+
+    names = [b"a", b"b", b"c"]
+    with monkeypatch.context() as patched:
+        patched.setattr(bisect, "bisect_right", adopt_meanwhile)
+        (node,) = cluster.split(names)
+    assert node.address.port == 7001
+    (node,) = cluster.split(names)
+    assert node.address.port == 7002
 
 
 def test_redirections_are_read_and_other_errors_are_none() -> None:

@@ -7,7 +7,7 @@ import binascii
 import bisect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
@@ -24,6 +24,13 @@ def slot_of(name: bytes) -> int:
     return binascii.crc_hqx(name, 0) % _NUM_SLOTS
 
 
+class _Slots(NamedTuple):
+    """Ranges of slots: ``owners[i]`` has those from ``starts[i]`` on."""
+
+    starts: Sequence[int]
+    owners: Sequence[Address | None]
+
+
 class Cluster(Learned):
     """The primaries of a cluster. The one that the URL names tells which others there are.
 
@@ -37,19 +44,19 @@ class Cluster(Learned):
         super().__init__(connector, clock)
         self._nodes: dict[Address, Node] = {}
         self._breakers: dict[Address, CircuitBreaker] = {}
-        # Ranges of slots: self._owners[i] has those from self._starts[i] on.
-        self._starts: list[int] = []
-        self._owners: list[Address | None] = []
+        self._slots = _Slots((), ())
+        """Replaced as a whole, so that whoever reads it once needs no lock."""
 
     def __repr__(self) -> str:
         return f"cluster of {self._connector.address}"
 
     def split(self, names: Sequence[bytes]) -> dict[Node, list[int]]:
         self._refresh()
+        slots = self._slots
         by_owner: dict[Address, list[int]] = {}
         for index, name in enumerate(names):
-            at = bisect.bisect_right(self._starts, slot_of(name)) - 1
-            if at >= 0 and (owner := self._owners[at]) is not None:
+            at = bisect.bisect_right(slots.starts, slot_of(name)) - 1
+            if at >= 0 and (owner := slots.owners[at]) is not None:
                 by_owner.setdefault(owner, []).append(index)
         with self._lock:
             usable = {
@@ -58,7 +65,7 @@ class Cluster(Learned):
                 if self._breaker(owner).is_closed or self._breaker(owner).begin_probe()
             }
             is_dead = not self._has_good_ones()
-            if any(not self._breaker(owner).is_closed for owner in self._owners if owner is not None):
+            if any(not self._breaker(owner).is_closed for owner in self._slots.owners if owner is not None):
                 self._is_stale = True  # a replica may have taken the slots of the node that failed
         if names and not usable and is_dead:
             raise StoreError(f"No node of the Redis {self} can be reached.")
@@ -94,7 +101,7 @@ class Cluster(Learned):
     def all(self) -> list[Node]:
         self._refresh()
         with self._lock:
-            return [self._node(owner) for owner in dict.fromkeys(self._owners) if owner is not None]
+            return [self._node(owner) for owner in dict.fromkeys(self._slots.owners) if owner is not None]
 
     def close(self) -> None:
         with self._lock:
@@ -107,7 +114,7 @@ class Cluster(Learned):
         return self._nodes.setdefault(address, Node(address, self._connector))
 
     def _has_good_ones(self) -> bool:
-        return any(self._breaker(owner).is_closed for owner in self._owners if owner is not None)
+        return any(self._breaker(owner).is_closed for owner in self._slots.owners if owner is not None)
 
     def _breaker(self, address: Address) -> CircuitBreaker:
         if address not in self._breakers:
@@ -118,14 +125,14 @@ class Cluster(Learned):
 
     @property
     def _is_known(self) -> bool:
-        return bool(self._owners)
+        return bool(self._slots.owners)
 
     def _read(self) -> None:
         self._adopt(*self._read_map())
 
     def _read_map(self) -> tuple[Address, Any]:
         with self._lock:
-            known = dict.fromkeys(owner for owner in self._owners if owner is not None)
+            known = dict.fromkeys(owner for owner in self._slots.owners if owner is not None)
             good = [owner for owner in known if self._breaker(owner).is_closed]
         first: StoreError | None = None
         for address in dict.fromkeys([*good, self._connector.address]):
@@ -159,7 +166,7 @@ class Cluster(Learned):
         if not any(owners):
             raise StoreError(f"Redis at {asked} serves no slots: the cluster is not set up.")
         with self._lock:
-            self._starts, self._owners = starts, owners
+            self._slots = _Slots(starts, owners)
             gone = [node for address, node in self._nodes.items() if address not in owners]
         for node in gone:
             node.close_idle()

@@ -281,7 +281,8 @@ class Server(Nodes):
 
 class Learned(Nodes):
     """Servers that others tell of. Who has which keys is read when it is first needed, and again once it is stale: at
-    most once a second, by the thread that needs it. Whoever comes meanwhile goes on with what was known before."""
+    most once a second, by the thread that needs it. Whoever comes meanwhile goes on with what was known before. If
+    nothing was, it waits for that thread, and fails if that one does."""
 
     def __init__(self, connector: Connector, clock: Callable[[], float] = time.monotonic) -> None:
         self._connector = connector
@@ -290,6 +291,8 @@ class Learned(Nodes):
         self._is_refreshing = threading.Lock()
         self._next_refresh_s = 0.0
         self._is_stale = True
+        # Of reads while nothing was known: how many failed, and why the last one did.
+        self._num_failures, self._failure = 0, ""
 
     @property
     @abstractmethod
@@ -307,16 +310,25 @@ class Learned(Nodes):
         was_known = self._is_known
         if was_known and self._clock() < self._next_refresh_s:
             return
+        num_failures = self._num_failures
         if not self._is_refreshing.acquire(blocking=not was_known):
             return
         try:
             if self._is_known != was_known:
                 return  # another thread has read it meanwhile
-            self._next_refresh_s = self._clock() + _REFRESH_INTERVAL_S
-            self._read()
-            self._is_stale = False
-        except StoreError:
-            if not was_known:
-                raise
+            if self._num_failures != num_failures:
+                raise StoreError(self._failure)  # or has tried to: all of them one after the other would take long
+            self._try_to_read(was_known)
         finally:
             self._is_refreshing.release()
+
+    def _try_to_read(self, was_known: bool) -> None:
+        self._next_refresh_s = self._clock() + _REFRESH_INTERVAL_S
+        try:
+            self._read()
+            self._is_stale = False
+        except StoreError as exc:
+            if not was_known:
+                self._num_failures += 1
+                self._failure = str(exc)
+                raise
