@@ -340,6 +340,21 @@ def test_each_tier_has_its_own_speed() -> None:
     assert machine.declined() == {"slow": 6}
 
 
+@pytest.mark.parametrize(("finding_out", "is_loaded"), [(0, True), (1, False)])
+def test_a_block_that_a_tier_must_find_out_about_is_weighed_as_that_tiers(finding_out: int, is_loaded: bool) -> None:
+    """It was weighed as the last tier's. A tier of remote blocks before a slow disk was read from no more."""
+    machine = Machine(num_tiers=2)
+    machine.compute()
+    for tier, read_s in ((0, 0.1), (1, 3.0)):
+        machine.below(prefix(3, of=f"learnt{tier}"), tier)
+        machine.read_s = read_s
+        assert machine.serve(3, of=f"learnt{tier}") == 3
+    blocks = prefix(12, of="a")
+    machine.below(blocks, finding_out)
+    machine.tiers[finding_out].answers.update(dict.fromkeys(blocks))
+    assert machine.ask(blocks, machine.start("r"))[0] is (None if is_loaded else False)
+
+
 def test_real_waits_are_compared_with_expected_ones() -> None:
     machine = Machine()
     machine.learn(read_s=0.5)

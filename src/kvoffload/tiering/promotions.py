@@ -423,8 +423,7 @@ class Lookups:
         for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
             answer: bool | None = block is not None
             if not answer and may_wait:
-                tier, answer = self._tier_with(request, key)
-                answer = answer if tier is None else True
+                _, answer = self._tier_with(request, key)
             answers.append(answer)
             if answer is False:
                 break
@@ -458,10 +457,10 @@ class Lookups:
                 place = promotions.place_of(key) if block.pins < 0 else HERE
             else:
                 found = self._found[key] = self._tier_with(request, key)
-                tier, answer = found
-                if answer is False:
+                tier = found[0]
+                if tier is None:
                     break
-                place = self._places[tier.index if tier is not None else -1]
+                place = self._places[tier.index]
             if place is not last and place != last:
                 if count:
                     runs.append((last, count))
@@ -493,13 +492,13 @@ class Lookups:
         not load them, does not wait for them either."""
         if self._primary.slots.get(keys[0]) is not None:
             return
-        tier, _ = self._tier_with(request, keys[0])
-        if tier is None or request.waiting_since is not None or not costs.wants_probe(tier.index):
+        tier, is_there = self._tier_with(request, keys[0])
+        if tier is None or not is_there or request.waiting_since is not None or not costs.wants_probe(tier.index):
             return
         hits = dict(request.hits)
         self._waiting.begin(request)  # first: its hits must not be evicted to make room for these blocks
         for key in keys[: costs.probe_blocks(tier.index)]:
-            if self._primary.slots.get(key) is not None or self._tier_with(request, key)[0] is not tier:
+            if self._primary.slots.get(key) is not None or self._tier_with(request, key) != (tier, True):
                 break
             if not self._promotions.begin(request, key, tier):
                 break
@@ -528,7 +527,8 @@ class Lookups:
             was_evicted = False
             tier = None
             if answer is False and not is_impatient:
-                tier, answer = self._tier_with(request, key)
+                first, answer = self._tier_with(request, key)
+                tier = first if answer else None
                 if tier is not None and not run:
                     room = self._certain_room(request)
                 if tier is not None and len(run) < room and key not in self._claims:
@@ -597,7 +597,7 @@ class Lookups:
             self._claims.claim(request, key)
             return None
         tier, answer = self._tier_with(request, key)
-        if tier is not None:
+        if tier is not None and answer:
             return self._promote(request, key, tier)
         if answer is None:
             self._waiting.begin(request)
@@ -609,21 +609,23 @@ class Lookups:
         return False if block is None else True if block.is_ready else None
 
     def _tier_with(self, request: RequestState, key: OffloadKey) -> tuple[GuardedTier | None, bool | None]:
-        """The first tier that has ``key``; without one, ``None`` while a tier is still finding out, else ``False``."""
+        """The first tier that has ``key``, and ``True``; without one, the first that is still finding out, and ``None``;
+        else no tier, and ``False``."""
         if (found_before := self._found.pop(key, None)) is not None:
             return found_before
         if key in request.failed or key in request.promoted:
             request.context.trail.misses[key] = "promotion failed" if key in request.failed else "no room"
             return None, False
-        is_unknown = False
+        finds_out: GuardedTier | None = None
         for tier in self._tiers:
             found = tier.lookup(key, request.context)
             if found:
-                return tier, None
-            is_unknown |= found is None
-        if is_unknown:
+                return tier, True
+            if found is None and finds_out is None:
+                finds_out = tier
+        if finds_out is not None:
             request.unknown.add(key)
-            return None, None
+            return finds_out, None
         request.unknown.discard(key)
         return None, False
 
