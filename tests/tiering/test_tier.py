@@ -548,6 +548,20 @@ def test_failing_lookups_become_misses(make) -> None:
     assert rig.ask_until_answered(keys_of(7)) == [False]
 
 
+def test_lookups_that_succeed_do_not_hide_that_every_load_fails(make) -> None:
+    rig = make().start()
+    rig.store_blocks(keys_of(1, 2, 3))
+    rig.store.broken = {"read_into": StoreError("GET failed: 503")}
+    for number in (1, 2, 3):
+        assert rig.is_in_use
+        assert rig.ask_until_answered(keys_of(100 + number)) == [False]
+        assert not rig.load_blocks(keys_of(number)).success
+    assert not rig.is_in_use
+    rig.store.broken = {}
+    rig.clock.advance(2)
+    rig.until(lambda: rig.is_in_use)
+
+
 def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
     rig = make().start()
     rig.store_blocks(keys_of(1))
@@ -825,6 +839,36 @@ class TestCallsThatHang:
         rig.store.free.set()
         rig.until(lambda: rig.is_in_use)
         assert rig.load_blocks(keys_of(1, 2, 3)).success
+
+    def test_a_probe_that_hangs_is_followed_by_another(self, rig: Rig) -> None:
+        """Fewer than half of the threads hang, so nothing else would have told the breaker."""
+        rig.store_blocks(keys_of(1, 2))
+        for direction in ("read", "write"):
+            method = "read_into" if direction == "read" else "write"
+            rig.store.inner.broken = {method: StoreError("EIO")}
+            for number in range(10, 13):
+                (rig.load_blocks if direction == "read" else rig.store_blocks)(
+                    keys_of(1 if direction == "read" else number)
+                )
+            assert rig.stat("tier_breaker_open", direction) == 1
+            rig.store.inner.broken = {}
+            rig.store.stuck = {*keys_of(1, 2, 20)}
+            rig.clock.advance(2)
+            if direction == "read":
+                rig.step()
+            else:
+                rig.submit(keys_of(20), [40], load=False)
+            assert rig.store.arrived.acquire(timeout=30), "the probe"
+            rig.clock.advance(11)
+            rig.step()
+            rig.store.stuck.clear()
+            rig.clock.advance(60)
+            if direction == "read":
+                rig.until(lambda: rig.stat("tier_breaker_open", "read") == 0)
+            else:
+                assert rig.store_blocks(keys_of(21)).success
+        assert rig.tier._runner.num_overdue() == 2
+        assert rig.is_in_use
 
     def test_a_manager_with_hung_jobs_alone_has_no_pending_work(self, rig: Rig) -> None:
         (key,) = keys_of(1)

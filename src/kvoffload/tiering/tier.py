@@ -129,6 +129,8 @@ class StoreTier(SecondaryTierManager):
         self._writes = CircuitBreaker("writing", clock=clock)
         self._failed: Sequence[OffloadKey] = ()
         """The blocks whose read failed last."""
+        self._loads_fail = False
+        """The last load that ended, or the last probe, failed."""
         self._num_probes = 0
 
         self._index = PresenceIndex(tier_type, limits.max_index_blocks, resident=store.resident, clock=clock)
@@ -479,9 +481,12 @@ class StoreTier(SecondaryTierManager):
         )
         if is_read:
             self._index.begin_hang(result.keys)
+        breaker = self._reads if is_read else self._writes
         if self._too_many_hang(*(READS if is_read else (IoQueue.STORE,))):
-            breaker = self._reads if is_read else self._writes
             self._record_failure(breaker, "hang", "Too many calls hang.", is_grave=True)
+        elif not breaker.is_closed:
+            # It may be the probe, without whose end there would be no other. If it returns after all, that counts too.
+            breaker.record_failure()
 
     def _too_many_hang(self, *queues: IoQueue) -> bool:
         """Whether half of the threads that serve ``queues`` hang."""
@@ -490,8 +495,13 @@ class StoreTier(SecondaryTierManager):
     # ------------------------------------------------------------------------------------------- circuit breakers
 
     def _record(self, breaker: CircuitBreaker, result: IoResult) -> None:
+        is_load = result.task.queue is IoQueue.LOAD
+        if is_load and result.status in (IoStatus.DONE, IoStatus.FAILED):
+            self._loads_fail = result.status is IoStatus.FAILED
         match result.status:
             case IoStatus.DONE:
+                if breaker is self._reads and self._loads_fail:
+                    return  # a lookup, which shows nothing of loads
                 if breaker.failures and breaker.record_success():
                     why = self._io["read" if breaker is self._reads else "write"].last_trip
                     _log.warning("Tier %r is used for %s again. It was off: %s", self.tier_type, breaker.name, why)
