@@ -609,8 +609,8 @@ class Lookups:
         return False if block is None else True if block.is_ready else None
 
     def _tier_with(self, request: RequestState, key: OffloadKey) -> tuple[GuardedTier | None, bool | None]:
-        """The first tier that has ``key``, and ``True``; without one, the first that is still finding out, and ``None``;
-        else no tier, and ``False``."""
+        """The first tier that has ``key``, and ``True``; without one, the first that is still finding out, and
+        ``None``; else no tier, and ``False``."""
         if (found_before := self._found.pop(key, None)) is not None:
             return found_before
         if key in request.failed or key in request.promoted:
