@@ -380,6 +380,17 @@ def test_claims_of_a_request_nobody_asks_for_any_more_end_with_its_patience() ->
     assert rig.ask(prefix(2, of="q"), rig.start("late")) == [None, None]
 
 
+def test_a_wait_that_was_never_begun_is_not_measured() -> None:
+    rig = Rig(num_blocks=4, promotion_share=0.25)
+    rig.below(prefix(8))
+    assert rig.ask(prefix(1), rig.start("first")) == [None], "all that may be promoted"
+    for number in range(5):
+        request = rig.start(f"r{number}")
+        assert rig.ask(prefix(8)[1:], request) == [False]
+        rig.manager.on_request_finished(request)
+    assert not [sample for sample in rig.manager.get_stats() if sample[0] == "promotion_wait_seconds"]
+
+
 def test_no_patience_at_all_means_no_promotion() -> None:
     rig = Rig(max_wait_s=0.0)
     rig.below(keys(0))

@@ -297,13 +297,15 @@ class WaitingRequests:
                 self._claims.claim(request, key)
         request.hits.clear()
 
-    def end(self, request: RequestState) -> None:
-        """Ends the wait and its claims. If the request is not waiting, only clears its recorded hits."""
+    def end(self, request: RequestState, *, is_shown: bool = True) -> None:
+        """Ends the wait and its claims. If the request is not waiting, only clears its recorded hits. A wait that no
+        answer has shown is not measured."""
         request.hits.clear()
         if request.waiting_since is None:
             return
         waited_s = self._clock() - request.waiting_since
-        self.waits.observe(waited_s)
+        if is_shown:
+            self.waits.observe(waited_s)
         request.patience_s -= waited_s
         request.waiting_since = None
         request.plan = None
@@ -314,7 +316,7 @@ class WaitingRequests:
     def undo(self, request: RequestState, hits: Mapping[OffloadKey, None]) -> None:
         """Ends a wait that began just now, and that no answer has shown. ``hits`` were recorded before, and are again:
         they were answered, so nothing else that is promoted for the request in this step may evict them."""
-        self.end(request)
+        self.end(request, is_shown=False)
         request.hits.update(hits)
 
     def reset(self) -> None:
