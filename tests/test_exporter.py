@@ -94,6 +94,11 @@ def test_an_address_in_use_is_said_in_one_sentence() -> None:
             PrometheusExporter().serve(taken.getsockname()[1])
 
 
+def test_a_port_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be served at 127\.0\.0\.1:70000"):
+        PrometheusExporter().serve(70000)
+
+
 def test_the_code_of_the_page_runs() -> None:
     page = (Path(__file__).parents[1] / "docs/operating.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -84,7 +84,7 @@ class PrometheusExporter:
         registry.register(self)
         try:
             server, thread = self._client.start_http_server(port, address, registry)
-        except OSError as exc:
+        except (OSError, OverflowError) as exc:  # the latter: no number of a port
             raise ConfigError(f"Metrics cannot be served at {address}:{port}: {exc}.") from exc
 
         def close() -> None:

@@ -122,6 +122,7 @@ def test_processes_do_not_change_results(trace: Path, tmp_path: Path) -> None:
         (["--cpu", "1MiB"], "--cpu: 1MiB is less than one block of 64 MiB"),
         (["--cpu", "12parsecs"], "'12parsecs' is not a size"),
         (["--cpu", "ten%"], "'ten%' is not a share"),
+        (["--cpu", "inf%"], "'inf%' is not a share"),
         (["--cpu", "0%"], "less than one block"),
         (["--cpu", "0"], "--cpu must be positive"),
         (["--disk", "1KiB"], "--disk: 1KiB is less than one block"),

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import io
 import json
+import socket
+import subprocess
+import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,13 +122,77 @@ def main_of(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("url", "what"),
-    [("ftp://here", "no address"), ("http://127.0.0.1:1", "cannot be read"), ("127.0.0.1:1/metrics", "cannot be read")],
+    [
+        ("ftp://here", "no address"),
+        ("localhost:abc", "no address"),
+        ("http://[::1", "no address"),
+        ("http://127.0.0.1:1", "cannot be read"),
+        ("127.0.0.1:1/metrics", "cannot be read"),
+    ],
 )
 def test_mistakes_are_one_sentence(url: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["top", url, "--once"])
     assert caught.value.code == 2
     assert what in capsys.readouterr().err
+
+
+@pytest.fixture
+def serve_raw() -> Iterator[Callable[[list[bytes]], int]]:
+    """``serve_raw(answers)``: the port of a server that gives each connection the next of ``answers``, the last for
+    ever, and closes it."""
+    sockets: list[socket.socket] = []
+
+    def serve(answers: list[bytes]) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        sockets.append(listener)
+
+        def answer() -> None:
+            rest = list(answers)
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(rest.pop(0) if len(rest) > 1 else rest[0])
+
+        threading.Thread(target=answer, daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    yield serve
+    for each in sockets:
+        each.shutdown(socket.SHUT_RDWR)
+        each.close()
+
+
+def test_a_port_that_speaks_something_else(
+    serve_raw: Callable[[list[bytes]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["top", f"127.0.0.1:{serve_raw([b'SSH-2.0-server' + bytes([13, 10])])}", "--once"])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert "no whole answer in HTTP" in err
+    assert err.count("\n") == 1
+
+
+def test_a_server_that_dies_in_the_middle_of_an_answer_does_not_end_the_view(
+    serve_raw: Callable[[list[bytes]], int],
+) -> None:
+    page = b"kvoffload_lookup_tokens_total 7.0\n"
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(page)
+    port = serve_raw([head + page, head + page[:9], head + page])
+    command = [sys.executable, "-m", "kvoffload", "top", f"127.0.0.1:{port}", "--json", "--interval", "0.01"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as view:
+        try:
+            assert view.stdout is not None
+            assert "no whole answer in HTTP" in view.stdout.readline()
+            rest = iter(view.stdout.readline, "")
+            assert any(line.startswith("{") for line in rest)
+        finally:
+            view.kill()
 
 
 def test_a_page_without_kvoffload_or_without_metrics() -> None:

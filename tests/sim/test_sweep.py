@@ -145,6 +145,29 @@ def test_a_model_without_attention_needs_a_size(tmp_path: Path) -> None:
         model_kv(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("more", "kv_heads"),
+    [
+        ({"text_config": None}, 8),
+        ({"multi_query": True, "model_type": "falcon"}, 1),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"multi_query": False}, 8),
+    ],
+)
+def test_kv_heads(tmp_path: Path, more: dict[str, object], kv_heads: int) -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | more))
+    assert model_kv(tmp_path).bytes_per_token == 2 * 2 * kv_heads * 64 * 2
+
+
+@pytest.mark.parametrize("more", [{"num_key_value_heads": [4, 8]}, {"head_dim": [64]}, {"torch_dtype": [16]}])
+def test_a_config_with_lists_for_numbers(tmp_path: Path, more: dict[str, object]) -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | more))
+    with pytest.raises(ConfigError):
+        model_kv(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"num_hidden_layers": 3}'])
 def test_a_config_that_says_too_little(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)

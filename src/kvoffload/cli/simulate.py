@@ -216,7 +216,7 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
         if part.endswith("%"):
             try:
                 blocks = int(footprint * float(part[:-1]) / 100)
-            except ValueError as exc:
+            except (ValueError, OverflowError) as exc:
                 raise ConfigError(f"{option}: {part!r} is not a share; write for example '10%'.") from exc
         else:
             blocks = parse_bytes(part, option) // block_bytes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import json
 import math
@@ -99,8 +100,12 @@ class _Plain:
 
 def metrics_url(url: str) -> str:
     """The address of the metrics of the server at ``url``. Raises ``ConfigError`` if it is no HTTP address."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, or a port that is none
+        is_address = False
+    if not is_address:
         raise ConfigError(f"{url!r} is no address of a server; write it as http://localhost:8000.")
     path = parts.path if parts.path.strip("/") else "/metrics"
     return parts._replace(path=path).geturl()
@@ -113,6 +118,8 @@ def _scrape(url: str) -> Snapshot:
     except (OSError, ValueError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         raise ConfigError(f"{url} cannot be read: {reason}.") from exc
+    except http.client.HTTPException as exc:
+        raise ConfigError(f"{url} cannot be read: no whole answer in HTTP ({exc!r}).") from exc
     return parse(text, time.monotonic(), time.time())
 
 

@@ -57,7 +57,9 @@ def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
         raise ConfigError(f"{path} is not a readable model config: {exc}.") from exc
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a model config: it has no JSON object.")
-    config = config | config.get("text_config", {})  # multimodal models keep the language model's part there
+    text_config = config.get("text_config")  # multimodal models keep the language model's part there
+    if isinstance(text_config, dict):
+        config = config | text_config
     model_dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     dtype = dtype or model_dtype
     layers = _layers(path, config)
@@ -70,13 +72,25 @@ def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
         latent = _number(path, config, "kv_lora_rank") + _number(path, config, "qk_rope_head_dim")
         return ModelKV(layers.attention * latent * _dtype_bytes(dtype))
     heads = _number(path, config, "num_attention_heads", "n_head")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or _number(path, config, "hidden_size", "n_embd") // heads
+    kv_heads = _kv_heads(path, config, heads)
+    if config.get("head_dim"):
+        head_dim = _number(path, config, "head_dim")
+    else:
+        head_dim = _number(path, config, "hidden_size", "n_embd") // heads
     per_token = kv_bytes_per_token(layers.attention, kv_heads, head_dim, dtype)
     if not layers.state:
         return ModelKV(per_token)
     state_bytes = layers.state * _layer_state_bytes(path, config, _dtype_bytes(model_dtype))
     return ModelKV(per_token, state_bytes, -(-layers.state // layers.attention))
+
+
+def _kv_heads(path: Path, config: Mapping[str, Any], heads: int) -> int:
+    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):  # Falcon, GPT-BigCode
+        return 1
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if config.get(name):
+            return _number(path, config, name)
+    return heads
 
 
 class _Layers(NamedTuple):
@@ -153,7 +167,7 @@ def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:
     raise ConfigError(f"{path} does not say {names[0]}; give the KV size by --kv-bytes-per-token instead.")
 
 
-def _dtype_bytes(dtype: str) -> int:
-    if dtype not in _DTYPE_BYTES:
+def _dtype_bytes(dtype: object) -> int:
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
         raise ConfigError(f"Unknown dtype {dtype!r}; choose one of {', '.join(_DTYPE_BYTES)}.")
     return _DTYPE_BYTES[dtype]
