@@ -158,6 +158,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     def ask(self, context: ReqContext, blocks: list[OffloadKey], load: bool) -> None:
         answers = self.manager.lookup_prefix(blocks, context)
+        self.queued -= self._coming()  # a long run is read at once, and with it what was queued for the request before
         self._take_events()
         assert len(answers) == len(blocks) or answers[-1] is False
         for key, answer in zip(blocks, answers):
@@ -289,6 +290,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     def lose_patience(self, context: ReqContext, blocks: list[OffloadKey]) -> None:
         answers = self.manager.lookup_prefix(blocks, context)
+        self.queued -= self._coming()
         self._take_events()
         if None in answers:
             for key, answer in zip(blocks, answers):
