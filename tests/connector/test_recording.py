@@ -97,6 +97,42 @@ def test_an_exception_ends_the_recording_and_nothing_else(
     scheduler.shutdown()
 
 
+def test_a_recorder_that_cannot_be_closed_does_not_keep_the_manager_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close = TraceRecorder.close
+
+    def fails(self: TraceRecorder) -> None:
+        close(self)
+        raise RuntimeError("a bug in the recorder")
+
+    scheduler = scheduler_that_records(tmp_path / "t.jsonl")
+    closed: list[bool] = []
+    monkeypatch.setattr(TraceRecorder, "close", fails)
+    monkeypatch.setattr(CPUOffloadingManager, "shutdown", lambda self: closed.append(True))
+    scheduler.shutdown()
+    assert closed
+    assert "could not be closed" in caplog.text
+
+
+@pytest.mark.parametrize("factor", [1, 4])
+@pytest.mark.parametrize("prompt_tokens", [7, 16, 17, 25, 40])
+def test_a_story_has_all_tokens_of_its_prompt(factor: int, prompt_tokens: int, tmp_path: Path) -> None:
+    """Also where offloaded blocks are larger than the device's."""
+    values = {"cpu_bytes_to_use": 1 << 20, "record_trace": str(tmp_path / "t.jsonl"), "block_size": factor * BT}
+    scheduler = OffloadingConnectorScheduler(
+        CPUOffloadingManager(64), EngineLayout((FULL,), BT, "rig"), parse_config(values)
+    )
+    request = Request("r", prompt_tokens)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, (tuple(range(20)),), 0)
+    scheduler.request_finished(request)
+    scheduler.shutdown()
+    story = json.loads((tmp_path / "t.jsonl").read_text())["story"]
+    assert sum(story["found"].values()) + sum(story["missed"].values()) == prompt_tokens
+
+
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a directory"):
         parse_config({"cpu_bytes_to_use": 1, "record_trace": str(tmp_path / "no" / "t.jsonl")})

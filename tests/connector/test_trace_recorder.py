@@ -59,6 +59,29 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptu
     assert len(caplog.records) == 1
 
 
+def test_a_disk_that_is_full_at_the_end_does_not_keep_it_from_closing(caplog: pytest.LogCaptureFixture) -> None:
+    device = Path("/dev/full")
+    if not device.exists():
+        pytest.skip("needs /dev/full")
+    recorder = TraceRecorder(device, block_tokens=16)
+    for number in range(2000):
+        recorder.arrived(str(number), float(number), keys("p", "q"), 33)
+    recorder.close()
+    assert len(caplog.records) == 1
+
+
+def test_an_id_may_be_used_again_while_its_first_line_waits(tmp_path: Path) -> None:
+    recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=16)
+    recorder.arrived("long", 1.0, keys("p"), 17)
+    for number in (1, 2):
+        recorder.arrived("x", 1.0 + number, keys("q"), 16 + number)
+        recorder.finished("x", 10 * number)
+    recorder.finished("long", 5)
+    recorder.close()
+    lines = [json.loads(line) for line in recorder.path.read_text().splitlines()]
+    assert [(line["input_length"], line["output_length"]) for line in lines] == [(17, 5), (17, 10), (18, 20)]
+
+
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be recorded"):
         TraceRecorder(tmp_path / "no" / "t.jsonl", 16)

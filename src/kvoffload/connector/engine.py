@@ -58,7 +58,9 @@ class EngineRequest(Protocol):
         """Prompt and generated tokens so far."""
 
     @property
-    def num_prompt_tokens(self) -> int: ...
+    def num_prompt_tokens(self) -> int:
+        """Grows if the request is a session and the next part of its input comes. That part replaces what was generated
+        and not computed; the engine gives the session blocks (``update_state_after_alloc``) before it goes on."""
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,8 @@ class TraceRecorder:
         recorder.close()
 
     ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. The first line has ``machine``. A
-    line is written when the request and all before it have finished, or by ``close``; so memory holds only requests
-    that are being served. Times count from the first request's. A file that cannot be opened raises ``ConfigError``.
+    line is written when the request and all before it have finished, or by ``close``; so memory holds the
+    requests that are being served, and those that came after the oldest of them. Times count from the first request's. A file that cannot be opened raises ``ConfigError``.
     Later errors end the recording with a warning and never reach the caller.
     """
 
@@ -63,7 +64,10 @@ class TraceRecorder:
         self.path = Path(path)
         self.block_tokens = block_tokens
         self.num_written = 0
-        self._pending: dict[str, _Pending] = {}
+        self._lines: deque[_Pending] = deque()
+        """In the order of arrival. Lines of finished requests wait for those before them."""
+        self._serving: dict[str, _Pending] = {}
+        """Lines of requests that have not finished, by id: an engine may use an id again."""
         self._first_s: float | None = None
         self._last_ms = 0.0
         self._machine = machine
@@ -74,13 +78,13 @@ class TraceRecorder:
             raise ConfigError(f"A trace cannot be recorded to {self.path}: {exc}.") from exc
 
     def __repr__(self) -> str:
-        return f"TraceRecorder({str(self.path)!r}, written={self.num_written}, pending={len(self._pending)})"
+        return f"TraceRecorder({str(self.path)!r}, written={self.num_written}, pending={len(self._lines)})"
 
     def arrived(
         self, req_id: str, now_s: float, keys: Sequence[bytes], input_tokens: int, session: str | None = None
     ) -> None:
         """A request arrived. A second arrival of an id that is being served is ignored."""
-        if self._file is None or req_id in self._pending:
+        if self._file is None or req_id in self._serving:
             return
         if self._first_s is None:
             self._first_s = now_s
@@ -96,25 +100,25 @@ class TraceRecorder:
             line["session"] = session
         if self._machine is not None:
             line["machine"], self._machine = self._machine, None
-        self._pending[req_id] = _Pending(line)
+        self._serving[req_id] = pending = _Pending(line)
+        self._lines.append(pending)
 
     def finished(self, req_id: str, output_tokens: int, story: dict[str, object] | None = None) -> None:
-        pending = self._pending.get(req_id)
+        pending = self._serving.pop(req_id, None)
         if pending is None:
             return
         if story is not None:
             pending.line["story"] = story
         pending.line["output_length"] = output_tokens
         pending.is_finished = True
-        while self._pending and (first := next(iter(self._pending.items())))[1].is_finished:
-            del self._pending[first[0]]
-            self._write(first[1].line)
+        while self._lines and self._lines[0].is_finished:
+            self._write(self._lines.popleft().line)
 
     def close(self) -> None:
         """Writes what is pending and closes the file. Idempotent."""
-        for pending in self._pending.values():
-            self._write(pending.line)
-        self._pending.clear()
+        while self._lines:
+            self._write(self._lines.popleft().line)
+        self._serving.clear()
         if self._file is not None:
             file, self._file = self._file, None
             try:
@@ -130,7 +134,8 @@ class TraceRecorder:
             self.num_written += 1
         except OSError as exc:
             logger.warning("Recording to %s ends after %d requests: %s.", self.path, self.num_written, exc)
-            self._pending.clear()
+            self._lines.clear()
+            self._serving.clear()
             file, self._file = self._file, None
             try:
                 file.close()
@@ -211,10 +216,13 @@ class RequestRecording:
         self._recorder.finished(state.context.req_id, output_tokens, told)
 
     def close(self) -> None:
-        """Writes the requests that have not finished, too. Idempotent."""
+        """Writes the requests that have not finished, too. Idempotent, and never raises."""
         recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.close()
+        try:
+            if recorder is not None:
+                recorder.close()
+        except Exception:
+            logger.exception("The trace could not be closed.")
 
     def _guard(self, call: Callable[..., None], *args: object) -> None:
         if self._recorder is None:
@@ -226,10 +234,7 @@ class RequestRecording:
 
     def _give_up(self) -> None:
         logger.exception("Recording the trace failed; it ends here, and serving goes on.")
-        try:
-            self.close()
-        except Exception:
-            logger.exception("The trace could not be closed.")
+        self.close()
 
 
 def _machine(geometry: Sequence[GroupGeometry], layout: EngineLayout, config: OffloadingConfig) -> dict[str, object]:

@@ -27,7 +27,7 @@ class GroupState:
     """One group of one request."""
 
     keys: list[OffloadKey] = field(default_factory=list)
-    """Of the request's full blocks so far; never shortened."""
+    """Of the request's full blocks so far. Only shortened when a session goes on with other tokens."""
     gpu_block_ids: list[int] = field(default_factory=list)
     cursor: int = 0
     """Block index: earlier blocks were offered for store, or came from a hit, or left the device before that. Of a
@@ -90,17 +90,41 @@ class RequestOffloadState:
     finished: bool = False
     num_hashes: int = 0
     """Block hashes that ``extend_keys`` has seen."""
+    num_prompt_tokens: int = field(init=False)
+    """The request's, when its keys were seen last. In a session they grow (see ``_follow_session``)."""
     _own_keys: set[OffloadKey] = field(default_factory=set)
     _stored_keys: set[OffloadKey] = field(default_factory=set)
     """Keys that this request stored; only known if it reads no cache."""
 
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.request.num_prompt_tokens
+
     def extend_keys(self, geometry: Sequence[GroupGeometry]) -> None:
+        if self.request.num_prompt_tokens != self.num_prompt_tokens:
+            self._follow_session(geometry)
         hashes = self.request.block_hashes
         if len(hashes) == self.num_hashes:
             return
         self.num_hashes = len(hashes)
         for group, state in zip(geometry, self.groups):
             group.extend_keys(state.keys, hashes)
+
+    def _follow_session(self, geometry: Sequence[GroupGeometry]) -> None:
+        """The next part of a session's input came. The engine has put it in place of the last token that it generated,
+        whose block may have had a key already, and whose position an asynchronous step may even have computed. So keys
+        are made anew, and what was computed is ready only as far as later steps show.
+        """
+        self.num_prompt_tokens = self.request.num_prompt_tokens
+        self.forget_computed()
+        hashes = self.request.block_hashes
+        self.num_hashes = len(hashes)
+        for group, state in zip(geometry, self.groups, strict=True):
+            before, state.keys = state.keys, []
+            group.extend_keys(state.keys, hashes)
+            same = next((n for n, pair in enumerate(zip(before, state.keys)) if pair[0] != pair[1]), len(before))
+            same = min(same, len(state.keys))
+            state.cursor, state.num_owned = min(state.cursor, same), min(state.num_owned, same)
+        self.wait_for_next_block(geometry)
 
     def set_gpu_blocks(self, block_ids: BlockIds) -> None:
         for state, ids in zip(self.groups, block_ids, strict=True):
@@ -144,7 +168,7 @@ class RequestOffloadState:
 
         The last token may have been generated just now, and what follows it may be drafts that were rejected.
         """
-        if self.last_scheduled is None:
+        if self.last_scheduled is None or self.request.num_prompt_tokens != self.num_prompt_tokens:
             return 0
         return max(self.offered_tokens, min(self.last_scheduled.done_tokens, self.request.num_tokens - 1))
 

@@ -266,7 +266,9 @@ class OffloadingConnectorScheduler:
         self._fence(block_ids, state.computed_tokens)
         state.set_gpu_blocks(block_ids)
         if not state.asked:
-            return  # the second call, after a load: only the blocks are new
+            # The second call, after a load: only the blocks are new. Or a session goes on.
+            state.extend_keys(self._geometry)
+            return
         state.asked = False
         self._lookup_waits.observe(state.lookup_wait_s)
         state.lookup_wait_s = 0.0

@@ -141,14 +141,15 @@ class StoryTeller:
     def _explain(self, state: RequestOffloadState, story: Story, begin: int, prompt_tokens: int) -> None:
         """Fills in why the prompt's tokens from ``begin`` on were missing."""
         unit, size = hit_unit_tokens(self._geometry), self._finest.block_tokens
-        end = max((prompt_tokens - 1) // unit * unit, begin)
+        keys = state.groups[self._finest.index].keys
+        # Hits end between blocks of the device, which may be smaller than offloaded ones; keys are of whole ones alone.
+        end = max(min((prompt_tokens - 1) // unit * unit, len(keys) * size), begin)
         if tail := prompt_tokens - end:
             story.missed[_TAIL] = tail
         if not state.context.reads_cache:
             if end > begin:
                 story.missed["not read"] = end - begin
             return
-        keys = state.groups[self._finest.index].keys
         blocks = range(begin // size, min(-(-end // size), len(keys)))
         wanted = keys[blocks.start : blocks.stop]
         losses, held = self.lost.find(wanted), self._manager.holds(wanted)

@@ -299,6 +299,9 @@ def test_reports_are_increments_of_counters_and_values_of_gauges() -> None:
     third = reporter.report({("hit_tokens",): 8, ("primary_blocks_used",): 0, ("cascades_parked",): 0})
     assert third is not None
     assert third.gauges == {"cascades_parked": 0}, "a gauge is reported once even if it is 0"
+    fourth = reporter.report({("hit_tokens",): 8, ("load_jobs", "ok"): 3})
+    assert fourth is not None
+    assert fourth.counters == {"load_jobs\x1fok": 1}, "a sample that was missing once goes on"
 
 
 def test_histograms_are_the_same_after_reports_and_at_prometheus() -> None:

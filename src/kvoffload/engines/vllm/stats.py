@@ -43,7 +43,7 @@ class StatsReporter:
                 stats.gauges[_SEPARATOR.join(sample)] = value
             else:
                 stats.counters[_SEPARATOR.join(sample)] = value - self._last.get(sample, 0)
-        self._last = dict(now)
+        self._last |= now  # a sample may be missing once, and its counter must not begin anew then
         return stats
 
 

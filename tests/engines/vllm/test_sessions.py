@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own schedulers drive the connector, step by step and without a model: sessions, whose input comes in parts.
+
+When a part comes, vLLM drops the last token that it sampled, which an asynchronous step may have computed already, and
+puts the part's first token in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+from tests.engines.vllm.models import SmallModel
+from tests.engines.vllm.steps import BLOCK, STOP, Steps, aborted
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+PROMPT = range(10, 16)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def steps(request: pytest.FixtureRequest, llama: SmallModel) -> Iterator[Steps]:
+    steps = Steps(llama.path, request.param, num_gpu_blocks=40, slots=64)
+    yield steps
+    steps.close()
+
+
+def part(steps: Steps, tokens: Iterable[int]) -> Any:
+    request = steps.request("session", list(tokens), 20, stop_token_ids=[STOP])
+    request.resumable = True
+    steps.scheduler.add_request(request)
+    return request
+
+
+def first_turn(steps: Steps) -> Any:
+    """Six tokens of input and two of output, the second of which is dropped: it would be the last of a block."""
+    session = part(steps, PROMPT)
+    for n in range(1, 8):
+        steps.step(STOP if n == 2 else 7)
+        if session.status.name == "WAITING_FOR_STREAMING_REQ":
+            return session
+    raise AssertionError("the turn does not end")
+
+
+def assert_right(steps: Steps, tokens: list[int]) -> None:
+    """What was stored under the keys of ``tokens`` was computed from them, and serves another request."""
+    steps.drain()
+    steps.deliver_all()
+    steps.stored_blocks(tokens)
+    steps.scheduler.reset_prefix_cache()
+    steps.add("other", tokens, 1)
+    steps.drain()
+
+
+def test_a_session_that_ends_before_its_next_part_is_computed_stores_no_dropped_token(steps: Steps) -> None:
+    session = first_turn(steps)
+    part(steps, range(50, 55))
+    tokens = list(session.all_token_ids)
+    steps.scheduler.finish_requests("session", aborted())
+    assert_right(steps, tokens)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_session_that_goes_on_stores_what_its_next_part_computes(steps: Steps, refused: bool) -> None:
+    assert steps.manager is not None
+    steps.manager.refuses = refused
+    session = first_turn(steps)
+    part(steps, range(50, 55))
+    tokens = list(session.all_token_ids)
+    if refused:
+        steps.add("beside", list(range(100, 102)), 2)  # steps that offer again what was refused
+    steps.manager.refuses = False
+    for _ in range(2):
+        steps.step()
+    steps.scheduler.finish_requests("session", aborted())
+    assert_right(steps, tokens)
+    assert steps.stored_blocks(tokens) == list(range(len(tokens) // BLOCK))
