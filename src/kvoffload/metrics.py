@@ -169,7 +169,11 @@ METRICS: dict[str, Metric] = _table(
             _C,
             "Prompt tokens looked up: not in the engine's own prefix cache, up to the request's limit.",
         ),
-        Metric("hit_tokens", _C, "Prompt tokens to be loaded from offloaded blocks, out of lookup_tokens. Also counts loads that fail."),
+        Metric(
+            "hit_tokens",
+            _C,
+            "Prompt tokens to be loaded from offloaded blocks, out of lookup_tokens. Also counts loads that fail.",
+        ),
         Metric(
             "tier_hit_tokens",
             _C,

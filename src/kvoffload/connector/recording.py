@@ -54,8 +54,9 @@ class TraceRecorder:
 
     ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. The first line has ``machine``. A
     line is written when the request and all before it have finished, or by ``close``; so memory holds the
-    requests that are being served, and those that came after the oldest of them. Times count from the first request's. A file that cannot be opened raises ``ConfigError``.
-    Later errors end the recording with a warning and never reach the caller.
+    requests that are being served, and those that came after the oldest of them. Times count from the first request's.
+    A file that cannot be opened raises ``ConfigError``. Later errors end the recording with a warning and never reach
+    the caller.
     """
 
     def __init__(self, path: str | Path, block_tokens: int, machine: dict[str, object] | None = None) -> None:
