@@ -60,8 +60,8 @@ class DensityCachePolicy(CachePolicy):
         self._logs = tuple(UseLog(class_, self._waiting) for class_ in range(NUM_CLASSES))
         self._fronts: dict[int, _Front] = {}
         """The front of each class, as last seen. A class may have lost its front since, but never gained a lesser one:
-        whatever could do that (a pinned block that is idle again, a new fit, an age that enters the next bucket)
-        removes the front from here."""
+        whatever could do that removes the front from here (a pinned block that is idle again, a new fit), or makes it
+        expire (an age that enters the next bucket)."""
         self._forget_fronts()
         self._draw = 1
         self._now = 0
