@@ -131,8 +131,9 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) 
     """
     if len(gpu.group_sizes) > len(layout.groups):
         raise TransferError(f"A transfer names {len(gpu.group_sizes)} groups, and there are {len(layout.groups)}.")
-    if len(cpu.block_ids) and not 0 <= int(cpu.block_ids.min()) <= int(cpu.block_ids.max()) < layout.num_slots:
-        raise TransferError(f"A transfer names slot {cpu.block_ids.max()}, and there are {layout.num_slots}.")
+    all_slots, all_gpu_ids = cpu.block_ids, gpu.block_ids
+    if len(all_slots) and not 0 <= int(all_slots.min()) <= int(all_slots.max()) < layout.num_slots:
+        raise TransferError(f"A transfer names slot {all_slots.max()}, and there are {layout.num_slots}.")
     device: list[Int64s] = []
     host: list[Int64s] = []
     lengths: list[Int64s] = []
@@ -142,17 +143,17 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) 
             continue
         positions = index % layout.factor + np.arange(size, dtype=np.int64)
         num_slots = int(positions[-1]) // layout.factor + 1
-        slots = cpu.block_ids[cpu_start : cpu_start + num_slots]
+        slots = all_slots[cpu_start : cpu_start + num_slots]
         if len(slots) != num_slots:
             raise TransferError(f"A transfer of {size} GPU blocks needs {num_slots} slots, and names {len(slots)}.")
-        gpu_ids = gpu.block_ids[gpu_start : gpu_start + size]
+        gpu_ids = all_gpu_ids[gpu_start : gpu_start + size]
         slot_starts = layout.region_address + slots[positions // layout.factor] * layout.slot_bytes
         sub_blocks = positions % layout.factor
         _append_pages(pages, layout.factor, gpu_ids, slot_starts, sub_blocks, (device, host, lengths))
         gpu_start += size
         cpu_start += num_slots
-    if cpu_start != len(cpu.block_ids):
-        raise TransferError(f"A transfer names {len(cpu.block_ids)} slots, and needs {cpu_start}.")
+    if cpu_start != len(all_slots):
+        raise TransferError(f"A transfer names {len(all_slots)} slots, and needs {cpu_start}.")
     return _merge(_concatenate(device), _concatenate(host), _concatenate(lengths))
 
 
