@@ -163,10 +163,11 @@ class TieringMachine(RuleBasedStateMachine):
         assert len(answers) == len(blocks) or answers[-1] is False
         for key, answer in zip(blocks, answers):
             self._check_answer(key, answer, context)
+        if None not in answers:
+            self._wait_ends(context.req_id)  # for answers; its claims may stay
         hit = answers.index(False) if False in answers else len(answers)
         if load and None not in answers and hit:
             spec = self.manager.prepare_load(blocks[:hit], context)
-            self._wait_ends(context.req_id)
             transfer = Transfer(blocks[:hit], spec.block_ids.tolist(), context)
             self._check_bytes(transfer)
             self.loads.append(transfer)

@@ -380,6 +380,48 @@ def test_claims_of_a_request_nobody_asks_for_any_more_end_with_its_patience() ->
     assert rig.ask(prefix(2, of="q"), rig.start("late")) == [None, None]
 
 
+def test_waiting_for_the_engine_costs_no_patience() -> None:
+    """Its blocks were there after 0.1 s; then the engine had no room for it, and others stored."""
+    rig = Rig(num_blocks=16, max_wait_s=5.0)
+    rig.below(prefix(8))
+    waiting, running = rig.start("waiting"), rig.start("running")
+    assert rig.ask(prefix(8), waiting) == [None] * 8
+    rig.step()
+    rig.clock.advance(0.1)
+    rig.finish()
+    assert rig.ask(prefix(8), waiting) == [True] * 8
+    for number in range(20):
+        rig.clock.advance(1.0)
+        rig.ask(prefix(8), waiting)
+        rig.step()
+        rig.store(prefix(4, of=f"o{number}"), running)
+        rig.finish()
+        rig.manager.check_invariants()
+    assert rig.wait_for_prefix(prefix(8), waiting) == 8
+    rig.load(prefix(8), waiting)
+    stats = rig.manager.get_stats()
+    assert ("lookups_out_of_patience",) not in stats or not stats["lookups_out_of_patience",]
+    waits = {sample: value for sample, value in stats.items() if sample[0] == "promotion_wait_seconds"}
+    assert 0 < max(waits.values()) <= 5, "no wait was longer than its promotion took"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_group_without_an_answer_keeps_patience_running(first: int) -> None:
+    """The engine asks once for each group, here one of host memory and one that a tier never answers for."""
+    rig = Rig(num_blocks=8, max_wait_s=5.0)
+    rig.store(keys(0), rig.start("w"))
+    (unknown,) = keys(1)
+    rig.tier.answers[unknown] = None
+    request = rig.start("r")
+    groups = [keys(0), [unknown]]
+    groups = groups[first:] + groups[:first]
+    for _ in range(10):
+        assert sorted(rig.ask(blocks, request)[0] is None for blocks in groups) == [False, True]
+        rig.step()
+        rig.clock.advance(0.5)
+    assert all(rig.ask(blocks, request)[0] is not None for blocks in groups), "five seconds"
+
+
 def test_a_wait_that_was_never_begun_is_not_measured() -> None:
     rig = Rig(num_blocks=4, promotion_share=0.25)
     rig.below(prefix(8))

@@ -562,6 +562,20 @@ def test_lookups_that_succeed_do_not_hide_that_every_load_fails(make) -> None:
     rig.until(lambda: rig.is_in_use)
 
 
+def test_failures_far_apart_do_not_add_up_although_no_load_was_tried_since(make) -> None:
+    rig = make().start()
+    rig.store_blocks(keys_of(1))
+    rig.store.broken = {"read_into": StoreError("GET failed: 503")}
+    assert not rig.load_blocks(keys_of(1)).success
+    for number in range(4):
+        rig.store.broken = {"contains": OSError("gone")}
+        assert rig.ask(keys_of(200 + number)) == [None]
+        rig.until(lambda: not rig.tier._index.is_asking)
+        assert rig.is_in_use
+        rig.store.broken = {}
+        assert rig.ask_until_answered(keys_of(100 + number)) == [False]
+
+
 def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
     rig = make().start()
     rig.store_blocks(keys_of(1))

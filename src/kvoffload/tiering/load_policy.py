@@ -355,10 +355,11 @@ class LoadCosts:
         """A request has given up waiting for so many blocks, the first of which is in ``place``."""
         self._declined[self._name(place), "late"] += num_blocks
 
-    def count_wait(self, plan: WaitPlan) -> None:
-        """A wait has ended with its blocks."""
+    def count_wait(self, plan: WaitPlan, answered_s: float | None) -> None:
+        """A wait has ended with its blocks, now or at ``answered_s``."""
         if plan.expected_s > 0:
-            self._wait_ratios.observe((self._clock() - plan.began_s) / plan.expected_s)
+            end_s = self._clock() if answered_s is None else answered_s
+            self._wait_ratios.observe(max(0.0, end_s - plan.began_s) / plan.expected_s)
 
     def get_stats(self) -> Stats:
         stats: Stats = {("tier_declined_blocks", *labels): count for labels, count in self._declined.items()}

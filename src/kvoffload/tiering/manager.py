@@ -139,7 +139,7 @@ class TieringOffloadingManager(OffloadingManager):
         # Pinned now: no claims are needed any more.
         request = self._request(req_context)
         if self._costs is not None and request.plan is not None:
-            self._costs.count_wait(request.plan)
+            self._costs.count_wait(request.plan, request.answered_since)
         self._waiting.end(request)
         return spec
 

@@ -55,10 +55,15 @@ class RequestState:
 
     context: ReqContext
     patience_s: float
-    """Seconds of waiting it has left; spent by every wait, never refilled."""
+    """Seconds of waiting for answers it has left; spent by every wait, never refilled."""
     whole_request_tiers: tuple[GuardedTier, ...] = ()
     """The tiers that asked for ``REQUEST_LEVEL``."""
     waiting_since: float | None = None
+    """When its wait began; later, by as long as it had its answers meanwhile."""
+    answered_since: float | None = None
+    """Since when, in this wait, all its blocks have been answered for. From then on it waits for the engine."""
+    unanswered_step: int = -1
+    """The last step in which a block of it had no answer."""
     hits: dict[OffloadKey, None] = field(default_factory=dict)
     """Blocks answered ``True`` in step ``hits_step``, in order, while it did not wait."""
     hits_step: int = -1
@@ -88,9 +93,11 @@ class RequestState:
             self.hits_step = step
         self.hits[key] = None
 
-    def has_waited_enough(self, now_s: float) -> bool:
-        waited_s = 0.0 if self.waiting_since is None else now_s - self.waiting_since
-        return waited_s >= self.patience_s
+    def waited_s(self, now_s: float) -> float:
+        """How long it has waited for answers, in this wait."""
+        if self.waiting_since is None:
+            return 0.0
+        return (now_s if self.answered_since is None else self.answered_since) - self.waiting_since
 
     @property
     def may_still_submit(self) -> bool:
@@ -257,7 +264,9 @@ class WaitingRequests:
     """Which requests wait, since when, and for how long they still may.
 
     A request's claims are what it hit in the step in which it began to wait, and what it hits while it waits. Patience
-    is one budget for the whole life of a request: each wait is taken off it.
+    is one budget for the whole life of a request: each wait for answers is taken off it. Once it has its answers, it
+    may wait for the engine, which costs no patience; its claims end all the same when it has waited as long as it had
+    patience for, and it may wait for answers again.
     """
 
     def __init__(self, claims: Claims, clock: Callable[[], float]) -> None:
@@ -281,7 +290,7 @@ class WaitingRequests:
 
     def is_over(self, request: RequestState) -> bool:
         """Whether ``request`` has no patience left: it may neither begin to wait nor go on."""
-        return request.has_waited_enough(self._clock())
+        return request.waited_s(self._clock()) >= request.patience_s
 
     def now_s(self) -> float:
         return self._clock()
@@ -303,15 +312,30 @@ class WaitingRequests:
         request.hits.clear()
         if request.waiting_since is None:
             return
-        waited_s = self._clock() - request.waiting_since
+        waited_s = request.waited_s(self._clock())
         if is_shown:
             self.waits.observe(waited_s)
         request.patience_s -= waited_s
-        request.waiting_since = None
+        request.waiting_since = request.answered_since = None
         request.plan = None
         request.promoted.clear()
         del self._waiting[id(request)]
         self._claims.release(request)
+
+    def note_answers(self, request: RequestState, answers: Sequence[bool | None]) -> None:
+        """``request`` was given these answers. It asks once for each group of its blocks, so all answers of a step
+        count."""
+        if request.waiting_since is None:
+            return
+        # Counting is ten times as fast as to look for ``None``.
+        if answers.count(True) + answers.count(False) < len(answers):
+            request.unanswered_step = self._step
+            if request.answered_since is not None:
+                request.waiting_since += self._clock() - request.answered_since
+                request.answered_since = None
+                self._waiting[id(request)] = self._waiting.pop(id(request))
+        elif request.answered_since is None and request.unanswered_step != self._step:
+            request.answered_since = self._clock()
 
     def undo(self, request: RequestState, hits: Mapping[OffloadKey, None]) -> None:
         """Ends a wait that began just now, and that no answer has shown. ``hits`` were recorded before, and are again:
@@ -333,20 +357,26 @@ class WaitingRequests:
         request.patience_s = 0.0
 
     def end_step(self) -> None:
-        """Ends the waits of requests that ran out of patience and ask no more, so that their claims end too. Hits of
-        this step become claims of no later wait."""
+        """Ends the waits of requests that ran out of patience and ask no more, or that the engine has let wait as long
+        although they have their answers, so that their claims end too. Hits of this step become claims of no later
+        wait."""
         self._step += 1
         while self._waiting:
             longest = next(iter(self._waiting.values()))
-            if not self.is_over(longest):
+            assert longest.waiting_since is not None
+            if self._clock() - longest.waiting_since < longest.patience_s:
                 return
-            self.give_up(longest)
+            if longest.answered_since is None:
+                self.give_up(longest)
+            else:
+                self.end(longest)
 
     def check_invariants(self, requests: Collection[RequestState]) -> None:
         """``requests``: all there are."""
         assert self._waiting.keys() <= {id(request) for request in requests}
         for request in requests:
             assert (request.waiting_since is not None) == (id(request) in self._waiting)
+            assert request.answered_since is None or request.waiting_since is not None
 
 
 # --------------------------------------------------------------------------------------------------------------- lookup
@@ -384,11 +414,18 @@ class Lookups:
     def one(self, request: RequestState, key: OffloadKey) -> bool | None:
         if self._costs is not None:
             return self.prefix(request, [key])[0]
-        return self._answer(request, key, self._primary.lookup(key, request.context))
+        answer = self._answer(request, key, self._primary.lookup(key, request.context))
+        self._waiting.note_answers(request, [answer])
+        return answer
 
     def prefix(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The answers for ``keys`` in order, up to the first ``False``. Where nothing is weighed, equal to the loop of
         ``one``. Weighed together, blocks may be worth loading that would not be one by one."""
+        answers = self._weighed(request, keys)
+        self._waiting.note_answers(request, answers)
+        return answers
+
+    def _weighed(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
         costs = self._costs
         if costs is None or not keys or self._waiting.is_over(request):
             return self._walk(request, keys)

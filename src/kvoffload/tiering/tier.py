@@ -129,8 +129,8 @@ class StoreTier(SecondaryTierManager):
         self._writes = CircuitBreaker("writing", clock=clock)
         self._failed: Sequence[OffloadKey] = ()
         """The blocks whose read failed last."""
-        self._loads_fail = False
-        """The last load that ended, or the last probe, failed."""
+        self._load_failures = 0
+        """How many loads, probes included, failed in a row."""
         self._num_probes = 0
 
         self._index = PresenceIndex(tier_type, limits.max_index_blocks, resident=store.resident, clock=clock)
@@ -497,11 +497,14 @@ class StoreTier(SecondaryTierManager):
     def _record(self, breaker: CircuitBreaker, result: IoResult) -> None:
         is_load = result.task.queue is IoQueue.LOAD
         if is_load and result.status in (IoStatus.DONE, IoStatus.FAILED):
-            self._loads_fail = result.status is IoStatus.FAILED
+            self._load_failures = self._load_failures + 1 if result.status is IoStatus.FAILED else 0
         match result.status:
             case IoStatus.DONE:
-                if breaker is self._reads and self._loads_fail:
-                    return  # a lookup, which shows nothing of loads
+                if breaker is self._reads and self._load_failures:
+                    # A lookup, which shows nothing of loads.
+                    if breaker.is_closed:
+                        breaker.failures = min(breaker.failures, self._load_failures)
+                    return
                 if breaker.failures and breaker.record_success():
                     why = self._io["read" if breaker is self._reads else "write"].last_trip
                     _log.warning("Tier %r is used for %s again. It was off: %s", self.tier_type, breaker.name, why)

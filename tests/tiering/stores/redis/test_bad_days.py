@@ -289,6 +289,22 @@ def test_a_scan_of_many_pages_takes_one_connection_and_ends_with_a_lost_server(
     abandoned.close()
 
 
+def test_a_scan_goes_on_although_the_server_closed_its_idle_connection(
+    start_server: StartServer, open_store: OpenStore
+) -> None:
+    server = start_server()
+    store = open_store(server.url, 16)
+    wanted = keys(*range(5000))
+    assert all(write(store, wanted, 16))
+    pages = store.scan()
+    found = set(next(pages))
+    with server.client() as client:
+        client.execute_command("CLIENT", "KILL", "TYPE", "normal")
+    for page in pages:
+        found |= set(page)
+    assert found == set(wanted)
+
+
 def test_failures_leave_no_memory(open_store: OpenStore) -> None:
     store = open_store(f"redis://127.0.0.1:{free_port()}")
     wanted, targets = keys(*range(8)), buffers(8)

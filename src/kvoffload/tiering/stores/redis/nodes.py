@@ -176,17 +176,30 @@ class Node:
 
     @contextmanager
     def conversation(self, reply_s: float) -> Iterator[Callable[..., Any]]:
-        """A function that sends a command which moves no block and returns its reply, by the library, on a connection
-        of its own. It raises ``StoreError``, also if a reply takes longer than ``reply_s``."""
+        """A function that sends a command which moves no block and changes nothing, and returns its reply, by the
+        library, on a connection of its own. It raises ``StoreError``, also if a reply takes longer than ``reply_s``.
+        A server may close the connection between two commands."""
+        from redis.exceptions import ConnectionError as LostConnection
+
         connection = self._connector.connection(self.address, socket_timeout=reply_s)
+        was_answered = False
 
         def ask(*words: str | int | bytes) -> Any:
+            nonlocal was_answered
+            may_be_closed, was_answered = was_answered, False
             try:
                 connection.connect()
                 connection.send_command(*words)
-                return connection.read_response()
+                reply = connection.read_response()
+            except LostConnection as exc:
+                if not may_be_closed:
+                    raise self._failed(exc) from exc
+                connection.disconnect()
+                reply = ask(*words)
             except self._connector.errors as exc:
                 raise self._failed(exc) from exc
+            was_answered = True
+            return reply
 
         try:
             yield ask

@@ -102,7 +102,7 @@ class Upkeep:
         self.is_loaded = threading.Event()
         """All slabs that were there at the start are known."""
         self._must_shrink = True
-        """The quota was not looked at since the start."""
+        """The quota was not seen to hold since the start."""
         self._stop = threading.Event()
         with self.lock:
             self.load(at_once=True)
@@ -316,12 +316,14 @@ class Upkeep:
 
     def _shrink(self) -> None:
         """A quota that is smaller than at the last start: removes our slabs, the one with the oldest uses first.
-        Somebody else who has the root's lock is not waited for: the next poll tries again."""
+        Somebody else who has the root's lock is not waited for, nor one whose slabs take the room: the next poll tries
+        again."""
         self._must_shrink = False
         while excess := self._directory.excess_bytes():
             with self._slabs.lock:
                 own = [slab for slab in self._slabs.open.values() if slab.used_ns is not None]
                 if not own:
+                    self._must_shrink = True
                     return
                 slab = min(own, key=lambda one: int(one.used_ns.max()) if one.used_ns is not None else 0)
                 self._slabs.drop(slab)
