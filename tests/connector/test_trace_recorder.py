@@ -16,6 +16,14 @@ def keys(*names: str) -> list[OffloadKey]:
     return [make_offload_key(name.encode() * 8, 0) for name in names]
 
 
+@pytest.fixture
+def full_disk() -> Path:
+    device = Path("/dev/full")
+    if not device.exists():
+        pytest.skip("needs /dev/full")
+    return device
+
+
 def test_what_was_recorded_can_be_loaded(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=100)
     recorder.arrived("a", 50.0, keys("p", "q"), 230)
@@ -47,11 +55,8 @@ def test_holds_hashes_and_lengths_only(tmp_path: Path) -> None:
     assert "secret" not in line
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    device = Path("/dev/full")
-    if not device.exists():
-        pytest.skip("needs /dev/full")
-    recorder = TraceRecorder(device, block_tokens=16)
+def test_a_full_disk_ends_the_recording_and_nothing_else(full_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = TraceRecorder(full_disk, block_tokens=16)
     for number in range(2000):
         recorder.arrived(str(number), float(number), keys("p", "q"), 33)
         recorder.finished(str(number), 1)
@@ -59,11 +64,10 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptu
     assert len(caplog.records) == 1
 
 
-def test_a_disk_that_is_full_at_the_end_does_not_keep_it_from_closing(caplog: pytest.LogCaptureFixture) -> None:
-    device = Path("/dev/full")
-    if not device.exists():
-        pytest.skip("needs /dev/full")
-    recorder = TraceRecorder(device, block_tokens=16)
+def test_a_disk_that_is_full_at_the_end_does_not_keep_it_from_closing(
+    full_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = TraceRecorder(full_disk, block_tokens=16)
     for number in range(2000):
         recorder.arrived(str(number), float(number), keys("p", "q"), 33)
     recorder.close()

@@ -156,6 +156,7 @@ class BlockStoreContract(ABC):
             self._write(store, list(keys))
             store.discard(keys_of(7))
             found = [key for batch in store.scan() for key in batch]
+            assert len(found) == len(set(found))
             assert set(found) <= keys - set(keys_of(7))
 
     def test_resident_keys_are_those_that_are_here(self) -> None:

@@ -49,8 +49,8 @@ class Head:
 class RequestState:
     """One request, from ``on_new_request`` (or its first call) until its tiers are informed of its end.
 
-    A request *waits* from its first answer ``None`` until it loads, runs, ends or has no patience left. Only while it
-    waits are its hits its claims.
+    A request *waits* from its first answer ``None`` until it loads, runs, ends or has no patience left, or the engine
+    has let it wait as long although it has its answers. Only while it waits are its hits its claims.
     """
 
     context: ReqContext

@@ -89,7 +89,8 @@ class BlockStore(ABC):
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         """Yields the keys that are here, in batches of some thousand at most, without reading payloads. Runs at the
         start, and every ``rescan_s``, on a thread of its own, while other threads call the store: a block written
-        meanwhile may be missing, and a block yielded may be gone. A key may come twice.
+        meanwhile may be missing, and a block yielded may be gone. Each key comes once, but where only the server knows
+        them all and may name one again.
         """
         return iter(())
 

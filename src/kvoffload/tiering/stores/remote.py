@@ -15,16 +15,22 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import StoreOptions
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["LONGEST_S", "RemoteOptions", "Secret", "check_credentials", "read_secret", "without_credentials"]
+__all__ = ["RemoteOptions", "Secret", "check_age", "check_credentials", "read_secret", "without_credentials"]
 
 Secret = str | dict[str, str]
 """Text, or where to read it: ``{"file": path}`` or ``{"env": name}``. Only the last two keep it out of the engine's own
 log of its configuration."""
 
-LONGEST_S = 1e9
+_LONGEST_S = 1e9
 """Some 30 years: the longest age or deadline, which every clock and server can count."""
 
 _SHORTEST_SEAL_KEY = 16
+
+
+def check_age(seconds: float | None, what: str) -> None:
+    """Raises ``ConfigError`` unless blocks may expire after so many seconds; ``None``: never."""
+    if seconds is not None and not 1 <= seconds <= _LONGEST_S:
+        raise ConfigError(f"{what} must be a second at least, and {_LONGEST_S:.0f} at most, not {seconds:g} s.")
 
 
 def check_secret(secret: Secret | None, what: str) -> None:
@@ -105,6 +111,15 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
             check_secret(getattr(self, name, None), f"{name} of the {self.type!r} tier")
         if isinstance(self.seal_key, str):
             self._check_seal_key(self.seal_key)
+
+    def _check_deadlines(self, *names: str) -> None:
+        """The options ``names`` are seconds that a call may take."""
+        for name in names:
+            if not 0 < getattr(self, name) <= _LONGEST_S:
+                raise ConfigError(
+                    f"{name} of the {self.type!r} tier must be positive, and at most {_LONGEST_S:.0f}, "
+                    f"not {getattr(self, name)}."
+                )
 
     def secret(self, name: str) -> str | None:
         """The text of the option ``name``, which is a secret."""

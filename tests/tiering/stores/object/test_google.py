@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.gcs_server import BUCKET, GcsServer, program
-from tests.tiering.stores.blocks import read, write
+from tests.tiering.stores.blocks import write
+from tests.tiering.stores.object.service_contract import ServiceContract
 
-from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
-from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.tiering.options import parse_tier
-from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object import ObjectStore
 from kvoffload.tiering.stores.object.store import Deadlines
 
@@ -35,37 +32,13 @@ def open_store(google: GcsServer, prefix: str, block_bytes: int = 4096, bucket: 
     return ObjectStore(url, block_bytes, config=google.config, deadlines=deadlines, tls_ca=google.ca)
 
 
-class TestGoogle(BlockStoreContract):
+class TestGoogle(ServiceContract):
     @pytest.fixture(autouse=True)
     def _on(self, google: GcsServer) -> None:
         self.server = google
 
-    def make_store(self, directory: Path) -> BlockStore:
-        return open_store(self.server, directory.name, self.block_bytes)
-
-    def reopen(self, directory: Path) -> BlockStore | None:
-        return self.make_store(directory)
-
-    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
-        assert isinstance(store, ObjectStore)
-        name = f"{directory.name}/{store._path(key)}"
-        value = bytearray(self.server.get(name))
-        value[7] ^= 1
-        self.server.put(name, bytes(value))
-        return True
-
-
-def test_a_block_that_is_there_is_not_written_again(google: GcsServer) -> None:
-    store = open_store(google, "once")
-    assert write(store, keys(1)) == [True]
-    name = f"once/{store._path(keys(1)[0])}"
-    google.put(name, b"another program's value")
-    assert write(store, keys(1)) == [True]  # the generation of what is not there is 0
-    assert google.get(name) == b"another program's value"
-    assert read(store, keys(1)) == [False]
-    assert write(store, keys(1)) == [True]
-    assert read(store, keys(1)) == [True]
-    store.close()
+    def open_store(self, prefix: str, block_bytes: int) -> ObjectStore:
+        return open_store(self.server, prefix, block_bytes)
 
 
 def test_a_bucket_that_is_not_there_is_told_by_a_write_and_at_the_start(google: GcsServer) -> None:

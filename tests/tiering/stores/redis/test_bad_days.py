@@ -18,6 +18,7 @@ from tests.proxy import Proxy
 from tests.redis_server import RedisServer, free_port, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
 
+from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.redis import RedisStore
@@ -269,13 +270,20 @@ def test_failures_leave_no_sockets(start_server: StartServer, open_store: OpenSt
     wait_until(lambda: server.num_clients() == 0, "the server has no connection left")
 
 
-def test_a_scan_of_many_pages_takes_one_connection_and_ends_with_a_lost_server(
-    start_server: StartServer, open_store: OpenStore
-) -> None:
+ManyPages = tuple[RedisServer, RedisStore, list[OffloadKey]]
+
+
+@pytest.fixture
+def many_pages(start_server: StartServer, open_store: OpenStore) -> ManyPages:
+    """A server, a store on it, and its blocks: more than one answer of a scan names."""
     server = start_server()
-    store = open_store(server.url, 16)
-    wanted = keys(*range(5000))
+    store, wanted = open_store(server.url, 16), keys(*range(5000))
     assert all(write(store, wanted, 16))
+    return server, store, wanted
+
+
+def test_a_scan_of_many_pages_takes_one_connection_and_ends_with_a_lost_server(many_pages: ManyPages) -> None:
+    server, store, wanted = many_pages
     with server.client() as client:
         before = client.info("stats")["total_connections_received"]
         assert {key for batch in store.scan() for key in batch} == set(wanted)
@@ -289,13 +297,8 @@ def test_a_scan_of_many_pages_takes_one_connection_and_ends_with_a_lost_server(
     abandoned.close()
 
 
-def test_a_scan_goes_on_although_the_server_closed_its_idle_connection(
-    start_server: StartServer, open_store: OpenStore
-) -> None:
-    server = start_server()
-    store = open_store(server.url, 16)
-    wanted = keys(*range(5000))
-    assert all(write(store, wanted, 16))
+def test_a_scan_goes_on_although_the_server_closed_its_idle_connection(many_pages: ManyPages) -> None:
+    server, store, wanted = many_pages
     pages = store.scan()
     found = set(next(pages))
     with server.client() as client:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object.store import Deadlines, ObjectStore
-from kvoffload.tiering.stores.remote import LONGEST_S, RemoteOptions, Secret, check_secret, read_secret
+from kvoffload.tiering.stores.remote import RemoteOptions, Secret, check_secret, read_secret
 
 __all__ = ["ObjectOptions"]
 
@@ -30,12 +30,7 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
         RemoteOptions.check(self, block_bytes)
         if self.requests < 1:
             raise ConfigError(f"requests of the 'object' tier must be at least 1, not {self.requests}.")
-        for name in ("connect_timeout_s", "request_timeout_s"):
-            if not 0 < getattr(self, name) <= LONGEST_S:
-                raise ConfigError(
-                    f"{name} of the 'object' tier must be positive, and at most {LONGEST_S:.0f}, "
-                    f"not {getattr(self, name)}."
-                )
+        self._check_deadlines("connect_timeout_s", "request_timeout_s")
         for name, value in (self.config or {}).items():
             check_secret(value, f"config of the 'object' tier: {name}")
         if isinstance(self.url, str):

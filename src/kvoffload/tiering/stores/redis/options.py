@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis.nodes import Timeouts
 from kvoffload.tiering.stores.redis.store import RedisStore
-from kvoffload.tiering.stores.remote import LONGEST_S, RemoteOptions, Secret, check_secret
+from kvoffload.tiering.stores.remote import RemoteOptions, Secret, check_age, check_secret
 from kvoffload.units import parse_seconds
 
 __all__ = ["RedisOptions"]
@@ -46,16 +45,8 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
         RemoteOptions.check(self, block_bytes)
         check_secret(self.password, "password of the 'redis' tier")
         check_secret(self.sentinel_password, "sentinel_password of the 'redis' tier")
-        for name in ("connect_timeout_s", "window_timeout_s"):
-            if not 0 < getattr(self, name) <= LONGEST_S:
-                raise ConfigError(
-                    f"{name} of the 'redis' tier must be positive, and at most {LONGEST_S:.0f}, "
-                    f"not {getattr(self, name)}."
-                )
-        if self.ttl_s is not None and not 1 <= self.ttl_s <= LONGEST_S:
-            raise ConfigError(
-                f"ttl of the 'redis' tier must be a second at least, and {LONGEST_S:.0f} at most, not {self.ttl!r}."
-            )
+        self._check_deadlines("connect_timeout_s", "window_timeout_s")
+        check_age(self.ttl_s, "ttl of the 'redis' tier")
         if isinstance(self.url, str):
             unread = None if self.sentinel_password is None else "unread"
             # Reads no secret, and connects to nothing.

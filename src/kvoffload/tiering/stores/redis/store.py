@@ -15,7 +15,7 @@ from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Command
 from kvoffload.tiering.stores.redis.nodes import Connector, Node, Nodes, Server, Timeouts
 from kvoffload.tiering.stores.redis.sentinel import Primary, parse_sentinel_url
 from kvoffload.tiering.stores.redis.wire import ErrorReply
-from kvoffload.tiering.stores.remote import LONGEST_S
+from kvoffload.tiering.stores.remote import check_age
 from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.seal import Sealer, shared_identity
 
@@ -81,10 +81,7 @@ class RedisStore(BlockStore):
             raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
         if not prefix or not set(prefix) <= _NAME_CHARACTERS:
             raise ConfigError(f"prefix of the 'redis' tier may have letters, digits and ._-: only, not {prefix!r}.")
-        if ttl_s is not None and not 1 <= ttl_s <= LONGEST_S:
-            raise ConfigError(
-                f"ttl of the 'redis' tier must be a second at least, and {LONGEST_S:.0f} at most, not {ttl_s:g} s."
-            )
+        check_age(ttl_s, "ttl of the 'redis' tier")
         self._timeouts = timeouts or Timeouts()
         watched = parse_sentinel_url(url)
         if not watched and (sentinel_username, sentinel_password) != (None, None):

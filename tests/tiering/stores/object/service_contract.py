@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds over each kind of service, with a server of its own protocol."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+from tests.tiering.stores.blocks import read, write
+
+from kvoffload.base import OffloadKey
+from kvoffload.testing.keys import keys
+from kvoffload.testing.store_contract import BlockStoreContract
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.object import ObjectStore
+
+
+class ServiceContract(BlockStoreContract):
+    server: Any
+    """``get(name)`` and ``put(name, value)`` reach its objects as another program would."""
+
+    @abstractmethod
+    def open_store(self, prefix: str, block_bytes: int) -> ObjectStore: ...
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return self.open_store(directory.name, self.block_bytes)
+
+    def reopen(self, directory: Path) -> BlockStore | None:
+        return self.make_store(directory)
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        assert isinstance(store, ObjectStore)
+        name = f"{directory.name}/{store._path(key)}"
+        value = bytearray(self.server.get(name))
+        value[7] ^= 1
+        self.server.put(name, bytes(value))
+        return True
+
+    def test_a_block_that_is_there_is_not_written_again(self) -> None:
+        store = self.open_store("once", 4096)
+        assert write(store, keys(1)) == [True]
+        name = f"once/{store._path(keys(1)[0])}"
+        self.server.put(name, b"another program's value")
+        assert write(store, keys(1)) == [True]  # by the service's own condition: there must be none
+        assert self.server.get(name) == b"another program's value"
+        assert read(store, keys(1)) == [False]
+        assert write(store, keys(1)) == [True]
+        assert read(store, keys(1)) == [True]
+        store.close()
