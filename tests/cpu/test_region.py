@@ -361,3 +361,29 @@ def test_available_memory_is_the_least_of_host_and_container(tmp_path: Path) -> 
     (old / "memory.limit_in_bytes").write_text("5000\n")
     (old / "memory.usage_in_bytes").write_text("6000\n")
     assert available_bytes(tmp_path, tmp_path / "old") == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "usage", "rows"),
+    [
+        ("", "memory.max", "memory.current", "active_file 3000\ninactive_file 4000\n"),
+        (
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_active_file 3000\ntotal_inactive_file 4000\n",
+        ),
+    ],
+)
+def test_files_that_a_container_has_cached_take_no_memory_from_it(
+    folder: str, limit: str, usage: str, rows: str, tmp_path: Path
+) -> None:
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / limit).write_text("10000\n")
+    (group / usage).write_text("9000\n")
+    assert available_bytes(tmp_path, tmp_path) == 1000
+    (group / "memory.stat").write_text("anon 2000\nfile 9000\nshmem 2000\nactive_anon 2000\n" + rows)
+    assert available_bytes(tmp_path, tmp_path) == 8000
+    (group / usage).write_text("5000\n")  # read later than the rows
+    assert available_bytes(tmp_path, tmp_path) == 10_000

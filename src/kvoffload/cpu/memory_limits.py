@@ -8,6 +8,7 @@ or a bus error.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from kvoffload.errors import CapacityError
@@ -16,13 +17,15 @@ from kvoffload.units import format_bytes
 __all__ = ["available_bytes", "check_host_memory", "check_shared_memory"]
 
 _CGROUP_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
 )
+"""Of the second and the first version: limit, usage, and the rows of ``memory.stat`` with files, part of the usage."""
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that can be allocated without swapping: the smaller of the kernel's estimate and this container's limit.
+    """Bytes that can be allocated without swapping: the smaller of the kernel's estimate and what this container's
+    limit leaves. Files that are only cached count as available in both.
 
     ``None`` where the system reports neither.
     """
@@ -63,7 +66,7 @@ def _meminfo_available(proc: Path) -> int | None:
 
 
 def _cgroup_available(cgroup: Path) -> int | None:
-    for limit_name, usage_name in _CGROUP_FILES:
+    for limit_name, usage_name, file_rows in _CGROUP_FILES:
         for folder in (cgroup, cgroup / "memory"):
             try:
                 limit = (folder / limit_name).read_text().strip()
@@ -71,5 +74,15 @@ def _cgroup_available(cgroup: Path) -> int | None:
             except (OSError, ValueError):
                 continue
             if limit != "max":
-                return max(0, int(limit) - usage)
+                # Weights that were just read are such files. The kernel drops them for whoever needs room.
+                used = usage - min(usage, _sum_of_rows(folder / "memory.stat", file_rows))
+                return max(0, int(limit) - used)
     return None
+
+
+def _sum_of_rows(path: Path, names: Collection[str]) -> int:
+    try:
+        rows = [line.split() for line in path.read_text().splitlines()]
+        return sum(int(row[1]) for row in rows if row[0] in names)
+    except (OSError, ValueError, IndexError):
+        return 0
