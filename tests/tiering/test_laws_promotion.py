@@ -380,6 +380,29 @@ def test_claims_of_a_request_nobody_asks_for_any_more_end_with_its_patience() ->
     assert rig.ask(prefix(2, of="q"), rig.start("late")) == [None, None]
 
 
+def test_claims_end_with_their_own_requests_patience_whoever_else_waits() -> None:
+    """A request with little patience left waits for the engine beside one that began to wait earlier, with all of its
+    own."""
+    rig = Rig(num_blocks=8, max_wait_s=5.0, promotion_share=0.5)
+    for name in "abc":
+        rig.below(prefix(2, of=name))
+    rig.below(keys(1))
+    short, long = rig.start("short"), rig.start("long")
+    rig.ask(keys(1), short)
+    rig.step()
+    rig.clock.advance(4.0)
+    rig.finish()
+    rig.load(keys(1), short)
+    assert rig.ask(prefix(2, of="a"), long) == rig.ask(prefix(2, of="b"), short) == [None] * 2
+    rig.step()
+    rig.finish()
+    assert rig.ask(prefix(2, of="a"), long) == rig.ask(prefix(2, of="b"), short) == [True] * 2
+    assert rig.ask(prefix(2, of="c"), rig.start("early")) == [False], "all that may be claimed is claimed"
+    rig.clock.advance(1.0)
+    rig.step()
+    assert rig.ask(prefix(2, of="c"), rig.start("late")) == [None] * 2
+
+
 def test_waiting_for_the_engine_costs_no_patience() -> None:
     """Its blocks were there after 0.1 s; then the engine had no room for it, and others stored."""
     rig = Rig(num_blocks=16, max_wait_s=5.0)

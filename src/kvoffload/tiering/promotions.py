@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from math import ceil
+from math import ceil, inf
 
 from kvoffload.base import OffloadKey, ReqContext, get_offload_group_idx
 from kvoffload.cpu.common import CPULoadStoreSpec
@@ -272,8 +272,9 @@ class WaitingRequests:
     def __init__(self, claims: Claims, clock: Callable[[], float]) -> None:
         self._claims = claims
         self._clock = clock
-        # In the order their waits began, so that the longest waits are in front.
         self._waiting: dict[int, RequestState] = {}
+        self._due_s = inf
+        """Before this time, no wait becomes as long as its request has patience."""
         self._step = 0
         self.waits = Histogram("promotion_wait_seconds")
         """How long the waits that have ended were."""
@@ -300,6 +301,7 @@ class WaitingRequests:
         if request.waiting_since is not None:
             return
         request.waiting_since = self._clock()
+        self._due_s = min(self._due_s, request.waiting_since + request.patience_s)
         self._waiting[id(request)] = request
         if request.hits_step == self._step:
             for key in request.hits:
@@ -333,7 +335,6 @@ class WaitingRequests:
             if request.answered_since is not None:
                 request.waiting_since += self._clock() - request.answered_since
                 request.answered_since = None
-                self._waiting[id(request)] = self._waiting.pop(id(request))
         elif request.answered_since is None and request.unanswered_step != self._step:
             request.answered_since = self._clock()
 
@@ -361,15 +362,18 @@ class WaitingRequests:
         although they have their answers, so that their claims end too. Hits of this step become claims of no later
         wait."""
         self._step += 1
-        while self._waiting:
-            longest = next(iter(self._waiting.values()))
-            assert longest.waiting_since is not None
-            if self._clock() - longest.waiting_since < longest.patience_s:
-                return
-            if longest.answered_since is None:
-                self.give_up(longest)
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        self._due_s = inf
+        for request in list(self._waiting.values()):
+            assert request.waiting_since is not None
+            if now_s - request.waiting_since < request.patience_s:
+                self._due_s = min(self._due_s, request.waiting_since + request.patience_s)
+            elif request.answered_since is None:
+                self.give_up(request)
             else:
-                self.end(longest)
+                self.end(request)
 
     def check_invariants(self, requests: Collection[RequestState]) -> None:
         """``requests``: all there are."""
