@@ -76,3 +76,5 @@ def test_layouts_that_make_no_sense_are_refused() -> None:
         KVGroupLayout(GroupKind.SLIDING_WINDOW, 16, 100)
     with pytest.raises(LayoutError, match="lookahead_tokens must be 0 or more"):
         KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 100, lookahead_tokens=-1)
+    with pytest.raises(LayoutError, match="hash_block_tokens must be at least 1"):
+        EngineLayout(layout(16).groups, hash_block_tokens=0, instance_id="x")

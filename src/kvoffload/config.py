@@ -206,6 +206,8 @@ class EngineLayout:
             raise LayoutError("The engine has no KV cache groups, so there is nothing to offload.")
         if not 0 <= self.rank < self.num_ranks:
             raise LayoutError(f"rank {self.rank} is outside of {self.num_ranks} ranks.")
+        if self.hash_block_tokens < 1:
+            raise LayoutError(f"hash_block_tokens must be at least 1, not {self.hash_block_tokens}.")
         for group in self.groups:
             if group.block_tokens % self.hash_block_tokens:
                 raise LayoutError(

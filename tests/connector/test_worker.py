@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.errors import LayoutError
+from kvoffload.specs import make_spec
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 
 GPU, SLOTS = 8, 4
@@ -176,3 +179,12 @@ def test_two_failed_loads_of_a_request_both_leave_invalid_blocks() -> None:
     rank.handler.run(0, success=False)
     rank.handler.run(1, success=False)
     assert rank.worker.take_load_outcome() == LoadOutcome(failed_loads={"a": frozenset({5, 6})})
+
+
+def test_the_layout_of_another_rank_is_refused() -> None:
+    """Both workers would report as rank 0, and no transfer would ever end."""
+    group = KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 1024)
+    layout = EngineLayout((group,), 16, "ranks", num_ranks=2, rank=1, num_processes=3)
+    spec = make_spec(parse_config({"cpu_bytes_to_use": 64 << 10}), layout)
+    with pytest.raises(LayoutError, match="rank 0, and the layout of its spec rank 1"):
+        OffloadingConnectorWorker().register_kv_caches(spec, CanonicalKVCaches())

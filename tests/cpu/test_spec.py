@@ -19,7 +19,7 @@ from kvoffload.base import (
 )
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
 from kvoffload.cpu import CPUOffloadingManager, CPUOffloadingSpec
-from kvoffload.errors import CapacityError, ConfigError
+from kvoffload.errors import CapacityError, ConfigError, LayoutError
 from kvoffload.specs import SPECS, make_spec
 from kvoffload.testing import keys
 
@@ -62,7 +62,7 @@ def test_one_process_stores_and_loads_through_one_spec() -> None:
 def test_the_budget_becomes_blocks_and_is_never_exceeded() -> None:
     assert (spec().num_blocks, spec().block_bytes) == (64, 1024)
     assert (spec(cpu_bytes_to_use=10_000).num_blocks, spec(block_size=48).num_blocks) == (9, 21)
-    two_ranks = CPUOffloadingSpec(parse_config({"cpu_bytes_to_use": 64 << 10}), layout(num_ranks=2))
+    two_ranks = CPUOffloadingSpec(parse_config({"cpu_bytes_to_use": 64 << 10}), layout(num_ranks=2, num_processes=3))
     assert (two_ranks.num_blocks, two_ranks.block_bytes) == (32, 2048)
 
 
@@ -85,6 +85,23 @@ def test_mistakes_are_refused_before_anything_is_allocated(values: dict[str, Any
 def test_more_memory_than_the_host_has_is_refused_when_the_scheduler_starts() -> None:
     with pytest.raises(CapacityError, match="lower cpu_bytes_to_use"):
         spec(cpu_bytes_to_use="900TiB", block_size=16 << 20).get_manager()
+
+
+@pytest.mark.parametrize(("num_ranks", "num_processes"), [(1, 0), (1, 3), (2, 1), (2, 2)])
+def test_processes_that_would_not_share_memory_are_refused(num_ranks: int, num_processes: int) -> None:
+    config = parse_config({"cpu_bytes_to_use": 64 << 10})
+    with pytest.raises(LayoutError, match=f"num_processes must be {1 + num_ranks}"):
+        make_spec(config, layout(num_ranks=num_ranks, num_processes=num_processes))
+
+
+def test_kv_caches_of_other_groups_than_the_layouts_are_refused() -> None:
+    made = spec()
+    pool = torch.zeros((8, 1024), dtype=torch.uint8)
+    refs = [CanonicalKVCacheRef(0, 1024)]
+    for groups in ([], [refs, refs]):
+        with pytest.raises(LayoutError, match="one entry for each"):
+            made.get_handlers(CanonicalKVCaches([CanonicalKVCacheTensor(pool, 1024)], groups))
+    made.shutdown()
 
 
 def test_processes_meet_in_a_shared_region() -> None:

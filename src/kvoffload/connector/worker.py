@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
+from kvoffload.errors import LayoutError
 from kvoffload.logs import RateLimitedLog
 
 __all__ = ["OffloadingConnectorWorker"]
@@ -43,7 +44,16 @@ class OffloadingConnectorWorker:
         return f"OffloadingConnectorWorker(rank={self._rank}, loads={sorted(self._loads)})"
 
     def register_kv_caches(self, spec: OffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
-        """Once, when the KV cache has been allocated."""
+        """Once, when the KV cache has been allocated. Its tensors are kept alive until ``shutdown``.
+
+        Raises ``LayoutError`` for tensors that do not fit the layout of ``spec``, and for the layout of another rank.
+        """
+        layout = getattr(spec, "layout", None)
+        if layout is not None and layout.rank != self._rank:
+            raise LayoutError(
+                f"The worker has rank {self._rank}, and the layout of its spec rank {layout.rank}; give both the same, "
+                "or no transfer ever ends on all ranks."
+            )
         self._handlers, self._handlers_by_type = spec.get_handlers(kv_caches), {}
 
     def start_step(self, meta: ConnectorMeta) -> None:

@@ -8,7 +8,7 @@ from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.cpu.region import SharedOffloadRegion
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.units import format_bytes
 
 __all__ = ["CPUOffloadingSpec"]
@@ -23,6 +23,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
         POLICIES.get(config.eviction_policy)
+        _check_processes(layout)
         if config.secondary_tiers and type(self) is CPUOffloadingSpec:
             raise ConfigError(
                 "secondary_tiers need 'spec_name': 'TieringOffloadingSpec'; CPUOffloadingSpec keeps blocks in host "
@@ -66,6 +67,11 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> dict[tuple[str, str], OffloadingHandler]:
         from kvoffload.cpu.gpu_worker import make_handlers
 
+        if len(kv_caches.group_data_refs) != len(self.layout.groups):
+            raise LayoutError(
+                f"group_data_refs must have one entry for each of the layout's {len(self.layout.groups)} KV groups, "
+                f"and has {len(kv_caches.group_data_refs)}."
+            )
         slice_bytes = self.layout.slice_bytes(self.block_size_factor)
         self._handlers = make_handlers(
             kv_caches,
@@ -94,4 +100,14 @@ class CPUOffloadingSpec(OffloadingSpec):
             enable_events=self.layout.events_enabled,
             store_threshold=self.config.store_threshold,
             max_tracker_size=self.config.max_tracker_size,
+        )
+
+
+def _check_processes(layout: EngineLayout) -> None:
+    """Raises ``LayoutError`` unless all processes of the engine will map the same memory."""
+    is_one = layout.num_ranks == layout.num_processes == 1
+    if not is_one and layout.num_processes != 1 + layout.num_ranks:
+        raise LayoutError(
+            f"num_processes must be {1 + layout.num_ranks}, one for the scheduler and one for each of "
+            f"{layout.num_ranks} ranks, not {layout.num_processes}: otherwise they do not share the primary tier."
         )
