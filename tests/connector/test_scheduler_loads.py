@@ -41,6 +41,20 @@ def test_a_stored_prefix_comes_back_by_an_asynchronous_load() -> None:
     rig.assert_drained()
 
 
+def test_tokens_at_which_no_hit_can_end_are_a_failed_load() -> None:
+    """An engine with room for fewer tokens than it was promised: two of the last ten would be in no loaded block."""
+    rig = Rig()
+    rig.store_prefix(12)
+    request = rig.arrive(Request("r", 14))
+    assert rig.ask(request) == (12, True)
+    rig.alloc(request, [7, 8, 9], external=10)
+    meta = rig.step()
+    assert meta.loads == ()
+    assert rig.end(*meta.lost_loads, success=False) == LoadOutcome(frozenset(), {"r": frozenset({7, 8})})
+    rig.finish(request)
+    rig.assert_drained()
+
+
 def test_the_last_token_is_never_part_of_a_hit() -> None:
     rig = Rig()
     rig.store_prefix(12)

@@ -27,7 +27,7 @@ from kvoffload.connector.engine import (
     EngineStep,
     ScheduledRequest,
 )
-from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of
+from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of, hit_unit_tokens
 from kvoffload.connector.jobs import EndedJobs, JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
@@ -67,6 +67,7 @@ class OffloadingConnectorScheduler:
         self._num_ranks = layout.num_ranks
         self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
         self._is_hybrid = any(group.kind is not GroupKind.FULL_ATTENTION for group in self._geometry)
+        self._unit_tokens = hit_unit_tokens(self._geometry)
         self._requests: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(layout.num_ranks)
         num_blocks = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
@@ -260,7 +261,8 @@ class OffloadingConnectorScheduler:
         """The engine allocated GPU blocks. ``block_ids`` are all that the request has, in order.
 
         To be called at every admission, also with zero external tokens. A load for ``num_external_tokens`` is sent with
-        this step's meta.
+        this step's meta. They are as many as the last answer promised, or none: a number at which no hit can end is a
+        failed load.
         """
         state = self._state_of(request)
         self._fence(block_ids, state.computed_tokens)
@@ -326,7 +328,8 @@ class OffloadingConnectorScheduler:
         gpu_ids: list[int] = []
         sizes: list[int] = []
         starts: list[int] = []
-        complete = True
+        # Elsewhere no hit can end, and the tokens behind the last whole block would be taken for loaded.
+        complete = hit_tokens % self._unit_tokens == 0
         for group, group_state in zip(self._geometry, state.groups, strict=True):
             positions = group.gpu_blocks_for_hit(state.computed_tokens, hit_tokens)
             blocks = group.blocks_for_hit(state.computed_tokens, hit_tokens)
