@@ -110,6 +110,7 @@ class Rig:
     num_ranks: int = 1
     block_size: int | None = None
     prompt_only: bool = False
+    record_trace: str | None = None
     running: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class Rig:
             cpu_bytes_to_use=self.num_blocks * slot_bytes,
             block_size=self.block_size,
             offload_prompt_only=self.prompt_only,
+            record_trace=self.record_trace,
         )
         self.manager = SpyManager(self.num_blocks, self.policy, self.eviction_policy)
         self.scheduler = OffloadingConnectorScheduler(self.manager, self.layout, config)

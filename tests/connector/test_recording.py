@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.connector.rig import BT, FULL, SLIDING, Request, key
+from tests.connector.rig import BT, FULL, SLIDING, Request, Rig, key
 
-from kvoffload.config import EngineLayout, parse_config
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
 from kvoffload.connector import OffloadingConnectorScheduler
 from kvoffload.connector.recording import TraceRecorder
 from kvoffload.cpu.manager import CPUOffloadingManager
@@ -131,6 +131,52 @@ def test_a_story_has_all_tokens_of_its_prompt(factor: int, prompt_tokens: int, t
     scheduler.shutdown()
     story = json.loads((tmp_path / "t.jsonl").read_text())["story"]
     assert sum(story["found"].values()) + sum(story["missed"].values()) == prompt_tokens
+
+
+def ended(rig: Rig, *requests: Request) -> list[dict[str, dict[str, int]]]:
+    """The stories of ``requests``, which were the last ones, once all have ended."""
+    for request in requests:
+        rig.finish(request)
+    rig.scheduler.shutdown()
+    assert rig.record_trace is not None
+    lines = Path(rig.record_trace).read_text().splitlines()
+    return [json.loads(line)["story"] for line in lines[-len(requests) :]]
+
+
+def test_a_device_hit_inside_a_lost_block_with_nothing_behind_it_ends_no_recording(tmp_path: Path) -> None:
+    rig = Rig(num_blocks=1, block_size=2 * BT, record_trace=str(tmp_path / "t.jsonl"))
+    rig.store_prefix(2 * BT)
+    rig.store_prefix(2 * BT, stem="other")  # evicts the first one's block
+    request = rig.arrive(Request("r", 2 * BT))
+    assert rig.ask(request, computed=BT) == (0, False)
+    rig.alloc(request, [100, 5])
+    (story,) = ended(rig, request)
+    assert (story["found"], story["missed"], story["lost_s"]) == ({"device": BT}, {"tail": BT}, {})
+
+
+def test_what_a_speculative_head_cannot_use_has_the_cause_of_the_block_behind_it(tmp_path: Path) -> None:
+    head = KVGroupLayout(GroupKind.FULL_ATTENTION, BT, 64, lookahead_tokens=1)
+    rig = Rig((head,), record_trace=str(tmp_path / "t.jsonl"))
+    rig.store_prefix(3 * BT)
+    requests = [rig.arrive(Request(f"r{blocks}", blocks * BT + 1)) for blocks in (3, 5)]
+    for request in requests:
+        assert rig.ask(request) == (2 * BT, True)
+        rig.alloc(request, range(6), external=2 * BT)
+        rig.end(*rig.step().loads)
+    stories = ended(rig, *requests)
+    assert [story["found"] for story in stories] == [{"device": 0, "CPU": 2 * BT}] * 2
+    assert [story["missed"] for story in stories] == [{"tail": BT + 1}, {"new": 2 * BT, "tail": BT + 1}]
+
+
+def test_a_limit_inside_a_block_is_the_cause_of_the_blocks_rest(tmp_path: Path) -> None:
+    rig = Rig(block_size=2 * BT, record_trace=str(tmp_path / "t.jsonl"))
+    rig.store_prefix(4 * BT)
+    request = rig.arrive(Request("r", 4 * BT + 1, kv_transfer_params={"max_load_tokens": BT}))
+    assert rig.ask(request) == (BT, True)
+    rig.alloc(request, range(5), external=BT)
+    rig.end(*rig.step().loads)
+    (story,) = ended(rig, request)
+    assert story["missed"] == {"load limit": 3 * BT, "tail": 1}
 
 
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

@@ -142,13 +142,15 @@ class StoryTeller:
         """Fills in why the prompt's tokens from ``begin`` on were missing."""
         unit, size = hit_unit_tokens(self._geometry), self._finest.block_tokens
         keys = state.groups[self._finest.index].keys
-        # Hits end between blocks of the device, which may be smaller than offloaded ones; keys are of whole ones alone.
-        end = max(min((prompt_tokens - 1) // unit * unit, len(keys) * size), begin)
+        # As far as a hit can reach. Hits end between blocks of the device, which may be smaller than offloaded ones.
+        longest = [group.longest_hit(len(own.keys)) for group, own in zip(self._geometry, state.groups, strict=True)]
+        end = max(min(prompt_tokens - 1, *longest) // unit * unit, begin)
         if tail := prompt_tokens - end:
             story.missed[_TAIL] = tail
+        if end == begin:
+            return
         if not state.context.reads_cache:
-            if end > begin:
-                story.missed["not read"] = end - begin
+            story.missed["not read"] = end - begin
             return
         blocks = range(begin // size, min(-(-end // size), len(keys)))
         wanted = keys[blocks.start : blocks.stop]
@@ -159,7 +161,7 @@ class StoryTeller:
         cause, seconds = _NEW, None
         is_first = True
         for block, key, loss, is_held in zip(blocks, wanted, losses, held, strict=True):
-            if block * size >= loadable:
+            if max(begin, block * size) >= loadable:
                 cause, seconds = "load limit", None
             elif (refusal := state.context.trail.misses.get(key)) is not None:
                 # A promotion fails for a reason that the tier may have found out meanwhile.
@@ -170,7 +172,7 @@ class StoryTeller:
             elif not is_held:
                 cause, seconds = _of(loss)
             elif is_first:
-                cause, seconds = self._of_other_groups(state, block * size)
+                cause, seconds = self._why_no_longer_hit(state, (begin // unit + 1) * unit)
             is_first = False
             tokens = min(end, (block + 1) * size) - max(begin, block * size)
             before = story.missed.get(cause, 0)
@@ -179,17 +181,20 @@ class StoryTeller:
                 mean_s = story.lost_s.get(cause, 0.0)
                 story.lost_s[cause] = (mean_s * before + seconds * tokens) / (before + tokens)
 
-    def _of_other_groups(self, state: RequestOffloadState, token: int) -> tuple[str, float | None]:
-        """Why a hit ends before ``token`` although the group with the smallest blocks has the block behind it."""
+    def _why_no_longer_hit(self, state: RequestOffloadState, hit_tokens: int) -> tuple[str, float | None]:
+        """Why there was no hit of ``hit_tokens``, the least beyond the one there was, although the group with the
+        smallest blocks has the next one: it needs a block that another group lacks, or that it looks ahead to."""
         for group, own in zip(self._geometry, state.groups, strict=True):
-            at = token // group.block_tokens
-            if group is self._finest or at >= len(own.keys):
-                continue
-            key = own.keys[at]
-            if (refusal := state.context.trail.misses.get(key)) is not None:
-                return refusal, None
-            if not self._manager.holds([key])[0]:
-                return _of(self.lost.find([key])[0])
+            blocks = group.blocks_to_find(state.computed_tokens, hit_tokens)
+            keys = own.keys[blocks.start : blocks.stop]
+            losses, held = self.lost.find(keys), self._manager.holds(keys)
+            for key, loss, is_held in zip(keys, losses, held, strict=True):
+                if (refusal := state.context.trail.misses.get(key)) is not None:
+                    return refusal, None
+                if key in state.failed_keys:
+                    return "load failed", None
+                if not is_held:
+                    return _of(loss)
         return "unknown", None
 
 
