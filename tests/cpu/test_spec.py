@@ -62,7 +62,7 @@ def test_one_process_stores_and_loads_through_one_spec() -> None:
 def test_the_budget_becomes_blocks_and_is_never_exceeded() -> None:
     assert (spec().num_blocks, spec().block_bytes) == (64, 1024)
     assert (spec(cpu_bytes_to_use=10_000).num_blocks, spec(block_size=48).num_blocks) == (9, 21)
-    two_ranks = CPUOffloadingSpec(parse_config({"cpu_bytes_to_use": 64 << 10}), layout(num_ranks=2, num_processes=3))
+    two_ranks = CPUOffloadingSpec(parse_config({"cpu_bytes_to_use": 64 << 10}), layout(num_ranks=2))
     assert (two_ranks.num_blocks, two_ranks.block_bytes) == (32, 2048)
 
 
@@ -90,8 +90,9 @@ def test_more_memory_than_the_host_has_is_refused_when_the_scheduler_starts() ->
 @pytest.mark.parametrize(("num_ranks", "num_processes"), [(1, 0), (1, 3), (2, 1), (2, 2)])
 def test_processes_that_would_not_share_memory_are_refused(num_ranks: int, num_processes: int) -> None:
     config = parse_config({"cpu_bytes_to_use": 64 << 10})
+    made = make_spec(config, layout(num_ranks=num_ranks, num_processes=num_processes))
     with pytest.raises(LayoutError, match=f"num_processes must be {1 + num_ranks}"):
-        make_spec(config, layout(num_ranks=num_ranks, num_processes=num_processes))
+        made.get_manager()
 
 
 def test_kv_caches_of_other_groups_than_the_layouts_are_refused() -> None:

@@ -23,7 +23,6 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
         POLICIES.get(config.eviction_policy)
-        _check_processes(layout)
         if config.secondary_tiers and type(self) is CPUOffloadingSpec:
             raise ConfigError(
                 "secondary_tiers need 'spec_name': 'TieringOffloadingSpec'; CPUOffloadingSpec keeps blocks in host "
@@ -48,8 +47,12 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     @property
     def region(self) -> SharedOffloadRegion:
-        """The primary tier's memory, mapped on first use: once per process of a shared region."""
+        """The primary tier's memory, mapped on first use: once per process of a shared region.
+
+        Raises ``LayoutError`` unless all processes of the engine will map the same memory.
+        """
         if self._region is None:
+            _check_processes(self.layout)
             shape = self.num_blocks, self.block_bytes
             if self.layout.num_processes == 1:
                 self._region = SharedOffloadRegion.anonymous(*shape)
