@@ -324,7 +324,7 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "promotions_refused",
             _C,
-            "Promotions not started, by reason.",
+            "Promotions not started, by reason. A block counts once for a request, however often it asks.",
             ("reason",),
             (("claim_share", "promotion_share", "no_room"),),
         ),

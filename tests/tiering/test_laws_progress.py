@@ -200,6 +200,18 @@ def test_shares_bound_one_request_and_all_of_them() -> None:
     assert stats["promotions_refused", "promotion_share"] == 1
 
 
+def test_a_block_that_a_waiting_request_is_refused_in_each_step_counts_once() -> None:
+    rig = Rig(num_blocks=20, claim_share=0.25)
+    rig.below(prefix(20))
+    request = rig.start("r")
+    for _ in range(10):
+        assert rig.ask(prefix(20), request) == [None] * 5 + [False]
+        rig.step()
+    rig.ask(prefix(20), rig.start("another"))
+    stats = rig.manager.get_stats()
+    assert stats["promotions_refused", "claim_share"] == 2
+
+
 def test_a_promotion_that_nobody_waits_for_any_more_still_counts() -> None:
     rig = Rig(num_blocks=4, promotion_share=0.5)
     rig.below(prefix(2))

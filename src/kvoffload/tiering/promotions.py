@@ -75,6 +75,8 @@ class RequestState:
     """Blocks promoted for it in this wait: a second time would be a loop, so it is a miss instead."""
     failed: set[OffloadKey] = field(default_factory=set)
     """Blocks whose promotion failed while it waited for them: misses for good."""
+    refused: set[OffloadKey] = field(default_factory=set)
+    """Blocks whose promotion was refused, and counted: a request that waits for others asks again in each step."""
     plan: WaitPlan | None = None
     """What it waits for, if that was weighed."""
     num_declined: int = 0
@@ -776,9 +778,14 @@ class Promotions:
         reason = self._claims.refusal(request, key)
         if reason is None:
             return self.begin_all(request, {key: tier})
-        self.refused[reason] += 1
+        self._count_refusal(request, key, reason)
         request.context.trail.misses[key] = reason
         return False
+
+    def _count_refusal(self, request: RequestState, key: OffloadKey, reason: str) -> None:
+        if key not in request.refused:
+            request.refused.add(key)
+            self.refused[reason] += 1
 
     def begin_all(self, request: RequestState, run: Mapping[OffloadKey, GuardedTier]) -> bool:
         """``begin`` for each of ``run``, none of which a limit refuses: all of them, or none."""
@@ -786,7 +793,7 @@ class Promotions:
         # first victim's slot, as if the keys came one by one.
         slots = self._reserve(request, list(run)[::-1])
         if slots is None:
-            self.refused["no_room"] += 1
+            self._count_refusal(request, next(iter(run)), "no_room")
             request.context.trail.misses.update(dict.fromkeys(run, "no room"))
             return False
         self._claims.begin_promotions(request, run)
