@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.redis.commands import Ask, Asking, Get, Put
+from kvoffload.tiering.stores.redis.commands import Ask, Asking, Get, Put, PutNew
 from kvoffload.tiering.stores.redis.store import RedisStore
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, open_wire
 from kvoffload.tiering.stores.seal import Sealer
@@ -155,6 +156,30 @@ def test_more_parts_than_one_call_takes() -> None:
     assert received == b"".join(expected)
 
 
+def test_what_is_there_already_is_not_sent() -> None:
+    wanted = keys(*range(4))
+    names, blocks = [b"a", b"b", b"c", b"d"], [memoryview(block_of(key, 8)) for key in wanted]
+    put = Put(names, 10, wanted, blocks, SEALER, ttl_s=None)
+    received = bytearray()
+    with wire() as (opened, far):
+
+        def serve() -> None:
+            touches = b"".join(encode(b"TOUCH", name) for name in names)
+            assert far.recv(len(touches), socket.MSG_WAITALL) == touches
+            far.sendall(b":1\r\n:0\r\n-MOVED 1 h:1\r\n:0\r\n")
+            received.extend(far.recv(1 << 16))
+            far.sendall(b"+OK\r\n-OOM\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        answers = PutNew(Ask(b"TOUCH", names, 10), put).exchange(opened, range(4))
+        thread.join()
+    assert answers == [True, True, ErrorReply("MOVED 1 h:1"), ErrorReply("OOM")]
+    assert received == b"".join(
+        encode(b"SET", names[n], bytes(blocks[n]) + SEALER.seal(wanted[n], blocks[n]), b"NX") for n in (1, 3)
+    )
+
+
 def test_permission_is_asked_for_each_command() -> None:
     ask = Asking(Ask(b"EXISTS", [b"a", b"b"], 10))
     with wire() as (opened, far):
@@ -200,6 +225,22 @@ def test_no_answer_by_the_deadline_is_a_timeout() -> None:
             opened.read_lines(2)
         with pytest.raises(TimeoutError):
             opened.send([b"x"])  # the deadline is that of the whole exchange
+
+
+def test_each_exchange_has_its_own_deadline() -> None:
+    """The kernel keeps the limit of the exchange before, where that is the right one."""
+
+    def limits_s() -> list[int]:
+        options = (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO)
+        return [struct.unpack("ll", opened.socket.getsockopt(socket.SOL_SOCKET, o, 16))[0] for o in options]
+
+    with wire() as (opened, far):
+        for timeout_s, least_s in ((1000.0, 500), (1000.0, 500), (100.0, 50), (1000.0, 500)):
+            opened.begin(timeout_s)
+            opened.send([b"question"])
+            far.sendall(b":1\r\n:0\r\n")
+            assert opened.read_lines(2) == [b":1", b":0"]
+            assert all(least_s < limit_s <= timeout_s for limit_s in limits_s())
 
 
 def test_a_drip_is_no_answer_in_time() -> None:

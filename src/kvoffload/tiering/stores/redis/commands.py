@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a server in one window, and what its replies mean: one command per key, all in one go."""
+"""What is asked of a server in one window, and what its replies mean."""
 
 from __future__ import annotations
 
@@ -7,21 +7,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode
+from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
 
-__all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put"]
+__all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put", "PutNew"]
 
 Answer = bool | ErrorReply
 """Of one key: its outcome, or what the server has against it."""
 
 
 class Commands(ABC):
-    """A command for each of ``names``. ``most`` of them make a window."""
+    """What is to be done for each of ``names``. ``most`` of them make a window."""
 
     def __init__(self, names: Sequence[bytes], most: int) -> None:
         self.names = names
         self.most = most
+
+    @abstractmethod
+    def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        """Does it for ``names[index]`` of each index, a window at most, and returns the answers."""
+
+    @abstractmethod
+    def asking(self) -> Commands:
+        """The same at a node that a slot is moving to, which needs to be asked before each command."""
+
+
+class Pipelined(Commands):
+    """A command for each name, sent together."""
 
     @abstractmethod
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
@@ -31,8 +43,15 @@ class Commands(ABC):
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         """The answers to them."""
 
+    def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        self.send(wire, indexes)
+        return self.receive(wire, indexes)
 
-class Ask(Commands):
+    def asking(self) -> Commands:
+        return Asking(self)
+
+
+class Ask(Pipelined):
     """A command that has only a name: ``EXISTS``, ``TOUCH``, ``UNLINK``. The outcome: whether there was such a key."""
 
     def __init__(self, command: bytes, names: Sequence[bytes], most: int) -> None:
@@ -40,13 +59,13 @@ class Ask(Commands):
         self._command = command
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        wire.send([b"".join([encode(self._command, self.names[index]) for index in indexes])])
+        wire.send([encode_each(self._command, [self.names[index] for index in indexes])])
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         return [_answer_of(line, line != b":0") for line in wire.read_lines(len(indexes))]
 
 
-class Put(Commands):
+class Put(Pipelined):
     """``SET NX``: a block from its slot, and its seal behind it. The outcome is ``True`` also if the key is there."""
 
     def __init__(
@@ -65,19 +84,43 @@ class Put(Commands):
         self._begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        parts: list[Buffer] = []
-        for index in indexes:
-            name, block = self.names[index], self._blocks[index]
-            seal = self._sealer.seal(self._keys[index], block)
-            head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, block.nbytes + SEAL_BYTES)
-            parts += (head, block, seal + self._end)
-        wire.send(parts)
+        wire.send([part for index in indexes for part in self.parts(index)])
+
+    def parts(self, index: int) -> tuple[Buffer, ...]:
+        """The command for ``names[index]``, block and seal included."""
+        name, block = self.names[index], self._blocks[index]
+        head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, block.nbytes + SEAL_BYTES)
+        return head, block, self._sealer.seal(self._keys[index], block) + self._end
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         return [_answer_of(line, True) for line in wire.read_lines(len(indexes))]
 
 
-class Get(Commands):
+class PutNew(Commands):
+    """``put`` for the keys that are not there by ``touch``. Another engine may have written them meanwhile, and the
+    answer may save megabytes. The question also counts as a use where the server evicts the least recently used."""
+
+    def __init__(self, touch: Ask, put: Put) -> None:
+        super().__init__(put.names, put.most)
+        self._touch, self._put = touch, put
+
+    def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        self._touch.send(wire, indexes)
+        # The seals are made while the server answers, so that no thread sleeps: that cost more than seals made in vain.
+        parts = [self._put.parts(index) for index in indexes]
+        answers = self._touch.receive(wire, indexes)
+        new = [place for place, answer in enumerate(answers) if answer is False]
+        if new:
+            wire.send([part for place in new for part in parts[place]])
+            for place, answer in zip(new, self._put.receive(wire, new), strict=True):
+                answers[place] = answer
+        return answers
+
+    def asking(self) -> Commands:
+        return self._put.asking()  # it decides by itself too
+
+
+class Get(Pipelined):
     """``GET``: a value into its slot, if it is the block that it should be. ``bad`` collects the indexes of those that
     are not: of another length or kind, or with a seal that does not fit."""
 
@@ -94,15 +137,16 @@ class Get(Commands):
         self.bad: list[int] = []
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        wire.send([b"".join([encode(b"GET", self.names[index]) for index in indexes])])
+        wire.send([encode_each(b"GET", [self.names[index] for index in indexes])])
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         answers: list[Answer] = []
         seal = memoryview(bytearray(SEAL_BYTES))
+        keys, blocks, fits = self._keys, self._blocks, self._sealer.fits
         for index in indexes:
-            block = self._blocks[index]
+            block = blocks[index]
             reply = wire.read_value(block, seal)
-            if reply is True and self._sealer.fits(seal, self._keys[index], block):
+            if reply is True and fits(seal, keys[index], block):
                 answers.append(True)
             elif isinstance(reply, ErrorReply) and not reply.startswith("WRONGTYPE"):
                 answers.append(reply)
@@ -113,10 +157,10 @@ class Get(Commands):
         return answers
 
 
-class Asking(Commands):
+class Asking(Pipelined):
     """``inner``, where each command needs the permission of a node that a slot is moving to."""
 
-    def __init__(self, inner: Commands) -> None:
+    def __init__(self, inner: Pipelined) -> None:
         super().__init__(inner.names, inner.most)
         self._inner = inner
 

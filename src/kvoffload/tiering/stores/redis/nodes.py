@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -157,20 +157,21 @@ class Node:
     def __repr__(self) -> str:
         return f"Node({self.address}, idle={len(self._idle)})"
 
-    def exchange(self, send: Callable[[Wire], None], receive: Callable[[Wire], T]) -> T:
-        """One window: ``send``, then what ``receive`` returns. Raises ``StoreError`` if the server cannot be reached or
-        does not answer in time; the connection is closed by then, so nothing is written to any buffer any more."""
+    def exchange(self, call: Callable[[Wire], T]) -> T:
+        """What ``call`` returns, which sends one window and receives its answers. Raises ``StoreError`` if the server
+        cannot be reached or does not answer in time; the connection is closed by then, so nothing is written to any
+        buffer any more."""
         wire = self._take_idle()
         if wire is not None:
             try:
-                return self._exchange(wire, send, receive)
+                return self._exchange(wire, call)
             except TimeoutError as exc:
                 raise self._failed(exc) from exc
             except OSError:
                 # The server may have been restarted since this connection was last used, and so all the others.
                 self.close_idle()
         try:
-            return self._exchange(open_wire(self._connector.connection(self.address)), send, receive)
+            return self._exchange(open_wire(self._connector.connection(self.address)), call)
         except self._connector.errors as exc:
             raise self._failed(exc) from exc
 
@@ -222,11 +223,10 @@ class Node:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
-    def _exchange(self, wire: Wire, send: Callable[[Wire], None], receive: Callable[[Wire], T]) -> T:
+    def _exchange(self, wire: Wire, call: Callable[[Wire], T]) -> T:
         wire.begin(self._connector.timeouts.window_s)
         try:
-            send(wire)
-            received = receive(wire)
+            received = call(wire)
         except BaseException:
             wire.close()
             raise
@@ -247,7 +247,7 @@ class Nodes(ABC):
     """Which server has a name. ``StoreTier``'s circuit breaker stands above all of them."""
 
     @abstractmethod
-    def split(self, names: Sequence[bytes]) -> dict[Node, list[int]]:
+    def split(self, names: Sequence[bytes]) -> Mapping[Node, Sequence[int]]:
         """The indexes of ``names`` by server. What is left out cannot be reached now. Raises ``StoreError`` if no
         server can."""
 
@@ -282,8 +282,8 @@ class Server(Nodes):
     def __repr__(self) -> str:
         return str(self._node.address)
 
-    def split(self, names: Sequence[bytes]) -> dict[Node, list[int]]:
-        return {self._node: list(range(len(names)))}
+    def split(self, names: Sequence[bytes]) -> Mapping[Node, Sequence[int]]:
+        return {self._node: range(len(names))}
 
     def all(self) -> list[Node]:
         return [self._node]

@@ -11,7 +11,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
 from kvoffload.tiering.stores.redis.cluster import Cluster
-from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Commands, Get, Put
+from kvoffload.tiering.stores.redis.commands import Answer, Ask, Commands, Get, Put, PutNew
 from kvoffload.tiering.stores.redis.nodes import Connector, Node, Nodes, Server, Timeouts
 from kvoffload.tiering.stores.redis.sentinel import Primary, parse_sentinel_url
 from kvoffload.tiering.stores.redis.wire import ErrorReply
@@ -126,17 +126,9 @@ class RedisStore(BlockStore):
         return self._ask(b"EXISTS", keys)
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        # Another engine may have written them meanwhile. The question is small, and the answer may save megabytes; it
-        # also counts as a use where the server evicts the least recently used.
-        answers = self._ask(b"TOUCH", keys)
-        new = [index for index, is_here in enumerate(answers) if not is_here]
-        if new:
-            names = [self._name(keys[index]) for index in new]
-            blocks = [self._bytes(blocks[index]) for index in new]
-            put = Put(names, self._window, [keys[index] for index in new], blocks, self._sealer, self._ttl_s)
-            for index, is_written in zip(new, self._run(put), strict=True):
-                answers[index] = is_written
-        return answers
+        names = [self._name(key) for key in keys]
+        put = Put(names, self._window, keys, [self._bytes(block) for block in blocks], self._sealer, self._ttl_s)
+        return self._run(PutNew(Ask(b"TOUCH", names, self._window), put))
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         names = [self._name(key) for key in keys]
@@ -232,7 +224,7 @@ class RedisStore(BlockStore):
                         hint = "; set cluster to true" if reply.startswith("MOVED") else ""
                         refused.append(f"Redis at {part.node.address} answers: {reply}{hint}.")
             parts = [
-                _Part(node, indexes, Asking(commands) if is_asking else commands)
+                _Part(node, indexes, commands.asking() if is_asking else commands)
                 for (node, is_asking), indexes in redirected.items()
             ]
             if not parts:
@@ -262,9 +254,7 @@ class RedisStore(BlockStore):
 
     def _exchange(self, node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
         try:
-            answers = node.exchange(
-                lambda wire: commands.send(wire, indexes), lambda wire: commands.receive(wire, indexes)
-            )
+            answers = node.exchange(lambda wire: commands.exchange(wire, indexes))
         except StoreError:
             self._nodes.record(node, is_good=False)
             raise

@@ -13,10 +13,10 @@ import ssl
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Buffer", "ErrorReply", "Wire", "encode", "open_wire"]
+__all__ = ["Buffer", "ErrorReply", "Wire", "encode", "encode_each", "open_wire"]
 
 Buffer = bytes | bytearray | memoryview
 Place = bytearray | memoryview
@@ -26,6 +26,7 @@ _TIMEVAL = struct.Struct("ll")
 _MOST_BUFFERS = 512
 """Buffers of one ``sendmsg``; the kernel takes 1,024."""
 _LINE_BYTES = 512
+_LINES_BYTES = 1 << 14
 _PRECISION = 8
 """A deadline is kept to an eighth of the time that it allows: the kernel is told anew how long it may wait whenever so
 much has passed, and not before each call."""
@@ -42,6 +43,12 @@ def encode(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
+def encode_each(word: bytes, names: Iterable[bytes]) -> bytes:
+    """The command ``word NAME`` for each of ``names``."""
+    begin = b"*2\r\n$%d\r\n%s\r\n" % (len(word), word)
+    return b"".join([b"%s$%d\r\n%s\r\n" % (begin, len(name), name) for name in names])
+
+
 class Wire(ABC):
     """A connection. One thread at a time. After any exception it is of no use any more: close it.
 
@@ -55,6 +62,7 @@ class Wire(ABC):
         self._timeout_s = 0.0
         self._left = memoryview(b"")
         """Received, and not taken yet."""
+        self._lines_place = memoryview(bytearray(_LINES_BYTES))
         # The line before a value of so many bytes, and where it is received.
         self._num_bytes, self._head, self._head_place = 0, b"", bytearray()
         self._end_place = bytearray(2)
@@ -97,13 +105,11 @@ class Wire(ABC):
         nothing may follow them."""
         if count == 1:
             return [self.read_line()]
-        parts = [bytes(self._take(self._left.nbytes))]
-        found = parts[0].count(b"\n")
-        scratch = memoryview(bytearray(min(1 << 16, 16 * count)))
-        while found < count:
-            parts.append(bytes(scratch[: self._receive([scratch])]))
-            found += parts[-1].count(b"\n")
-        *lines, rest = b"".join(parts).split(b"\r\n")
+        answers = bytes(self._take(self._left.nbytes))
+        place = self._lines_place
+        while answers.count(b"\n") < count:
+            answers += place[: self._receive([place])]
+        *lines, rest = answers.split(b"\r\n")
         if len(lines) != count or rest:
             raise ConnectionError("the server sent more than was asked for")
         return lines
@@ -205,31 +211,32 @@ class _PlainWire(Wire):
     def __init__(self, connection: Any, sock: socket.socket) -> None:
         super().__init__(connection, sock)
         sock.settimeout(None)
-        # Until when the kernel's own limit on a call holds, per direction.
-        self._told_s = {socket.SO_SNDTIMEO: 0.0, socket.SO_RCVTIMEO: 0.0}
+        # How long a call may wait by the kernel's own limit, and until when that is right.
+        self._limit_s = self._limit_holds_s = 0.0
 
     def begin(self, timeout_s: float) -> None:
         super().begin(timeout_s)
-        self._told_s = dict.fromkeys(self._told_s, 0.0)
+        # Mostly the kernel still has the right limit from the exchange before.
+        self._limit_holds_s = self._end_s - timeout_s * (1 - 1 / _PRECISION) if self._limit_s == timeout_s else 0.0
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        rest = [memoryview(part) for part in parts]
-        while rest:
-            if time.monotonic() >= self._told_s[socket.SO_SNDTIMEO]:
-                self._limit(socket.SO_SNDTIMEO)
+        while parts:
+            if time.monotonic() >= self._limit_holds_s:
+                self._limit()
+            now = parts[:_MOST_BUFFERS]
             try:
-                sent = self.socket.sendmsg(rest[:_MOST_BUFFERS])
+                sent = self.socket.sendmsg(now)
             except BlockingIOError as exc:
                 raise TimeoutError("the server does not take what it is sent") from exc
-            rest = _after(rest, sent)
+            parts = parts[_MOST_BUFFERS:] if sent == sum(map(len, now)) else _after(parts, sent)
 
     def _receive_exactly(self, targets: Sequence[Place]) -> None:
         while targets:
             targets = _after(targets, self._receive(targets, socket.MSG_WAITALL))
 
     def _receive(self, targets: Sequence[Place], flags: int = 0) -> int:
-        if time.monotonic() >= self._told_s[socket.SO_RCVTIMEO]:
-            self._limit(socket.SO_RCVTIMEO)
+        if time.monotonic() >= self._limit_holds_s:
+            self._limit()
         try:
             count = self.socket.recvmsg_into(targets, 0, flags)[0]
         except BlockingIOError as exc:
@@ -238,12 +245,16 @@ class _PlainWire(Wire):
             raise ConnectionError("the server closed the connection")
         return count
 
-    def _limit(self, option: int) -> None:
+    def _limit(self) -> None:
         """Tells the kernel how long a call may wait. That holds for a while: the next calls may end a little later."""
         remaining_s = self._remaining_s()
-        self._told_s[option] = min(self._end_s, self._end_s - remaining_s + self._timeout_s / _PRECISION)
-        micros = max(1, int(remaining_s * 1e6))
-        self.socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
+        step_s = self._timeout_s / _PRECISION
+        # At the beginning it is the whole timeout, so that it is right for the next exchange too.
+        self._limit_s = self._timeout_s if remaining_s > self._timeout_s - step_s else remaining_s
+        self._limit_holds_s = self._end_s - max(0.0, self._limit_s - step_s)
+        value = _TIMEVAL.pack(*divmod(max(1, int(self._limit_s * 1e6)), 1_000_000))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self.socket.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 class _TlsWire(Wire):
