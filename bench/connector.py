@@ -23,6 +23,7 @@ from kvoffload.connector import (
 )
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.metrics import Histogram
+from kvoffload.tiering import TieringOffloadingManager
 
 BLOCK = 16
 FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK, 1)
@@ -49,6 +50,7 @@ class Decoding:
     """Requests with prompts of so many tokens, all stored, that decode one token a step.
 
     Where there are states, the last one of each prompt is stored, as vLLM does unless it is told to keep more.
+    ``tiered``: the manager of all tiers, instead of host memory alone with ``num_blocks`` and ``policy``.
     """
 
     def __init__(
@@ -59,12 +61,13 @@ class Decoding:
         groups: tuple[KVGroupLayout, ...] = (FULL,),
         record_trace: str | None = None,
         policy: str = "lru",
+        tiered: TieringOffloadingManager | None = None,
     ) -> None:
         self.groups = groups
         layout = EngineLayout(groups, BLOCK, "bench")
         config = OffloadingConfig(cpu_bytes_to_use=num_blocks, record_trace=record_trace)  # blocks of a byte each
-        self.manager = CPUOffloadingManager(num_blocks, policy)
-        self.scheduler = OffloadingConnectorScheduler(self.manager, layout, config)
+        self.manager = tiered.primary_tier if tiered else CPUOffloadingManager(num_blocks, policy)
+        self.scheduler = OffloadingConnectorScheduler(tiered or self.manager, layout, config)
         self.requests = [Request(f"request-{n}", 0, prompt_tokens) for n in range(running)]
         self.num_blocks = num_blocks
         self.next_block = 0

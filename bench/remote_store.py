@@ -7,6 +7,10 @@ once moving blocks alone, and once doing what the store does, with seals that ar
 latency to all of them; what the client's processor does for a byte stays. Lookups are compared with the server's own
 time for them, taken as that of the bare loop.
 
+Steps: 64 requests decode at a pace of 10 ms a step, and a tier below host memory writes what they store. What a step
+takes of the scheduler's thread stands beside the same without a tier, all ways in turn. A second engine without a tier
+shows the noise.
+
 Objects: a server that speaks S3 on this machine, 16 requests in flight. The reference is obstore alone, with as many
 threads. ``KVOFFLOAD_S3_SERVER`` names SeaweedFS' ``weed``; without it the server is moto's, which is so slow that the
 ratio says little.
@@ -14,6 +18,7 @@ ratio says little.
 
 from __future__ import annotations
 
+import gc
 import socket
 import statistics
 import tempfile
@@ -27,9 +32,12 @@ import redis
 from tests.redis_server import RedisServer
 from tests.s3_server import BUCKET, S3Server
 
+from bench.connector import BLOCK, STEP_S, Decoding
 from bench.core import Row
 from kvoffload.base import OffloadKey
+from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.testing.keys import keys as make_keys
+from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.stores.object import ObjectStore
 from kvoffload.tiering.stores.object.store import Deadlines
 from kvoffload.tiering.stores.redis import RedisStore
@@ -51,6 +59,7 @@ def run(short: bool) -> list[Row]:
             for size in sizes:
                 rows += _transfers(server, size, (4 << 20) if short else (64 << 20), repeats)
             rows += _lookups(server, repeats)
+            rows += _steps(server, short)
         finally:
             server.stop()
         s3 = S3Server(Path(name))
@@ -208,6 +217,62 @@ def _lookups(server: RedisServer, repeats: int) -> list[Row]:
     return [
         Row("remote_store", f"redis: lookup of {LOOKED_UP:,} keys", value, "ms", "a bare socket loop", ratio, "<= 1.5")
     ]
+
+
+def _steps(server: RedisServer, short: bool) -> list[Row]:
+    """Per step: the processor time of the scheduler's thread, and the time that passes."""
+    running, num_blocks, size, rounds, pace_s = (4, 256, 4096, 1, 0.0) if short else (64, 2048, 256 << 10, 15, STEP_S)
+    ways: list[list[dict[str, str]]] = [[], [], [{"type": "redis", "url": server.url}]]
+    engines = []
+    for tiers in ways:
+        primary = CPUPrimaryTierOffloadingManager(num_blocks, SharedOffloadRegion.anonymous(num_blocks, size))
+        manager = TieringOffloadingManager(primary, [build_tier(tier, primary.kv_view) for tier in tiers])
+        engines.append((manager, Decoding(running, 160, tiered=manager)))
+    taken: list[list[tuple[float, float]]] = [[] for _ in ways]
+    for number in range(rounds):
+        for turn in range(len(ways)):
+            place = (turn + number) % len(ways)
+            manager, engine = engines[place]
+            taken[place].append(_decode(engine, 1 if short else 6, pace_s))
+            while manager.has_pending_work():  # the next engine's steps have the machine to themselves
+                engine.step(())
+                time.sleep(0.001)
+            with server.client() as client:
+                client.flushall()
+    for _, engine in engines:
+        engine.scheduler.shutdown()
+    found = []
+    for index, what in enumerate(("processor time", "time")):
+        (alone, again, tier) = ([pair[index] * 1e6 for pair in log] for log in taken)
+        case = f"redis: a step of {running} requests with a tier, {what}"
+        reference = f"no tier, {statistics.median(alone):.3g} us"
+        ratio = statistics.median(mine / its for mine, its in zip(tier, alone, strict=True))
+        found.append(Row("remote_store", case, statistics.median(tier), "us", reference, ratio))
+        noise = statistics.median(mine / its for mine, its in zip(again, alone, strict=True))
+        found.append(Row("remote_store", "the same, noise", statistics.median(again), "us", reference, noise))
+        if not index:
+            percent = max(1e-9, statistics.median(t - a for t, a in zip(tier, alone, strict=True)) / 1e4 / STEP_S)
+            found.append(
+                Row("remote_store", "what the tier adds, as a share of a step", percent, "%", "10 ms", percent, "<= 1")
+            )
+    return found
+
+
+def _decode(engine: Decoding, blocks: int, pace_s: float) -> tuple[float, float]:
+    """Seconds per step of the thread and of the clock. Each request fills ``blocks``."""
+    all_records = [engine.decode_records() for _ in range(blocks * BLOCK)]
+    of_thread_s = passed_s = 0.0
+    gc.collect()
+    gc.disable()
+    for records in all_records:
+        thread_s, begun_s = time.thread_time(), time.perf_counter()
+        engine.step(records)
+        step_s = time.perf_counter() - begun_s
+        of_thread_s += time.thread_time() - thread_s
+        passed_s += step_s
+        time.sleep(max(0.0, pace_s - step_s))
+    gc.enable()
+    return of_thread_s / len(all_records), passed_s / len(all_records)
 
 
 def _objects(server: S3Server, size: int, total: int, repeats: int) -> list[Row]:
