@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tests.redis_server import RedisServer, wait_until
 from tests.s3_server import BUCKET, S3Server
 from tests.tiering.test_spec import PAGE_BYTES, Engine, layout, spec
 
-from kvoffload.base import ReqContext
+from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
 from kvoffload.testing.keys import keys
 
@@ -26,7 +25,8 @@ NAMES = keys(1, 2, 3, 4)
 
 
 def blocks_of(seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (len(NAMES), PAGE_BYTES), dtype=torch.uint8, generator=torch.manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (len(NAMES), PAGE_BYTES), dtype=torch.uint8, generator=generator)
 
 
 @pytest.fixture(scope="module")
@@ -125,39 +125,110 @@ def test_engines_that_differ_never_mix(tier: dict[str, Any], changes: dict[str, 
     manager.shutdown()
 
 
-def test_engines_under_load_share_a_store_and_survive_its_restart(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path)
-    tier = {"type": "redis", "url": server.url, "threads": 2, "window_timeout_s": 30.0}
-    engines = [Engine(spec(tier, max_wait_s=60)) for _ in range(2)]
+class Mortal(NamedTuple):
+    """A store of its own for a test that ends it."""
+
+    tier: dict[str, Any]
+    kill: Callable[[], None]
+    start: Callable[[], None]
+
+
+@pytest.fixture(params=["redis", "object", pytest.param("mooncake", marks=needs_mooncake)])
+def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mortal]:
+    server: Any
+    if request.param == "redis":
+        server = RedisServer(tmp_path)
+        yield Mortal({"type": "redis", "url": server.url, "window_timeout_s": 30.0}, server.kill, server.start)
+    elif request.param == "object":
+        server = S3Server(tmp_path)
+        options = {"type": "object", "url": f"s3://{BUCKET}/load", "config": server.config, "request_timeout_s": 30}
+        yield Mortal(options, server.kill, server.start)
+    else:
+        server = MooncakePool(tmp_path)
+
+        def start() -> None:
+            server.start_master()
+            server.kill("donor")  # it does not join another master
+            server.start_donor()
+
+        options = {"type": "mooncake", "master": server.master, "metadata": server.metadata}
+        yield Mortal(options, lambda: server.kill("master"), start)
+    server.stop()
+
+
+class Busy:
+    """An engine in a thread of its own that stores prefix after prefix, and asks for those of the other."""
+
+    def __init__(self, number: int, tier: dict[str, Any]) -> None:
+        self.number = number
+        self.rounds = self.hits = 0
+        self.failure: BaseException | None = None
+        self._tier = tier
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def begin(self, other: Busy) -> None:
+        self._other = other
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ends.set()
+        self._thread.join()
+        assert self.failure is None, self.failure
+
+    def _run(self) -> None:
+        try:
+            # Room also for what a call that hangs keeps from the rest.
+            engine = Engine(spec(self._tier, cpu_bytes_to_use=256 * PAGE_BYTES, max_wait_s=5.0))
+            while not self._ends.is_set():
+                engine.store(*self._prefix(self.number, self.rounds))
+                wait_until(lambda: not is_busy(engine), "the prefix is written, or dropped")
+                self.rounds += 1
+                self._ask(engine, self._other.rounds - 1)
+                engine.manager.on_request_finished(engine.request)
+                engine.request = ReqContext(f"r{self.rounds}")
+                engine.manager.on_new_request(engine.request)
+            engine.stop()
+        except BaseException as exc:  # noqa: BLE001 - the test raises it
+            self.failure = exc
+
+    def _ask(self, engine: Engine, last: int) -> None:
+        names, blocks = self._prefix(self._other.number, last)
+        if found := engine.find(names):
+            assert torch.equal(engine.load(names[:found]), blocks[:found]), "a wrong block was served"
+            self.hits += 1
+
+    @staticmethod
+    def _prefix(engine: int, number: int) -> tuple[list[OffloadKey], torch.Tensor]:
+        first = 1_000_000 * (engine + 1) + len(NAMES) * number
+        return keys(*range(first, first + len(NAMES))), blocks_of(first)
+
+
+def is_busy(engine: Engine) -> bool:
+    engine.manager.on_schedule_end()
+    return engine.manager.has_pending_work()
+
+
+def test_engines_under_load_share_a_store_and_survive_its_restart(mortal: Mortal) -> None:
+    engines = [Busy(number, mortal.tier | {"threads": 2}) for number in range(2)]
+
+    def each_hits_again() -> bool:
+        assert not any(engine.failure for engine in engines)
+        return all(engine.hits > hits for engine, hits in zip(engines, before, strict=True))
+
+    for engine, other in zip(engines, engines[::-1], strict=True):
+        engine.begin(other)
     try:
-        blocks = blocks_of(3)
-        engines[0].store(NAMES, blocks)
-        wait_until(lambda: stored(engines[0]) == len(NAMES), "the blocks are in the store")
-        assert engines[1].find(NAMES) == len(NAMES)
-        assert torch.equal(engines[1].load(NAMES), blocks)
-        server.kill()
-        unknown = keys(11, 12)
-        for engine in engines:
-            assert engine.find(unknown) == 0  # a miss, and no exception
-        server.start()
-        names, more = keys(21, 22, 23, 24), blocks_of(4)
-        engines[0].store(names, more)
-
-        def used_again() -> bool:
-            engines[0].manager.on_schedule_end()
-            with server.client() as client:
-                return bool(client.dbsize())
-
-        # The breaker of writes lets a probe through now and then: each further store is one.
-        number = 100
-        while not used_again():
-            engines[0].store(keys(number), more[:1])
-            number += 1
-            assert number < 4000
-            time.sleep(0.05)
+        before = [0, 0]
+        wait_until(each_hits_again, "each engine has what the other computed")
+        mortal.kill()  # while they write and read
+        rounds = [engine.rounds for engine in engines]
+        wait_until(lambda: all(e.rounds > n + 1 for e, n in zip(engines, rounds, strict=True)), "both go on without it")
+        before = [engine.hits for engine in engines]
+        mortal.start()
+        wait_until(each_hits_again, "it is used again by both")
     finally:
         for engine in engines:
-            engine.stop()
-        server.stop()
+            engine.end()
     left = {thread.name for thread in threading.enumerate() if thread.name.startswith("kvoffload-")}
     assert left <= {"kvoffload-compile"}  # once in a process, and for all that follow
