@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from tests.redis_server import PATIENCE_S, free_port, wait_until
 
@@ -47,10 +51,29 @@ class MooncakePool:
         wait_until(lambda: "Master Admin Metrics" in self.log("master") or self._answers(), "the master serves")
 
     def start_donor(self) -> None:
-        address = f"127.0.0.1:{free_port()}"
-        arguments = [address, self.metadata, str(self._segment_bytes), self.master]
+        self._donor = f"127.0.0.1:{free_port()}"
+        arguments = [self._donor, self.metadata, str(self._segment_bytes), self.master]
         self._start("donor", [sys.executable, "-c", _DONOR, *arguments])
         wait_until(lambda: "donor is ready" in self.log("donor"), "the donor is ready")
+
+    @property
+    def data_port(self) -> int:
+        """Where the donor's memory is read and written, as clients learn it when they first need it."""
+        return int(self._described()["tcp_data_port"])
+
+    @data_port.setter
+    def data_port(self, port: int) -> None:
+        described = json.dumps(self._described() | {"tcp_data_port": port}).encode()
+        urllib.request.urlopen(urllib.request.Request(self._description, described, method="PUT")).close()
+
+    def _described(self) -> dict[str, Any]:
+        with urllib.request.urlopen(self._description) as answer:
+            described: dict[str, Any] = json.load(answer)
+        return described
+
+    @property
+    def _description(self) -> str:
+        return f"{self.metadata}?key={quote(f'mooncake/ram/{self._donor}', safe='')}"
 
     def _answers(self) -> bool:
         import socket

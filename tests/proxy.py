@@ -9,9 +9,10 @@ import time
 
 
 class Proxy:
-    """Listens on a port of its own and passes everything on to ``port``, until told otherwise."""
+    """Listens on a port of its own and passes everything on to ``port``, until told otherwise. ``host``: where it
+    listens; ``""`` is everywhere."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._target = port
         self._change = threading.Condition()
         self._allowance: int | None = None
@@ -19,7 +20,7 @@ class Proxy:
         self._bytes_per_s: int | None = None
         self._is_closed = False
         self._sockets: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -35,6 +36,15 @@ class Proxy:
     def throttle(self, bytes_per_s: int) -> None:
         """Answers drip: some hundred times a second, a few bytes."""
         self._bytes_per_s = bytes_per_s
+
+    @property
+    def is_stalling(self) -> bool:
+        """Whether all answers that may pass have passed."""
+        return self._allowance == 0
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._sockets) // 2
 
     def heal(self) -> None:
         self._bytes_per_s = None
@@ -63,9 +73,13 @@ class Proxy:
         while True:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 return
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                near.close()
+                continue
             self._sockets += [near, far]
             for work in ((near, far, False), (far, near, True)):
                 self._threads.append(threading.Thread(target=self._pump, args=work))

@@ -7,15 +7,17 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from tests.jumping_clock import JumpingClock, check, compiler
 from tests.mooncake_server import MooncakePool
+from tests.proxy import Proxy
 from tests.redis_server import free_port, wait_until
-from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
+from tests.tiering.stores.blocks import BLOCK_BYTES, buffers, read, write
+from tests.tiering.stores.growth import Held, check_growth, held
 from tests.tiering.test_spec import PAGE_BYTES, Engine, spec
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -28,6 +30,7 @@ from kvoffload.tiering.stores.mooncake.options import MooncakeOptions
 from kvoffload.tiering.stores.mooncake.store import MooncakeStore
 
 HAS_MOONCAKE = importlib.util.find_spec("mooncake") is not None
+LARGE = 1 << 20
 needs_mooncake = pytest.mark.skipif(not HAS_MOONCAKE, reason="needs Mooncake's client; `make test-remote` brings it")
 
 
@@ -203,6 +206,97 @@ def test_a_killed_donor_costs_its_blocks_and_another_is_used(tmp_path: Path) -> 
         pool.stop()
 
 
+class Linked(NamedTuple):
+    pool: MooncakePool
+    link: Proxy
+    """Between the donor's memory and its clients."""
+
+
+@pytest.fixture
+def linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Linked]:
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")  # the library's own deadline, else 30 s
+    pool = MooncakePool(tmp_path)
+    try:
+        link = Proxy(pool.data_port, host="")  # clients take the donor's address of another interface
+        pool.data_port = link.port
+        yield Linked(pool, link)
+        link.close()
+    finally:
+        pool.stop()
+
+
+@needs_mooncake
+def test_a_donor_that_drips_is_waited_for_as_long_as_bytes_come(linked: Linked) -> None:
+    store = store_on(linked.pool, LARGE)
+    assert write(store, keys(1), LARGE) == [True]
+    linked.link.throttle(LARGE // 3)
+    assert read(store, keys(1), LARGE) == [True]
+    assert linked.link.num_connections
+    store.close()
+
+
+@needs_mooncake
+@pytest.mark.parametrize("way", ["stalls", "is cut", "dies"])
+def test_a_transfer_that_ends_in_the_middle_is_a_miss_and_touches_no_slot_later(linked: Linked, way: str) -> None:
+    pool, link = linked
+    store = store_on(pool, LARGE)
+    slots = np.zeros((1, LARGE), np.uint8)
+    store.attach(memoryview(slots))
+    assert write(store, keys(1), LARGE) == [True]
+    (link.cut_after if way == "is cut" else link.stall_after)(LARGE // 2)
+    outcome: list[bool] = []
+    thread = threading.Thread(target=lambda: outcome.append(reads(store, memoryview(slots[0]))))
+    thread.start()
+    if way == "dies":
+        wait_until(lambda: link.is_stalling, "half of it has come")
+        pool.kill("donor")
+        link.cut_after(0)  # what it had sent before does not matter
+    thread.join()
+    assert outcome == [False]
+    found = slots.copy()
+    link.heal()
+    if way == "dies":
+        pool.start_donor()
+    numbers = iter(range(10, 10_000))
+    wait_until(lambda: succeeds(lambda: stores(store, keys(next(numbers)), LARGE)), "the store works again")
+    assert (slots == found).all()
+    assert store.stats().corrupt_blocks == 0  # what did not arrive proves nothing
+    store.close()
+
+
+def reads(store: BlockStore, slot: memoryview) -> bool:
+    return succeeds(lambda: store.read_into(keys(1), [slot]) == [True])
+
+
+@needs_mooncake
+def test_use_leaves_no_sockets_threads_or_memory(pool: MooncakePool) -> None:
+    store = store_on(pool, LARGE, namespace="use")
+
+    def use(times: int) -> Held:
+        for _ in range(times):
+            assert write(store, keys(1, 2), LARGE) == [True, True]
+            assert read(store, keys(1, 2, 3), LARGE) == [True, True, False]
+            store.discard(keys(1, 2))
+        return held()
+
+    check_growth(use(20), use(60))
+    store.close()
+
+
+@needs_mooncake
+def test_failures_leave_no_sockets_threads_or_memory() -> None:
+    store = MooncakeStore(f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}/metadata", BLOCK_BYTES)
+
+    def fail(times: int) -> Held:
+        for _ in range(times):
+            with pytest.raises(StoreError):
+                store.read_into(keys(1), buffers(1))
+        return held()
+
+    check_growth(fail(30), fail(100))
+    store.close()
+
+
 @needs_mooncake
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 def test_a_wall_clock_that_jumps_in_all_of_the_pool_costs_misses_at_most(tmp_path: Path) -> None:
@@ -214,8 +308,8 @@ def test_a_wall_clock_that_jumps_in_all_of_the_pool_costs_misses_at_most(tmp_pat
         pool.stop()
 
 
-def stores(store: BlockStore, wanted: list[OffloadKey]) -> bool:
-    return write(store, wanted) == [True] and read(store, wanted) == [True]
+def stores(store: BlockStore, wanted: list[OffloadKey], block_bytes: int = BLOCK_BYTES) -> bool:
+    return write(store, wanted, block_bytes) == [True] and read(store, wanted, block_bytes) == [True]
 
 
 @needs_mooncake

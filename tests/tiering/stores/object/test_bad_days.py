@@ -15,6 +15,7 @@ from tests.proxy import Proxy
 from tests.redis_server import free_port, wait_until
 from tests.s3_server import BUCKET, S3Server
 from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
+from tests.tiering.stores.growth import Held, check_growth, held
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
@@ -142,18 +143,13 @@ def test_failures_leave_no_sockets_threads_or_memory(shared_s3: S3Server, open_s
     store = open_store(shared_s3, "failures", config={"endpoint": f"http://127.0.0.1:{free_port()}"})
     wanted, targets = keys(*range(8)), buffers(8)
 
-    def fail(times: int) -> tuple[int, int, int]:
+    def fail(times: int) -> Held:
         for _ in range(times):
             with pytest.raises(StoreError):
                 store.read_into(wanted, targets)
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * 4096
+        return held()
 
-    before = fail(30)
-    after = fail(100)
-    assert after[0] <= before[0]
-    assert after[1] <= before[1]
-    assert after[2] - before[2] < 8 << 20
+    check_growth(fail(30), fail(100))
 
 
 def test_killed_restarted_and_used_again(s3: S3Server, open_store: OpenStore) -> None:

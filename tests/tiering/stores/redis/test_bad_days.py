@@ -77,6 +77,13 @@ def test_a_wrong_password_is_an_error_without_the_password(start_server: StartSe
     assert open_store(f"redis://:right@127.0.0.1:{server.port}").contains(keys(1)) == [False]
 
 
+def test_a_database_that_is_not_there_is_an_error(shared_server: RedisServer, open_store: OpenStore) -> None:
+    with pytest.raises(StoreError, match=r"DB index is out of range"):
+        open_store(f"{shared_server.url}/99").contains(keys(1))
+    with pytest.raises(StoreError):
+        write(open_store(f"{shared_server.url}/99"), keys(1))
+
+
 def test_a_user_who_may_not_write_reads_on(start_server: StartServer, open_store: OpenStore) -> None:
     server = start_server()
     with server.client() as client:
