@@ -244,6 +244,20 @@ def test_a_lookup_that_takes_in_the_last_failure_is_a_miss(make) -> None:
     assert rig.stat("tier_lookups", "miss") == 1
 
 
+def test_a_block_that_a_request_peeks_at_and_looks_up_counts_once(make) -> None:
+    rig = make(exclusive=True)
+    rig.below(keys_of(1, 2))
+    rig.start()
+    rig.until(lambda: rig.stat("tier_blocks") == 2 and rig.tier._scan_is_done)
+    primary = CPUPrimaryTierOffloadingManager(64, Region(rig.view))
+    manager = TieringOffloadingManager(primary, [rig.tier], clock=rig.clock)
+    manager.on_new_request(CONTEXT)
+    asked = keys_of(1, 2, 3)
+    assert manager.peek(asked, CONTEXT) == [True, True, False]
+    assert manager.lookup_prefix(asked, CONTEXT) == [None, None, False]
+    assert [rig.stat("tier_lookups", answer) for answer in ("hit", "miss", "pending")] == [2, 1, 0]
+
+
 def test_a_request_with_a_block_in_the_store_is_put_off_twice(make) -> None:
     """In the step that asks the store, and in the step that promotes the block."""
     rig = make()

@@ -494,11 +494,20 @@ class CPUOffloadingManager(OffloadingManager):
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         answers: list[bool | None] = []
         for first in range(0, len(keys), _RUN):
-            for block in self.slots.get_all(keys[first : first + _RUN]):
-                answers.append(block is not None)
-                if block is None:
-                    return answers
+            blocks = self.slots.get_all(keys[first : first + _RUN])
+            if None in blocks:
+                answers += [True] * blocks.index(None)
+                answers.append(False)
+                break
+            answers += [True] * len(blocks)
+        self.count_peek(keys[: len(answers)], req_context)
         return answers
+
+    def count_peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """The request has peeked at ``keys``, here or in a tier below. Those that are nowhere it need not look up, and
+        has asked for all the same."""
+        if self._filter is not None:
+            self._filter.peeked(keys, req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Marks a prefix as just used. All that an announced request does with a block is one use of it: a block that

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.config import DEFAULTS
@@ -22,17 +22,18 @@ class ReuseFilter:
 
         on_new_request(ctx)          announces the request
         looked_up(key, ctx)          for every lookup, whatever its answer
+        peeked(keys, ctx)            for every peek, whatever its answers
         offered(keys, ctx)           in prepare_store; only the keys it returns are stored
         on_request_finished(ctx)     forgets the request, but not what it counted
 
-    *An announced request* raises a key's count by one when it first looks the key up or offers it for store. Its later
-    lookups and offers of that key do not count, so retries do not inflate the count. A new prefix of any length that
-    fits the tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
+    *An announced request* raises a key's count by one when it first looks the key up, peeks at it or offers it for
+    store. Whatever it asks of that key later does not count, so retries do not inflate the count. A new prefix of any
+    length that fits the tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
 
     *A request that reads no cache* (``ReqContext.reads_cache``) does not count. Its offers are stored where enough
     other requests have asked.
 
-    *A request that was never announced* counts with each of its lookups, and with none of its offers.
+    *A request that was never announced* counts with each of its lookups, and with none of its peeks and offers.
 
     The tracker keeps the ``max_tracker_size`` most recently counted keys. For each announced request the filter
     remembers which keys it has counted, until the request finishes. When that memory outgrows twice the tracker's size
@@ -90,6 +91,14 @@ class ReuseFilter:
         elif key not in counted:
             self._remember(key, counted)
             self._raise_count(key)
+
+    def peeked(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        counted = self._counted_by.get(req_context.req_id)
+        if counted is not None:
+            for key in keys:
+                if key not in counted:
+                    self._remember(key, counted)
+                    self._raise_count(key)
 
     def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """Counts the offer. Returns, in order, those of ``keys`` that enough requests have asked for."""

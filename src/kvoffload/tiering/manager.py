@@ -188,6 +188,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         self._poll()
+        self._lookups.forget_found()
         self._waiting.end_step()
         if self._promotions.queue:
             self._promotions.submit()
@@ -218,6 +219,7 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.drain_jobs()
         self._poll()
+        self._lookups.forget_found()
         self._waiting.reset()
         self._promotions.reset()
         self._jobs.mark_stale()

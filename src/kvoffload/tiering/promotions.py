@@ -413,13 +413,17 @@ class Lookups:
         self._poll = poll
         self._costs = costs
         self._places = [Place(tier.index) for tier in tiers]
+        self._asking: RequestState | None = None
+        """The request that asked last, in this step."""
         self._found: dict[OffloadKey, tuple[GuardedTier | None, bool | None]] = {}
-        """What the tiers answered to the survey of this call, for blocks that the walk has not reached."""
+        """What the tiers answered when it peeked, or when its hit was surveyed, for blocks that no walk has reached
+        since. So each block is looked up once."""
         self.out_of_patience = 0
 
     def one(self, request: RequestState, key: OffloadKey) -> bool | None:
         if self._costs is not None:
             return self.prefix(request, [key])[0]
+        self._forget_found_by_others(request)
         answer = self._answer(request, key, self._primary.lookup(key, request.context))
         self._waiting.note_answers(request, [answer])
         return answer
@@ -427,9 +431,20 @@ class Lookups:
     def prefix(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The answers for ``keys`` in order, up to the first ``False``. Where nothing is weighed, equal to the loop of
         ``one``. Weighed together, blocks may be worth loading that would not be one by one."""
+        self._forget_found_by_others(request)
         answers = self._weighed(request, keys)
         self._waiting.note_answers(request, answers)
         return answers
+
+    def forget_found(self) -> None:
+        """What the tiers answered holds no longer: the step has ended, or the cache was reset."""
+        self._asking = None
+        self._found.clear()
+
+    def _forget_found_by_others(self, request: RequestState) -> None:
+        if request is not self._asking:
+            self._asking = request
+            self._found.clear()
 
     def _weighed(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
         costs = self._costs
@@ -452,7 +467,6 @@ class Lookups:
         elif not limit and places[0][0] == HERE:
             limit = min(places[0][1], costs.take_device_probe())
         answers = self._walk_to(request, keys, limit)
-        self._found.clear()
         if request.waiting_since is not None:
             declined = keys[limit] if limit < len(keys) else None
             request.plan = costs.plan(keys[0], places, choice, declined, before)
@@ -462,16 +476,20 @@ class Lookups:
         return answers
 
     def peek(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """What is somewhere of ``keys``, up to the first ``False``; only tiers notice. A block on its way is there."""
+        """What is somewhere of ``keys``, up to the first ``False``. Only tiers and the reuse filter notice. A block on
+        its way is there."""
+        self._forget_found_by_others(request)
         may_wait = not self._waiting.is_over(request)
         answers: list[bool | None] = []
         for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
             answer: bool | None = block is not None
             if not answer and may_wait:
-                _, answer = self._tier_with(request, key)
+                found = self._found[key] = self._tier_with(request, key)
+                answer = found[1]
             answers.append(answer)
             if answer is False:
                 break
+        self._primary.count_peek(keys[: len(answers)], request.context)
         return answers
 
     def _walk_to(self, request: RequestState, keys: Sequence[OffloadKey], limit: int) -> list[bool | None]:
@@ -491,7 +509,6 @@ class Lookups:
         Ends where the request could claim no more: what is behind may be evicted while it waits. Blocks before the
         first that must be waited for need no claims.
         """
-        self._found.clear()
         runs: list[tuple[Place, int]] = []
         last, count = HERE, 0
         promotions, most = self._promotions, self._claims.room_of(request)
@@ -537,7 +554,7 @@ class Lookups:
         not load them, does not wait for them either."""
         if self._primary.slots.get(keys[0]) is not None:
             return
-        tier, is_there = self._tier_with(request, keys[0])
+        tier, is_there = self._found[keys[0]] = self._tier_with(request, keys[0])
         if tier is None or not is_there or request.waiting_since is not None or not costs.wants_probe(tier.index):
             return
         hits = dict(request.hits)
@@ -656,11 +673,11 @@ class Lookups:
     def _tier_with(self, request: RequestState, key: OffloadKey) -> tuple[GuardedTier | None, bool | None]:
         """The first tier that has ``key``, and ``True``; without one, the first that is still finding out, and
         ``None``; else no tier, and ``False``."""
-        if (found_before := self._found.pop(key, None)) is not None:
-            return found_before
         if key in request.failed or key in request.promoted:
             request.context.trail.misses[key] = "promotion failed" if key in request.failed else "no room"
             return None, False
+        if (found_before := self._found.pop(key, None)) is not None:
+            return found_before
         finds_out: GuardedTier | None = None
         for tier in self._tiers:
             found = tier.lookup(key, request.context)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that peeks at a block and then looks it up has asked for it once."""
+
+from __future__ import annotations
+
+import pytest
+from tests.tiering.rig import BLOCK_BYTES, Rig, keys, prefix
+
+from kvoffload.base import OffloadKey, ReqContext, StepWork
+from kvoffload.tiering.load_policy import BlockWorth
+
+
+def asked_of_tier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[OffloadKey]:
+    """Every block that the first tier is asked for from now on, in order."""
+    asked: list[OffloadKey] = []
+    lookup = rig.tier.lookup
+
+    def record(key: OffloadKey, context: ReqContext) -> bool | None:
+        asked.append(key)
+        return lookup(key, context)
+
+    monkeypatch.setattr(rig.tier, "lookup", record)
+    return asked
+
+
+def test_a_tier_is_asked_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(16)
+    asked = asked_of_tier(rig, monkeypatch)
+    rig.below(prefix(4))
+    rig.tier.answers[keys(2)[0]] = None
+    context = rig.start("r")
+    assert rig.manager.peek(prefix(6), context) == [True, True, None, True, False]
+    assert rig.ask(prefix(6), context) == [None, None, None, None, False]
+    assert asked == prefix(5)
+    rig.step()
+    assert rig.manager.peek(prefix(6), context) == [True, True, None, True, False]
+    assert asked == prefix(5) + keys(2, 4), "what is not known, or was not there, is asked for anew in each step"
+
+
+def test_what_one_request_found_is_not_taken_for_what_another_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(16)
+    asked = asked_of_tier(rig, monkeypatch)
+    first, second = rig.start("a"), rig.start("b")
+    assert rig.manager.peek(prefix(1), first) == [False]
+    rig.below(prefix(1))
+    assert rig.ask(prefix(1), second) == [None]
+    assert asked == keys(0, 0)
+
+
+def test_a_promotion_that_failed_since_the_peek_is_a_miss() -> None:
+    rig = Rig(16)
+    rig.below(prefix(2))
+    context = rig.start("r")
+    assert rig.ask(prefix(2), context) == [None, None]
+    rig.step()
+    assert rig.manager.peek(prefix(2), context) == [True, True]
+    rig.tier.finish(success=False)
+    assert rig.ask(prefix(2), context) == [False]
+
+
+def test_a_declined_block_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = BlockWorth(BLOCK_BYTES, (10,), prefill_tokens_per_s=10.0, read_bytes_per_s=(BLOCK_BYTES / 2.0,))
+    rig = Rig(16, block_worth=worth)
+    asked = asked_of_tier(rig, monkeypatch)
+    rig.manager.note_step(StepWork())
+    rig.below(prefix(8))
+    context = rig.start("r")
+    assert rig.manager.peek(prefix(8), context) == [True] * 8
+    assert rig.ask(prefix(8), context) == [False], "a block takes two seconds to read, and one to compute"
+    assert asked == prefix(8)
+
+
+def test_the_reuse_filter_counts_what_a_request_peeks_at() -> None:
+    rig = Rig(16, primary_options={"store_threshold": 2})
+    rig.below(prefix(1))
+    contexts = [rig.start("a"), rig.start("b")]
+    for context in contexts:
+        assert rig.manager.peek(prefix(3), context) == [True, False]
+        rig.manager.peek(prefix(3), context)
+    output = rig.manager.prepare_store(prefix(3), contexts[0])
+    assert output is not None
+    assert output.keys_to_store == prefix(2), "the third block was offered once, and nobody peeked at it"
