@@ -97,6 +97,10 @@ class ReqContext:
     reads_cache: bool = True
     """``False``: the request wants all of its prompt computed. It looks nothing up, and its offers are no reuse."""
     trail: Trail = field(default_factory=Trail, compare=False, repr=False)
+    hit_ends: Collection[OffloadKey] | None = field(default=None, compare=False, repr=False)
+    """Of the blocks that it looks up now: the last ones of hits that it could use, as far as is known. ``None``: each
+    may be the last. Where a model has states, a hit ends at one of them, and whoever loads a part of a hit would load
+    what is behind the last of them for nothing. ``in`` is O(1)."""
 
 
 class OffloadPolicy(Enum):

@@ -14,7 +14,7 @@ from tests.sizes import by_size
 from kvoffload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import NO_BLOCK
-from kvoffload.connector.groups import GroupGeometry, find_hit, geometry_of, hit_unit_tokens
+from kvoffload.connector.groups import GroupGeometry, find_hit, geometry_of, hit_ends, hit_unit_tokens
 from kvoffload.errors import ConfigError
 
 Answers = list[list[bool | None]]
@@ -60,6 +60,10 @@ class Tier:
             if found[-1] is False:
                 break
         return found
+
+    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """What is there, as far as is known."""
+        return [self.answers[get_offload_group_idx(key)][get_offload_block_hash(key)[0]] is True for key in keys]
 
 
 def needed_tokens(group: GroupGeometry, computed: int, hit: int) -> list[int]:
@@ -139,6 +143,31 @@ def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(ca
     assert find_hit(groups, tier.keys, tier.ask, computed, possible) == by_trying_all(groups, answers, computed, most)
     for group, block in tier.asked:
         assert block in groups[group].blocks_to_find(computed, possible)
+
+
+@settings(max_examples=by_size(quick=200, thorough=2000))
+@given(cases())
+def test_a_part_of_a_hit_ends_where_all_states_are(case: Case) -> None:
+    groups, answers, computed, most = case
+    anywhere = Tier([[answer is not False for answer in blocks] for blocks in answers])
+    possible = find_hit(groups, anywhere.keys, anywhere.ask, computed, most)
+    assert possible is not None
+    if possible == computed:
+        return
+    states = [group for group in groups if group.kind is GroupKind.SINGLE_STATE]
+    useful = [
+        hit
+        for hit in range(computed + 1, possible + 1)
+        if all(boundary_ok(group, hit) for group in groups)
+        and all(anywhere.answers[group.index][hit // group.block_tokens - 1] for group in states)
+    ]
+    ends = hit_ends(groups, anywhere.keys, anywhere.holds, computed, possible)
+    assert ends == {
+        anywhere.keys[group.index][max(needed_tokens(group, computed, hit)) // group.block_tokens]
+        for hit in useful
+        for group in groups
+        if group.kind is GroupKind.FULL_ATTENTION
+    }
 
 
 def test_a_deferred_block_does_not_stop_the_questions() -> None:

@@ -10,7 +10,7 @@ from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
 
 from kvoffload.base import ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
-from kvoffload.connector import NO_BLOCK, LoadOutcome, TransferJob
+from kvoffload.connector import NO_BLOCK, BoundaryState, LoadOutcome, TransferJob
 from kvoffload.errors import TransferError
 
 
@@ -358,3 +358,27 @@ def test_hit_tokens_are_counted_once_an_admission() -> None:
     assert stats["load_jobs", "ok"] == 1
     assert stats["load_bytes",] == 10
     assert stats["load_seconds",] == 0.5
+
+
+def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(groups=(FULL, STATE))
+    seed = rig.arrive(Request("seed", 16))
+    rig.ask(seed)
+    tables = range(4), range(10, 14)
+    rig.alloc(seed, *tables)
+    stores = [*rig.step(rig.run(seed, *tables, tokens=8)).stores]
+    stores += rig.step(rig.run(seed, computed=8, new=False), states=[BoundaryState("seed", 1, 13, 16)]).stores
+    rig.end(*stores)
+    rig.finish(seed)
+    known: list[Any] = []
+    lookup_prefix = rig.manager.lookup_prefix
+
+    def record(keys: Any, req_context: ReqContext) -> list[bool | None]:
+        known.append(req_context.hit_ends)
+        return lookup_prefix(keys, req_context)
+
+    monkeypatch.setattr(rig.manager, "lookup_prefix", record)
+    request = rig.arrive(Request("r", 17))
+    assert rig.ask(request) == (16, True)
+    assert known == [{key(1), key(3)}] * 2, "for attention, and for the state"
+    assert rig.scheduler._requests["r"].context.hit_ends is None

@@ -285,7 +285,7 @@ def test_declined_by_cost(make: MakeRecorded, tmp_path: Path, monkeypatch: pytes
     recorded.fill()
     costs = recorded.served.manager._costs
     assert costs is not None
-    monkeypatch.setattr(costs, "choose", lambda key, places: Choice(0, 0.0, 0.0))
+    monkeypatch.setattr(costs, "choose", lambda key, places, ends: Choice(0, 0.0, 0.0))
     recorded.ask(1)
     story = recorded.last()
     assert story["found"] == {"device": 0}

@@ -96,11 +96,16 @@ class LoadPolicyMachine(RuleBasedStateMachine):
             self.pass_time(blocks * COMPUTE_S)
         self.queued_tokens = queued * TOKENS
 
-    @rule(tier=st.integers(0, 1), length=st.integers(1, LENGTH), in_host=st.integers(0, 3))
-    def arrive(self, tier: int, length: int, in_host: int) -> None:
-        self._arrive(self.rig.tiers[tier % len(self.rig.tiers)], length, in_host)
+    @rule(
+        tier=st.integers(0, 1),
+        length=st.integers(1, LENGTH),
+        in_host=st.integers(0, 3),
+        ends=st.none() | st.sets(st.integers(1, LENGTH)),
+    )
+    def arrive(self, tier: int, length: int, in_host: int, ends: set[int] | None) -> None:
+        self._arrive(self.rig.tiers[tier % len(self.rig.tiers)], length, in_host, ends)
 
-    def _arrive(self, tier: FakeTier, length: int, in_host: int = 0) -> int | None:
+    def _arrive(self, tier: FakeTier, length: int, in_host: int = 0, ends: set[int] | None = None) -> int | None:
         """Returns the blocks of its hit, or ``None`` if it waits."""
         self.num_chains += 1
         blocks = prefix(length, of=f"chain{self.num_chains}-")
@@ -112,6 +117,8 @@ class LoadPolicyMachine(RuleBasedStateMachine):
             self._finish(writer)
             self.step()
         context = self.rig.start(f"r{self.num_chains}")
+        if ends is not None:
+            context.hit_ends = {blocks[min(end, length) - 1] for end in ends}
         self.waiting[context.req_id] = (context, blocks, self.rig.clock(), self.queued_tokens / TOKENS * COMPUTE_S)
         return self._ask(context.req_id)
 

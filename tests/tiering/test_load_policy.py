@@ -450,3 +450,60 @@ def test_tiers_that_want_whole_requests_get_them_however_slow_they_are() -> None
     for number in range(6):
         machine.store(prefix(2, of=f"s{number}"), machine.start(f"s{number}"))
     assert len(machine.tier.calls("submit_store")) == seen + 6
+
+
+# ---------------------------------------------------------------------------------------- where a part of a hit may end
+
+
+@pytest.mark.parametrize(("ends", "num_loaded"), [((1, 5), 1), ((3, 5), 3), ((2, 5), 2), ((5,), 0)])
+def test_a_part_of_a_hit_ends_at_a_state(ends: tuple[int, ...], num_loaded: int) -> None:
+    machine = Machine()
+    machine.learn(read_s=1.5)
+    blocks = prefix(5, of="a")
+    machine.below(blocks)
+    machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=3 * TOKENS))
+    context = machine.start("r")
+    context.hit_ends = {blocks[end - 1] for end in ends}
+    for _ in range(2):  # while it waits, its choice stands
+        assert machine.ask(blocks, context) == [None] * num_loaded + [False]
+        machine.step()
+
+
+def test_blocks_in_host_memory_behind_the_last_state_are_not_declined() -> None:
+    machine = Machine()
+    machine.learn(read_s=2.0)
+    blocks = prefix(10, of="a")
+    machine.below(blocks)
+    context = machine.start("writer")
+    machine.store(blocks[:4], context)
+    request = machine.start("r")
+    request.hit_ends = {blocks[2], blocks[9]}
+    assert machine.ask(blocks, request) == [True] * 4 + [False]
+    assert machine.declined() == {"slow": 6}
+
+
+def test_blocks_in_host_memory_before_the_first_state_are_no_reason_not_to_load() -> None:
+    """They would save nothing alone."""
+    machine = Machine()
+    machine.learn(read_s=1.0)
+    blocks = prefix(10, of="a")
+    machine.below(blocks)
+    machine.store(blocks[:4], machine.start("writer"))
+    request = machine.start("r")
+    request.hit_ends = {blocks[9]}
+    assert machine.ask(blocks, request) == [True] * 4 + [None] * 6
+
+
+def test_the_first_blocks_of_a_tier_need_not_end_at_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for them is weighed again."""
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
+    machine = Machine()
+    machine.compute()
+    blocks = prefix(12, of="a")
+    machine.below(blocks)
+    context = machine.start("r")
+    context.hit_ends = {blocks[11]}
+    assert machine.ask(blocks, context) == [None] * 4 + [False]
+    machine.step()
+    assert machine.read() == 4
+    assert machine.ask(blocks, context) == [True] * 4 + [None] * 8

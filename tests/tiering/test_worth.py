@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -34,19 +35,28 @@ def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
     return runs, sources
 
 
-@given(hits(), SECONDS, SECONDS, st.builds(Pace, SECONDS, SECONDS))
+@given(
+    hits(), SECONDS, SECONDS, st.builds(Pace, SECONDS, SECONDS), st.one_of(st.none(), st.sets(st.integers(1, 7 * 9)))
+)
 @settings(max_examples=by_size(quick=300, thorough=5_000), deadline=None)
 def test_it_is_the_best_of_all(
-    hit: tuple[list[Run], list[Pace]], block_compute_s: float, queue_s: float, to_device: Pace
+    hit: tuple[list[Run], list[Pace]],
+    block_compute_s: float,
+    queue_s: float,
+    to_device: Pace,
+    ends: set[int] | None,
 ) -> None:
     runs, sources = hit
-    choice = choose(runs, sources, block_compute_s=block_compute_s, queue_s=queue_s, to_device=to_device)
-    times = [
-        first_token_s(loaded, runs, sources, block_compute_s, queue_s, to_device)
+    pick = partial(choose, runs, sources, block_compute_s=block_compute_s, queue_s=queue_s, to_device=to_device)
+    choice = pick(ends=None if ends is None else sorted(ends))
+    times = {
+        loaded: first_token_s(loaded, runs, sources, block_compute_s, queue_s, to_device)
         for loaded in range(sum(run.num_blocks for run in runs) + 1)
-    ]
-    assert times[choice.num_blocks] == pytest.approx(min(times), abs=1e-9)
-    assert choice.saved_s == pytest.approx(times[0] - min(times), abs=1e-9)
+        if ends is None or loaded in ends or not loaded
+    }
+    best_s = min(times.values())
+    assert times[choice.num_blocks] == pytest.approx(best_s, abs=1e-9)
+    assert choice.saved_s == pytest.approx(times[0] - best_s, abs=1e-9)
     flat = [run.source for run in runs for _ in range(run.num_blocks)][: choice.num_blocks]
     waits = [sources[source].seconds(flat.count(source)) for source in set(flat)]
     assert choice.wait_s == pytest.approx(max(waits, default=0.0))
@@ -74,3 +84,17 @@ def test_a_few_slow_blocks_are_worth_the_fast_ones_behind_them() -> None:
 
 def test_a_slow_link_to_the_device_is_not_used() -> None:
     assert choose([Run(0, 10)], [Pace()], block_compute_s=1.0, to_device=Pace(0.0, 1.5)).num_blocks == 0
+
+
+def test_a_part_ends_where_it_is_of_use() -> None:
+    slow = [Pace(0.0, 3.0)]
+    for ends, best in ([4, 10], 4), ([3, 10], 3), ([1, 6, 10], 1), ([10], 0), ([], 0):
+        choice = choose([Run(0, 10)], slow, block_compute_s=1.0, queue_s=12.5, ends=ends)
+        assert choice.num_blocks == best, ends
+
+
+def test_blocks_behind_the_last_end_before_a_slow_run_save_nothing() -> None:
+    sources = [Pace(), Pace(0.0, 2.0)]
+    runs = [Run(0, 8), Run(1, 4)]
+    assert choose(runs, sources, block_compute_s=1.0, ends=[5, 10]).num_blocks == 10
+    assert choose(runs, sources, block_compute_s=1.0, ends=[7, 12]).num_blocks == 7

@@ -22,7 +22,7 @@ from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK
 
-__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_unit_tokens"]
+__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_ends", "hit_unit_tokens"]
 
 # A name of the module is found several times faster than a member of an enumeration.
 _FULL_ATTENTION = GroupKind.FULL_ATTENTION
@@ -282,3 +282,26 @@ def find_hit(
     if any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers):
         return None
     return hit
+
+
+def hit_ends(
+    groups: Sequence[GroupGeometry],
+    keys: Sequence[Sequence[OffloadKey]],
+    holds: Callable[[Sequence[OffloadKey]], Sequence[bool]],
+    computed_tokens: int,
+    hit_tokens: int,
+) -> set[OffloadKey]:
+    """Where a hit of ``hit_tokens`` could be cut off: the last block of full attention of each hit up to that one, by
+    the states that are there (``holds``). Windows are taken to be there."""
+    unit = hit_unit_tokens(tuple(groups))
+    ends: Sequence[int] = range(computed_tokens // unit * unit + unit, hit_tokens, unit)
+    for group, own in zip(groups, keys, strict=True):
+        if group.kind is _SINGLE_STATE:
+            found = holds([own[tokens // group.block_tokens - 1] for tokens in ends])
+            ends = [tokens for tokens, is_there in zip(ends, found, strict=True) if is_there]
+    return {
+        own[group.blocks_to_find(computed_tokens, tokens)[-1]]
+        for group, own in zip(groups, keys, strict=True)
+        if group.kind is _FULL_ATTENTION
+        for tokens in (*ends, hit_tokens)
+    }

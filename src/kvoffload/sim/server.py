@@ -28,7 +28,7 @@ from kvoffload.base import (
     make_offload_key,
 )
 from kvoffload.config import GroupKind
-from kvoffload.connector.groups import GroupGeometry, find_hit
+from kvoffload.connector.groups import GroupGeometry, find_hit, hit_ends
 from kvoffload.connector.offers import Turnover, offer_in_portions
 from kvoffload.connector.requests import PortionState
 from kvoffload.sim.device_cache import DeviceCache
@@ -83,7 +83,7 @@ class _Prompt:
 
 
 class _StateKeys(Sequence[OffloadKey]):
-    """The key of a group's state at each block's end, made when it is asked for: few of them ever are."""
+    """The key of a group's state at each block's end, made when it is asked for."""
 
     def __init__(self, path: list[OffloadKey], group: int) -> None:
         self._path, self._group = path, group
@@ -225,6 +225,8 @@ class Server:
             peek = partial(self._manager.peek, req_context=context)
             possible = find_hit(self._groups, keys, peek, on_device * tokens, most)
             most = most if possible is None else possible
+            if possible is not None and possible > on_device * tokens:
+                context.hit_ends = hit_ends(self._groups, keys, self._manager.holds, on_device * tokens, possible)
         while (hit := find_hit(self._groups, keys, ask, on_device * tokens, most)) is None:
             self._manager.on_schedule_end()
             self._wait()

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -218,9 +218,11 @@ class LoadCosts:
         group = get_offload_group_idx(key)
         return group < len(self._tokens) and bool(self._tokens[group])
 
-    def choose(self, key: OffloadKey, places: Sequence[tuple[Place, int]]) -> Choice:
+    def choose(
+        self, key: OffloadKey, places: Sequence[tuple[Place, int]], ends: Collection[int] | None = None
+    ) -> Choice:
         """How many of the blocks of a hit to load. ``places`` are those of its blocks, in runs, and ``key`` is one of
-        them."""
+        them. With ``ends``, a part of the hit is of use only if it has so many blocks."""
         tokens = self._tokens[get_offload_group_idx(key)]
         group_bytes = tokens * self._bytes_per_token  # with those of the other groups that these tokens need
         now_s = self._clock()
@@ -228,6 +230,8 @@ class LoadCosts:
         runs: list[Run] = []
         known: dict[Place, int] = {}
         room: dict[int, int] = {}
+        before = 0
+        first_blocks: list[int] = []
         for place, num_blocks in places:
             tier = place.tier
             if tier is not None and not place.is_coming and self._tiers[tier].estimator.speed is None:
@@ -235,7 +239,11 @@ class LoadCosts:
                 room[tier] -= free
                 runs += [Run(len(sources), free), Run(len(sources) + 1, num_blocks - free)]
                 sources += [Pace(), Pace(math.inf)]
+                if free:
+                    first_blocks.append(before + free)
+                before += num_blocks
                 continue
+            before += num_blocks
             if place not in known:
                 known[place] = len(sources)
                 sources.append(self._pace(place, now_s, group_bytes))
@@ -246,6 +254,8 @@ class LoadCosts:
             block_compute_s=self._compute_s(tokens),
             queue_s=self._queue_s(),
             to_device=self._device_pace(group_bytes),
+            # Whoever waits for the first blocks of a tier is weighed again, and may get the rest.
+            ends=None if ends is None else sorted({*ends, *first_blocks, before}),
         )
         runs = [run for run in runs if run.num_blocks]
         choice = pick(runs)
@@ -268,7 +278,7 @@ class LoadCosts:
         """For a request that waits for what ``choose`` chose, up to ``declined``. ``before``: what it waited for until
         it was weighed again; it does not wait for the engine's queue twice."""
         here = places[0][1] if places and places[0][0] == HERE else 0
-        compute_s = (choice.num_blocks - here) * self._compute_s(self._tokens[get_offload_group_idx(key)])
+        compute_s = max(choice.num_blocks - here, 0) * self._compute_s(self._tokens[get_offload_group_idx(key)])
         now_s = self._clock()
         stops = {} if declined is None else {get_offload_group_idx(declined): declined}
         give_up_s = now_s + PATIENCE * (self._queue_s() + compute_s)

@@ -460,12 +460,17 @@ class Lookups:
         places = self._survey(request, keys)
         if all(place == HERE for place, _ in places) and not costs.device_is_slow(keys[0]):
             return self._walk(request, keys)
-        choice = costs.choose(keys[0], places)
+        useful = request.context.hit_ends
+        ends = None if useful is None else [at for at, key in enumerate(keys, 1) if key in useful]
+        choice = costs.choose(keys[0], places, ends)
         limit = choice.num_blocks
+        here = places[0][1] if places and places[0][0] == HERE else 0
         if limit == sum(num_blocks for _, num_blocks in places):
             limit = len(keys)
-        elif not limit and places[0][0] == HERE:
-            limit = min(places[0][1], costs.take_device_probe())
+        elif ends is not None and limit < here and not costs.device_is_slow(keys[0]):
+            limit = here  # nothing is saved by declining them, although the request can use only those up to an end
+        elif not limit and here:
+            limit = min(here, costs.take_device_probe())
         answers = self._walk_to(request, keys, limit)
         if request.waiting_since is not None:
             declined = keys[limit] if limit < len(keys) else None

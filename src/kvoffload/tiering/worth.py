@@ -7,6 +7,7 @@ Pure functions of plain values. ``load_policy.py`` has the values, from what was
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,9 +52,11 @@ def choose(
     block_compute_s: float,
     queue_s: float = 0.0,
     to_device: Pace = Pace(),
+    ends: Sequence[int] | None = None,
 ) -> Choice:
     """The number k of leading blocks for which the first token comes earliest, and of several such k the largest.
 
+    With ``ends``, which rise, k is one of them, or 0.
     Sources work side by side, each in the order of the blocks. The engine is busy with other work for ``queue_s``,
     during which loading costs nothing. Then it takes over the k blocks at the pace ``to_device``, and computes the
     others in ``block_compute_s`` each. So the first token comes
@@ -62,7 +65,9 @@ def choose(
 
     seconds from now, plus what does not depend on k. Within a run this is a convex function of k, with one bend: where
     the run's own source becomes later than the queue and the other sources. So its minimum lies at the bend or at an
-    end of the run, and no other k is tried.
+    end of the run, and no other k is tried. On either side of the bend it is a straight line. So the least of ``ends``
+    lies next to the bend or next to an end of the run. (The first of a run counts too: there may be none at the end of
+    the run before.)
     """
     taken = [0] * len(sources)
     best = Choice(0, 0.0, 0.0)
@@ -70,11 +75,17 @@ def choose(
     for source, num_blocks in runs:
         pace, first = sources[source], taken[source]
         level_s = max(arrived_s, queue_s)
-        tried = [num_blocks]
+        bend = 0
         if 0 < pace.block_s < math.inf and pace.first_s < math.inf:
             # Outside of the run its bend does not matter, and might be infinite.
             bend = math.floor(min(max((level_s - pace.first_s) / pace.block_s, 0.0), first + num_blocks)) - first
-            tried = [at for at in (bend, bend + 1) if 0 < at < num_blocks] + tried
+        if ends is None:
+            tried = [at for at in (bend, bend + 1) if 0 < at < num_blocks] + [num_blocks]
+        else:
+            low, high = bisect_right(ends, before), bisect_right(ends, before + num_blocks)
+            behind = bisect_right(ends, before + bend)
+            near = sorted({low, behind - 1, behind, high - 1})
+            tried = [ends[at] - before for at in near if low <= at < high]
         for at in tried:
             own_s = max(arrived_s, pace.seconds(first + at))
             loaded = before + at
