@@ -14,9 +14,11 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing import key, keys
 
 
-@pytest.fixture
-def table() -> Iterator[SlotTable]:
+@pytest.fixture(params=[False, True], ids=["records_when_used", "records_at_once"])
+def table(request: pytest.FixtureRequest) -> Iterator[SlotTable]:
     table = SlotTable(4, LRUCachePolicy, enable_events=True)
+    if request.param:
+        table.make_records()
     yield table
     table.check_invariants()
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvoffload.base import (
 )
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
 from kvoffload.cpu import CPUOffloadingManager, CPUOffloadingSpec
+from kvoffload.cpu.policies.base import BlockStatus
 from kvoffload.errors import CapacityError, ConfigError, LayoutError
 from kvoffload.specs import SPECS, make_spec
 from kvoffload.testing import keys
@@ -144,3 +146,18 @@ def test_a_spec_of_ones_own_by_module_path(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(made, OffloadingSpec)
     sys.modules.pop("own_spec")
     assert "CPUOffloadingSpec" in SPECS.names()
+
+
+def test_no_record_of_a_slot_is_made_after_the_start() -> None:
+    """An engine freezes what exists by then. Of these records a full collection would visit each."""
+    made = spec()
+    manager, request = made.get_manager(), ReqContext("r")
+    gc.freeze()
+    try:
+        output = manager.prepare_store(keys(1, 2, 3), request)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, request)
+        assert not any(type(each) is BlockStatus for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    made.shutdown()

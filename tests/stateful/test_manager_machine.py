@@ -226,7 +226,7 @@ def snapshot(manager: CPUOffloadingManager) -> Any:
         lists = (policy.recent, policy.frequent, policy.recent_ghosts, policy.frequent_ghosts)
         order = [*map(list, lists), policy.target]
     table = manager.slots
-    slots = [(block.block_id, block.key, block.pins) for block in table._slots]
+    slots = [(block.block_id, block.key, block.pins) for block in table._slots[: table._num_used]]
     free = [block.block_id for block in table._free]
     overlaps = repr((table._orphans.reads, table._orphans.writes))
     return order, slots, free, overlaps, table.num_in_flight, table.num_busy, table.num_stored, table.num_evicted

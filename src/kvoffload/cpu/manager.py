@@ -86,7 +86,9 @@ class SlotTable:
         self._medium = CPULoadStoreSpec.medium()
         self._events = PendingEvents(self._medium) if enable_events else None
         self._slots: list[BlockStatus] = []
-        """Every slot used so far, by its id. Slots beyond them were never used."""
+        """The slots that have a record, by id."""
+        self._num_used = 0
+        """Slots used so far. Those beyond them were never used."""
         self._free: list[BlockStatus] = []
         """Slots that were used and are free now. The last one is the next to be used."""
         self._orphans = Orphans()
@@ -101,17 +103,24 @@ class SlotTable:
     def __repr__(self) -> str:
         return f"SlotTable({len(self.policy)} of {self.num_blocks} blocks, {self.policy!r})"
 
+    def make_records(self) -> None:
+        """Makes the records of all slots now, each of which is else made when the slot is used first.
+
+        Engines freeze what exists once they have started (``gc.freeze``), so that full collections do not visit it.
+        """
+        self._slots += map(BlockStatus, range(len(self._slots), self.num_blocks))
+
     # --------------------------------------------------------------------------------------------- counts
 
     @property
     def num_free(self) -> int:
         """Slots that hold nothing and that no transfer uses."""
-        return self.num_blocks - len(self._slots) + len(self._free)
+        return self.num_blocks - self._num_used + len(self._free)
 
     @property
     def num_idle(self) -> int:
         """Slots whose block could be evicted now."""
-        return len(self._slots) - len(self._free) - self._num_in_flight - self._num_read
+        return self._num_used - len(self._free) - self._num_in_flight - self._num_read
 
     @property
     def num_in_flight(self) -> int:
@@ -311,10 +320,11 @@ class SlotTable:
 
     def _take_slots(self, n: int) -> list[BlockStatus]:
         """``n`` slots: first those never used, from the lowest on, then freed ones."""
-        first = len(self._slots)
-        blocks = [BlockStatus(slot) for slot in range(first, min(first + n, self.num_blocks))]
-        if blocks:
-            self._slots += blocks
+        first, stop = self._num_used, min(self._num_used + n, self.num_blocks)
+        if stop > len(self._slots):
+            self._slots += map(BlockStatus, range(len(self._slots), stop))
+        blocks = self._slots[first:stop]
+        self._num_used = stop
         if rest := n - len(blocks):
             # From the end: a batch is freed tail first, so it comes back as a run of rising slots.
             blocks += self._free[: -rest - 1 : -1]
@@ -375,15 +385,16 @@ class SlotTable:
 
     def check_invariants(self) -> None:
         """Recomputes the table from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
-        assert len(self._slots) <= self.num_blocks
+        assert self._num_used <= len(self._slots) <= self.num_blocks
         assert [block.block_id for block in self._slots] == list(range(len(self._slots)))
+        assert all(block.key is None for block in self._slots[self._num_used :]), "an unused slot has a block"
         free = {block.block_id for block in self._free}
         orphans = {block.block_id for block in self._orphans.slots()}
         owned = {block.block_id: block for block in self._slots if self._is_owner(block)}
         assert len(free) == len(self._free), "a slot is free twice"
         assert len(orphans) == len(self._orphans.slots()), "a slot has two old owners"
         assert len(free | orphans | owned.keys()) == len(free) + len(orphans) + len(owned), "a slot has two owners"
-        assert len(free) + len(orphans) + len(owned) == len(self._slots), "a slot is lost"
+        assert len(free) + len(orphans) + len(owned) == self._num_used, "a slot is lost"
         assert len(owned) == len(self.policy), "the policy tracks blocks that own no slot"
         assert all(self._slots[slot].key is None for slot in free)
         busy = [self._slots[slot] for slot in (*owned, *orphans) if self._slots[slot].pins != 0]

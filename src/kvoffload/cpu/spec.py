@@ -97,13 +97,15 @@ class CPUOffloadingSpec(OffloadingSpec):
         """The scheduler side needs no bytes here, but takes its part in the shared region, so that a region too large
         for the host is refused before any worker starts."""
         _ = self.region
-        return CPUOffloadingManager(
+        manager = CPUOffloadingManager(
             self.num_blocks,
             cache_policy=self.config.eviction_policy,
             enable_events=self.layout.events_enabled,
             store_threshold=self.config.store_threshold,
             max_tracker_size=self.config.max_tracker_size,
         )
+        manager.slots.make_records()
+        return manager
 
 
 def _check_processes(layout: EngineLayout) -> None:

@@ -94,6 +94,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             store_threshold=config.store_threshold,
             max_tracker_size=config.max_tracker_size,
         )
+        primary.slots.make_records()
         tiers: list[SecondaryTierManager] = []
         try:
             for options in self.tier_options:
