@@ -180,6 +180,26 @@ def test_blocks_of_generated_tokens_are_described_while_their_request_runs() -> 
     assert (event.block_size, event.parent_block_hash, event.token_ids) == (4, b"a-0", [104, 105])
 
 
+def test_a_block_whose_last_token_the_next_input_of_a_session_replaced_is_described() -> None:
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+    session = request("a", 2)
+    del session.all_token_ids[8:]
+    translator.track(session)
+    session.block_hashes[1:] = [b"b-1", b"b-2"]
+    session.all_token_ids[7:] = [7, 8, 9, 10, 11]
+    first, second, third = translator.translate([stored(key("a", 0), key("b", 1), key("b", 2))])
+    assert (first.token_ids, second.token_ids) == ([100, 101, 102, 103], [104, 105, 106, 7])
+    assert (second.parent_block_hash, third.parent_block_hash) == (b"a-0", b"b-1")
+    assert third.token_ids == [8, 9, 10, 11]
+    (dropped,) = translator.translate([stored(key("a", 1))])
+    assert dropped.token_ids == [], "its tokens are the session's no longer"
+    del session.block_hashes[1:]  # and shorter
+    translator.finish(session)
+    for n in range(512):
+        translator.finish(request(f"r{n}", 1))
+    assert len(translator._origins) == 512
+
+
 def test_unknown_blocks_cost_one_look_at_the_live_requests_a_call() -> None:
     """A disk tier that is scanned at start announces thousands of blocks that no request knows."""
     looks = []

@@ -76,3 +76,25 @@ def test_a_session_that_goes_on_stores_what_its_next_part_computes(steps: Steps,
     steps.scheduler.finish_requests("session", aborted())
     assert_right(steps, tokens)
     assert steps.stored_blocks(tokens) == list(range(len(tokens) // BLOCK))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_events_of_a_session_describe_what_its_next_part_computes(llama: SmallModel, asynchronous: bool) -> None:
+    from vllm.distributed.kv_events import BlockStored
+
+    steps = Steps(llama.path, asynchronous, num_gpu_blocks=40, slots=64, self_describing_kv_events=True)
+    session = first_turn(steps)
+    steps.add("beside", list(range(100, 103)), 4)
+    for _ in range(4):
+        steps.step()  # its block of generated tokens makes the translator look at the hashes of all requests
+    part(steps, range(50, 55))
+    tokens = list(session.all_token_ids)
+    for _ in range(2):
+        steps.step()
+    steps.scheduler.finish_requests("session", aborted())
+    steps.drain()
+    steps.deliver_all()
+    stored = [event.token_ids for event in steps.events if isinstance(event, BlockStored) and event.medium == "CPU"]
+    blocks = [tokens[n : n + BLOCK] for n in range(0, len(tokens), BLOCK)]
+    assert [block for block in stored if block != [100, 101, 102, 7]] == blocks
+    steps.close()

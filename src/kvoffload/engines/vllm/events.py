@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +38,8 @@ class _Tracked:
     """A request, or what is left of a finished one."""
 
     request: Any
-    num_hashes: int = 0
-    """Of its hashes, those that are known to have come from it."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Its block hashes that are in ``_origins``, unless another request has them too."""
 
 
 @dataclass(slots=True)
@@ -83,10 +83,14 @@ class EventTranslator:
         self._add_hashes(tracked)
 
     def _add_hashes(self, tracked: _Tracked) -> None:
-        hashes = tracked.request.block_hashes
-        for index in range(tracked.num_hashes, len(hashes)):
-            self._origins[bytes(hashes[index])] = _HashOrigin(tracked, index)
-        tracked.num_hashes = len(hashes)
+        hashes, known = tracked.request.block_hashes, tracked.hashes
+        # The next input of a session takes the place of the session's last token, and so changes the hash of the block
+        # that this token had filled. Hashes are chained: those before one that is the same are the same.
+        while known and (len(known) > len(hashes) or known[-1] != hashes[len(known) - 1]):
+            self._forget_hash(known.pop(), tracked)
+        for index in range(len(known), len(hashes)):
+            known.append(bytes(hashes[index]))
+            self._origins[known[-1]] = _HashOrigin(tracked, index)
 
     def finish(self, request: Any) -> None:
         if not self._describe:
@@ -99,10 +103,13 @@ class EventTranslator:
             self._forget(self._finished.popleft())
 
     def _forget(self, tracked: _Tracked) -> None:
-        for each in tracked.request.block_hashes:
-            found = self._origins.get(bytes(each))
-            if found is not None and found.tracked is tracked:
-                del self._origins[bytes(each)]
+        for block_hash in tracked.hashes:
+            self._forget_hash(block_hash, tracked)
+
+    def _forget_hash(self, block_hash: bytes, tracked: _Tracked) -> None:
+        found = self._origins.get(block_hash)
+        if found is not None and found.tracked is tracked:
+            del self._origins[block_hash]
 
     def _origin(self, key: OffloadKey) -> _HashOrigin | None:
         block_hash = get_offload_block_hash(key)
