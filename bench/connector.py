@@ -67,6 +67,7 @@ class Decoding:
         layout = EngineLayout(groups, BLOCK, "bench")
         config = OffloadingConfig(cpu_bytes_to_use=num_blocks, record_trace=record_trace)  # blocks of a byte each
         self.manager = tiered.primary_tier if tiered else CPUOffloadingManager(num_blocks, policy)
+        self.manager.slots.make_records()  # as a served engine does
         self.scheduler = OffloadingConnectorScheduler(tiered or self.manager, layout, config)
         self.requests = [Request(f"request-{n}", 0, prompt_tokens) for n in range(running)]
         self.num_blocks = num_blocks
