@@ -31,6 +31,7 @@ from tests.tiering.stores.slab.rig import (
     write,
 )
 
+from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
@@ -87,6 +88,21 @@ class TestLargeBlocks:
 
 
 class TestEviction:
+    def test_keys_that_are_too_long_for_an_entry_are_named_too(self, open_store) -> None:
+        """Whoever folds a tier's events would keep them for ever."""
+        store = open_store()
+        keys = [OffloadKey(key + bytes(40)) for key in KEYS[:20]]
+        evicted: list[OffloadKey] = []
+        for key in keys:
+            assert write(store, key) == [True]
+            evicted += store.take_evicted()
+        here = right(store, *keys)
+        assert len(here) == 8
+        assert sorted(evicted) == sorted(set(keys) - here)
+        assert set(store.resident) == here
+        store.discard(keys[-3:])
+        assert set(store._slabs.long_keys.values()) == here - set(keys[-3:]), "what is gone is forgotten"
+
     def test_the_least_recently_used_goes_first(self, open_store) -> None:
         store = open_store()
         for key in KEYS[:8]:

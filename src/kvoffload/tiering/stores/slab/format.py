@@ -42,6 +42,7 @@ __all__ = [
     "EMPTY_ENTRY",
     "ENTRY",
     "ENTRY_BYTES",
+    "LONGEST_KEY",
     "NEW_PREFIX",
     "PAGE_BYTES",
     "PAGE_SLOTS",
@@ -64,6 +65,8 @@ EMPTY_ENTRY = bytes(ENTRY_BYTES)
 SEAL_BYTES = 16
 PROBE_AT = 20
 """Where an entry's probe begins: all of it that follows from the key alone."""
+LONGEST_KEY = 39
+"""Bytes of a key that an entry has room for. Of a longer one it has a digest."""
 ENTRY = np.dtype([("seal", "V16"), ("written_s", "<u4"), ("hash", "<u4"), ("length", "u1"), ("key", "V39")])
 
 _MAGIC = b"KVOSLAB\0"
@@ -71,7 +74,6 @@ _VERSION = 1
 _FIELDS = struct.Struct("<8sHHIQ32s")
 _SUM_BYTES = 8
 _KEY = struct.Struct("<B39s")
-_LONGEST_KEY = 39
 _DIGEST_LENGTH = 255
 _MAX_SLAB_BYTES = 1 << 30
 _MIN_SLAB_BYTES = 1 << 20
@@ -89,7 +91,7 @@ class HashedKey(NamedTuple):
 def key_in(entry: bytes | bytearray) -> OffloadKey | None:
     """The key of an entry. ``None`` if it has only a digest of it, or nothing, or is damaged."""
     length = entry[24]
-    return OffloadKey(bytes(entry[25 : 25 + length])) if 0 < length <= _LONGEST_KEY else None
+    return OffloadKey(bytes(entry[25 : 25 + length])) if 0 < length <= LONGEST_KEY else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,8 @@ class SlabFormat:
 
     def hashed(self, key: OffloadKey) -> HashedKey:
         length, content = len(key), key
-        if not 0 < length <= _LONGEST_KEY:
-            length, content = _DIGEST_LENGTH, OffloadKey(hashlib.blake2b(key, digest_size=_LONGEST_KEY).digest())
+        if not 0 < length <= LONGEST_KEY:
+            length, content = _DIGEST_LENGTH, OffloadKey(hashlib.blake2b(key, digest_size=LONGEST_KEY).digest())
         stored = _KEY.pack(length, content)
         hash64 = xxhash.xxh3_64_intdigest(stored, self._seed)
         return HashedKey(hash64, (hash64 & 0xFFFF_FFFF).to_bytes(4, "little") + stored)

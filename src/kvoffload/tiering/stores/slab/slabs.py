@@ -91,6 +91,9 @@ class Slabs:
         self.by_name: dict[str, Slab] = {}
         self.unfit: set[str] = set()
         """Names of slabs that are not ours, or failed."""
+        self.long_keys: dict[bytes, OffloadKey] = {}
+        """By what entries have of them: the keys that are too long for an entry, of blocks that this process wrote.
+        Others can be found and read, but not named."""
         self.num_evicted = 0
         self.num_corrupt = 0
         self._last_number = 0
@@ -143,7 +146,9 @@ class Slabs:
         """Takes a block out of the index. A slot of ours is busy then. A neighbour's block may come back when its page
         changes."""
         slab, index = self.open[slot // SLAB_STRIDE], slot % SLAB_STRIDE
-        self.index.remove(hash_in(slab.entry(index)), slot)
+        entry = slab.entry(index)
+        self.index.remove(hash_in(entry), slot)
+        self.long_keys.pop(bytes(entry[PROBE_AT:]), None)
         slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = EMPTY_ENTRY
         if slab.is_own:
             self.allocator.hold(Run(slot, 1))
@@ -166,10 +171,12 @@ class Slabs:
         self._note_gone(entry, _hashed_in(entry))
 
     def _note_gone(self, entry: bytes, hashed: HashedKey) -> None:
-        if len(self._evicted) < _MAX_EVICTED and self.index.find(hashed) < 0:
-            key = key_in(entry)
-            if key is not None:
-                self._evicted.append(key)
+        has_room = len(self._evicted) < _MAX_EVICTED
+        if not (has_room or self.long_keys) or self.index.find(hashed) >= 0:
+            return
+        key = key_in(entry) or self.long_keys.pop(hashed.probe, None)
+        if key is not None and has_room:
+            self._evicted.append(key)
 
     def may_leave_out(self, slab: Slab, count: int, *, any_good: bool) -> bool:
         """Whether slots that the disk cannot read or write are left out of use. Not if there are many: then it is not
@@ -337,7 +344,7 @@ class Slabs:
                         break
                     for index in range(first, min(first + _KEYS_AT_ONCE, slab.file.num_slots)):
                         entry = slab.entry(index)
-                        key = key_in(entry)
+                        key = key_in(entry) or self.long_keys.get(bytes(entry[PROBE_AT:]))
                         # Of several slots with one block, the one that is found counts.
                         if key is not None and self.index.find(_hashed_in(entry)) == number * SLAB_STRIDE + index:
                             keys.append(key)

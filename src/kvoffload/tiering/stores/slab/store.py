@@ -19,6 +19,7 @@ from kvoffload.tiering.stores.slab.directory import SlabDirectory
 from kvoffload.tiering.stores.slab.format import (
     EMPTY_ENTRY,
     ENTRY_BYTES,
+    LONGEST_KEY,
     PAGE_SLOTS,
     PROBE_AT,
     SEAL_BYTES,
@@ -45,6 +46,8 @@ class _NewBlock:
     key: HashedKey
     view: memoryview
     stamp_ns: int
+    long_key: OffloadKey | None = None
+    """The key itself, where an entry has only a digest of it."""
     is_written: bool = False
 
 
@@ -143,9 +146,10 @@ class SlabStore(BlockStore):
             stamps_ns = self._slabs.stamps(len(hashed))
             slots = [self._slabs.index.find(key) for key in hashed]
             self._slabs.use(slots, stamps_ns)
-            for key, slot, block, stamp_ns in zip(hashed, slots, blocks, stamps_ns, strict=True):
+            for name, key, slot, block, stamp_ns in zip(keys, hashed, slots, blocks, stamps_ns, strict=True):
                 if slot < 0 and key.probe not in new:  # of a key that is given twice, the first block is written
-                    new[key.probe] = _NewBlock(key, self._bytes(block), stamp_ns)
+                    long_key = name if len(name) > LONGEST_KEY else None
+                    new[key.probe] = _NewBlock(key, self._bytes(block), stamp_ns, long_key)
             runs, slabs = self._slabs.take(len(new))
         if not new:
             return [True] * len(hashed)
@@ -326,6 +330,8 @@ class SlabStore(BlockStore):
                 block = new[at]
                 add(block.key.hash64 & 0xFFFF_FFFF, run.start + at)
                 used_ns[first + at] = block.stamp_ns
+                if block.long_key is not None:
+                    self._slabs.long_keys[block.key.probe] = block.long_key
                 block.is_written = True
         if len(written.good) == 1 and written.good[0].count == run.count:
             return
