@@ -206,12 +206,13 @@ def test_a_block_that_is_idle_again_is_seen_at_once() -> None:
 def test_is_lru_until_it_has_learned() -> None:
     capacity, generator = 300, random.Random(7)
     density, lru = (Cache(kind(capacity), capacity) for kind in (DensityCachePolicy, LRUCachePolicy))
-    for _ in range(450):  # fewer uses than a fit takes
-        number = int(generator.paretovariate(0.7)) % 2000
+    for step in range(450):
+        # Fewer blocks come back than a fit takes.
+        number = generator.randrange(step + 1) if generator.random() < 0.2 else step
         density.use([number])
         lru.use([number])
         assert len(density.policy) == len(lru.policy)
-    assert {n for n in range(2000) if n in density} == {n for n in range(2000) if n in lru}
+    assert {n for n in range(450) if n in density} == {n for n in range(450) if n in lru}
     victims = [policy.evict(50, ()) for policy in (density.policy, lru.policy)]
     assert [[k for k, _ in each or ()] for each in victims] == [[k for k, _ in victims[1] or ()]] * 2
 
@@ -431,6 +432,20 @@ class TestHitDensity:
             stream.use(keys(*range(at, at + path_blocks)), class_=1)
         assert priors[-1] == pytest.approx(5 * path_blocks, rel=0.1)
 
+    def test_fits_often_while_the_history_is_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fits: list[float] = []
+
+        def watched(used: Table, left: Table, widths: Table, prior: float) -> Table:
+            fits.append(used.sum())
+            return densities(used, left, widths, prior)
+
+        monkeypatch.setattr("kvoffload.cpu.policies.density.model.densities", watched)
+        stream = Stream(1_000_000)
+        for _ in range(2):
+            for start in range(0, 450, 10):
+                stream.use(keys(*range(start, start + 10)), class_=0)
+        assert fits == pytest.approx([100, 200, 300, 400], rel=0.01)
+
     def test_follows_every_use_of_a_short_history(self) -> None:
         stream = Stream(1_000_000)
         for start in range(0, 4000, 10):
@@ -452,6 +467,7 @@ class TestHitDensity:
             stream.use(keys(*range(5 * number, 5 * number + 5)), class_=1)
             assert len(stream.model._samples) <= 4300
         assert len(stream.model._samples) > 3800
+        assert len(stream.model._follows) <= 4300
 
 
 class TestUseCounts:

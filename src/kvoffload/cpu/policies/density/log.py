@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import compress, islice
 
 import numpy as np
 
@@ -43,14 +43,12 @@ class Chunk:
 
     def clean(self) -> None:
         """Drops entries that are not live."""
-        live = [
-            (block, time)
-            for block, time in islice(zip(self.blocks, self.times), self.first, None)
-            if block.policy_state is self
-        ]
-        self.blocks = [block for block, _ in live]
-        self.times = array("q", [time for _, time in live])
-        self.first = 0
+        # Paths are used as a whole, so mostly all entries are live, or none.
+        blocks, times = self.blocks[self.first :], self.times[self.first :]
+        live = [block.policy_state is self for block in blocks]
+        if not all(live):
+            blocks, times = list(compress(blocks, live)), array("q", compress(times, live))
+        self.blocks, self.times, self.first = blocks, times, 0
 
 
 class Skipped:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Sequence
+from functools import cache
 from itertools import pairwise, repeat, starmap
 
 import numpy as np
@@ -39,7 +39,10 @@ _HORIZON = 32
 """A use more than this many capacities after the previous one is not waited for."""
 _SAMPLES = 4096
 _EVENTS_PER_FIT = 500
+_EVENTS_PER_EARLY_FIT = 100
+"""While the gap still widens. The history is short then, and values that are half of it old do not fit it."""
 _DECAY = 0.95
+"""What a fit after ``_EVENTS_PER_FIT`` leaves of earlier counts."""
 _PRIOR = 5.0
 """Paths of evidence that a class needs before its own hazard counts as much as that of all classes together."""
 _LEAST_CAPACITY = 128
@@ -76,20 +79,23 @@ class HitDensity:
     """
 
     def __init__(self, capacity: int, horizon: int = _HORIZON, prior: float = _PRIOR) -> None:
-        self._capacity = capacity
+        self._learns = capacity >= _LEAST_CAPACITY
         self._horizon = horizon * capacity
         self._prior = prior
         octaves = (horizon * _FINEST - 1).bit_length()
         steps = np.arange(octaves * _BUCKETS_PER_OCTAVE + 1)
         self.bounds: list[float] = (capacity / _FINEST * 2.0 ** (steps / _BUCKETS_PER_OCTAVE)).tolist()
         """Ages at which the next bucket begins: a block of age ``a`` is in bucket ``bisect_right(bounds, a)``."""
-        self._bounds = np.array(self.bounds)
+        self._whole_bounds = np.ceil(self.bounds).astype(np.int64)
+        """The least whole ages in the buckets."""
         self.youngest = [0.0, *self.bounds]
         """The least age in each bucket."""
         self._widths = np.diff([0.0, *self.bounds, 2 * self.bounds[-1]])
-        self._samples: OrderedDict[OffloadKey | None, int] = OrderedDict()
+        self._samples: dict[OffloadKey | None, int] = {}
         """The use since which a key is followed, least recent first: its time, times ``NUM_CLASSES``, plus the class
         that it gave the key. One number instead of two makes a fit faster."""
+        self._follows: deque[tuple[int, OffloadKey | None]] = deque()
+        """The same in order of time, with entries of keys that are not followed any more, up to the horizon."""
         self._widest_gap = max(-(-self._horizon // _SAMPLES), 1)
         self.clear()
 
@@ -99,16 +105,17 @@ class HitDensity:
         """Followed keys that were used again, by the class and age that they had."""
         self._lost = np.zeros(shape)
         """Those that were not, within the horizon."""
+        self._used_ages: list[int] = []
+        """Those that ``_used`` does not count yet: age times ``NUM_CLASSES``, less the class."""
+        self._lost_ages: list[int] = []
         self._num_events = 0
         """Keys that ceased to be followed since the last fit."""
         self._num_again = self._num_again_paths = 0.0
         """Followed keys that were used again, and the paths that used them. Both fade, as the counts do."""
         self._samples.clear()
+        self._follows.clear()
         self._num_followed = 0
-        self._gap = 1
-        """One use in each ``_gap`` consecutive uses, chosen at random, begins to be followed. The gap doubles as the
-        history grows, up to ``_widest_gap``, so ``_SAMPLES`` keys are spread over the history or over the horizon,
-        whichever is shorter."""
+        self._set_gap(1)
         self._draw = 1
         self._window = 1
         self._next_pick = 1
@@ -116,32 +123,33 @@ class HitDensity:
         self.values: list[list[float]] = [recency] * NUM_CLASSES
         """``values[class][bucket]``. Falls with age (bucket), rises with uses (class)."""
 
+    def _set_gap(self, gap: int) -> None:
+        self._gap = gap
+        """One use in each ``_gap`` consecutive uses, chosen at random, begins to be followed. The gap doubles as the
+        history grows, up to ``_widest_gap``, so ``_SAMPLES`` keys are spread over the history or over the horizon,
+        whichever is shorter."""
+        self._events_per_fit = _EVENTS_PER_EARLY_FIT if gap < self._widest_gap else _EVENTS_PER_FIT
+
     def used(
         self, keys: Collection[OffloadKey | None], blocks: Sequence[BlockStatus], begin: int, all_count: bool = True
     ) -> None:
         """``blocks`` were used one after the other, the first at time ``begin``, and have their new classes already.
         ``keys`` has their keys, and perhaps others. Without ``all_count``, uses of blocks in flight do not count."""
+        if not self._learns:
+            return
         samples, now = self._samples, begin + len(blocks)
         if not all_count or len(keys) != len(blocks):
             keys = [block.key for block in blocks if all_count or block.pins >= 0]
         again = samples.keys() & keys
         if again:
-            for key in again:
-                since, class_ = divmod(samples.pop(key), NUM_CLASSES)
-                self._used[class_, bisect_right(self.bounds, now - since)] += 1
+            stamp, pop = now * NUM_CLASSES, samples.pop
+            self._used_ages += [stamp - pop(key) for key in again]
             self._num_events += len(again)
             self._num_again += len(again)
             self._num_again_paths += 1
-        while self._next_pick < now:
-            if self._next_pick >= begin:
-                block = blocks[self._next_pick - begin]
-                if all_count or block.pins >= 0:
-                    self._follow(block.key, block.policy_state.class_, now)
-            self._window += self._gap
-            if self._window < begin:
-                self._window = begin
-            self._next_pick = self._window + (self._random() >> 8) % self._gap
-        if self._num_events >= _EVENTS_PER_FIT and self._capacity >= _LEAST_CAPACITY:
+        if self._next_pick < now:
+            self._follow_some(blocks, begin, now, all_count)
+        if self._num_events >= self._events_per_fit:
             self._fit(now)
 
     def _random(self) -> int:
@@ -149,41 +157,66 @@ class HitDensity:
         self._draw = (self._draw * 1103515245 + 12345) % _RANDOM_END
         return self._draw
 
-    def _follow(self, key: OffloadKey | None, class_: int, now: int) -> None:
-        samples = self._samples
-        samples[key] = now * NUM_CLASSES + class_
+    def _follow_some(self, blocks: Sequence[BlockStatus], begin: int, now: int, all_count: bool) -> None:
+        samples, follows, stamp = self._samples, self._follows, now * NUM_CLASSES
+        while self._next_pick < now:
+            if self._next_pick >= begin:
+                block = blocks[self._next_pick - begin]
+                if all_count or block.pins >= 0:
+                    samples[block.key] = since = stamp + block.policy_state.class_
+                    follows.append((since, block.key))
+                    self._num_followed += 1
+                    if self._num_followed >= _SAMPLES and self._gap < self._widest_gap:
+                        self._widen_gap()
+            self._window = max(self._window + self._gap, begin)
+            self._next_pick = self._window + (self._random() >> 8) % self._gap
         oldest_alive = (now - self._horizon) * NUM_CLASSES
-        while (oldest := next(iter(samples.items())))[1] < oldest_alive:
-            last, old_class = divmod(oldest[1], NUM_CLASSES)
-            del samples[oldest[0]]
-            self._lost[old_class, bisect_right(self.bounds, now - last)] += 1
-            self._num_events += 1
-        self._num_followed += 1
-        if self._num_followed >= _SAMPLES and self._gap < self._widest_gap:
-            self._widen_gap()
+        while follows and follows[0][0] < oldest_alive:
+            since, key = follows.popleft()
+            if samples.get(key) == since:
+                del samples[key]
+                self._lost_ages.append(stamp - since)
+                self._num_events += 1
 
     def _widen_gap(self) -> None:
         """Doubles the gap, and forgets as much of what the smaller gap found, so that all uses keep the same weight."""
         gap = min(2 * self._gap, self._widest_gap)
         kept = self._gap / gap
-        self._gap = gap
+        self._set_gap(gap)
         self._num_followed = int(kept * self._num_followed)
         self._num_events = int(kept * self._num_events)
         self._num_again *= kept
+        self._count_ages()
         self._used *= kept
         self._lost *= kept
         for key in [key for key in self._samples if self._random() >= kept * _RANDOM_END]:
             del self._samples[key]
+        self._follows.clear()
+        self._follows.extend((since, key) for key, since in self._samples.items())
+
+    def _count_ages(self) -> None:
+        """Brings ``_used`` and ``_lost`` up to date."""
+        self._used += self._table(self._used_ages)
+        self._lost += self._table(self._lost_ages)
+        self._used_ages.clear()
+        self._lost_ages.clear()
+
+    def _table(self, ages: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+        """How many of ``ages``, each times ``NUM_CLASSES`` and less a class, there are by class and bucket."""
+        packed = np.asarray(ages, np.int64)
+        classes = -packed & (NUM_CLASSES - 1)
+        buckets = np.searchsorted(self._whole_bounds, (packed + classes) // NUM_CLASSES, side="right")
+        shape = self._used.shape
+        return np.bincount(classes * shape[1] + buckets, minlength=self._used.size).reshape(shape)
 
     def _fit(self, now: int) -> None:
-        left = self._lost.copy()
-        times, classes = np.divmod(np.fromiter(self._samples.values(), np.int64, len(self._samples)), NUM_CLASSES)
-        cells = classes * left.shape[1] + np.searchsorted(self._bounds, now - times, side="right")
-        left += np.bincount(cells, minlength=left.size).reshape(left.shape)
+        self._count_ages()
+        since = np.fromiter(self._samples.values(), np.int64, len(self._samples))
+        left = self._lost + self._table(now * NUM_CLASSES - since)
         keys_per_path = max(self._num_again / max(self._num_again_paths, 1.0), 1.0)
         self.values = densities(self._used, left, self._widths, self._prior * keys_per_path).tolist()
-        # A gap that is still small gives more events in the same time, and each fit fades the counts by less.
-        fade = _DECAY ** (self._gap / self._widest_gap)
+        # A gap that is still small gives more events in the same time, so these fade the counts by less.
+        fade = _DECAY ** (self._gap / self._widest_gap * self._events_per_fit / _EVENTS_PER_FIT)
         self._num_events = 0
         self._used *= fade
         self._lost *= fade
@@ -217,14 +250,19 @@ def densities(
     # Hits to come and space to spend from each bucket on; the difference of two is what lies between.
     hits = _sums_ahead(alive * hazard)
     spent = _sums_ahead(alive * widths * (1 - hazard / 2))
-    first, end = np.triu_indices(hazard.shape[1])
-    end += 1
-    ratios = np.zeros((*hazard.shape, hazard.shape[1]))
-    ratios[:, first, end - 1] = (hits[:, first] - hits[:, end]) / (spent[:, first] - spent[:, end])
-    values = ratios.max(axis=2)
+    # ``later[i, j]``: bucket j ends after bucket i begins.
+    later = _later(hazard.shape[1])
+    gained = hits[:, :-1, None] - hits[:, None, 1:]
+    paid = spent[:, :-1, None] - spent[:, None, 1:]
+    values = np.divide(gained, paid, out=np.zeros_like(gained), where=later).max(axis=2)
     falling: npt.NDArray[np.float64] = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
     monotone: npt.NDArray[np.float64] = np.maximum.accumulate(falling, axis=0)
     return monotone
+
+
+@cache
+def _later(buckets: int) -> npt.NDArray[np.bool_]:
+    return np.tri(buckets, dtype=np.bool_).T
 
 
 def _sums_ahead(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -58,7 +58,7 @@ class DensityCachePolicy(CachePolicy):
         self._waiting: dict[OffloadKey, Skipped] = {}
         """Blocks that evictions stepped over because they were pinned."""
         self._logs = tuple(UseLog(class_, self._waiting) for class_ in range(NUM_CLASSES))
-        self._fronts: dict[int, _Front] = {}
+        self._fronts: list[_Front | None] = [None] * NUM_CLASSES
         """The front of each class, as last seen. A class may have lost its front since, but never gained a lesser one:
         whatever could do that removes the front from here (a pinned block that is idle again, a new fit), or makes it
         expire (an age that enters the next bucket)."""
@@ -119,7 +119,7 @@ class DensityCachePolicy(CachePolicy):
         being written, to the end of their own. Returns the blocks in this order, and whether all are ready."""
         found = list(map(self._blocks.get, reversed(path)))
         blocks: list[BlockStatus]
-        blocks = found if None not in found else [block for block in found if block is not None]  # type: ignore[assignment]
+        blocks = found if all(found) else [block for block in found if block is not None]  # type: ignore[assignment]
         begin = self._now + 1
         self._now += len(blocks)
         logs = self._logs
@@ -177,27 +177,24 @@ class DensityCachePolicy(CachePolicy):
     def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
         if n == 0:
             return []
-        logs, fronts = self._logs, self._fronts
+        logs, fronts, now = self._logs, self._fronts, self._now
         if self._fronts_values is not self._model.values:
             self._forget_fronts()
-        for class_, log in enumerate(logs):
-            if (log.weight or log.skipped) and (class_ not in fronts or fronts[class_].expires <= self._now):
+        for log, front in zip(logs, fronts):
+            if (front is None or front.expires <= now) and (log.weight or log.skipped):
                 head = log.head(protected)
-                if head is not None:
-                    fronts[class_] = self._front(head, class_)
-                else:
-                    fronts.pop(class_, None)
+                fronts[log.class_] = None if head is None else self._front(head, log.class_)
         victims: list[BlockStatus] = []
         classes: list[int] = []
-        while fronts and len(victims) < n:
-            best = min(fronts.values())
+        while len(victims) < n and (seen := list(filter(None, fronts))):
+            best = min(seen)
             class_ = best.class_
-            del fronts[class_]
+            fronts[class_] = None
             log = logs[class_]
             head = log.head(protected)
             if head == best.last:
                 missing = n - len(victims)
-                until = best.until(min(fronts.values(), default=None)) if missing > 1 else head
+                until = best.until(min(filter(None, fronts), default=None)) if missing > 1 else head
                 while head is not None and head <= until:
                     log.take(missing, until, protected, victims)
                     missing = n - len(victims)
@@ -228,7 +225,7 @@ class DensityCachePolicy(CachePolicy):
         return self._logs[entry.class_]
 
     def _forget_fronts(self) -> None:
-        self._fronts.clear()
+        self._fronts[:] = [None] * NUM_CLASSES
         self._fronts_values = self._model.values
 
     def next_victims(self, n: int) -> list[OffloadKey]:
@@ -280,7 +277,7 @@ class DensityCachePolicy(CachePolicy):
                     one = waiting.pop(key)
                     if one.block.policy_state is one:
                         self._log_of(one).queue(one)
-                        self._fronts.pop(one.class_, None)
+                        self._fronts[one.class_] = None
 
     def check_invariants(self) -> None:
         ordered: list[BlockStatus] = []
