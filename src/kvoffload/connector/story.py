@@ -114,7 +114,9 @@ class StoryTeller:
 
     def ended(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
         """The request ended. Blocks of it that were not accepted for store are lost; those from ``most_tokens`` on were
-        not to be stored."""
+        not to be stored. A load that ends later is no part of its story."""
+        if state.story is not None:
+            state.story.enter(None, self._clock())
         limit = state.limits.max_offload_tokens
         beyond = "request limit" if limit is not None and limit <= most_tokens else "prompt only"
         short = "too long" if state.portions.evicts_itself else None
