@@ -179,6 +179,22 @@ def test_a_limit_inside_a_block_is_the_cause_of_the_blocks_rest(tmp_path: Path) 
     assert story["missed"] == {"load limit": 3 * BT, "tail": 1}
 
 
+def test_a_load_that_fails_after_its_request_is_no_part_of_the_story(tmp_path: Path) -> None:
+    rig = Rig(record_trace=str(tmp_path / "t.jsonl"))
+    rig.store_prefix(2 * BT)
+    first = rig.arrive(Request("first", BT, stem="other"))  # while it is there, later requests' lines are not written
+    aborted = rig.arrive(Request("aborted", 2 * BT))
+    assert rig.ask(aborted) == (BT, True)
+    rig.alloc(aborted, range(2), external=BT)
+    (load,) = rig.step().loads
+    rig.finish(aborted)
+    rig.end(load, success=False)
+    rig.finish(first)
+    rig.scheduler.shutdown()
+    story = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[-1])["story"]
+    assert (story["found"], story["missed"]) == ({"device": 0, "CPU": BT}, {"tail": BT})
+
+
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a directory"):
         parse_config({"cpu_bytes_to_use": 1, "record_trace": str(tmp_path / "no" / "t.jsonl")})
