@@ -507,3 +507,45 @@ def test_the_first_blocks_of_a_tier_need_not_end_at_a_state(monkeypatch: pytest.
     machine.step()
     assert machine.read() == 4
     assert machine.ask(blocks, context) == [True] * 4 + [None] * 8
+
+
+@pytest.mark.parametrize("ends", [(12,), (2, 12)])
+def test_who_waits_for_the_first_blocks_of_a_tier_that_another_reads_is_weighed_again_too(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
+    machine = Machine()
+    machine.compute()
+    blocks = prefix(12, of="a")
+    machine.below(blocks)
+    contexts = [machine.start("first"), machine.start("second")]
+    for context in contexts:
+        context.hit_ends = {blocks[end - 1] for end in ends}
+        assert machine.ask(blocks, context) == [None] * 4 + [False]
+    machine.step()
+    assert machine.read() == 4
+    for context in contexts:
+        assert machine.ask(blocks, context) == [True] * 4 + [None] * 8
+    assert machine.declined() == {}
+
+
+def test_who_waits_for_a_store_is_weighed_again_when_the_tier_behind_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
+    machine = Machine()
+    machine.compute()
+    blocks, others = prefix(12, of="a"), prefix(4, of="b")
+    machine.below(blocks)
+    machine.below(others)
+    writer = machine.start("writer")
+    machine.write(blocks[:4], writer)
+    assert machine.ask(others, machine.start("other")) == [None] * 4
+    machine.step()
+    request = machine.start("r")
+    request.hit_ends = {blocks[1], blocks[11]}
+    assert machine.ask(blocks, request) == [None] * 4 + [False]
+    assert machine.read() == 4
+    machine.manager.complete_store(blocks[:4], writer)
+    assert machine.ask(blocks, request) == [True] * 4 + [None] * 8
+    assert machine.declined() == {}

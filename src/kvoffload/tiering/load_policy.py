@@ -239,7 +239,7 @@ class LoadCosts:
                 room[tier] -= free
                 runs += [Run(len(sources), free), Run(len(sources) + 1, num_blocks - free)]
                 sources += [Pace(), Pace(math.inf)]
-                if free:
+                if before + free:
                     first_blocks.append(before + free)
                 before += num_blocks
                 continue
@@ -254,7 +254,8 @@ class LoadCosts:
             block_compute_s=self._compute_s(tokens),
             queue_s=self._queue_s(),
             to_device=self._device_pace(group_bytes),
-            # Whoever waits for the first blocks of a tier is weighed again, and may get the rest.
+            # Whoever waits for the first blocks of a tier, or for those before them, is weighed again, and may get the
+            # rest.
             ends=None if ends is None else sorted({*ends, *first_blocks, before}),
         )
         runs = [run for run in runs if run.num_blocks]
