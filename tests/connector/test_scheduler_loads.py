@@ -382,3 +382,15 @@ def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: py
     assert rig.ask(request) == (16, True)
     assert known == [{key(1), key(3)}] * 2, "for attention, and for the state"
     assert rig.scheduler._requests["r"].context.hit_ends is None
+
+
+def test_a_manager_that_does_not_say_what_it_holds_breaks_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(groups=(FULL, STATE))
+    seed = rig.arrive(Request("seed", 16))
+    rig.ask(seed)
+    tables = range(4), range(10, 14)
+    rig.alloc(seed, *tables)
+    rig.end(*rig.step(rig.run(seed, *tables, tokens=16), states=[BoundaryState("seed", 1, 13, 16)]).stores)
+    rig.finish(seed)
+    monkeypatch.setattr(rig.manager, "holds", lambda keys: [])
+    assert rig.ask(rig.arrive(Request("r", 17))) == (16, True)

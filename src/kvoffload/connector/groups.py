@@ -298,7 +298,8 @@ def hit_ends(
     for group, own in zip(groups, keys, strict=True):
         if group.kind is _SINGLE_STATE:
             found = holds([own[tokens // group.block_tokens - 1] for tokens in ends])
-            ends = [tokens for tokens, is_there in zip(ends, found, strict=True) if is_there]
+            # A state that a manager says nothing of is not known to be there.
+            ends = [tokens for tokens, is_there in zip(ends, found, strict=False) if is_there]
     return {
         own[group.blocks_to_find(computed_tokens, tokens)[-1]]
         for group, own in zip(groups, keys, strict=True)
