@@ -367,6 +367,9 @@ def test_a_full_server_refuses_writes_and_reads_on(start_server: StartServer, op
     assert 0 < len(stored) < 12
     with pytest.raises(StoreError, match="OOM"):
         write(store, keys(99), 1 << 20)
+    with pytest.raises(StoreError, match="OOM"):  # or nobody would hear of it where some blocks of a batch are there
+        write(store, [*stored[:1], *keys(98, 99)], 1 << 20)
+    assert write(store, stored, 1 << 20) == [True] * len(stored)
     assert read(store, stored, 1 << 20) == [True] * len(stored)
     store.discard(stored)
     wait_until(lambda: _succeeds(lambda: write(store, keys(99), 1 << 20) == [True]), "there is room again")

@@ -22,6 +22,8 @@ class Commands(ABC):
     def __init__(self, names: Sequence[bytes], most: int) -> None:
         self.names = names
         self.most = most
+        self.there: set[int] = set()
+        """Indexes of those that were done before, so that their outcomes do not tell whether the server does any."""
 
     @abstractmethod
     def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
@@ -110,6 +112,7 @@ class PutNew(Commands):
         parts = [self._put.parts(index) for index in indexes]
         answers = self._touch.receive(wire, indexes)
         new = [place for place, answer in enumerate(answers) if answer is False]
+        self.there.update(index for index, answer in zip(indexes, answers, strict=True) if answer is True)
         if new:
             wire.send([part for place in new for part in parts[place]])
             for place, answer in zip(new, self._put.receive(wire, new), strict=True):

@@ -229,7 +229,8 @@ class RedisStore(BlockStore):
             ]
             if not parts:
                 break
-        if (refused or lost) and not any(answers) and not (lost and self._nodes.has_others):
+        any_done = any(is_good and index not in commands.there for index, is_good in enumerate(answers))
+        if (refused or lost) and not any_done and not (lost and self._nodes.has_others):
             raise StoreError((refused + lost)[0])
         return answers
 
