@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.files import disk_bytes
 
 from kvoffload.cli import main
 from kvoffload.testing.keys import keys as keys_of
@@ -89,7 +90,7 @@ def test_gc_keeps_a_quota_sweeps_and_the_server_works_on(server, tmp_path: Path,
     assert len(block_files(tmp_path)) == 4
     (key,) = keys_of(50)
     assert server.write([key], [memoryview(block_of(key, SIZE))]) == [True]
-    assert server.stats().used_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert server.stats().used_bytes == disk_bytes(tmp_path)
     assert run(capsys, "gc", tmp_path)[0] == 0
 
 
@@ -99,7 +100,7 @@ def test_gc_counts_what_is_there_before_it_deletes(server, tmp_path: Path, capsy
     dead._quota.reserve(1000, 1000, ())
     dead._staging._release()  # as the kernel does when a process dies
     dead.close()
-    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    on_disk = disk_bytes(tmp_path)
     code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", str(on_disk))
     assert (code, out.split(" in use")[0]) == (0, "0 blocks deleted, 1 directories of dead writers removed, 14.4 KiB")
     assert len(block_files(tmp_path)) == 13
@@ -113,7 +114,7 @@ def test_gc_counts_what_is_there_before_it_deletes(server, tmp_path: Path, capsy
 def test_gc_counts_what_servers_are_writing(server, tmp_path: Path, capsys) -> None:
     (half,) = server._quota.reserve(1, 5000, ()).temporaries
     Path(half).write_bytes(bytes(5000))
-    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    on_disk = disk_bytes(tmp_path)
     assert run(capsys, "gc", tmp_path, "--max-bytes", str(on_disk - 1))[1].startswith("1 blocks deleted")
     code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "4KiB")
     assert code == 1
@@ -129,7 +130,7 @@ def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: 
     assert len(block_files(tmp_path)) == left
     (key,) = keys_of(50)
     assert server.write([key], [memoryview(block_of(key, SIZE))]) == [True]
-    assert server.stats().used_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert server.stats().used_bytes == disk_bytes(tmp_path)
 
 
 def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:

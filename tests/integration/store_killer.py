@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills writers of a store, again and again, and checks what they leave. test_store_kill runs it as a script.
+"""Kills writers of a store, again and again, and checks what they leave. test_store_kill runs it (``-m``).
 
-``store_killer.py KIND steps ROOT BLOCK_BYTES STRIDE`` kills one writer before every STRIDE-th system call of its work,
-and in the middle of each of those that writes. ``store_killer.py KIND random ROOT BLOCK_BYTES KILLS`` kills two writers
+``store_killer KIND steps ROOT BLOCK_BYTES STRIDE`` kills one writer before every STRIDE-th system call of its work,
+and in the middle of each of those that writes. ``store_killer KIND random ROOT BLOCK_BYTES KILLS`` kills two writers
 that share the root, at random times. KIND is ``fs`` or ``disk``. Exit code 0 means that nothing was wrong.
 """
 
@@ -20,7 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from system_calls import NotPermitted, kill_at
+from tests.files import disk_bytes
+from tests.integration.system_calls import NotPermitted, kill_at
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
@@ -71,12 +72,14 @@ def check(store: Store, number: int) -> None:
         assert buffer == BLOCKS[number], "wrong bytes"
 
 
-def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-
-
 def contents(root: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    found: dict[Path, bytes] = {}
+    for path in root.rglob("*"):
+        try:
+            found |= {path: path.read_bytes()} if path.is_file() else {}
+        except FileNotFoundError:  # another thread of a writer has removed it
+            continue
+    return found
 
 
 def tear(root: Path, before: dict[Path, bytes]) -> None:
@@ -176,11 +179,11 @@ def at_calls(root: Path, prepare: Callable[[], None], work: Callable[[], None], 
 
 
 def chaos(root: Path, kills: int) -> None:
-    rng = random.Random(1)
+    rng, parent = random.Random(1), os.getpid()
 
     def work(seed: float) -> None:
         mine, store = random.Random(seed), open_store(root)
-        while True:
+        while os.getppid() == parent:  # who ends the script ends its writers
             numbers = mine.sample(range(30), mine.randrange(1, 7))
             match mine.randrange(5):
                 case 0:

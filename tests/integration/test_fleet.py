@@ -5,6 +5,7 @@ lost costs misses until it is back."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,7 +96,7 @@ def stored(engine: Engine) -> float:
     [
         {"identity": {"model": "another"}},
         {"identity": {"model": "m", "dtype": "fp8"}},
-        {"num_ranks": 2, "num_processes": 3},
+        {"num_ranks": 2, "num_processes": 3, "instance_id": f"fleet-{os.getpid()}"},
         {"hash_block_tokens": 8},
         {"groups": (KVGroupLayout(GroupKind.FULL_ATTENTION, 32, PAGE_BYTES),)},
         {"groups": (KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 2 * PAGE_BYTES),)},
@@ -108,7 +109,11 @@ def test_engines_that_differ_never_mix(tier: dict[str, Any], changes: dict[str, 
     same = Engine(spec(tier, max_wait_s=60))
     assert same.find(NAMES) == len(NAMES)
     same.stop()
-    manager = spec(tier, of=layout(**changes), max_wait_s=60).get_manager()
+    other = layout(**changes)
+    # Shared memory keeps its name until all processes of the engine have it.
+    made, *ranks = [spec(tier, of=other, max_wait_s=60) for _ in range(other.num_processes)]
+    manager = made.get_manager()
+    assert [rank.region.num_blocks for rank in ranks] == [made.num_blocks] * len(ranks)
     first.stop()
     request = ReqContext("other")
     manager.on_new_request(request)
@@ -122,7 +127,8 @@ def test_engines_that_differ_never_mix(tier: dict[str, Any], changes: dict[str, 
     wait_until(answered, "the other engine has its answer")
     assert answers[0] is False
     manager.on_request_finished(request)
-    manager.shutdown()
+    for each in (made, *ranks):
+        each.shutdown()
 
 
 class Mortal(NamedTuple):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.sizes import by_size
 
+ROOT = Path(__file__).parents[2]
 NOT_PERMITTED = 77  # as in the script
 STRIDE = by_size(quick=5, thorough=1)
 KILLS = by_size(quick=30, thorough=400)
@@ -19,9 +20,9 @@ KILLS = by_size(quick=30, thorough=400)
 @pytest.mark.parametrize("block_bytes", [3000, 65536], ids=["small", "paged"])
 @pytest.mark.parametrize("kind", ["fs", "disk"])
 def test_killed_writers_leave_nothing_wrong(kind: str, how: str, number: int, block_bytes: int, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("store_killer.py")
-    command = [sys.executable, str(script), kind, how, str(tmp_path / "kv"), str(block_bytes), str(number)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    script = [sys.executable, "-m", "tests.integration.store_killer"]
+    command = [*script, kind, how, str(tmp_path / "kv"), str(block_bytes), str(number)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == NOT_PERMITTED:
         pytest.skip(f"this host does not permit tracing: {done.stdout.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr

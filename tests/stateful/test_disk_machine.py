@@ -22,9 +22,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.files import disk_bytes
 from tests.sizes import by_size
 from tests.stateful.neighbour import SLAB_SLOTS
-from tests.tiering.stores.rig import disk_bytes, files, room_for
+from tests.tiering.stores.rig import files, room_for
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.region import SharedOffloadRegion

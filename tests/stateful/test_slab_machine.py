@@ -16,8 +16,9 @@ from unittest.mock import patch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.files import disk_bytes
 from tests.sizes import by_size
-from tests.tiering.stores.slab.rig import aligned, damage, disk_bytes, slab_of
+from tests.tiering.stores.slab.rig import aligned, damage, slab_of
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of

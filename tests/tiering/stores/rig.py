@@ -34,9 +34,5 @@ def files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*" + SUFFIX))
 
 
-def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-
-
 def room_for(num_blocks: int, size: int = SMALL) -> int:
     return num_blocks * BlockFormat("", size).file_bytes + USAGE_FILE_BYTES

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.tiering.stores.rig import KEY, OTHER, PAGED, SMALL, disk_bytes, files, read, room_for, write
+from tests.files import disk_bytes
+from tests.tiering.stores.rig import KEY, OTHER, PAGED, SMALL, files, read, room_for, write
 from tests.users import GROUP, NOBODY, SOMEBODY, as_user, needs_root
 
 from kvoffload.errors import ConfigError, StoreError

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiering.stores.rig import PAGED, disk_bytes, files, read, room_for, write
+from tests.files import disk_bytes
+from tests.tiering.stores.rig import PAGED, files, read, room_for, write
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.errors import StoreError

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiering.stores.rig import KEY, OTHER, SMALL, disk_bytes, files, here, read, room_for, write
+from tests.files import disk_bytes
+from tests.tiering.stores.rig import KEY, OTHER, SMALL, files, here, read, room_for, write
 
 from kvoffload.base import ReqContext
 from kvoffload.errors import StoreError

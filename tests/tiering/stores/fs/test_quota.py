@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.files import disk_bytes
 from tests.tiering.stores.rig import (
     KEY,
     OTHER,
     PAGED,
     SMALL,
-    disk_bytes,
     files,
     here,
     read,

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.files import disk_bytes
 from tests.tiering.stores.rig import (
     KEY,
     OTHER,
     PAGED,
     SMALL,
-    disk_bytes,
     files,
     here,
     read,

@@ -11,7 +11,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.tiering.stores.rig import KEY, OTHER, SMALL, disk_bytes, read, room_for, write
+from tests.files import disk_bytes
+from tests.tiering.stores.rig import KEY, OTHER, SMALL, read, room_for, write
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.store_contract import block_of

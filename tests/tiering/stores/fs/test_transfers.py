@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.files import disk_bytes
 from tests.tiering.stores.rig import (
     KEY,
     OTHER,
     PAGED,
     SMALL,
-    disk_bytes,
     files,
     read,
     room_for,

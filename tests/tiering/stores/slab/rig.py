@@ -52,10 +52,6 @@ def payloads(root: Path) -> list[Path]:
     return sorted(root.rglob("*" + PAYLOAD_SUFFIX))
 
 
-def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-
-
 def slab_of(num_slots: int, size: int = SMALL) -> int:
     """The bytes of a slab with so many slots."""
     return SlabFormat("", size).slab_bytes(num_slots)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.tiering.stores.slab.rig import SMALL, damage, disk_bytes, payloads, read, right, slab_of, tables, write
+from tests.files import disk_bytes
+from tests.tiering.stores.slab.rig import SMALL, damage, payloads, read, right, slab_of, tables, write
 
 from kvoffload.cli import main
 from kvoffload.errors import ConfigError

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.files import disk_bytes
 from tests.tiering.stores.slab.rig import (
     SMALL,
     aligned,
     damage,
-    disk_bytes,
     here,
     payloads,
     right,

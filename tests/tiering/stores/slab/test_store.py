@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.files import disk_bytes
 from tests.tiering.stores.slab.rig import (
     PAGED,
     SMALL,
     aligned,
     damage,
-    disk_bytes,
     here,
     payloads,
     read,
@@ -907,4 +907,32 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
     assert write(store, *keys_of(*range(3))) == [True] * 3
     store.check_invariants()
     assert right(store, *keys_of(*range(3))) == set(keys_of(*range(3)))
+    store.close()
+
+
+def test_a_check_waits_for_the_stores_own_thread(tmp_path: Path, monkeypatch) -> None:
+    store = SlabStore(tmp_path, SMALL, max_bytes=slab_of(8))
+    write_changes = SlabFile.write_changes
+    is_telling, is_checked, is_wrong = threading.Event(), threading.Event(), list[AssertionError]()
+
+    def told_late(file: SlabFile, changes: npt.NDArray[np.uint32]) -> None:
+        is_telling.set()
+        is_checked.wait(0.5)
+        write_changes(file, changes)
+
+    def check() -> None:
+        assert is_telling.wait(60)
+        try:
+            store.check_invariants()
+        except AssertionError as exc:
+            is_wrong.append(exc)
+        is_checked.set()
+
+    monkeypatch.setattr(SlabFile, "write_changes", told_late)
+    checker = threading.Thread(target=check)
+    checker.start()
+    write(store, *keys_of(*range(3)))
+    store.refresh()
+    checker.join(60)
+    assert not is_wrong
     store.close()

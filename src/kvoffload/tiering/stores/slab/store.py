@@ -246,7 +246,8 @@ class SlabStore(BlockStore):
 
     def check_invariants(self) -> None:
         """Recomputes the state from the tables. Raises ``AssertionError`` if it differs. For tests, between calls."""
-        self._slabs.check_invariants()
+        with self._upkeep.lock:  # its own I/O is no call's, but keeps slabs open too
+            self._slabs.check_invariants()
 
     # ---------------------------------------------------------------------------------------------------- writing
 
