@@ -151,7 +151,7 @@ class SlabMachine(RuleBasedStateMachine):
     @invariant()
     def is_sound(self) -> None:
         for who, store in enumerate(self.stores):
-            store.check_invariants()
+            store._slabs.check_invariants()  # of the store: with the lock, which is ours
             found = {key for key, is_here in zip(KEYS, store.contains(KEYS), strict=True) if is_here}
             assert self.known[who] <= found, "a block is lost, which was not announced"
         assert disk_bytes(self.root) <= MAX_BYTES
