@@ -360,7 +360,8 @@ def test_hit_tokens_are_counted_once_an_admission() -> None:
     assert stats["load_seconds",] == 0.5
 
 
-def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_a_stored_state() -> Rig:
+    """A model with states, and a finished request of 16 tokens whose blocks are stored."""
     rig = Rig(groups=(FULL, STATE))
     seed = rig.arrive(Request("seed", 16))
     rig.ask(seed)
@@ -370,6 +371,11 @@ def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: py
     stores += rig.step(rig.run(seed, computed=8, new=False), states=[BoundaryState("seed", 1, 13, 16)]).stores
     rig.end(*stores)
     rig.finish(seed)
+    return rig
+
+
+def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = with_a_stored_state()
     known: list[Any] = []
     lookup_prefix = rig.manager.lookup_prefix
 
@@ -385,12 +391,6 @@ def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: py
 
 
 def test_a_manager_that_does_not_say_what_it_holds_breaks_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(groups=(FULL, STATE))
-    seed = rig.arrive(Request("seed", 16))
-    rig.ask(seed)
-    tables = range(4), range(10, 14)
-    rig.alloc(seed, *tables)
-    rig.end(*rig.step(rig.run(seed, *tables, tokens=16), states=[BoundaryState("seed", 1, 13, 16)]).stores)
-    rig.finish(seed)
+    rig = with_a_stored_state()
     monkeypatch.setattr(rig.manager, "holds", lambda keys: [])
     assert rig.ask(rig.arrive(Request("r", 17))) == (16, True)

@@ -148,9 +148,10 @@ def test_a_spec_of_ones_own_by_module_path(tmp_path: Path, monkeypatch: pytest.M
     assert "CPUOffloadingSpec" in SPECS.names()
 
 
-def test_no_record_of_a_slot_is_made_after_the_start() -> None:
+@pytest.mark.parametrize("spec_name", ["CPUOffloadingSpec", "TieringOffloadingSpec"])
+def test_no_record_of_a_slot_is_made_after_the_start(spec_name: str) -> None:
     """An engine freezes what exists by then. Of these records a full collection would visit each."""
-    made = spec()
+    made = spec(spec_name=spec_name)
     manager, request = made.get_manager(), ReqContext("r")
     gc.freeze()
     try:

@@ -22,7 +22,7 @@ from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK
 
-__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_ends", "hit_unit_tokens"]
+__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_ends", "hit_unit_tokens", "possible_hit"]
 
 # A name of the module is found several times faster than a member of an enumeration.
 _FULL_ATTENTION = GroupKind.FULL_ATTENTION
@@ -282,6 +282,22 @@ def find_hit(
     if any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers):
         return None
     return hit
+
+
+def possible_hit(
+    groups: Sequence[GroupGeometry],
+    keys: Sequence[Sequence[OffloadKey]],
+    peek: AskBlocks,
+    holds: Callable[[Sequence[OffloadKey]], Sequence[bool]],
+    computed_tokens: int,
+    max_tokens: int,
+) -> tuple[int | None, set[OffloadKey] | None]:
+    """The longest hit of a hybrid model by what is anywhere (``find_hit``), found by ``peek``, which promotes nothing;
+    and where it could be cut off (``hit_ends``): ``None`` for a model without states, and where there is no hit."""
+    hit = find_hit(groups, keys, peek, computed_tokens, max_tokens)
+    if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
+        return hit, None
+    return hit, hit_ends(groups, keys, holds, computed_tokens, hit)
 
 
 def hit_ends(

@@ -27,7 +27,7 @@ from kvoffload.connector.engine import (
     EngineStep,
     ScheduledRequest,
 )
-from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of, hit_ends, hit_unit_tokens
+from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of, hit_unit_tokens, possible_hit
 from kvoffload.connector.jobs import EndedJobs, JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
@@ -68,7 +68,6 @@ class OffloadingConnectorScheduler:
         self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
         self._is_hybrid = any(group.kind is not GroupKind.FULL_ATTENTION for group in self._geometry)
         self._unit_tokens = hit_unit_tokens(self._geometry)
-        self._has_states = any(group.kind is GroupKind.SINGLE_STATE for group in self._geometry)
         self._requests: dict[str, RequestOffloadState] = {}
         self._jobs = JobTable(layout.num_ranks)
         num_blocks = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
@@ -225,10 +224,9 @@ class OffloadingConnectorScheduler:
         if self._is_hybrid:
             if state.possible_hit is None:
                 peek: AskBlocks = functools.partial(self._manager.peek, req_context=state.context)
-                possible = state.possible_hit = find_hit(self._geometry, keys, peek, computed_tokens, most)
-                if self._has_states and possible is not None and possible > computed_tokens:
-                    ends = hit_ends(self._geometry, keys, self._manager.holds, computed_tokens, possible)
-                    state.context.hit_ends = ends
+                state.possible_hit, state.context.hit_ends = possible_hit(
+                    self._geometry, keys, peek, self._manager.holds, computed_tokens, most
+                )
             most = most if state.possible_hit is None else min(most, state.possible_hit)
         hit = find_hit(self._geometry, keys, ask, computed_tokens, most)
         if hit is not None and hit > computed_tokens and self._should_await_load(state, computed_tokens, hit):

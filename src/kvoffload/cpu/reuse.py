@@ -88,17 +88,14 @@ class ReuseFilter:
         counted = self._counted_by.get(req_context.req_id)
         if counted is None:
             self._raise_count(key)
-        elif key not in counted:
-            self._remember(key, counted)
-            self._raise_count(key)
+        else:
+            self._count_once(key, counted)
 
     def peeked(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         counted = self._counted_by.get(req_context.req_id)
         if counted is not None:
             for key in keys:
-                if key not in counted:
-                    self._remember(key, counted)
-                    self._raise_count(key)
+                self._count_once(key, counted)
 
     def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
         """Counts the offer. Returns, in order, those of ``keys`` that enough requests have asked for."""
@@ -106,9 +103,8 @@ class ReuseFilter:
         counts, threshold = self._counts, self.threshold
         admitted = []
         for key in keys:
-            if counted is not None and key not in counted:
-                self._remember(key, counted)
-                self._raise_count(key)
+            if counted is not None:
+                self._count_once(key, counted)
             if counts.get(key, 0) >= threshold:
                 admitted.append(key)
         return admitted
@@ -124,10 +120,14 @@ class ReuseFilter:
             counts.popitem(last=False)
         counts[key] = 1
 
-    def _remember(self, key: OffloadKey, counted: set[OffloadKey]) -> None:
+    def _count_once(self, key: OffloadKey, counted: set[OffloadKey]) -> None:
+        """For an announced request, which has ``counted`` these keys."""
+        if key in counted:
+            return
         if len(counted) >= self._max_remembered:
             counted.intersection_update(self._counts)
         counted.add(key)
+        self._raise_count(key)
 
     def check_invariants(self) -> None:
         assert len(self._counts) <= self.max_tracker_size

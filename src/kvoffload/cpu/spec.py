@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from kvoffload.base import CanonicalKVCaches, OffloadingHandler, OffloadingManager, OffloadingSpec
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.cpu.manager import CPUOffloadingManager
@@ -12,6 +15,8 @@ from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.units import format_bytes
 
 __all__ = ["CPUOffloadingSpec"]
+
+_Primary = TypeVar("_Primary", bound=CPUOffloadingManager)
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -97,8 +102,14 @@ class CPUOffloadingSpec(OffloadingSpec):
         """The scheduler side needs no bytes here, but takes its part in the shared region, so that a region too large
         for the host is refused before any worker starts."""
         _ = self.region
-        manager = CPUOffloadingManager(
+        return self._make_primary(CPUOffloadingManager)
+
+    def _make_primary(self, make: Callable[..., _Primary], *args: object) -> _Primary:
+        """A manager of ``num_blocks`` slots, made with ``args`` and what is configured. It makes the records of all
+        slots now: an engine freezes what exists when it has started, and the garbage collector never visits that."""
+        manager = make(
             self.num_blocks,
+            *args,
             cache_policy=self.config.eviction_policy,
             enable_events=self.layout.events_enabled,
             store_threshold=self.config.store_threshold,

@@ -28,7 +28,7 @@ from kvoffload.base import (
     make_offload_key,
 )
 from kvoffload.config import GroupKind
-from kvoffload.connector.groups import GroupGeometry, find_hit, hit_ends
+from kvoffload.connector.groups import GroupGeometry, find_hit, possible_hit
 from kvoffload.connector.offers import Turnover, offer_in_portions
 from kvoffload.connector.requests import PortionState
 from kvoffload.sim.device_cache import DeviceCache
@@ -223,10 +223,10 @@ class Server:
         most = usable * tokens
         if asked.states:
             peek = partial(self._manager.peek, req_context=context)
-            possible = find_hit(self._groups, keys, peek, on_device * tokens, most)
+            possible, context.hit_ends = possible_hit(
+                self._groups, keys, peek, self._manager.holds, on_device * tokens, most
+            )
             most = most if possible is None else possible
-            if possible is not None and possible > on_device * tokens:
-                context.hit_ends = hit_ends(self._groups, keys, self._manager.holds, on_device * tokens, possible)
         while (hit := find_hit(self._groups, keys, ask, on_device * tokens, most)) is None:
             self._manager.on_schedule_end()
             self._wait()

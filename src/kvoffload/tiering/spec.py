@@ -86,15 +86,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def _make_manager(self) -> OffloadingManager:
         config = self.config
-        primary = CPUPrimaryTierOffloadingManager(
-            self.num_blocks,
-            self.region,
-            cache_policy=config.eviction_policy,
-            enable_events=self.layout.events_enabled,
-            store_threshold=config.store_threshold,
-            max_tracker_size=config.max_tracker_size,
-        )
-        primary.slots.make_records()
+        primary = self._make_primary(CPUPrimaryTierOffloadingManager, self.region)
         tiers: list[SecondaryTierManager] = []
         try:
             for options in self.tier_options:
