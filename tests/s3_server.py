@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tests.authority import Authority
 
 BUCKET = "kv-fleet"
+PATIENT = {"connect_timeout_s": 30.0, "request_timeout_s": 60.0}
+"""Options of a tier whose test is not about deadlines."""
 
 
 class S3Server:

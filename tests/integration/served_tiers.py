@@ -112,13 +112,13 @@ class ServedTiers:
         return self.engine.add(f"r{self._num_requests}", prompt(first_token, num_blocks), max_new_tokens=1)
 
     def finish(self, request: FakeRequest) -> None:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 120
         while request.status is not Status.FINISHED:
             assert time.monotonic() < deadline_s, f"{request.request_id} is {request.status}"
             self.step()
 
     def drain(self) -> None:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 120
         while not self.engine.idle:
             assert time.monotonic() < deadline_s
             self.step()

@@ -44,7 +44,7 @@ class SharedRegionSpec(OffloadingSpec):
 
 
 def drain(engine: FakeEngine) -> None:
-    give_up_s = time.monotonic() + 60
+    give_up_s = time.monotonic() + 120
     while not engine.idle:
         assert time.monotonic() < give_up_s, "the engine does not drain"
         engine.step()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests import redis_server, s3_server
 from tests.mooncake_server import MooncakePool
 from tests.redis_server import RedisServer, wait_until
 from tests.s3_server import BUCKET, S3Server
@@ -31,14 +32,14 @@ def blocks_of(seed: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server = S3Server(tmp_path_factory.mktemp("s3"))
     yield server
     server.stop()
@@ -60,15 +61,16 @@ needs_mooncake = pytest.mark.skipif(
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The options of a tier that all engines of a test share."""
     if request.param == "redis":
-        server = request.getfixturevalue("redis_server")
-        return {"type": "redis", "url": server.url, "prefix": tmp_path.name, "seal_key": "0123456789abcdef"}
+        server = request.getfixturevalue("shared_redis")
+        own = {"type": "redis", "url": server.url, "prefix": tmp_path.name, "seal_key": "0123456789abcdef"}
+        return redis_server.PATIENT | own
     if request.param == "mooncake":
         pool = request.getfixturevalue("pool")
         # It has no directories: a secret of one's own keeps the tests apart.
         known = {"type": "mooncake", "master": pool.master, "metadata": pool.metadata}
         return known | {"seal_key": f"0123456789abcdef-{tmp_path.name}"}
-    s3 = request.getfixturevalue("s3_server")
-    return {"type": "object", "url": f"s3://{BUCKET}/{tmp_path.name}", "config": s3.config, "request_timeout_s": 60}
+    s3 = request.getfixturevalue("shared_s3")
+    return s3_server.PATIENT | {"type": "object", "url": f"s3://{BUCKET}/{tmp_path.name}", "config": s3.config}
 
 
 def test_what_one_engine_computed_another_hits(tier: dict[str, Any]) -> None:
@@ -144,7 +146,7 @@ def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mortal]:
     server: Any
     if request.param == "redis":
         server = RedisServer(tmp_path)
-        yield Mortal({"type": "redis", "url": server.url, "window_timeout_s": 30.0}, server.kill, server.start)
+        yield Mortal(redis_server.PATIENT | {"type": "redis", "url": server.url}, server.kill, server.start)
     elif request.param == "object":
         server = S3Server(tmp_path)
         options = {"type": "object", "url": f"s3://{BUCKET}/load", "config": server.config, "request_timeout_s": 30}

@@ -72,7 +72,7 @@ class Setup:
         return bytes(self.view.cast("B")[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES])
 
     def until(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not done():
             self.manager.on_schedule_end()
             self.manager.check_invariants()

@@ -233,7 +233,7 @@ class DiskMachine(RuleBasedStateMachine):
             return
         try:
             self.neighbour.die()
-            end = time.monotonic() + 60
+            end = time.monotonic() + 120
             while self.manager.has_pending_work():
                 assert time.monotonic() < end, "work is pending for ever"
                 self.step(1)

@@ -69,7 +69,7 @@ class Rig:
         return set(result.successful_keys or (keys if result.success else ()))
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < end, "the tier hangs"
             self.tier.on_schedule_end()
@@ -94,7 +94,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig.tier.shutdown()
     gc.collect()
     rig.view.release()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while set(threading.enumerate()) - before:
         assert time.monotonic() < end, "threads left behind"
         time.sleep(0.01)

@@ -28,7 +28,7 @@ def runner(clock: ManualClock) -> Iterator[TierRunner]:
 
 
 def collect(runner: TierRunner, count: int) -> list[IoResult]:
-    results, end = [], time.monotonic() + 30
+    results, end = [], time.monotonic() + 120
     while len(results) < count:
         assert time.monotonic() < end, f"{len(results)} of {count} slices ended"
         results += runner.take_results()

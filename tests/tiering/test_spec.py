@@ -68,7 +68,7 @@ class Engine:
         self.manager.complete_store(names, self.request)
 
     def find(self, names: list[OffloadKey]) -> int:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while None in (answers := self.manager.lookup_prefix(names, self.request)):
             self.manager.on_schedule_end()
             assert time.monotonic() < deadline
@@ -83,7 +83,7 @@ class Engine:
         return self.pool[8 : 8 + len(names)]
 
     def stop(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         self.manager.on_request_finished(self.request)
         while self.manager.has_pending_work():
             self.manager.on_schedule_end()

@@ -103,7 +103,7 @@ class Rig:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Steps until ``condition``. The threads are real, so that only a hang takes long."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < end, "the tier hangs"
             self.step()
@@ -111,7 +111,7 @@ class Rig:
 
     def wait_for_results(self) -> None:
         """Waits until the result of a submitted lookup or load, if there is any, can be taken, and does not take it."""
-        runner, end = self.tier._runner, time.monotonic() + 30
+        runner, end = self.tier._runner, time.monotonic() + 120
         while not runner.ended and runner.backlog(IoQueue.LOOKUP) + runner.backlog(IoQueue.LOAD):
             assert time.monotonic() < end, "the store hangs"
             time.sleep(0.001)
@@ -166,7 +166,7 @@ def make() -> Iterator[Callable[..., Rig]]:
         rig.tier.shutdown()
         gc.collect()
         rig.view.release()  # raises if a thread or a job still refers to it
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while left := [t for t in threading.enumerate() if t not in before]:
         assert time.monotonic() < deadline, f"threads left behind: {left}"
         time.sleep(0.01)
@@ -831,7 +831,7 @@ class TestCallsThatHang:
         hung = self.hang(rig, [2], load=True)
         assert not rig.tier.has_pending_work()
         rig.store.free.set()
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not rig.tier.has_pending_work():
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -915,7 +915,7 @@ class TestCallsThatHang:
         assert manager.lookup(key, CONTEXT) is False, "its patience has ended"
         assert not manager.has_pending_work()
         rig.store.free.set()
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not manager.lookup(key, CONTEXT):
             assert time.monotonic() < end
             manager.on_schedule_end()
@@ -986,7 +986,7 @@ class ManyPages(StoreWrapper):
 
 def wait_for_upkeep(rig: Rig) -> None:
     """Waits until the upkeep thread has nothing to do, and takes nothing in."""
-    runner, end = rig.tier._runner, time.monotonic() + 30
+    runner, end = rig.tier._runner, time.monotonic() + 120
     while runner.backlog(IoQueue.UPKEEP) and not runner.ended:
         assert time.monotonic() < end, "the upkeep thread hangs"
         time.sleep(0.001)

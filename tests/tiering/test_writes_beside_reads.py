@@ -63,7 +63,7 @@ class Rig:
         return self._last_id
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < end, self.store.begun
             self.tier.on_schedule_end()

@@ -106,7 +106,7 @@ class Recorded:
         return self.engine.add_request(tokens, SamplingParams(max_tokens=1))
 
     def finish(self, request: Request) -> None:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 120
         while not request.is_done:
             assert time.monotonic() < deadline_s
             self.engine.step()

@@ -28,16 +28,16 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, A
     shared = {"type": request.param, "required": True, "seal_key": SEAL_KEY}
     server: Any
     if request.param == "redis":
-        from tests.redis_server import RedisServer
+        from tests import redis_server
 
-        server = RedisServer(place)
-        own = {"url": server.url}
+        server = redis_server.RedisServer(place)
+        own = redis_server.PATIENT | {"url": server.url}
     elif request.param == "object":
         pytest.importorskip("obstore", reason="make test-vllm brings it")
-        from tests.s3_server import BUCKET, S3Server
+        from tests import s3_server
 
-        server = S3Server(place)
-        own = {"url": f"s3://{BUCKET}/fleet", "config": server.config, "request_timeout_s": 60}
+        server = s3_server.S3Server(place)
+        own = s3_server.PATIENT | {"url": f"s3://{s3_server.BUCKET}/fleet", "config": server.config}
     else:
         pytest.importorskip("mooncake.store", reason="needs its client and Debian's libibverbs1", exc_type=ImportError)
         from tests.mooncake_server import MooncakePool

@@ -96,7 +96,7 @@ class Rig:
             self.results[result.job_id] = set(good if good is not None else ["all"] if result.success else ())
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < end, "the tier hangs"
             self.step()

@@ -95,7 +95,7 @@ class Rig:
         return good
 
     def until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < end, "the tier hangs"
             self.tier.on_schedule_end()
