@@ -14,7 +14,7 @@ from tests.sizes import by_size
 from kvoffload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import NO_BLOCK
-from kvoffload.connector.groups import GroupGeometry, find_hit, geometry_of, hit_ends, hit_unit_tokens
+from kvoffload.connector.groups import GroupGeometry, find_hit, geometry_of, hit_unit_tokens, possible_hit
 from kvoffload.errors import ConfigError
 
 Answers = list[list[bool | None]]
@@ -150,18 +150,18 @@ def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(ca
 def test_a_part_of_a_hit_ends_where_all_states_are(case: Case) -> None:
     groups, answers, computed, most = case
     anywhere = Tier([[answer is not False for answer in blocks] for blocks in answers])
-    possible = find_hit(groups, anywhere.keys, anywhere.ask, computed, most)
+    possible, ends = possible_hit(groups, anywhere.keys, anywhere.ask, anywhere.holds, computed, most)
     assert possible is not None
-    if possible == computed:
-        return
     states = [group for group in groups if group.kind is GroupKind.SINGLE_STATE]
+    if possible == computed or not states:
+        assert ends is None
+        return
     useful = [
         hit
         for hit in range(computed + 1, possible + 1)
         if all(boundary_ok(group, hit) for group in groups)
         and all(anywhere.answers[group.index][hit // group.block_tokens - 1] for group in states)
     ]
-    ends = hit_ends(groups, anywhere.keys, anywhere.holds, computed, possible)
     assert ends == {
         anywhere.keys[group.index][max(needed_tokens(group, computed, hit)) // group.block_tokens]
         for hit in useful

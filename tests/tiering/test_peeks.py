@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from tests.tiering.rig import BLOCK_BYTES, Rig, keys, prefix
 
-from kvoffload.base import OffloadKey, ReqContext, StepWork
+from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, StepWork
 from kvoffload.tiering.load_policy import BlockWorth
 
 
@@ -80,3 +80,22 @@ def test_the_reuse_filter_counts_what_a_request_peeks_at() -> None:
     output = rig.manager.prepare_store(prefix(3), contexts[0])
     assert output is not None
     assert output.keys_to_store == prefix(2), "the third block was offered once, and nobody peeked at it"
+
+
+def test_what_is_held_is_asked_of_each_tier_only_where_nothing_above_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tier takes microseconds for a key, and there may be a state for each 16 tokens of a prompt."""
+    rig = Rig(16, [OffloadPolicy.BLOCK_LEVEL] * 3)
+    rig.store(prefix(2), rig.start("r"))
+    asked: list[list[OffloadKey]] = []
+    for tier, held in zip(rig.tiers, (keys(2), keys(3), []), strict=True):
+
+        def holds(names: list[OffloadKey], held: list[OffloadKey] = held) -> list[bool]:
+            asked.append(names)
+            return [name in held for name in names][:1]  # a short answer breaks nothing
+
+        monkeypatch.setattr(tier, "holds", holds)
+    assert rig.manager.holds(prefix(5)) == [True, True, True, True, False]
+    assert asked == [keys(2, 3, 4), keys(3, 4), keys(4)]
+    asked.clear()
+    assert rig.manager.holds(prefix(3)) == [True] * 3
+    assert asked == [keys(2)], "no tier is asked for nothing"

@@ -22,7 +22,7 @@ from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK
 
-__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_ends", "hit_unit_tokens", "possible_hit"]
+__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_unit_tokens", "possible_hit"]
 
 # A name of the module is found several times faster than a member of an enumeration.
 _FULL_ATTENTION = GroupKind.FULL_ATTENTION
@@ -94,8 +94,7 @@ class GroupGeometry:
         if hit_tokens <= computed_tokens:
             return range(0)
         needed = self.gpu_blocks_for_hit(computed_tokens, hit_tokens)
-        stop_tokens = max(needed.stop * self.gpu_block_tokens, hit_tokens + self.lookahead_tokens)
-        return range(needed.start // self.factor, -(-stop_tokens // self.block_tokens))
+        return range(needed.start // self.factor, -(-(hit_tokens + self.lookahead_tokens) // self.block_tokens))
 
     def longest_hit(self, num_blocks: int) -> int:
         """The most tokens that a hit can have if ``num_blocks`` blocks of the request can be found, and no more."""
@@ -293,14 +292,14 @@ def possible_hit(
     max_tokens: int,
 ) -> tuple[int | None, set[OffloadKey] | None]:
     """The longest hit of a hybrid model by what is anywhere (``find_hit``), found by ``peek``, which promotes nothing;
-    and where it could be cut off (``hit_ends``): ``None`` for a model without states, and where there is no hit."""
+    and where it could be cut off (``ReqContext.hit_ends``), which is ``None`` without states and without a hit."""
     hit = find_hit(groups, keys, peek, computed_tokens, max_tokens)
     if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
         return hit, None
-    return hit, hit_ends(groups, keys, holds, computed_tokens, hit)
+    return hit, _hit_ends(groups, keys, holds, computed_tokens, hit)
 
 
-def hit_ends(
+def _hit_ends(
     groups: Sequence[GroupGeometry],
     keys: Sequence[Sequence[OffloadKey]],
     holds: Callable[[Sequence[OffloadKey]], Sequence[bool]],
@@ -316,9 +315,10 @@ def hit_ends(
             found = holds([own[tokens // group.block_tokens - 1] for tokens in ends])
             # A state that a manager says nothing of is not known to be there.
             ends = [tokens for tokens, is_there in zip(ends, found, strict=False) if is_there]
-    return {
-        own[group.blocks_to_find(computed_tokens, tokens)[-1]]
-        for group, own in zip(groups, keys, strict=True)
-        if group.kind is _FULL_ATTENTION
-        for tokens in (*ends, hit_tokens)
-    }
+    found_ends: set[OffloadKey] = set()
+    for group, own in zip(groups, keys, strict=True):
+        if group.kind is _FULL_ATTENTION:
+            # The last of ``blocks_to_find`` of each hit, in short: a long prompt may have one for each 16 tokens.
+            size, ahead = group.block_tokens, group.lookahead_tokens - 1
+            found_ends.update([own[(tokens + ahead) // size] for tokens in (*ends, hit_tokens)])
+    return found_ends

@@ -257,7 +257,9 @@ class TieringOffloadingManager(OffloadingManager):
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         found = self.primary_tier.holds(keys)
         for tier in self._tiers:
-            found = [is_here or is_below for is_here, is_below in zip(found, tier.holds(keys), strict=True)]
+            if missing := [key for key, is_here in zip(keys, found, strict=True) if not is_here]:
+                below = iter(tier.holds(missing))
+                found = [is_here or next(below, False) for is_here in found]
         return found
 
     def shutdown(self) -> None:
