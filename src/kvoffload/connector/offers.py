@@ -99,15 +99,16 @@ def plan_offer(
     blocks: list[int] = []
     source = Source([], [], [])
     for group, own, stop in zip(geometry, state.groups, cursors):
-        found: Sequence[int]
-        if group.kind is _SINGLE_STATE:
+        found: Sequence[int] = ()
+        ids: Sequence[int] = ()
+        if group.kind is not _SINGLE_STATE:
+            found, ids = group.blocks_to_store(range(own.cursor, stop), own.gpu_block_ids, computed_tokens, unit_tokens)
+        elif own.states:
             states = _states_to_offer(group, own, offered_tokens // group.block_tokens, unit_tokens)
             largest = max(largest, len(states[:1]))
             is_last &= len(states) <= 1
             found = states[:1]
             ids = [own.states[block] for block in found]
-        else:
-            found, ids = group.blocks_to_store(range(own.cursor, stop), own.gpu_block_ids, computed_tokens, unit_tokens)
         keys += map(own.keys.__getitem__, found)
         blocks += found
         source.gpu_block_ids.extend(ids)
