@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from email.utils import format_datetime
 from pathlib import Path
 
-from tests.redis_server import PATIENCE_S, free_port, wait_until
+from tests.ports import free_port
+from tests.redis_server import PATIENCE_S, wait_until
 
 ACCOUNT = "kvfleet"
 KEY = base64.b64encode(b"the key of an account of a test").decode()

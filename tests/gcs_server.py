@@ -20,7 +20,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from tests.authority import Authority
-from tests.redis_server import PATIENCE_S, free_port, wait_until
+from tests.ports import free_port
+from tests.redis_server import PATIENCE_S, wait_until
 
 BUCKET = "kv-fleet"
 

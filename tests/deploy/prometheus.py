@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.redis_server import free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy/prometheus/kvoffload.rules.yml"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from tests.redis_server import free_port
+from tests.ports import free_port
 
 from kvoffload.base import CanonicalKVCaches
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig

@@ -63,7 +63,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     if request.param == "redis":
         server = request.getfixturevalue("shared_redis")
         own = {"type": "redis", "url": server.url, "prefix": tmp_path.name, "seal_key": "0123456789abcdef"}
-        return redis_server.PATIENT | own
+        return redis_server.PATIENT_OPTIONS | own
     if request.param == "mooncake":
         pool = request.getfixturevalue("pool")
         # It has no directories: a secret of one's own keeps the tests apart.
@@ -146,7 +146,7 @@ def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mortal]:
     server: Any
     if request.param == "redis":
         server = RedisServer(tmp_path)
-        yield Mortal(redis_server.PATIENT | {"type": "redis", "url": server.url}, server.kill, server.start)
+        yield Mortal(redis_server.PATIENT_OPTIONS | {"type": "redis", "url": server.url}, server.kill, server.start)
     elif request.param == "object":
         server = S3Server(tmp_path)
         options = {"type": "object", "url": f"s3://{BUCKET}/load", "config": server.config, "request_timeout_s": 30}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from tests.redis_server import RedisServer
+from tests.redis_server import PATIENT, RedisServer
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
 
 from kvoffload.config import parse_config
@@ -42,7 +42,7 @@ def test_the_access_rule_is_enough_and_no_more(server: RedisServer) -> None:
     with server.client() as client:
         client.execute_command(*rule.replace("\\\n", " ").split())
     own = {"username": "fleet-a", "password": "PASSWORD"}
-    store = RedisStore(f"{server.url}/0", BLOCK_BYTES, prefix="fleet-a", **own)
+    store = RedisStore(f"{server.url}/0", BLOCK_BYTES, prefix="fleet-a", timeouts=PATIENT, **own)
     assert write(store, keys(1, 2)) == [True, True]
     assert read(store, keys(1, 2)) == [True, True]
     assert store.contains(keys(2, 3)) == [True, False]

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,16 +17,11 @@ from typing import Any
 
 from tests.engines.vllm.harness import CONNECTOR, ROOT, Baseline, child_environment
 from tests.engines.vllm.prompts import BLOCK_TOKENS, NEW_TOKENS, Prompt, long_prompts
+from tests.ports import free_port
 
 CPU_SLOTS = 200
 """The CPU tier has room for six of the eight prompts, so that blocks are also removed."""
 BLOCK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def connector_arguments() -> dict[str, Any]:

@@ -31,7 +31,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, A
         from tests import redis_server
 
         server = redis_server.RedisServer(place)
-        own = redis_server.PATIENT | {"url": server.url}
+        own = redis_server.PATIENT_OPTIONS | {"url": server.url}
     elif request.param == "object":
         pytest.importorskip("obstore", reason="make test-vllm brings it")
         from tests import s3_server

@@ -14,8 +14,9 @@ import pytest
 import torch
 from tests.jumping_clock import JumpingClock, check, compiler
 from tests.mooncake_server import MooncakePool
+from tests.ports import free_port
 from tests.proxy import Proxy
-from tests.redis_server import free_port, wait_until
+from tests.redis_server import wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, buffers, read, write
 from tests.tiering.stores.growth import Held, check_growth, held
 from tests.tiering.test_spec import PAGE_BYTES, Engine, spec

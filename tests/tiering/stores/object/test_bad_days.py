@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from tests.jumping_clock import JumpingClock, check, compiler
+from tests.ports import free_port
 from tests.proxy import Proxy
-from tests.redis_server import free_port, wait_until
+from tests.redis_server import wait_until
 from tests.s3_server import BUCKET, S3Server
 from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
 from tests.tiering.stores.growth import Held, check_growth, held

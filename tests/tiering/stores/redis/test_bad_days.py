@@ -14,8 +14,9 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.ports import free_port
 from tests.proxy import Proxy
-from tests.redis_server import RedisServer, free_port, wait_until
+from tests.redis_server import RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
 
 from kvoffload.base import OffloadKey

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from redis.crc import key_slot
-from tests.redis_server import RedisCluster, RedisServer, free_port, wait_until
+from tests.ports import free_port
+from tests.redis_server import RedisCluster, RedisServer, wait_until
 from tests.tiering.stores.blocks import read, write
 
 from kvoffload.errors import ConfigError, StoreError

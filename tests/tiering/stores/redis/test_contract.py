@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from tests.redis_server import RedisCluster, RedisServer
+from tests.redis_server import PATIENT, RedisCluster, RedisServer
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.store_contract import BlockStoreContract
@@ -25,7 +25,8 @@ class TestRedisStore(BlockStoreContract):
 
     def make_store(self, directory: Path) -> BlockStore:
         # A prefix of its own shows the side door which names are this test's.
-        return RedisStore(self.url, self.block_bytes, "ns", ttl_s=600, prefix=directory.name, secret=self.secret)
+        known = {"ttl_s": 600, "prefix": directory.name, "secret": self.secret, "timeouts": PATIENT}
+        return RedisStore(self.url, self.block_bytes, "ns", **known)
 
     def reopen(self, directory: Path) -> BlockStore | None:
         return self.make_store(directory)
@@ -48,7 +49,7 @@ class TestCluster(BlockStoreContract):
         self.url = shared_cluster.url
 
     def make_store(self, directory: Path) -> BlockStore:
-        return RedisStore(self.url, self.block_bytes, str(directory), cluster=True)
+        return RedisStore(self.url, self.block_bytes, str(directory), cluster=True, timeouts=PATIENT)
 
     def reopen(self, directory: Path) -> BlockStore | None:
         return self.make_store(directory)
@@ -56,7 +57,7 @@ class TestCluster(BlockStoreContract):
 
 class TestUnderWrappers(TestRedisStore):
     def make_store(self, directory: Path) -> BlockStore:
-        inner = RedisStore(self.url, self.block_bytes + Checksummed.OVERHEAD_BYTES, str(directory))
+        inner = RedisStore(self.url, self.block_bytes + Checksummed.OVERHEAD_BYTES, str(directory), timeouts=PATIENT)
         return Namespaced(Throttled(Checksummed(inner), 1e12), "mine")
 
     def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:

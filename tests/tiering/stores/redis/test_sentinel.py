@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 import redis
-from tests.redis_server import RedisSentinel, RedisServer, free_port, wait_until
+from tests.ports import free_port
+from tests.redis_server import RedisSentinel, RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
 
 from kvoffload.errors import ConfigError, StoreError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.authority import Authority
-from tests.redis_server import RedisCluster, RedisServer
+from tests.redis_server import PATIENT, RedisCluster, RedisServer
 from tests.tiering.stores.blocks import read, write
 
 from kvoffload.errors import StoreError
@@ -50,7 +50,7 @@ def tls_server(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def start_tls(directory: Path, authority: Authority, **more: str) -> RedisServer:
-    from tests.redis_server import free_port
+    from tests.ports import free_port
 
     port = free_port()
     server = RedisServer(directory, **redis_options(authority, tls_port=str(port), **more))
@@ -64,7 +64,7 @@ class TestOverTls(BlockStoreContract):
         self.url, self.ca = tls_server.url, authority.ca
 
     def make_store(self, directory: Path) -> BlockStore:
-        return RedisStore(self.url, self.block_bytes, str(directory), tls_ca=self.ca)
+        return RedisStore(self.url, self.block_bytes, str(directory), tls_ca=self.ca, timeouts=PATIENT)
 
     def reopen(self, directory: Path) -> BlockStore | None:
         return self.make_store(directory)
@@ -140,7 +140,7 @@ def test_a_frozen_server_costs_a_deadline(authority: Authority, tmp_path: Path, 
 def test_a_cluster_over_tls(authority: Authority, tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path, tls_authority=redis_options(authority, tls_auth_clients="no"))
     try:
-        store = RedisStore(cluster.url, 4096, cluster=True, tls_ca=authority.ca)
+        store = RedisStore(cluster.url, 4096, cluster=True, tls_ca=authority.ca, timeouts=PATIENT)
         wanted = keys(*range(30))
         assert write(store, wanted) == [True] * 30
         assert read(store, wanted) == [True] * 30
