@@ -20,6 +20,7 @@ from kvoffload.errors import ConfigError, MissingExtraError, StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.options import STORES, build_tier, parse_tier
 from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.nodes import Connector, Timeouts
 from kvoffload.tiering.stores.redis.options import RedisOptions
 from kvoffload.tiering.stores.remote import read_secret, without_credentials
 from kvoffload.tiering.tier import StoreTier
@@ -228,6 +229,13 @@ def test_required_with_a_server_starts(shared_server: RedisServer) -> None:
     assert isinstance(store, RedisStore)
     assert str(shared_server.port) in repr(store)
     store.close()
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_whether_tls_checks_the_name_does_not_depend_on_the_library(is_checked: bool) -> None:
+    """Before redis-py 6 it does not, unless it is asked to."""
+    made = Connector("rediss://kv.example.com", Timeouts(), tls_verify=is_checked)
+    assert made.connection(made.address).check_hostname is is_checked
 
 
 def test_without_redis_py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

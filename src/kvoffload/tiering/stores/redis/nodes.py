@@ -104,6 +104,7 @@ class Connector:
         if parts.scheme == "rediss":
             self._known |= {"ssl_ca_certs": tls_ca, "ssl_certfile": tls_cert, "ssl_keyfile": tls_key}
             self._known["ssl_cert_reqs"] = "required" if tls_verify else "none"
+            self._known["ssl_check_hostname"] = tls_verify  # before redis-py 6 it is not checked by default
         given = {"username": sentinel_username, "password": sentinel_password}
         self._for_sentinels = {name: value for name, value in given.items() if value is not None}
         self.errors: tuple[type[Exception], ...] = (RedisError, OSError)
