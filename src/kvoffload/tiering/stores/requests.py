@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from kvoffload.errors import StoreError
+
 __all__ = ["Requests"]
 
 T = TypeVar("T")
@@ -47,18 +49,16 @@ class Requests:
         self._is_closed = False
 
     def run(self, call: Callable[[int], T], count: int) -> list[T | BaseException]:
-        """What ``call(0)`` to ``call(count - 1)`` return or raise, once all of them have."""
+        """What ``call(0)`` to ``call(count - 1)`` return or raise, once all of them have. Raises ``StoreError``, and
+        calls nothing, if no thread can be started; the next batch tries again."""
         if not count:
             return []
         batch: _Batch[T] = _Batch(call, count)
         with self._lock:
             if self._is_closed:
                 raise ValueError("the store is closed")
+            self._start_threads(min(self._count, self._num_open + count))
             self._num_open += count
-            while len(self._threads) < min(self._count, self._num_open):
-                name = f"kvoffload-{self._name}-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
-                self._threads[-1].start()
             for index in range(count):
                 self._queue.put((batch, index))  # type: ignore[arg-type]
         batch.has_ended.wait()
@@ -76,6 +76,18 @@ class Requests:
                 self._queue.put(None)
         for thread in threads:
             thread.join()
+
+    def _start_threads(self, wanted: int) -> None:
+        while len(self._threads) < wanted:
+            name = f"kvoffload-{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as exc:
+                if self._threads:
+                    return  # those that live do all, if more slowly
+                raise StoreError(f"A store's requests need a thread, which cannot be started: {exc}.") from exc
+            self._threads.append(thread)
 
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tests.tiering.stores.growth import Held, check_growth, held
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.object import ObjectStore
-from kvoffload.tiering.stores.requests import Requests
 
 OpenStore = Callable[..., ObjectStore]
 
@@ -232,26 +230,3 @@ def test_a_batch_is_read_side_by_side(shared_s3: S3Server, open_store: OpenStore
     assert write(store, wanted) == [True] * 40
     assert read(store, wanted) == [True] * 40
     assert store.contains(keys(*range(20, 60))) == [True] * 20 + [False] * 20
-
-
-# ------------------------------------------------------------------------------------------------------- requests
-
-
-def test_as_many_requests_as_allowed_run_at_once_and_a_failure_is_its_own() -> None:
-    requests, together = Requests("test", 4), threading.Barrier(4)
-
-    def call(index: int) -> int:
-        together.wait(60)  # passes only if four are at it
-        if index == 2:
-            raise KeyboardInterrupt("not even this ends a thread")
-        return index
-
-    for _ in range(3):
-        results = requests.run(call, 8)
-        assert [result for result in results if not isinstance(result, BaseException)] == [0, 1, 3, 4, 5, 6, 7]
-        assert isinstance(results[2], KeyboardInterrupt)
-    assert requests.run(call, 0) == []
-    requests.close()
-    requests.close()
-    with pytest.raises(ValueError, match="closed"):
-        requests.run(call, 1)

@@ -240,7 +240,13 @@ class RedisStore(BlockStore):
         if len(parts) == 1:
             self._serve(parts[0])
             return
-        for result in self._requests.run(lambda index: self._serve(parts[index]), len(parts)):
+        try:
+            results = self._requests.run(lambda index: self._serve(parts[index]), len(parts))
+        except BaseException:
+            for part in parts:  # whose exchanges were never begun, and among them may be a node's probe
+                self._nodes.record(part.node, is_good=False)
+            raise
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
 
@@ -256,7 +262,7 @@ class RedisStore(BlockStore):
     def _exchange(self, node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
         try:
             answers = node.exchange(lambda wire: commands.exchange(wire, indexes))
-        except StoreError:
+        except BaseException:  # whatever it is: a probe that does not end leaves its node alone for ever
             self._nodes.record(node, is_good=False)
             raise
         self._nodes.record(node, is_good=True)
