@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvoffload.base import OffloadKey
+from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import BlockStoreContract, block_of
 from kvoffload.testing.stores import FaultyStore, GatedStore
@@ -102,6 +104,21 @@ class TestChecksummed(BlockStoreContract):
         inner.read_into([other], [memoryview(buffer)])
         inner.discard([key])
         return inner.write([key], [memoryview(buffer)]) == [True]
+
+    def test_a_bad_block_that_cannot_be_discarded_costs_the_good_ones_nothing(self) -> None:
+        class KeepsAll(MemoryStore):
+            def discard(self, keys: Sequence[OffloadKey]) -> None:
+                raise StoreError("not permitted")
+
+        inner = KeepsAll(self.block_bytes + Checksummed.OVERHEAD_BYTES)
+        store, (bad, good) = Checksummed(inner), keys_of(1, 2)
+        inner.write([bad], [memoryview(bytes(self.block_bytes + Checksummed.OVERHEAD_BYTES))])
+        store.write([good], [memoryview(block_of(good, self.block_bytes))])
+        targets = [memoryview(bytearray(self.block_bytes)) for _ in range(2)]
+        assert store.read_into([bad, good], targets) == [False, True]
+        assert bytes(targets[1]) == block_of(good, self.block_bytes)
+        assert store.stats().corrupt_blocks == 1
+        assert store.take_evicted() == [bad]
 
 
 class TestThrottled(BlockStoreContract):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import xxhash
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
 
 __all__ = ["Checksummed", "Namespaced", "StoreWrapper", "Throttled"]
@@ -94,10 +94,13 @@ class Checksummed(StoreWrapper):
             elif answers[index]:
                 block[:] = payload
         if bad:
-            self.inner.discard(bad)
             with self._lock:
                 self._bad += bad
                 self._num_bad += len(bad)
+            try:
+                self.inner.discard(bad)
+            except (StoreError, OSError):
+                pass  # the next read finds them bad again
         return answers
 
     def take_evicted(self) -> list[OffloadKey]:
