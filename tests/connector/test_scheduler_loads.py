@@ -187,6 +187,11 @@ def test_a_failed_load_leaves_what_the_device_had() -> None:
     rig.alloc(request, [100, 8, 9], external=8)
     (load,) = rig.step().loads
     assert rig.end(load, success=False).failed_loads == {"r": {8, 9}}
+    assert rig.ask(request, computed=4) == (0, False)
+    assert rig.ask(request, computed=0) == (0, False), "nor is another load tried when the device has lost that"
+    lookups = rig.scheduler.get_stats()["lookup_tokens",]
+    rig.finish(request)
+    assert rig.scheduler.get_stats()["lookup_tokens",] == lookups
 
 
 def test_every_rank_must_report_and_one_failure_fails() -> None:

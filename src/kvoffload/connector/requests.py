@@ -73,8 +73,10 @@ class RequestOffloadState:
     load_job_id: int | None = None
     job_ids: set[int] = field(default_factory=set)
     """Jobs in flight: one load, or any number of stores, never both."""
+    load_failed: bool = False
+    """A load of this request failed. It gets no other, so that it cannot retry for ever."""
     failed_keys: set[OffloadKey] = field(default_factory=set)
-    """Keys whose load failed. They are misses for this request for good, so that it cannot retry for ever."""
+    """The keys of that load, for the request's story."""
     awaited_job_id: int | None = None
     """A load of another request for which this one waited, once, instead of loading the same blocks itself."""
     asked: bool = False
@@ -158,6 +160,10 @@ class RequestOffloadState:
         """What to touch when the whole prefix was used. A request that reads no cache uses only what it stored."""
         keys = [key for state in self.groups for key in state.keys]
         return keys if self.context.reads_cache else [key for key in keys if key in self._stored_keys]
+
+    def fail_load(self, keys: Iterable[OffloadKey]) -> None:
+        self.load_failed = True
+        self.failed_keys.update(keys)
 
     def forget_computed(self) -> None:
         """Nothing that was computed so far may be offered until a step has computed more."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from kvoffload.base import (
     Direction,
@@ -214,11 +214,15 @@ class OffloadingConnectorScheduler:
     def _find_hit(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
         """The longest hit, or ``None`` while a lookup has no answer. Lookups promote what they find. So where a hit
         needs windows or states too, no attention is looked up behind the last of them that is anywhere. Whoever
-        promotes only a part of it learns where that part may end."""
+        promotes only a part of it learns where that part may end.
+
+        A request whose load failed gets no other. vLLM would count what it still needs as reserved for it, also against
+        the next load, and wait for ever if the two do not fit.
+        """
+        if state.load_failed:
+            return computed_tokens
         state.extend_keys(self._geometry)
         ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=state.context)
-        if state.failed_keys:
-            ask = functools.partial(self._ask_unless_failed, state)
         most = min(state.request.num_tokens - 1, computed_tokens + self._max_load_tokens(state))
         keys = [group.keys for group in state.groups]
         if self._is_hybrid:
@@ -236,12 +240,6 @@ class OffloadingConnectorScheduler:
     def _max_load_tokens(self, state: RequestOffloadState) -> int:
         most = state.limits.max_load_tokens
         return state.request.num_tokens if most is None else most
-
-    def _ask_unless_failed(self, state: RequestOffloadState, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
-        good = next((n for n, key in enumerate(keys) if key in state.failed_keys), len(keys))
-        answers = list(self._manager.lookup_prefix(keys[:good], state.context))
-        # A load of this key failed for this request: it stays a miss, even if the manager has it.
-        return answers if good == len(keys) or False in answers else [*answers, False]
 
     def _should_await_load(self, state: RequestOffloadState, computed_tokens: int, hit_tokens: int) -> bool:
         """Whether another request is loading at least half of these blocks already.
@@ -353,7 +351,7 @@ class OffloadingConnectorScheduler:
         job = self._jobs.begin(Direction.LOAD, state, keys if source is not None else (), fenced, self._epoch)
         state.load_job_id = job.job_id
         if source is None:
-            state.failed_keys.update(keys)
+            state.fail_load(keys)
             self._lost_loads.append(TransferJob(job.job_id, state.context.req_id, destination, destination))
             return
         for key in keys:
@@ -496,7 +494,7 @@ class OffloadingConnectorScheduler:
                 state.computed_tokens = state.hit_tokens
                 loaded.add(state.context.req_id)
             else:
-                state.failed_keys.update(job.keys)
+                state.fail_load(job.keys)
                 state.start_offers_after(state.computed_tokens, self._geometry)
                 failed[state.context.req_id] = job.gpu_block_ids
         return LoadOutcome(frozenset(loaded), failed)

@@ -185,7 +185,10 @@ class StoryTeller:
 
     def _why_no_longer_hit(self, state: RequestOffloadState, hit_tokens: int) -> tuple[str, float | None]:
         """Why there was no hit of ``hit_tokens``, the least beyond the one there was, although the group with the
-        smallest blocks has the next one: it needs a block that another group lacks, or that it looks ahead to."""
+        smallest blocks has the next one: it needs a block that another group lacks, or that it looks ahead to. After a
+        failed load there is no other."""
+        if state.load_failed:
+            return "load failed", None
         for group, own in zip(self._geometry, state.groups, strict=True):
             blocks = group.blocks_to_find(state.computed_tokens, hit_tokens)
             keys = own.keys[blocks.start : blocks.stop]
@@ -193,8 +196,6 @@ class StoryTeller:
             for key, loss, is_held in zip(keys, losses, held, strict=True):
                 if (refusal := state.context.trail.misses.get(key)) is not None:
                     return refusal, None
-                if key in state.failed_keys:
-                    return "load failed", None
                 if not is_held:
                     return _of(loss)
         return "unknown", None

@@ -155,6 +155,25 @@ def test_a_failed_load_is_recomputed(llama: SmallModel, asynchronous: bool) -> N
     steps.close()
 
 
+def test_a_failed_load_is_not_followed_by_another(llama: SmallModel, asynchronous: bool) -> None:
+    """vLLM counts what a request with a failed load still needs as reserved for it, also against its next load. If the
+    two do not fit together, it would wait for ever, and everybody behind it."""
+    steps = Steps(llama.path, asynchronous, 30, groups=[attention(), attention(window=60)], slots=200)
+    prompt = tokens(100, 7, more=0)
+    for request_id, ids in (("all", [*prompt, 1]), ("most", [*prompt[: 5 * BLOCK], 2])):
+        assert steps.scheduler.reset_prefix_cache()
+        run(steps, steps.add(request_id, ids, 1))
+    steps.failing.add("failed")
+    failed = steps.add("failed", [*prompt, *[3] * 9], 4)  # the device has five blocks of it, host memory two more
+    steps.add("large", list(range(200, 224)), 26)  # until it ends there is no room, and it takes those five
+    while not failed.is_finished():
+        steps.step()
+        assert len(steps.metas) < 150, "it waits for ever"
+    assert [job.request_id for job in steps.loads()].count("failed") == 1
+    steps.drain()
+    steps.close()
+
+
 def test_events_tell_all_about_promoted_blocks(llama: SmallModel, asynchronous: bool, tmp_path: Path) -> None:
     from vllm.distributed.kv_events import BlockStored
 
