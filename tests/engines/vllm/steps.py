@@ -151,6 +151,10 @@ class Steps:
         )
         ids = list(output.num_scheduled_tokens)
         broken = [job for job in meta.loads if job.request_id in self.failing]
+        # As the adapter's worker reports them: by block for one group, and else by request.
+        failures: dict[str, Any] = {"failed_recving": {job.request_id for job in broken}}
+        if len(self.block_tokens) == 1:
+            failures = {"invalid_block_ids": {int(each) for job in broken for each in job.destination.block_ids}}
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -159,7 +163,7 @@ class Steps:
                 sampled_token_ids=[sampled[request_id] for request_id in ids],
                 kv_connector_output=KVConnectorOutput(
                     finished_recving={job.request_id for job in meta.loads} or None,
-                    invalid_block_ids={int(block_id) for job in broken for block_id in job.destination.block_ids},
+                    **failures,
                     kv_connector_worker_meta=StepReport(report),
                 ),
             ),

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvoffload.base import OffloadKey
+from kvoffload.errors import StoreError
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.base import BlockStore
 
@@ -28,3 +29,11 @@ def read(store: BlockStore, keys: Sequence[OffloadKey], block_bytes: int = BLOCK
     for key, target, is_read in zip(keys, targets, answers, strict=True):
         assert not is_read or bytes(target) == block_of(key, block_bytes), "a wrong byte was served"
     return answers
+
+
+def succeeds(call: Callable[[], bool]) -> bool:
+    """The answer of a call that fails as long as its server is not back, or the machine stands still."""
+    try:
+        return call()
+    except StoreError:
+        return False

@@ -17,7 +17,7 @@ from tests.mooncake_server import MooncakePool
 from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.redis_server import wait_until
-from tests.tiering.stores.blocks import BLOCK_BYTES, buffers, read, write
+from tests.tiering.stores.blocks import BLOCK_BYTES, buffers, read, succeeds, write
 from tests.tiering.stores.growth import Held, check_growth, held
 from tests.tiering.test_spec import PAGE_BYTES, Engine, spec
 
@@ -353,13 +353,6 @@ def has_room(engine: Engine, wanted: list[OffloadKey]) -> bool:
         engine.manager.complete_store(wanted, request, success=False)
     engine.manager.on_request_finished(request)
     return output is not None
-
-
-def succeeds(call: Callable[[], bool]) -> bool:
-    try:
-        return call()
-    except StoreError:
-        return False
 
 
 @pytest.mark.parametrize(

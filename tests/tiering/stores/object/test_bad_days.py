@@ -14,7 +14,7 @@ from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.redis_server import wait_until
 from tests.s3_server import BUCKET, S3Server
-from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
+from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, succeeds, write
 from tests.tiering.stores.growth import Held, check_growth, held
 
 from kvoffload.errors import StoreError
@@ -32,13 +32,6 @@ def proxy(shared_s3: S3Server) -> Iterator[Proxy]:
     made = Proxy(shared_s3.port)
     yield made
     made.close()
-
-
-def succeeds(call: Callable[[], bool]) -> bool:
-    try:
-        return call()
-    except StoreError:
-        return False
 
 
 def test_a_refused_connection_is_one_sentence(shared_s3: S3Server, open_store: OpenStore) -> None:

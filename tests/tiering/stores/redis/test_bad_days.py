@@ -109,7 +109,7 @@ def test_a_frozen_server_costs_a_deadline_and_touches_no_buffer_later(
     patient = open_store(server.url)
     assert write(patient, keys(1, 2, 3)) == [True] * 3
     store = open_store(server.url, window_s=SOON_S)
-    assert read(store, keys(1)) == [True]
+    wait_until(lambda: _succeeds(lambda: read(store, keys(1)) == [True]), "the store is connected")
     server.freeze()
     targets = buffers(3)
     with pytest.raises(StoreError, match="no answer in time"):
@@ -129,7 +129,7 @@ def test_a_stop_in_the_middle_of_a_value(
     proxy = proxy_of(server)
     store = open_store(f"redis://127.0.0.1:{proxy.port}", window_s=SOON_S)
     assert write(open_store(server.url), keys(1, 2)) == [True, True]
-    assert store.contains(keys(1, 2)) == [True, True]
+    wait_until(lambda: _succeeds(lambda: store.contains(keys(1, 2)) == [True, True]), "the store is connected")
     for limit in (proxy.stall_after, proxy.cut_after):
         limit(BLOCK_BYTES + BLOCK_BYTES // 2)
         with pytest.raises(StoreError, match=r"in time|[Cc]onnection closed|closed the connection"):
@@ -146,7 +146,7 @@ def test_a_server_that_drips_is_left_at_the_deadline_and_read_by_who_waits(
     proxy = proxy_of(server)
     url = f"redis://127.0.0.1:{proxy.port}"
     hasty, patient = open_store(url, size, window_s=SOON_S), open_store(url, size)
-    assert write(hasty, keys(1), size) == [True]
+    wait_until(lambda: _succeeds(lambda: write(hasty, keys(1), size) == [True]), "the store is connected")
     proxy.throttle(size // 3)
     targets = buffers(1, size)
     with pytest.raises(StoreError, match="no answer in time"):
@@ -163,7 +163,7 @@ def test_a_server_that_takes_no_more_of_a_block(start_server: StartServer, open_
     server = start_server()
     large = 16 << 20  # more than the socket's buffers hold
     store = open_store(server.url, large, window_s=SOON_S)
-    assert store.contains(keys(1)) == [False]
+    wait_until(lambda: _succeeds(lambda: store.contains(keys(1)) == [False]), "the store is connected")
     server.freeze()
     block = [memoryview(bytearray(large))]
     with pytest.raises(StoreError):
@@ -414,7 +414,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
         assert write(store, keys(1, 2)) == [True, True]
         assert read(store, keys(1, 2, 3)) == [True, True, False]
     soon = open_store(server.url, window_s=SOON_S)
-    assert read(soon, keys(1)) == [True]
+    wait_until(lambda: _succeeds(lambda: read(soon, keys(1)) == [True]), "the store is connected")
     server.freeze()
     with pytest.raises(StoreError, match="no answer in time"):
         read(soon, keys(1))

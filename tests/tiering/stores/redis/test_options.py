@@ -7,12 +7,13 @@ import builtins
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.ports import free_port
-from tests.redis_server import RedisServer
+from tests.redis_server import PATIENT_OPTIONS, RedisServer
 from tests.tiering.stores.blocks import read, write
 
 from kvoffload.config import parse_config
@@ -180,8 +181,9 @@ def test_secrets_come_from_files_and_the_environment(
     (tmp_path / "password").write_text("hush\n")
     monkeypatch.setenv("KV_URL", f"redis://:hush@127.0.0.1:{server.port}")
     monkeypatch.setenv("KV_SEAL", SEAL_KEY)
-    by_file = parse(url=server.url, password={"file": str(tmp_path / "password")}, seal_key={"env": "KV_SEAL"})
-    by_env = parse(url={"env": "KV_URL"}, seal_key=SEAL_KEY)
+    patient = partial(parse, **PATIENT_OPTIONS)
+    by_file = patient(url=server.url, password={"file": str(tmp_path / "password")}, seal_key={"env": "KV_SEAL"})
+    by_env = patient(url={"env": "KV_URL"}, seal_key=SEAL_KEY)
     first, second = by_file.open_store(4096, "ns"), by_env.open_store(4096, "ns")
     assert write(first, keys(1)) == [True]
     assert read(second, keys(1)) == [True]
@@ -225,7 +227,7 @@ def test_required_decides_whether_a_missing_server_stops_the_start() -> None:
 
 
 def test_required_with_a_server_starts(shared_server: RedisServer) -> None:
-    store = parse(url=shared_server.url, required=True).open_store(4096, "ns")
+    store = parse(**PATIENT_OPTIONS, url=shared_server.url, required=True).open_store(4096, "ns")
     assert isinstance(store, RedisStore)
     assert str(shared_server.port) in repr(store)
     store.close()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from tests.authority import Authority
-from tests.redis_server import PATIENT, RedisCluster, RedisServer
-from tests.tiering.stores.blocks import read, write
+from tests.redis_server import PATIENT, RedisCluster, RedisServer, wait_until
+from tests.tiering.stores.blocks import read, succeeds, write
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
@@ -126,7 +126,7 @@ def test_a_frozen_server_costs_a_deadline(authority: Authority, tmp_path: Path, 
         store = open_store(server.url, LARGE, tls_ca=authority.ca, window_s=0.5)
         patient = open_store(server.url, LARGE, tls_ca=authority.ca)
         assert write(patient, keys(1), LARGE) == [True]
-        assert store.contains(keys(1)) == [True]
+        wait_until(lambda: succeeds(lambda: store.contains(keys(1)) == [True]), "the store is connected")
         server.freeze()
         for call in (read, write):
             with pytest.raises(StoreError):
