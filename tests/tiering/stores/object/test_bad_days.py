@@ -6,8 +6,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 from tests.jumping_clock import JumpingClock, check, compiler
 from tests.ports import free_port
@@ -74,6 +77,25 @@ def test_a_frozen_server_costs_a_deadline_and_touches_no_buffer_later(s3: S3Serv
     assert read(patient, keys(1, 2)) == [True, True]
     assert all(bytes(target) == UNTOUCHED * BLOCK_BYTES for target in targets)
     wait_until(lambda: succeeds(lambda: read(store, keys(1, 2)) == [True, True]), "the store works again")
+
+
+@pytest.mark.parametrize("call", ["head", "get", "put"])
+def test_a_frozen_server_costs_a_large_batch_one_deadline(
+    s3: S3Server, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store, wanted = open_store(s3, "batch", request_s=SOON_S), keys(*range(256))
+    begun, original = list[Any](), getattr(obstore, call)
+
+    def counted(*what: Any, **more: Any) -> Any:
+        begun.append(what)
+        return original(*what, **more)
+
+    monkeypatch.setattr(obstore, call, counted)
+    s3.freeze()
+    with pytest.raises(StoreError):
+        {"head": store.contains, "get": partial(read, store), "put": partial(write, store)}[call](wanted)
+    assert 0 < len(begun) <= 16  # as many as there are threads, and none after these
+    s3.thaw()
 
 
 @pytest.mark.parametrize("way", ["stall", "cut"])

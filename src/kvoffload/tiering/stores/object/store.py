@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -65,7 +66,9 @@ class ObjectStore(BlockStore):
         identity, digest = shared_identity(namespace, block_bytes, secret)
         self._directory = digest
         self._sealer = Sealer(identity, secret)
-        self._client, self._objects = _open(url, config or {}, deadlines or Deadlines(), tls_ca)
+        deadlines = deadlines or Deadlines()
+        self._request_s = deadlines.request_s
+        self._client, self._objects = _open(url, config or {}, deadlines, tls_ca)
         self._reads, self._writes = Requests("object-read", requests), Requests("object-write", requests)
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
@@ -177,8 +180,24 @@ class ObjectStore(BlockStore):
         return block if block.ndim == 1 and block.format == "B" else block.cast("B")
 
     def _outcomes(self, requests: Requests, call: Callable[[int], bool], count: int) -> list[bool]:
-        """The outcomes of ``count`` requests. What fails is a miss; if nothing came of the batch, the store fails."""
-        results = requests.run(call, count)
+        """The outcomes of ``count`` requests. What fails is a miss; if nothing came of the batch, the store fails.
+
+        There are more requests than threads. So that those of a frozen server do not wait for one deadline after the
+        other, none begins once one has failed and the deadline has passed since the batch began.
+        """
+        ends_s, has_failed = time.monotonic() + self._request_s, False
+
+        def ask(index: int) -> bool:
+            nonlocal has_failed
+            if has_failed and time.monotonic() >= ends_s:
+                return False
+            try:
+                return call(index)
+            except BaseException:
+                has_failed = True
+                raise
+
+        results = requests.run(ask, count)
         answers = [result is True for result in results]
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors and not any(answers):
