@@ -39,7 +39,7 @@ from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.testing.keys import keys as make_keys
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.stores.object import ObjectStore
-from kvoffload.tiering.stores.object.store import Deadlines
+from kvoffload.tiering.stores.object.client import Deadlines
 from kvoffload.tiering.stores.redis import RedisStore
 from kvoffload.tiering.stores.redis.wire import encode
 from kvoffload.tiering.stores.seal import Sealer

@@ -8,8 +8,8 @@ import pytest
 from tests.s3_server import BUCKET, S3Server
 from tests.tiering.stores.blocks import BLOCK_BYTES
 
-from kvoffload.tiering.stores.object import ObjectStore
-from kvoffload.tiering.stores.object.store import Deadlines
+from kvoffload.tiering.stores.object.client import Deadlines
+from kvoffload.tiering.stores.object.store import ObjectStore
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import obstore.store
 import pytest
 from tests.authority import Authority
-from tests.s3_server import BUCKET, S3Server
-from tests.tiering.stores.blocks import read, write
+from tests.s3_server import BUCKET, PATIENT, S3Server
+from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
@@ -72,6 +73,44 @@ def test_a_frozen_server_costs_a_deadline(authority: Authority, tmp_path: Path, 
         assert read(patient, keys(1)) == [True]
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"config": "endpoint"},
+        {"config": "endpoint_url"},
+        {"config": "aws_endpoint_url"},
+        {"environment": "AWS_ENDPOINT"},
+        {"environment": "AWS_ENDPOINT_URL"},
+        {"environment": "AWS_ENDPOINT_URL_S3"},
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"allow_http": "true", "aws_unsigned_payload": "true"}])
+def test_an_endpoint_without_tls_is_used_by_whatever_name_it_is_given(
+    shared_s3: S3Server, monkeypatch: pytest.MonkeyPatch, named: dict[str, str], more: dict[str, str]
+) -> None:
+    config = {name: value for name, value in shared_s3.config.items() if name != "endpoint"} | more
+    if name := named.get("config"):
+        config[name] = shared_s3.endpoint
+    else:
+        monkeypatch.setenv(named["environment"], shared_s3.endpoint)
+    options = {"type": "object", "url": f"s3://{BUCKET}/named", "config": config, "required": True} | PATIENT
+    store = parse_tier(options, BLOCK_BYTES).open_store(BLOCK_BYTES, str((named, more)))
+    assert write(store, keys(1)) == [True]
+    assert read(store, keys(1)) == [True]
+    store.close()
+
+
+def test_an_endpoint_that_is_not_used_allows_nothing(
+    tls_s3: S3Server, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://elsewhere")
+    given: list[dict[str, Any]] = []
+    original = obstore.store.from_url
+    monkeypatch.setattr(obstore.store, "from_url", lambda *url, **more: given.append(more) or original(*url, **more))
+    ObjectStore(f"s3://{BUCKET}/tls-only", BLOCK_BYTES, config=tls_s3.config, tls_ca=authority.ca).close()
+    assert [options["client_options"]["allow_http"] for options in given] == [False]
 
 
 def test_required_refuses_an_unknown_authority_at_the_start(tls_s3: S3Server) -> None:

@@ -15,7 +15,7 @@ from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.object import ObjectStore
-from kvoffload.tiering.stores.object.store import Deadlines
+from kvoffload.tiering.stores.object.client import Deadlines
 
 pytestmark = pytest.mark.skipif(program() is None, reason="needs Azurite; `make test-remote` brings it")
 

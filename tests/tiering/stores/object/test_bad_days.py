@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import obstore
+import obstore.store
 import pytest
 from tests.jumping_clock import JumpingClock, check, compiler
 from tests.ports import free_port
@@ -22,7 +22,7 @@ from tests.tiering.stores.growth import Held, check_growth, held
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
-from kvoffload.tiering.stores.object import ObjectStore
+from kvoffload.tiering.stores.object.store import ObjectStore
 
 OpenStore = Callable[..., ObjectStore]
 
@@ -208,6 +208,29 @@ def test_a_wrong_object_is_a_miss_is_deleted_and_written_anew(
     assert store.contains(wanted) == [True, False, True]
     assert write(store, wanted) == [True] * 3
     assert read(store, wanted) == [True] * 3
+
+
+def test_a_panic_of_the_client_fails_in_words(
+    shared_s3: S3Server, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(shared_s3, "panic")
+    with pytest.raises(BaseException, match="prefix") as panic:
+        obstore.store.from_url("s3://bucket/x", config={"timeout": "5s"})
+    assert not isinstance(panic.value, Exception)
+
+    def panics(*what: Any, **more: Any) -> Any:
+        raise panic.value
+
+    for call in ("head", "list", "delete"):
+        monkeypatch.setattr(obstore, call, panics)
+    for use in (
+        lambda: store.contains(keys(1)),
+        lambda: store.discard(keys(1)),
+        lambda: list(store.scan()),
+        store.check,
+    ):
+        with pytest.raises(StoreError, match="The object store s3://kv-fleet/panic fails: "):
+            use()
 
 
 def test_what_a_lifecycle_rule_removed_is_a_miss(shared_s3: S3Server, open_store: OpenStore) -> None:

@@ -12,7 +12,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object import ObjectStore
-from kvoffload.tiering.stores.object.store import Deadlines
+from kvoffload.tiering.stores.object.client import Deadlines
 
 
 class TestObjectStore(BlockStoreContract):

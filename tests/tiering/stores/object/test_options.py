@@ -14,6 +14,7 @@ from tests.tiering.stores.blocks import read, write
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.options import STORES, parse_tier
+from kvoffload.tiering.stores.object.client import Deadlines, open_client
 from kvoffload.tiering.stores.object.options import ObjectOptions
 
 URL = "s3://bucket/prefix"
@@ -41,6 +42,23 @@ def parse(**options: Any) -> ObjectOptions:
         ({"request_timeout_s": 0}, "request_timeout_s of the 'object' tier"),
         ({"config": {"regoin": "x"}}, "config of the 'object' tier .* it has .*'regoin'"),
         ({"config": {"endpoint": "http://id:hush@host"}}, "endpoint of the 'object' tier has no credentials"),
+        ({"config": {"endpoint_url": "http://id:hush@host"}}, "endpoint_url of the 'object' tier has no credentials"),
+        ({"config": {"aws_endpoint": "https://id:hush@host"}}, "aws_endpoint of the 'object' tier has no credentials"),
+        ({"config": {"AWS_ENDPOINT_URL": "https://host/?sig=hush"}}, "AWS_ENDPOINT_URL of the 'object' tier has no"),
+        ({"config": {"metadata_endpoint": "http://id:hush@host"}}, "metadata_endpoint of the 'object' tier has no"),
+        ({"url": "gs://b/p", "config": {"base_url": "https://id:hush@host"}}, "base_url of the 'object' tier has no"),
+        (
+            {"url": "az://c/p", "config": {"azure_endpoint": "https://host?sig=hush"}},
+            "azure_endpoint of the 'object' tier",
+        ),
+        ({"config": {"allow_http": "hush"}}, "allow_http of the 'object' tier must be 'true' or 'false'"),
+        (
+            {"config": {"allow_http": "false", "endpoint": "http://host"}},
+            "allow_http of the 'object' tier is false, but",
+        ),
+        ({"config": {"proxy_url": "http://id:hush@host"}}, "config of the 'object' tier is not what obstore takes"),
+        ({"config": {"skip_signature": True}}, "Bad value in the options of the .object. tier"),
+        ({"config": {"region": None}}, "Bad value in the options of the .object. tier"),
         ({"config": {"secret_access_key": {"nev": "x"}}}, '{"env": name}'),
         ({"tls_ca": "/nowhere/ca.pem"}, "tls_ca of the 'object' tier is /nowhere/ca.pem, which fails: No such file"),
         ({"seal_key": "short"}, "16 characters"),
@@ -52,6 +70,36 @@ def test_a_mistake_is_one_sentence(options: dict[str, Any], text: str) -> None:
         parse(**options)
     assert "\n" not in str(caught.value)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        (URL, "AWS_ENDPOINT"),
+        (URL, "AWS_ENDPOINT_URL"),
+        (URL, "AWS_ENDPOINT_URL_S3"),
+        ("gs://bucket/prefix", "GOOGLE_BASE_URL"),
+        ("az://container/prefix", "AZURE_STORAGE_ENDPOINT"),
+    ],
+)
+def test_an_endpoint_of_the_environment_is_checked_too(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "https://id:hush@host")
+    with pytest.raises(ConfigError, match=f"{name} of the 'object' tier has no credentials") as caught:
+        parse(url=url)
+    assert "hush" not in str(caught.value)
+
+
+def test_an_endpoint_of_the_environment_that_the_configuration_replaces_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://id:hush@host")
+    parse(config={"endpoint": "https://host"})
+
+
+@pytest.mark.parametrize("value", [True, None, 5, {"file": "x"}])
+def test_a_setting_that_is_no_text_is_refused_before_obstore_sees_it(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"region must be text, not {type(value).__name__}"):
+        open_client(URL, {"region": value}, Deadlines(), None)
 
 
 @pytest.mark.parametrize(

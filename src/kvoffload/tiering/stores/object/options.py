@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.object.store import Deadlines, ObjectStore
+from kvoffload.tiering.stores.object.client import Deadlines
+from kvoffload.tiering.stores.object.store import ObjectStore
 from kvoffload.tiering.stores.remote import RemoteOptions, Secret, check_secret, read_secret
 
 __all__ = ["ObjectOptions"]
@@ -17,7 +18,8 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     url: Secret
     config: dict[str, Secret] | None = None
     """obstore's settings for the service: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key`` and so on.
-    What is left out comes from the environment (``AWS_...``) and the machine's own role."""
+    What is left out comes from the environment (``AWS_...``) and the machine's own role. An endpoint of http:// is used
+    as it is; nothing else is sent without TLS, unless ``allow_http`` is ``"true"``."""
     requests: int = 16
     """Requests in flight at once, of reads and of writes."""
     tls_ca: str | None = None

@@ -7,28 +7,19 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import SplitResult, urlsplit
+from contextlib import contextmanager
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import ConfigError, MissingExtraError, StoreError
+from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.object.client import Deadlines, check_url, open_client
 from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
 
-__all__ = ["Deadlines", "ObjectStore"]
+__all__ = ["ObjectStore"]
 
-_SCHEMES = ("s3", "gs", "az")
 _LIST_CHUNK = 1000
 _LONGEST_KEY = 112
-
-
-class Deadlines(NamedTuple):
-    connect_s: float = 1.0
-    request_s: float = 5.0
-    """For one request, its body included. One retry, if it fails sooner."""
 
 
 class ObjectStore(BlockStore):
@@ -62,13 +53,13 @@ class ObjectStore(BlockStore):
             raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
         self.batch_blocks = requests
         self._block_bytes = block_bytes
-        self._where = _check_url(url)
+        self._where = check_url(url)
         identity, digest = shared_identity(namespace, block_bytes, secret)
         self._directory = digest
         self._sealer = Sealer(identity, secret)
         deadlines = deadlines or Deadlines()
         self._request_s = deadlines.request_s
-        self._client, self._objects = _open(url, config or {}, deadlines, tls_ca)
+        self._client, self._objects = open_client(url, config or {}, deadlines, tls_ca)
         self._reads, self._writes = Requests("object-read", requests), Requests("object-write", requests)
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
@@ -125,24 +116,22 @@ class ObjectStore(BlockStore):
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         if not keys:
             return
-        try:
-            self._client.delete(self._objects, [self._path(key) for key in dict.fromkeys(keys)])
-        except FileNotFoundError:
-            pass
-        except Exception as exc:
-            raise self._failed(exc) from exc
+        with self._errors_in_words():
+            try:
+                self._client.delete(self._objects, [self._path(key) for key in dict.fromkeys(keys)])
+            except FileNotFoundError:
+                pass
 
     def close(self) -> None:
         self._reads.close()
         self._writes.close()
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        pages = self._client.list(self._objects, self._directory + "/", chunk_size=_LIST_CHUNK)
+        with self._errors_in_words():
+            pages = self._client.list(self._objects, self._directory + "/", chunk_size=_LIST_CHUNK)
         while True:
-            try:
+            with self._errors_in_words():
                 page = next(pages, None)
-            except Exception as exc:
-                raise self._failed(exc) from exc
             if page is None:
                 return
             names = [entry["path"].rpartition("/")[2] for entry in page if entry["size"] == self._file_bytes]
@@ -159,10 +148,8 @@ class ObjectStore(BlockStore):
     def check(self) -> None:
         """Raises ``StoreError``, in one sentence, if the bucket cannot be used. A missing block alone cannot be told
         from a missing bucket."""
-        try:
+        with self._errors_in_words():
             next(self._client.list(self._objects, self._directory + "/", chunk_size=1), None)
-        except Exception as exc:
-            raise self._failed(exc) from exc
 
     # --------------------------------------------------------------------------------------------------- helpers
 
@@ -204,6 +191,15 @@ class ObjectStore(BlockStore):
             raise self._failed(errors[0]) from errors[0]
         return answers
 
+    @contextmanager
+    def _errors_in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:  # a panic of obstore's is no Exception
+            raise self._failed(exc) from exc
+
     def _failed(self, exc: BaseException) -> StoreError:
         # The client's message goes on for many lines, with all of the request.
         reason = str(exc).strip().split("\n")[0].strip().rstrip(".")
@@ -217,70 +213,6 @@ class ObjectStore(BlockStore):
             self.discard(keys)
         except StoreError:
             pass  # the next read finds them bad again
-
-
-def _check_url(url: str) -> str:
-    """``url`` as it may be shown. Raises ``ConfigError`` for one that no object store has."""
-    parts = _split(url)
-    if parts is None or parts.scheme not in _SCHEMES or not parts.netloc:
-        raise ConfigError(
-            "url of the 'object' tier must be s3://bucket/prefix, gs://bucket/prefix or az://container/..."
-        )
-    if "@" in parts.netloc or ":" in parts.netloc or parts.query:
-        raise ConfigError("url of the 'object' tier has no credentials or settings: give them in its 'config'.")
-    return f"{parts.scheme}://{parts.netloc}{parts.path}"
-
-
-def _open(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_ca: str | None) -> tuple[Any, Any]:
-    """obstore, and its store for ``url``."""
-    try:
-        import obstore
-        from obstore.store import from_url
-    except ImportError as exc:
-        raise MissingExtraError("The 'object' tier needs obstore: pip install 'kvoffload[object]'.") from exc
-    settings: dict[str, Any] = dict(config)
-    endpoint = _split(settings.get("endpoint", ""))
-    if endpoint is None:
-        raise ConfigError("endpoint of the 'object' tier is no URL that can be read.")
-    if "@" in endpoint.geturl():
-        raise ConfigError(
-            "endpoint of the 'object' tier has no credentials: give them in the other settings of 'config'."
-        )
-    options: dict[str, Any] = {
-        "timeout": timedelta(seconds=deadlines.request_s),
-        "connect_timeout": timedelta(seconds=deadlines.connect_s),
-        "allow_http": settings.get("endpoint", "").startswith("http://"),
-    }
-    if tls_ca is not None:
-        try:
-            options["root_certificate"] = Path(tls_ca).read_bytes()
-        except OSError as exc:
-            raise ConfigError(f"tls_ca of the 'object' tier is {tls_ca}, which fails: {exc.strerror}.") from exc
-    if url.startswith("s3:"):
-        settings.setdefault("unsigned_payload", True)  # TLS and our seal say what the signature would
-    retries = {
-        "max_retries": 1,
-        "retry_timeout": timedelta(seconds=deadlines.request_s),
-        "backoff": {
-            "init_backoff": timedelta(milliseconds=50),
-            "max_backoff": timedelta(milliseconds=200),
-            "base": 2,
-        },
-    }
-    try:
-        return obstore, from_url(url, config=settings, client_options=options, retry_config=retries)  # type: ignore[call-overload]
-    except Exception as exc:  # noqa: BLE001 - its cause must not be shown: the message may have a setting's value
-        raise ConfigError(
-            f"config of the 'object' tier is not what obstore takes ({type(exc).__name__}): it has {sorted(settings)}."
-        ) from None
-
-
-def _split(url: str) -> SplitResult | None:
-    """The parts of ``url``, ``None`` if it has none. The error would have a part of ``url`` in its text."""
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return None
 
 
 def _key_of(name: str) -> OffloadKey | None:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""obstore's client for a bucket. Its settings are checked here first: its own errors show what they have."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+from kvoffload.errors import ConfigError, MissingExtraError
+
+__all__ = ["Deadlines", "check_url", "open_client"]
+
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+"""Of the environment variables that obstore reads, by the scheme of the URL."""
+_ENDPOINT = re.compile("(^|_)(endpoint|endpoint_url|endpoint_url_s3|endpoint_url_sts|base_url)$")
+_ENDPOINTS_OF_BLOCKS = ("endpoint", "endpoint_url_s3", "base_url")
+
+
+class Deadlines(NamedTuple):
+    connect_s: float = 1.0
+    request_s: float = 5.0
+    """For one request, its body included. One retry, if it fails sooner."""
+
+
+def check_url(url: str) -> str:
+    """``url`` as it may be shown. Raises ``ConfigError`` for one that no object store has."""
+    parts = _split(url)
+    if parts is None or parts.scheme not in _PREFIXES or not parts.netloc:
+        raise ConfigError(
+            "url of the 'object' tier must be s3://bucket/prefix, gs://bucket/prefix or az://container/..."
+        )
+    if "@" in parts.netloc or ":" in parts.netloc or parts.query:
+        raise ConfigError("url of the 'object' tier has no credentials or settings: give them in its 'config'.")
+    return f"{parts.scheme}://{parts.netloc}{parts.path}"
+
+
+def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_ca: str | None) -> tuple[Any, Any]:
+    """obstore, and its store for ``url``, which ``check_url`` has passed. Does no I/O but to read ``tls_ca``."""
+    try:
+        import obstore
+        from obstore.store import from_url
+    except ImportError as exc:
+        raise MissingExtraError("The 'object' tier needs obstore: pip install 'kvoffload[object]'.") from exc
+    for name, value in config.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"config of the 'object' tier: {name} must be text, not {type(value).__name__}.")
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=deadlines.request_s),
+        "connect_timeout": timedelta(seconds=deadlines.connect_s),
+        "allow_http": _may_be_http(config, _environment(url.partition(":")[0])),
+    }
+    # It is one of the client's options above, which obstore takes for none of the service's settings.
+    settings: dict[str, Any] = {name: value for name, value in config.items() if _bare(name) != "allow_http"}
+    if tls_ca is not None:
+        try:
+            options["root_certificate"] = Path(tls_ca).read_bytes()
+        except OSError as exc:
+            raise ConfigError(f"tls_ca of the 'object' tier is {tls_ca}, which fails: {exc.strerror}.") from exc
+    if url.startswith("s3:") and "unsigned_payload" not in map(_bare, settings):
+        settings["unsigned_payload"] = True  # TLS and our seal say what the signature would
+    retries = {
+        "max_retries": 1,
+        "retry_timeout": timedelta(seconds=deadlines.request_s),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=50),
+            "max_backoff": timedelta(milliseconds=200),
+            "base": 2,
+        },
+    }
+    try:
+        return obstore, from_url(url, config=settings, client_options=options, retry_config=retries)  # type: ignore[call-overload]
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as exc:  # noqa: BLE001 - a panic of obstore's is no Exception
+        # Its cause must not be shown: the message may have a setting's value.
+        raise ConfigError(
+            f"config of the 'object' tier is not what obstore takes ({type(exc).__name__}): it has {sorted(settings)}."
+        ) from None
+
+
+def _may_be_http(config: Mapping[str, str], environment: Mapping[str, str]) -> bool:
+    """Whether the user said so, or gave an endpoint that is. Raises ``ConfigError`` if an endpoint may not be shown."""
+    given = {_bare(name): value.lower() for name, value in config.items()}
+    used = {**{name: value for name, value in environment.items() if _bare(name) not in given}, **config}
+    is_http = False
+    for name, value in used.items():
+        bare = _bare(name)
+        if _ENDPOINT.search(bare):
+            _check_endpoint(name, value)
+            is_http |= bare in _ENDPOINTS_OF_BLOCKS and value.lower().startswith("http://")
+        elif bare == "allow_http" and value.lower() == "true":
+            is_http = True
+    allowed = given.get("allow_http", "true")
+    if allowed not in ("true", "false"):
+        raise ConfigError("allow_http of the 'object' tier must be 'true' or 'false'.")
+    if allowed == "false" and is_http:
+        raise ConfigError("allow_http of the 'object' tier is false, but its endpoint is one of http://.")
+    return is_http
+
+
+def _check_endpoint(name: str, value: str) -> None:
+    parts = _split(value)
+    if parts is None:
+        raise ConfigError(f"{name} of the 'object' tier is no URL that can be read.")
+    if "@" in value or parts.query or parts.fragment:
+        raise ConfigError(
+            f"{name} of the 'object' tier has no credentials or settings: give them in the other settings of 'config'."
+        )
+
+
+def _environment(scheme: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES[scheme])}
+
+
+def _bare(name: str) -> str:
+    """``name`` as all its spellings have it: ``AWS_ENDPOINT_URL`` and ``endpoint`` are one setting."""
+    bare = re.sub("^(aws|google|azure_storage|azure)_", "", name.lower())
+    return "endpoint" if bare == "endpoint_url" else bare
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of ``url``, ``None`` if it has none. The error would have a part of ``url`` in its text."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return None
