@@ -5,11 +5,11 @@ import inspect
 import logging
 
 import pytest
-from tests.connector.rig import BT, FULL, Request, Rig, key
+from tests.connector.rig import BT, FULL, STATE, Request, Rig, key
 
 from kvoffload.base import OffloadingManager, OffloadPolicy, ReqContext
 from kvoffload.config import EngineLayout, OffloadingConfig
-from kvoffload.connector import EngineStep, OffloadingConnectorScheduler
+from kvoffload.connector import BoundaryState, EngineStep, OffloadingConnectorScheduler
 from kvoffload.connector.guard import GuardedManager
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import TransferError
@@ -108,3 +108,46 @@ def test_a_request_lives_through_a_manager_that_breaks() -> None:
     rig.finish(request)
     rig.finish(first)
     assert not scheduler.has_pending_work()
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [
+        ("lookup_prefix", []),
+        ("lookup_prefix", [True]),
+        ("lookup_prefix", None),
+        ("peek", [True]),
+        ("on_new_request", None),
+        ("prepare_store", []),
+        ("prepare_load", None),
+        ("holds", [True]),
+    ],
+)
+def test_what_is_no_answer_is_a_miss_too(
+    method: str, answer: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plug-in's mistake: a short list without a miss at its end, or a forgotten return."""
+    rig = Rig(groups=(FULL, STATE))
+    rig.scheduler = OffloadingConnectorScheduler(
+        GuardedManager(rig.manager), rig.layout, OffloadingConfig(cpu_bytes_to_use=1 << 20)
+    )
+    seed = rig.arrive(Request("seed", 16))
+    rig.ask(seed)
+    tables = range(4), range(10, 14)
+    rig.alloc(seed, *tables)
+    rig.end(*rig.step(rig.run(seed, *tables, tokens=16), states=[BoundaryState("seed", 1, 13, 16)]).stores)
+    rig.finish(seed)
+    monkeypatch.setattr(rig.manager, method, lambda *args, **more: answer)
+    request = rig.arrive(Request("r", 21))
+    hit, _ = rig.ask(request)
+    assert hit in (0, 16)
+    own = [20, 21, 22, 23, 24, 25], [30, 31, 32, 33, 34, 35]
+    rig.alloc(request, *own, external=hit)
+    jobs = rig.step()
+    rig.end(*jobs.loads)
+    rig.end(*jobs.lost_loads, success=False)
+    rig.end(*rig.step(rig.run(request, *own, tokens=20)).stores)
+    rig.finish(request)
+    rig.step()
+    assert len(caplog.records) == 1
+    assert "taken as" in caplog.text

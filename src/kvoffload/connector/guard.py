@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary where a manager's exceptions become cache misses."""
+"""The boundary where a manager's exceptions and wrong answers become cache misses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 
 class GuardedManager(OffloadingManager):
-    """Wraps any manager, and turns every exception into the answer that costs a recomputation and nothing else.
+    """Wraps any manager, and turns every exception, and every answer that is none, into the one that costs a
+    recomputation and nothing else.
 
     For engine adapters: an engine step must survive a broken manager or plug-in. Tests use the bare manager, so that
     faults show. ``prepare_load`` has no harmless answer; it raises ``TransferError``, which the scheduler side treats
@@ -46,9 +47,14 @@ class GuardedManager(OffloadingManager):
     def __repr__(self) -> str:
         return f"GuardedManager({self.manager!r})"
 
-    def _guard(self, otherwise: T, call: Callable[..., T], *args: object) -> T:
+    def _guard(
+        self, otherwise: T, call: Callable[..., T], *args: object, is_answer: Callable[[T], object] | None = None
+    ) -> T:
         try:
-            return call(*args)
+            answer = call(*args)
+            if is_answer is not None and not is_answer(answer):
+                raise TypeError(f"this is no answer: {answer!r:.100}")
+            return answer
         except Exception:  # noqa: BLE001 - this is the boundary
             self._log.exception(f"{getattr(call, '__qualname__', call)} failed; taken as a cache miss")
             return otherwise
@@ -58,14 +64,29 @@ class GuardedManager(OffloadingManager):
         return self._guard(miss, self.manager.lookup, key, req_context)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        return self._guard([False] if keys else [], self.manager.lookup_prefix, keys, req_context)
+        return self._guard(
+            [False] if keys else [],
+            self.manager.lookup_prefix,
+            keys,
+            req_context,
+            is_answer=lambda answers: _reaches_a_miss(answers, keys),
+        )
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        return self._guard([None] * len(keys), self.manager.peek, keys, req_context)
+        return self._guard(
+            [None] * len(keys),
+            self.manager.peek,
+            keys,
+            req_context,
+            is_answer=lambda answers: _reaches_a_miss(answers, keys),
+        )
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         try:
-            return self.manager.prepare_load(keys, req_context)
+            spec = self.manager.prepare_load(keys, req_context)
+            if not isinstance(spec, LoadStoreSpec):
+                raise TypeError(f"this is no answer: {spec!r:.100}")
+            return spec
         except Exception as exc:
             self._log.exception("prepare_load failed; taken as a failed load")
             raise TransferError(f"{len(keys)} blocks could not be prepared for a load.") from exc
@@ -77,7 +98,7 @@ class GuardedManager(OffloadingManager):
         self._guard(None, self.manager.touch, keys, req_context)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        return self._guard(None, self.manager.prepare_store, keys, req_context)
+        return self._guard(None, self.manager.prepare_store, keys, req_context, is_answer=_is_store)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
@@ -85,7 +106,9 @@ class GuardedManager(OffloadingManager):
         self._guard(None, self.manager.complete_store, keys, req_context, success)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return self._guard(RequestOffloadingContext(), self.manager.on_new_request, req_context)
+        return self._guard(
+            RequestOffloadingContext(), self.manager.on_new_request, req_context, is_answer=_is_request_context
+        )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._guard(None, self.manager.on_request_finished, req_context)
@@ -112,7 +135,20 @@ class GuardedManager(OffloadingManager):
         self._guard(None, self.manager.watch_losses, lost)
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._guard([False] * len(keys), self.manager.holds, keys)
+        return self._guard([False] * len(keys), self.manager.holds, keys, is_answer=lambda held: len(held) == len(keys))
 
     def shutdown(self) -> None:
         self._guard(None, self.manager.shutdown)
+
+
+def _reaches_a_miss(answers: Sequence[bool | None], keys: Sequence[OffloadKey]) -> bool:
+    """Whether there is an answer for each key up to the first ``False``."""
+    return len(answers) >= len(keys) or (bool(answers) and answers[-1] is False)
+
+
+def _is_store(answer: object) -> bool:
+    return answer is None or isinstance(answer, PrepareStoreOutput)
+
+
+def _is_request_context(answer: object) -> bool:
+    return isinstance(answer, RequestOffloadingContext)
