@@ -167,7 +167,7 @@ def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end
         translator.finish(request(f"r{n}", 1))
     (event,) = translator.translate([stored(key("a", 1))])
     assert event.block_size == 0
-    assert len(translator._origins) == 512
+    assert len(translator._holders) == 512
     assert not translator._live
 
 
@@ -197,7 +197,24 @@ def test_a_block_whose_last_token_the_next_input_of_a_session_replaced_is_descri
     translator.finish(session)
     for n in range(512):
         translator.finish(request(f"r{n}", 1))
-    assert len(translator._origins) == 512
+    assert len(translator._holders) == 512
+
+
+def test_a_block_that_a_session_gave_up_is_described_from_the_request_that_still_has_it() -> None:
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+    session, twin = request("a", 2), request("a", 2)
+    twin.request_id = "twin"
+    translator.track(twin)
+    translator.track(session)
+    session.block_hashes[1:] = [b"b-1", b"b-2"]
+    session.all_token_ids[7:] = [7, 8, 9, 10, 11]
+    (given_up,) = translator.translate([stored(key("a", 1))])
+    assert given_up.token_ids == [104, 105, 106, 107]
+    translator.finish(twin)
+    for n in range(512):
+        translator.finish(request(f"r{n}", 1))
+    (unknown,) = translator.translate([stored(key("a", 1))])
+    assert unknown.token_ids == [], "its tokens are nobody's any longer"
 
 
 def test_unknown_blocks_cost_one_look_at_the_live_requests_a_call() -> None:
@@ -285,20 +302,27 @@ def test_a_request_is_tracked_with_whichever_call_comes_first(call: str) -> None
     asked.num_tokens = asked.num_prompt_tokens = 10
     asked.kv_transfer_params = None
     getattr(side, call)(*([asked] if call == "on_new_request" else [asked, 0]))
-    assert len(side._events._origins) == 2
+    assert len(side._events._holders) == 2
 
 
-def test_a_shared_prefix_stays_tracked_for_the_request_that_still_runs() -> None:
+@pytest.mark.parametrize("first_to_end", ["old", "young"])
+def test_a_shared_prefix_stays_tracked_for_the_request_that_still_runs(first_to_end: str) -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     old, young = request("a", 1), request("a", 1)
     old.request_id, young.request_id = "old", "young"
     translator.track(old)
     translator.track(young)
-    translator.finish(old)
+    translator.finish(old if first_to_end == "old" else young)
     for n in range(512):
         translator.finish(request(f"r{n}", 1))
     (event,) = translator.translate([stored(key("a", 0))])
     assert event.block_size == 4
+    for ended in (old, young):
+        if ended.request_id in translator._live:
+            translator.finish(ended)
+    for n in range(512):
+        translator.finish(request(f"r{n}", 1))
+    assert len(translator._holders) == 512
 
 
 # ------------------------------------------------------------------------------------------------------ metrics

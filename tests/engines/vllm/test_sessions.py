@@ -26,8 +26,8 @@ def steps(request: pytest.FixtureRequest, llama: SmallModel) -> Iterator[Steps]:
     steps.close()
 
 
-def part(steps: Steps, tokens: Iterable[int]) -> Any:
-    request = steps.request("session", list(tokens), 20, stop_token_ids=[STOP])
+def part(steps: Steps, tokens: Iterable[int], max_tokens: int = 20) -> Any:
+    request = steps.request("session", list(tokens), max_tokens, stop_token_ids=[STOP])
     request.resumable = True
     steps.scheduler.add_request(request)
     return request
@@ -97,4 +97,33 @@ def test_events_of_a_session_describe_what_its_next_part_computes(llama: SmallMo
     stored = [event.token_ids for event in steps.events if isinstance(event, BlockStored) and event.medium == "CPU"]
     blocks = [tokens[n : n + BLOCK] for n in range(0, len(tokens), BLOCK)]
     assert [block for block in stored if block != [100, 101, 102, 7]] == blocks
+    steps.close()
+
+
+def test_events_of_the_block_that_a_session_gave_up_have_the_tokens_that_were_hashed(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_events import BlockStored
+
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    steps = Steps(llama.path, True, num_gpu_blocks=40, slots=64, self_describing_kv_events=True)
+    session = part(steps, PROMPT, 2)
+    while session.status.name != "WAITING_FOR_STREAMING_REQ":
+        steps.step()
+    given_up, tokens = bytes(session.block_hashes[1]), list(session.all_token_ids)[BLOCK : 2 * BLOCK]
+    steps.add("beside", list(range(100, 103)), 4)
+    for _ in range(6):
+        steps.step()  # its block of generated tokens makes the translator look at the hashes of all requests
+    steps.add("twin", list(PROMPT), 6)  # generates the same block
+    for _ in range(4):
+        steps.step()
+    part(steps, range(50, 55))
+    assert bytes(session.block_hashes[1]) != given_up
+    for _ in range(4):
+        steps.step()
+    steps.scheduler.finish_requests("session", aborted())
+    steps.drain()
+    steps.deliver_all()
+    events = [event for event in steps.events if isinstance(event, BlockStored) and event.medium == "CPU"]
+    assert [event.token_ids for event in events if event.block_hashes == [given_up]] == [tokens]
     steps.close()

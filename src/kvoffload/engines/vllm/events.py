@@ -39,15 +39,12 @@ class _Tracked:
 
     request: Any
     hashes: list[bytes] = field(default_factory=list)
-    """Its block hashes that are in ``_origins``, unless another request has them too."""
+    """Its block hashes that name it in ``_holders``."""
 
-
-@dataclass(slots=True)
-class _HashOrigin:
-    """A request that has a hash, and the hash's index in it."""
-
-    tracked: _Tracked
-    hash_index: int
+    def still_has(self, block_hash: bytes, hash_index: int) -> bool:
+        """False once the next input of a session has replaced a token of this block."""
+        hashes = self.request.block_hashes
+        return hash_index < len(hashes) and bool(hashes[hash_index] == block_hash)
 
 
 class EventTranslator:
@@ -62,11 +59,12 @@ class EventTranslator:
             for group in layout.groups
         ]
         self._kinds = [(_VLLM_KINDS[group.kind], group.sliding_window_tokens) for group in layout.groups]
-        self._origins: dict[bytes, _HashOrigin] = {}
+        self._holders: dict[bytes, dict[_Tracked, int]] = {}
+        """By hash, the requests that have it, and its index in them. Any of them describes it."""
         self._live: dict[str, _Tracked] = {}
         self._finished: deque[_Tracked] = deque()
         self._is_fresh = False
-        """Whether ``_origins`` has all hashes of live requests. They do not grow while events are translated."""
+        """Whether ``_holders`` has all hashes of live requests. They do not grow while events are translated."""
 
     # ------------------------------------------------------------------------------------------ tracked requests
 
@@ -90,7 +88,7 @@ class EventTranslator:
             self._forget_hash(known.pop(), tracked)
         for index in range(len(known), len(hashes)):
             known.append(bytes(hashes[index]))
-            self._origins[known[-1]] = _HashOrigin(tracked, index)
+            self._holders.setdefault(known[-1], {})[tracked] = index
 
     def finish(self, request: Any) -> None:
         if not self._describe:
@@ -107,20 +105,28 @@ class EventTranslator:
             self._forget_hash(block_hash, tracked)
 
     def _forget_hash(self, block_hash: bytes, tracked: _Tracked) -> None:
-        found = self._origins.get(block_hash)
-        if found is not None and found.tracked is tracked:
-            del self._origins[block_hash]
+        holders = self._holders[block_hash]
+        del holders[tracked]
+        if not holders:
+            del self._holders[block_hash]
 
-    def _origin(self, key: OffloadKey) -> _HashOrigin | None:
+    def _holder(self, key: OffloadKey) -> tuple[_Tracked, int] | None:
+        """A request that has the block, and the index of its hash."""
         block_hash = get_offload_block_hash(key)
-        found = self._origins.get(block_hash)
+        found = self._known_holder(block_hash)
         if found is None and not self._is_fresh:
             # A block of generated tokens: only now does anybody ask for the hashes that were added since.
             for tracked in self._live.values():
                 self._add_hashes(tracked)
             self._is_fresh = True
-            found = self._origins.get(block_hash)
+            found = self._known_holder(block_hash)
         return found
+
+    def _known_holder(self, block_hash: bytes) -> tuple[_Tracked, int] | None:
+        for tracked, hash_index in self._holders.get(block_hash, {}).items():
+            if tracked.still_has(block_hash, hash_index):
+                return tracked, hash_index
+        return None
 
     # ---------------------------------------------------------------------------------------------- translation
 
@@ -143,20 +149,19 @@ class EventTranslator:
         for group, keys in _by_group(event.keys):
             plain: list[OffloadKey] = []
             for key in keys:
-                found = self._origin(key) if self._describe and self._hashes_per_block[group] else None
+                found = self._holder(key) if self._describe and self._hashes_per_block[group] else None
                 if found is None:
                     plain.append(key)
                 else:
-                    yield self._described(key, group, event.medium, found)
+                    yield self._described(key, group, event.medium, *found)
             if plain:
                 yield self._event(plain, group, event.medium)
 
-    def _described(self, key: OffloadKey, group: int, medium: str, origin: _HashOrigin) -> Any:
+    def _described(self, key: OffloadKey, group: int, medium: str, tracked: _Tracked, hash_index: int) -> Any:
         # The event names the whole block, by the hash at its end, since that is what can be loaded: not the engine's
         # blocks inside it.
         per_block = self._hashes_per_block[group]
-        first = origin.hash_index + 1 - per_block
-        request = origin.tracked.request
+        first, request = hash_index + 1 - per_block, tracked.request
         hashes, lora = request.block_hashes, request.lora_request
         first_token, stop_token = first * self._hash_tokens, (first + per_block) * self._hash_tokens
         return self._event(
