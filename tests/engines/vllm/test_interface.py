@@ -44,7 +44,7 @@ ATTRIBUTES = {
     ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",
     ("vllm.v1.request", "Request"): (
         "request_id block_hashes num_tokens num_prompt_tokens kv_transfer_params all_token_ids lora_request "
-        "skip_reading_prefix_cache mm_features"
+        "skip_reading_prefix_cache mm_features prompt_embeds"
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
     ("vllm.v1.core.block_pool", "BlockPool"): "null_block",

@@ -15,7 +15,7 @@ import pytest
 from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
 from kvoffload.cpu import CPUOffloadingManager
-from kvoffload.engines.vllm.events import EventTranslator
+from kvoffload.engines.vllm.events import EventTranslator, _extra_keys
 from kvoffload.engines.vllm.versions import vllm_release
 from kvoffload.metrics import METRICS
 
@@ -147,6 +147,40 @@ def test_finished_requests_are_tracked_without_their_images() -> None:
     assert event.extra_keys == [(("cat", 0),)]
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+def test_finished_requests_are_tracked_without_their_prompt_embeddings(factor: int) -> None:
+    import torch
+    from vllm import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    embeds = torch.arange(18.0 * 3).reshape(18, 3)
+    data = weakref.ref(embeds)
+    asked = Request(
+        "a",
+        None,
+        SamplingParams(max_tokens=9),
+        None,
+        prompt_embeds=embeds,
+        block_hasher=get_request_block_hasher(4, hash_fn),
+    )
+    keys = [make_offload_key(bytes(each), 0) for each in asked.block_hashes[factor - 1 :: factor]]
+    expected = []
+    for first in range(0, 16, 4 * factor):
+        twin = Request("twin", None, SamplingParams(max_tokens=9), None, prompt_embeds=embeds)
+        expected.append(_extra_keys(twin, first, first + 4 * factor))
+    translator = EventTranslator(LAYOUT, factor=factor, describe=True)
+    translator.track(asked)
+    translator.finish(asked)
+    del asked, embeds, twin
+    gc.collect()
+    assert data() is None
+    assert [event.extra_keys for event in translator.translate([stored(*keys)])] == expected
+
+
 def test_windows_are_never_described() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     translator.track(request("a", 2))
@@ -169,6 +203,20 @@ def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end
     assert event.block_size == 0
     assert len(translator._holders) == 512
     assert not translator._live
+
+
+def test_finished_requests_are_tracked_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.engines.vllm.events._FINISHED_TOKENS_TRACKED", 40, raising=False)
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+
+    for name in "abc":
+        translator.finish(request(name, 5))
+    events = translator.translate([stored(key(name, 4)) for name in "abc"])
+    assert [event.block_size for event in events] == [0, 4, 4]
+    translator.finish(request("long", 11))
+    events = translator.translate([stored(key("c", 4)), stored(key("long", 10))])
+    assert [event.block_size for event in events] == [0, 4], "the last one is tracked however long it is"
+    assert len(translator._holders) == 11
 
 
 def test_blocks_of_generated_tokens_are_described_while_their_request_runs() -> None:

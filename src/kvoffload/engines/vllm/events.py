@@ -32,6 +32,9 @@ _VLLM_KINDS = {
 _FINISHED_REQUESTS_TRACKED = 512
 """Finished requests that are still tracked, since their last stores end after them. Later stores get a plain event."""
 
+_FINISHED_TOKENS_TRACKED = 1 << 20
+"""The same in tokens, but for the last request. Each costs about 64 bytes, with its share of a hash of 16."""
+
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
@@ -63,6 +66,7 @@ class EventTranslator:
         """By hash, the requests that have it, and its index in them. Any of them describes it."""
         self._live: dict[str, _Tracked] = {}
         self._finished: deque[_Tracked] = deque()
+        self._num_finished_hashes = 0
         self._is_fresh = False
         """Whether ``_holders`` has all hashes of live requests. They do not grow while events are translated."""
 
@@ -95,12 +99,29 @@ class EventTranslator:
             return
         self.track(request)
         tracked = self._live.pop(request.request_id)
+        if request.prompt_embeds is not None:
+            self._hash_prompt_embeds(tracked)
         tracked.request = _without_inputs(request)
         self._finished.append(tracked)
-        if len(self._finished) > _FINISHED_REQUESTS_TRACKED:
+        self._num_finished_hashes += len(tracked.hashes)
+        while self._tracks_too_many():
             self._forget(self._finished.popleft())
 
+    def _hash_prompt_embeds(self, tracked: _Tracked) -> None:
+        """Makes vLLM keep the hashes of the embeddings in each block, where it looks before it needs embeddings."""
+        for per_block in {each for each in self._hashes_per_block if each}:
+            block_tokens = per_block * self._hash_tokens
+            for block in range(len(tracked.hashes) // per_block):
+                _extra_keys(tracked.request, block * block_tokens, (block + 1) * block_tokens)
+
+    def _tracks_too_many(self) -> bool:
+        num_tokens = self._num_finished_hashes * self._hash_tokens
+        return len(self._finished) > _FINISHED_REQUESTS_TRACKED or (
+            len(self._finished) > 1 and num_tokens > _FINISHED_TOKENS_TRACKED
+        )
+
     def _forget(self, tracked: _Tracked) -> None:
+        self._num_finished_hashes -= len(tracked.hashes)
         for block_hash in tracked.hashes:
             self._forget_hash(block_hash, tracked)
 
@@ -208,11 +229,14 @@ class EventTranslator:
 
 
 def _without_inputs(request: Any) -> Any:
-    """A copy that keeps no images or other inputs alive, only what the extra keys of its blocks are made of."""
+    """A copy that keeps no images or other inputs alive, only what the extra keys of its blocks are made of. Of prompt
+    embeddings those are hashes that vLLM has by now, and it asks for them only if there are embeddings."""
     lean = copy.copy(request)
     lean.mm_features = [
         SimpleNamespace(identifier=each.identifier, mm_position=each.mm_position) for each in request.mm_features or ()
     ]
+    if request.prompt_embeds is not None:
+        lean.prompt_embeds = request.prompt_embeds.new_empty((0, *request.prompt_embeds.shape[1:]))
     return lean
 
 
