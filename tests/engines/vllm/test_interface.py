@@ -75,7 +75,7 @@ ATTRIBUTES = {
         "method draft_model_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
     ),
     ("vllm.config.vllm", "VllmConfig"): (
-        "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config"
+        "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config"
     ),
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "

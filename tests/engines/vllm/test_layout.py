@@ -7,6 +7,7 @@ classes, so those tests run in the lane.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +69,7 @@ def vllm_config(**changes: Any) -> Any:
         },
     }
     config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})
-    config.kv_events_config = config.speculative_config = None
+    config.kv_events_config = config.speculative_config = config.lora_config = None
     for path, value in changes.items():
         part, _, attribute = path.partition("__")
         if attribute:
@@ -190,6 +191,37 @@ def test_the_users_keys_are_validated() -> None:
         config_of(
             vllm_config(kv_transfer_config__kv_connector_extra_config={"cpu_bytes_to_use": 1, "eviction_polcy": "arc"})
         )
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("release", [(0, 30), (0, 31)])
+def test_before_0_31_adapters_over_persistent_tiers_are_refused(
+    release: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvoffload.engines.vllm.layout.hash_block_tokens", lambda *_: 16)
+    monkeypatch.setattr(versions, "vllm_release", lambda: release)
+    adapters, caches = vllm_config(lora_config=object()), kv_cache_config(attention())
+    passing = {"type": "memory"}
+    lasting = {"type": "fs", "path": str(tmp_path)}
+    disk = parse_config({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [lasting]})
+    memory = parse_config({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [passing]})
+    for config, tiers in ((adapters, CONFIG), (adapters, memory), (vllm_config(), disk)):
+        layout_of(config, caches, tiers)
+    if release < (0, 31):
+        with pytest.raises(ConfigError, match=r"path of a LoRA adapter, .* tier 'fs' .* vLLM 0\.31 or newer"):
+            layout_of(adapters, caches, disk)
+    else:
+        layout_of(adapters, caches, disk)
+
+
+@pytest.mark.vllm
+def test_hashes_have_the_path_of_an_adapter_since_0_31() -> None:
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    adapter = SimpleNamespace(adapter_id=7, name="tuned", lora_name="tuned", lora_path="/adapters/7")
+    asked = SimpleNamespace(lora_request=adapter, cache_salt=None, mm_features=[], prompt_embeds=None)
+    keys, _ = generate_block_hash_extra_keys(asked, 0, 4, 0)
+    assert ("/adapters/7" in str(keys)) == versions.hashes_have_adapter_paths()
 
 
 @pytest.mark.vllm

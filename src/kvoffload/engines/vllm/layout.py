@@ -13,8 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, parse_config
-from kvoffload.engines.vllm.versions import drafters_are_proven, hash_block_tokens, names_states
+from kvoffload.engines.vllm.versions import (
+    drafters_are_proven,
+    hash_block_tokens,
+    hashes_have_adapter_paths,
+    names_states,
+)
 from kvoffload.errors import ConfigError, LayoutError
+from kvoffload.tiering.options import parse_tiers
 
 __all__ = ["config_of", "layout_of", "refuse_unsupported"]
 
@@ -154,8 +160,22 @@ def _refuse_speculation(speculative: Any, kv_cache_config: Any) -> None:
         )
 
 
+def _refuse_adapters(vllm_config: Any, config: OffloadingConfig) -> None:
+    """LoRA over persistent tiers, where a block's key does not tell adapters of one name apart."""
+    if vllm_config.lora_config is None or hashes_have_adapter_paths():
+        return
+    for tier in parse_tiers(config.secondary_tiers):
+        if tier.is_persistent:
+            raise ConfigError(
+                "vLLM 0.30 does not hash the path of a LoRA adapter, so after a restart the secondary tier "
+                f"{tier.label!r} could serve the KV of another adapter of the same name: use vLLM 0.31 or newer, or "
+                "serve without LoRA or without this tier."
+            )
+
+
 def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, rank: int = 0) -> EngineLayout:
     """The engine's KV cache as kvoffload describes it. Call ``refuse_unsupported`` first."""
+    _refuse_adapters(vllm_config, config)
     page_bytes = _bytes_per_gpu_block(kv_cache_config)
     lookahead = _lookahead_tokens(vllm_config.speculative_config, kv_cache_config.kv_cache_groups)
     groups = tuple(

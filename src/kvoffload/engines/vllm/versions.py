@@ -19,6 +19,7 @@ __all__ = [
     "drafters_are_proven",
     "event_extra_keys",
     "hash_block_tokens",
+    "hashes_have_adapter_paths",
     "host_hit_source",
     "names_states",
     "release_of",
@@ -76,6 +77,11 @@ def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 
 def drafters_are_proven() -> bool:
     """Whether the KV of drafters was shown to be good after a load. Not before 0.31, whose CPU build cannot draft."""
+    return vllm_release() >= _0_31
+
+
+def hashes_have_adapter_paths() -> bool:
+    """Whether the path of a LoRA adapter goes into block hashes. Before 0.31 its name alone does."""
     return vllm_release() >= _0_31
 
 
