@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP proxy that stalls or cuts what a server answers, after as many bytes as a test says, or lets it drip."""
+"""A TCP proxy that stalls or cuts what a server answers, after as many bytes as a test says, lets it drip, or forgets
+connections."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ class Proxy:
         self._bytes_per_s: int | None = None
         self._is_closed = False
         self._sockets: list[socket.socket] = []
+        self._forgotten: set[socket.socket] = set()
         self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
         self._threads = [threading.Thread(target=self._accept)]
@@ -36,6 +38,10 @@ class Proxy:
     def throttle(self, bytes_per_s: int) -> None:
         """Answers drip: some hundred times a second, a few bytes."""
         self._bytes_per_s = bytes_per_s
+
+    def forget(self) -> None:
+        """Passes nothing on for the connections of now, without a word: as a firewall whose table lost them."""
+        self._forgotten = set(self._sockets)
 
     @property
     def is_stalling(self) -> bool:
@@ -88,7 +94,7 @@ class Proxy:
     def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         try:
             while data := source.recv(1 << 14):
-                while data:
+                while data and source not in self._forgotten:
                     count = self._allowed(len(data)) if is_answer else len(data)
                     if is_answer and (speed := self._bytes_per_s) is not None:
                         time.sleep(0.005)

@@ -46,10 +46,12 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 class RedisServer:
-    """One server on a port of its own. ``options`` are those of its command line, without the dashes."""
+    """One server on a port of its own. ``options`` are those of its command line, without the dashes. It does not know
+    the command ``lacks``."""
 
-    def __init__(self, directory: Path, **options: str) -> None:
+    def __init__(self, directory: Path, *, lacks: str = "", **options: str) -> None:
         self.directory = directory
+        self._lacks = lacks
         self.port = free_port()
         self.options = {"save": "", "appendonly": "no", "bind": "127.0.0.1", "port": str(self.port)} | options
         self.url = f"redis://127.0.0.1:{self.port}"
@@ -68,6 +70,7 @@ class RedisServer:
 
     def _words(self) -> list[str]:
         words = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        words += ["--rename-command", self._lacks, f"NO-{self._lacks}"] if self._lacks else []
         return [*words, "--dir", str(self.directory)]
 
     def _listens(self) -> bool:

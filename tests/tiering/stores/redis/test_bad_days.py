@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import tracemalloc
 from collections.abc import Callable, Iterator
 
@@ -23,6 +25,9 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.greeting import MOST_BYTES
+from kvoffload.tiering.stores.redis.nodes import Connector, Timeouts
+from kvoffload.tiering.stores.redis.wire import Wire, encode
 
 OpenStore = Callable[..., RedisStore]
 StartServer = Callable[..., RedisServer]
@@ -42,6 +47,18 @@ def proxy_of() -> Iterator[Callable[[RedisServer], Proxy]]:
     yield make
     for proxy in made:
         proxy.close()
+
+
+ManyPages = tuple[RedisServer, RedisStore, list[OffloadKey]]
+
+
+@pytest.fixture
+def many_pages(start_server: StartServer, open_store: OpenStore) -> ManyPages:
+    """A server, a store on it, and its blocks: more than one answer of a scan names."""
+    server = start_server()
+    store, wanted = open_store(server.url, 16), keys(*range(5000))
+    assert all(write(store, wanted, 16))
+    return server, store, wanted
 
 
 def name_of(server: RedisServer) -> bytes:
@@ -76,6 +93,37 @@ def test_a_wrong_password_is_an_error_without_the_password(start_server: StartSe
     with pytest.raises(StoreError, match=r"[Aa]uthentication required"):
         open_store(server.url).contains(keys(1))
     assert open_store(f"redis://:right@127.0.0.1:{server.port}").contains(keys(1)) == [False]
+
+
+@pytest.mark.parametrize("credentials", [{"password": "hunter2"}, {"password": "hunter2", "username": "engines"}])
+def test_what_a_server_repeats_of_an_unknown_command_is_not_shown(
+    credentials: dict[str, str], start_server: StartServer, open_store: OpenStore
+) -> None:
+    server = start_server(lacks="AUTH")
+    with pytest.raises(StoreError, match="unknown command 'AUTH'") as caught:
+        open_store(server.url, **credentials).contains(keys(1))
+    for secret in credentials.values():
+        assert secret not in str(caught.value)
+        assert secret not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("password", "text"),
+    [
+        ("hunter2", "no user with hunter2"),
+        ("hunter2", "no\r\nuser with hunter2"),
+        ("a\\b\xe4c", "b'AUTH a\\\\b\\xc3\\xa4c'"),
+        ("hunter2", f"{'x' * 298}hunter2"),
+    ],
+)
+def test_a_text_with_the_password_is_not_shown(password: str, text: str) -> None:
+    servers = Connector("redis://127.0.0.1", Timeouts(), password=password, sentinel_password="other")
+    for one in (servers, servers.for_sentinels()):
+        assert one.quote(text) == "what it says has a password in it, and is not shown"
+    assert servers.quote("an  other").startswith("what it says")
+    assert servers.quote("No user.\n") == "No user"
+    assert len(servers.quote("x" * 1000)) == 300
 
 
 def test_a_database_that_is_not_there_is_an_error(shared_server: RedisServer, open_store: OpenStore) -> None:
@@ -157,6 +205,106 @@ def test_a_server_that_drips_is_left_at_the_deadline_and_read_by_who_waits(
     assert bytes(targets[0]) == found
     proxy.heal()
     wait_until(lambda: _succeeds(lambda: read(hasty, keys(1), size) == [True]), "the store works again")
+
+
+def test_a_scan_that_drips_ends_by_the_deadline(
+    many_pages: ManyPages, open_store: OpenStore, proxy_of: Callable[[RedisServer], Proxy]
+) -> None:
+    """It is that of a whole answer: bytes that still come do not prolong it."""
+    server, _, _ = many_pages
+    proxy = proxy_of(server)
+    pages = open_store(f"redis://127.0.0.1:{proxy.port}", 16, window_s=1.0).scan()
+    assert next(pages)
+    proxy.throttle(10_000)  # for some 70 KB
+    with pytest.raises(StoreError, match="no answer in time"):
+        next(pages)
+
+
+def test_a_greeting_that_drips_ends_by_the_deadline(
+    start_server: StartServer, open_store: OpenStore, proxy_of: Callable[[RedisServer], Proxy]
+) -> None:
+    proxy = proxy_of(start_server(requirepass="right"))
+    proxy.throttle(1)  # 5 ms for each byte of some 60
+    with pytest.raises(StoreError) as caught:
+        open_store(f"redis://:wrong@127.0.0.1:{proxy.port}", window_s=0.1).contains(keys(1))
+    assert "invalid username-password pair" not in str(caught.value)
+
+
+def test_a_greeting_that_does_not_end_takes_no_memory(open_store: OpenStore) -> None:
+    sent, most = 0, 64 << 20
+
+    def serve() -> None:
+        nonlocal sent
+        peer, _ = listener.accept()
+        with peer:
+            try:
+                while sent < most:
+                    sent += peer.send(bytes(1 << 16))
+            except OSError:
+                pass
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(StoreError, match="the greeting does not end"):
+        open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}").contains(keys(1))
+    thread.join()
+    listener.close()
+    assert MOST_BYTES <= sent < most
+
+
+def test_idle_connections_that_a_firewall_forgot_cost_one_deadline_together(
+    start_server: StartServer, open_store: OpenStore, proxy_of: Callable[[RedisServer], Proxy]
+) -> None:
+    proxy = proxy_of(start_server())
+    store = open_store(f"redis://127.0.0.1:{proxy.port}", window_s=1.0)
+    (node,) = store._nodes.all()
+    together = threading.Barrier(5)
+
+    def ping(wire: Wire) -> bytes:
+        together.wait(60)
+        wire.send([encode(b"PING")])
+        return wire.read_line()
+
+    threads = [threading.Thread(target=node.exchange, args=(ping,)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(node._idle) > 1
+    proxy.forget()
+    with pytest.raises(StoreError, match="no answer in time"):
+        store.contains(keys(1))
+    assert node._idle == []
+    wait_until(lambda: _succeeds(lambda: store.contains(keys(1)) == [False]), "the store works again")
+
+
+def test_an_idle_connection_that_the_kernel_gave_up_is_no_timeout(
+    shared_server: RedisServer, open_store: OpenStore
+) -> None:
+    (node,) = open_store(shared_server.url)._nodes.all()
+    answers: list[int | bytes] = [errno.ETIMEDOUT]
+
+    def ping(wire: Wire) -> bytes:
+        if answers == [errno.ETIMEDOUT] and node_is_used:
+            answers.clear()
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))  # what a dead connection's call raises
+        wire.send([encode(b"PING")])
+        return wire.read_line()
+
+    node_is_used = False
+    assert node.exchange(ping) == b"+PONG"
+    node_is_used = True
+    assert node.exchange(ping) == b"+PONG"
+    assert answers == []
+
+
+def test_the_kernel_looks_after_idle_connections(shared_server: RedisServer, open_store: OpenStore) -> None:
+    store = open_store(shared_server.url)
+    assert store.contains(keys(1)) == [False]
+    ((wire,),) = (node._idle for node in store._nodes.all())
+    assert wire.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert wire.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
 
 
 def test_a_server_that_takes_no_more_of_a_block(start_server: StartServer, open_store: OpenStore) -> None:
@@ -276,18 +424,6 @@ def test_failures_leave_no_sockets(start_server: StartServer, open_store: OpenSt
     assert server.num_clients() == 1
     store.close()
     wait_until(lambda: server.num_clients() == 0, "the server has no connection left")
-
-
-ManyPages = tuple[RedisServer, RedisStore, list[OffloadKey]]
-
-
-@pytest.fixture
-def many_pages(start_server: StartServer, open_store: OpenStore) -> ManyPages:
-    """A server, a store on it, and its blocks: more than one answer of a scan names."""
-    server = start_server()
-    store, wanted = open_store(server.url, 16), keys(*range(5000))
-    assert all(write(store, wanted, 16))
-    return server, store, wanted
 
 
 def test_a_scan_of_many_pages_takes_one_connection_and_ends_with_a_lost_server(many_pages: ManyPages) -> None:

@@ -180,6 +180,46 @@ def test_a_slot_that_moves_and_has_moved_is_followed(cluster: RedisCluster, open
     wait_until(lambda: _owner_after_a_read(store, nodes, slot) == target.port, "the new map is known")
 
 
+def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
+    cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock, exchange = open_store(cluster.url, cluster=True, window_s=0.5), ManualClock(), Node.exchange
+    nodes, asked = store._nodes, list[int]()
+    assert isinstance(nodes, Cluster)
+    nodes._clock = clock
+    wait_until(lambda: all(write(store, WANTED)), "all is written")
+    source, frozen = cluster.nodes[0], cluster.nodes[2]
+    missing = next(key for key in keys(*range(1000, 2000)) if slot_of(store._name(key)) < 5461)
+    slot = slot_of(store._name(missing))
+    batch = [key for key in WANTED if slot_of(store._name(key)) < 5461 and slot_of(store._name(key)) != slot]
+    answers = [True] * len(batch) + [False]
+    with source.client() as old, frozen.client() as fresh:
+        fresh.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(frozen))
+    wait_until(lambda: store.contains([*batch, missing]) == answers, "the nodes answer")
+
+    def counted(node: Node, *work: Any) -> Any:
+        asked.append(node.address.port)
+        return exchange(node, *work)
+
+    monkeypatch.setattr(Node, "exchange", counted)
+    frozen.freeze()
+    try:
+        wait_until(lambda: store.contains([*batch, missing]) == answers and frozen.port in asked, "it is found frozen")
+        asked.clear()
+        for _ in range(3):
+            assert store.contains([*batch, missing]) == answers
+        assert asked == [source.port] * 3
+        clock.advance(1.5)  # a probe is due, and no other after it
+        for _ in range(3):
+            assert store.contains([*batch, missing]) == answers
+        assert asked.count(frozen.port) == 1
+    finally:
+        frozen.thaw()
+    clock.advance(60.0)
+    wait_until(lambda: store.contains(WANTED) == [True] * len(WANTED), "the node is used again")
+
+
 def _owner_after_a_read(store: RedisStore, nodes: Cluster, slot: int) -> int:
     assert read(store, WANTED[:1]) == [True]
     (name,) = (store._name(key) for key in WANTED[:1])

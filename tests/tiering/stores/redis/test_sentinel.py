@@ -122,6 +122,25 @@ def test_no_sentinel_and_no_such_service_are_one_sentence(watched: Watched, open
         assert "hush" not in str(caught.value)
 
 
+def test_a_sentinel_that_answers_with_an_error_hides_no_other(
+    watched: Watched, tmp_path: Path, open_store: OpenStore
+) -> None:
+    (tmp_path / "strict").mkdir()
+    strict = RedisSentinel(
+        tmp_path / "strict", watched.primary, SERVICE, ["user default on nopass -@all +client +ping"]
+    )
+    try:
+        useless = [f"127.0.0.1:{watched.primary.port}", f"127.0.0.1:{strict.port}"]
+        store = open_store(f"redis+sentinel://{','.join(useless)},127.0.0.1:{watched.sentinel.port}/{SERVICE}")
+        assert write(store, keys(1)) == [True]
+        assert address_of(store).port == watched.primary.port
+        for address, reason in zip(useless, ("unknown command 'SENTINEL'", "NOPERM"), strict=True):
+            with pytest.raises(StoreError, match=f"No sentinel knows the primary kv.*{address} fails: .*{reason}"):
+                open_store(f"redis+sentinel://{address}/{SERVICE}").contains(keys(1))
+    finally:
+        strict.stop()
+
+
 class TestCredentials:
     @pytest.fixture
     def guarded(self, tmp_path: Path) -> Iterator[RedisSentinel]:

@@ -17,7 +17,7 @@ from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.redis.commands import Ask, Asking, Get, Put, PutNew
 from kvoffload.tiering.stores.redis.store import RedisStore
-from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, open_wire
+from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, error_reply, open_wire
 from kvoffload.tiering.stores.seal import Sealer
 
 SIZE = 700
@@ -277,3 +277,64 @@ def test_a_window_is_some_4_mib() -> None:
         store = RedisStore("redis://h", size)
         assert store._window == expected
         store.close()
+
+
+REPLIES = st.recursive(
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=1500),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def encoded(reply: object) -> bytes:
+    match reply:
+        case None:
+            return b"$-1\r\n"
+        case int():
+            return b":%d\r\n" % reply
+        case bytes():
+            return b"$%d\r\n%s\r\n" % (len(reply), reply)
+        case list():
+            return b"*%d\r\n" % len(reply) + b"".join(map(encoded, reply))
+    raise AssertionError(reply)
+
+
+def depth_of(reply: object) -> int:
+    return 1 + max(map(depth_of, reply), default=0) if isinstance(reply, list) else 0
+
+
+@given(
+    replies=st.lists(REPLIES.filter(lambda reply: depth_of(reply) <= 8), max_size=4),
+    chunks=st.lists(st.integers(1, 900), max_size=12),
+)
+def test_replies_of_any_kind_however_they_come_in(replies: list[object], chunks: list[int]) -> None:
+    with wire() as (opened, far), answering(far, b"".join(map(encoded, replies)) + b"+OK\r\n-ERR no\r\n", chunks):
+        assert [opened.read_reply() for _ in replies] == replies
+        assert opened.read_reply() == b"OK"
+        error = opened.read_reply()
+        assert isinstance(error, ErrorReply)
+        assert error == "ERR no"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"HTTP/1.1 400",
+        b":1.5",
+        b"$-2",
+        b"*-2",
+        b"$99999999999",
+        b"*99999999",
+        b"$" + b"1" * 40,
+        b"*1\r\n" * 9 + b":1",
+    ],
+)
+def test_a_reply_that_is_none_is_an_error_without_much_memory(reply: bytes) -> None:
+    with wire() as (opened, far), answering(far, reply + b"\r\n", []), pytest.raises(ConnectionError):
+        opened.read_reply()
+
+
+def test_what_a_server_repeats_of_a_command_is_no_part_of_an_error() -> None:
+    line = b"-ERR unknown command 'AUTH', with args beginning with: 'engines' 'hunter2' "
+    assert error_reply(line) == "ERR unknown command 'AUTH'"

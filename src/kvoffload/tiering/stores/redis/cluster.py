@@ -59,11 +59,7 @@ class Cluster(Learned):
             if at >= 0 and (owner := slots.owners[at]) is not None:
                 by_owner.setdefault(owner, []).append(index)
         with self._lock:
-            usable = {
-                self._node(owner): indexes
-                for owner, indexes in by_owner.items()
-                if self._breaker(owner).is_closed or self._breaker(owner).begin_probe()
-            }
+            usable = {self._node(owner): indexes for owner, indexes in by_owner.items() if self._admits(owner)}
             is_dead = not self._has_good_ones()
             if any(not self._breaker(owner).is_closed for owner in self._slots.owners if owner is not None):
                 self._is_stale = True  # a replica may have taken the slots of the node that failed
@@ -88,6 +84,10 @@ class Cluster(Learned):
             self._is_stale = True
         with self._lock:
             return self._node(Address(host.strip("[]") or self._connector.address.host, int(port)))
+
+    def may_ask(self, node: Node) -> bool:
+        with self._lock:
+            return self._admits(node.address)
 
     def record(self, node: Node, is_good: bool) -> None:
         with self._lock:
@@ -116,6 +116,10 @@ class Cluster(Learned):
     def _has_good_ones(self) -> bool:
         return any(self._breaker(owner).is_closed for owner in self._slots.owners if owner is not None)
 
+    def _admits(self, address: Address) -> bool:
+        """Whether it is asked now, perhaps as a probe, whose end is to be recorded."""
+        return self._breaker(address).is_closed or self._breaker(address).begin_probe()
+
     def _breaker(self, address: Address) -> CircuitBreaker:
         if address not in self._breakers:
             self._breakers[address] = CircuitBreaker(str(address), longest_wait_s=8.0, clock=self._clock)
@@ -140,7 +144,7 @@ class Cluster(Learned):
                 node = self._node(address)
             try:
                 with node.conversation(self._connector.timeouts.connect_s) as ask:
-                    return address, ask("CLUSTER", "SLOTS")
+                    return address, ask(b"CLUSTER", b"SLOTS")
             except StoreError as exc:
                 first = first or exc
         assert first is not None

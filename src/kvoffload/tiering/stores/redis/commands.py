@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each
+from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each, error_reply
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
 
 __all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put", "PutNew"]
@@ -181,4 +181,4 @@ class Asking(Pipelined):
 
 
 def _answer_of(line: bytes, outcome: bool) -> Answer:
-    return ErrorReply(line[1:].decode("utf-8", "replace")) if line[:1] == b"-" else outcome
+    return error_reply(line) if line[:1] == b"-" else outcome

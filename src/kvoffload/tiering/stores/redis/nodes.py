@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import math
 import re
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
-from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, open_wire
+from kvoffload.tiering.stores.redis.greeting import greet
+from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, open_wire, without_arguments
 from kvoffload.tiering.stores.remote import check_credentials
 
 __all__ = ["Address", "Connector", "Learned", "Node", "Nodes", "Server", "Timeouts"]
@@ -21,6 +26,10 @@ __all__ = ["Address", "Connector", "Learned", "Node", "Nodes", "Server", "Timeou
 T = TypeVar("T")
 
 _REFRESH_INTERVAL_S = 1.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""After so many seconds without a byte the kernel asks, so often, so many times: what stands between does not forget an
+idle connection, and one that it forgot is found out."""
+_MOST_CHARACTERS = 300
 
 
 class Address(NamedTuple):
@@ -33,7 +42,7 @@ class Address(NamedTuple):
 
 class Timeouts(NamedTuple):
     connect_s: float = 1.0
-    """For the connection, and for each answer of the greeting (TLS, authentication)."""
+    """For the connection, then for TLS, then for the greeting (authentication); and for an answer about the servers."""
     window_s: float = 5.0
     """For one window of requests and all of its answers."""
 
@@ -96,7 +105,12 @@ class Connector:
             "retry": Retry(NoBackoff(), 0),
             "socket_connect_timeout": timeouts.connect_s,
             "socket_timeout": timeouts.connect_s,
+            "redis_connect_func": lambda connection: greet(connection, timeouts.connect_s),
         }
+        if parts.scheme != "unix":
+            known_here = {name: value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}
+            self._known["socket_keepalive"] = True  # before redis-py 8 there is none by default
+            self._known["socket_keepalive_options"] = {getattr(socket, name): it for name, it in known_here.items()}
         if username is not None:
             self._known["username"] = username
         if password is not None:
@@ -107,6 +121,8 @@ class Connector:
             self._known["ssl_check_hostname"] = tls_verify  # before redis-py 6 it is not checked by default
         given = {"username": sentinel_username, "password": sentinel_password}
         self._for_sentinels = {name: value for name, value in given.items() if value is not None}
+        passwords = (self._known.get("password"), sentinel_password)
+        self._secrets = tuple(spelling for secret in passwords if secret for spelling in _spellings(secret))
         self.errors: tuple[type[Exception], ...] = (RedisError, OSError)
         """What connecting may raise."""
         self.is_socket_file = parts.scheme == "unix"
@@ -126,23 +142,26 @@ class Connector:
         where = {} if self.is_socket_file else {"host": address.host, "port": address.port}
         return self._class(**(self._known | where | changes))
 
-    def ask_sentinels(self, sentinels: Sequence[Address], service: str) -> Address | None:
-        """The primary of ``service`` by the first of ``sentinels`` that knows one that is up. They are asked with the
-        same timeouts and TLS as the servers, and with credentials of their own: they never see the servers'."""
-        from redis import sentinel as library
+    def for_sentinels(self) -> Connector:
+        """The same for sentinels: with these timeouts and TLS, and with credentials of their own. They never see the
+        servers'."""
+        made = copy.copy(self)
+        made._known = {name: value for name, value in self._known.items() if name not in ("username", "password", "db")}
+        made._known |= self._for_sentinels
+        return made
 
-        make_client: Any = library.Sentinel
-        shared = {name: value for name, value in self._known.items() if name.startswith(("socket_", "ssl_"))}
-        shared |= {"retry": self._known["retry"], "protocol": 2, "ssl": "ssl_cert_reqs" in self._known}
-        client: Any = make_client(list(sentinels), sentinel_kwargs=shared | self._for_sentinels)
-        try:
-            host, port = client.discover_master(service)
-        except self.errors:
-            return None
-        finally:
-            for sentinel in client.sentinels:
-                sentinel.close()
-        return Address(str(host), int(port))
+    def quote(self, text: str) -> str:
+        """What a server or the library says, for people to read: in one line, without a password."""
+        text = without_arguments(text)
+        line = " ".join(text.split()).rstrip(".")
+        if any(secret in said for secret in self._secrets for said in (text, line)):
+            return "what it says has a password in it, and is not shown"
+        return line[:_MOST_CHARACTERS]
+
+
+def _spellings(secret: str) -> tuple[str, ...]:
+    """How ``secret`` may be written."""
+    return secret, repr(secret)[1:-1], repr(secret.encode(errors="replace"))[2:-1]
 
 
 class Node:
@@ -162,57 +181,47 @@ class Node:
         """What ``call`` returns, which sends one window and receives its answers. Raises ``StoreError`` if the server
         cannot be reached or does not answer in time; the connection is closed by then, so nothing is written to any
         buffer any more."""
-        wire = self._take_idle()
-        if wire is not None:
-            try:
-                return self._exchange(wire, call)
-            except TimeoutError as exc:
-                raise self._failed(exc) from exc
-            except OSError:
-                # The server may have been restarted since this connection was last used, and so all the others.
-                self.close_idle()
-        try:
-            return self._exchange(open_wire(self._connector.connection(self.address)), call)
-        except self._connector.errors as exc:
-            raise self._failed(exc) from exc
+        received, wire = self._served(self._take_idle(), call, self._connector.timeouts.window_s)
+        wire.idle_since_s = time.monotonic()
+        with self._lock:
+            is_kept = not self._is_closed
+            if is_kept:
+                self._idle.append(wire)
+        if not is_kept:
+            wire.close()
+        return received
 
     @contextmanager
     def conversation(self, reply_s: float) -> Iterator[Callable[..., Any]]:
-        """A function that sends a command which moves no block and changes nothing, and returns its reply, by the
-        library, on a connection of its own. It raises ``StoreError``, also if a reply takes longer than ``reply_s``.
-        A server may close the connection between two commands."""
-        from redis.exceptions import ConnectionError as LostConnection
+        """A function that sends a command which moves no block and changes nothing, and returns its reply, on a
+        connection of its own. It raises ``StoreError``, also if the server answers with an error, or if the whole reply
+        takes longer than ``reply_s``. A server may close the connection between two commands."""
+        wire: Wire | None = None
 
-        connection = self._connector.connection(self.address, socket_timeout=reply_s)
-        was_answered = False
-
-        def ask(*words: str | int | bytes) -> Any:
-            nonlocal was_answered
-            may_be_closed, was_answered = was_answered, False
-            try:
-                connection.connect()
-                connection.send_command(*words)
-                reply = connection.read_response()
-            except LostConnection as exc:
-                if not may_be_closed:
-                    raise self._failed(exc) from exc
-                connection.disconnect()
-                reply = ask(*words)
-            except self._connector.errors as exc:
-                raise self._failed(exc) from exc
-            was_answered = True
+        def ask(*words: bytes) -> Any:
+            nonlocal wire
+            idle, wire = wire, None
+            reply, wire = self._served(idle, lambda used: _reply_to(used, words), reply_s)
+            if isinstance(reply, ErrorReply):
+                raise self._failed(reply)
             return reply
 
         try:
             yield ask
         finally:
-            connection.disconnect()
+            if wire is not None:
+                wire.close()
 
-    def close_idle(self) -> None:
-        """Closes the connections that are not in use."""
+    def quote(self, text: str) -> str:
+        """What this server says, for people to read."""
+        return self._connector.quote(text)
+
+    def close_idle(self, since_before_s: float = math.inf) -> None:
+        """Closes the connections that are not in use, since before a point in time if one is given."""
         with self._lock:
-            idle, self._idle = self._idle, []
-        for wire in idle:
+            old = [wire for wire in self._idle if wire.idle_since_s <= since_before_s]
+            self._idle = [wire for wire in self._idle if wire.idle_since_s > since_before_s]
+        for wire in old:
             wire.close()
 
     def close(self) -> None:
@@ -224,24 +233,49 @@ class Node:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
-    def _exchange(self, wire: Wire, call: Callable[[Wire], T]) -> T:
-        wire.begin(self._connector.timeouts.window_s)
+    def _served(self, idle: Wire | None, call: Callable[[Wire], T], timeout_s: float) -> tuple[T, Wire]:
+        """What ``call`` returns, and the connection that it used: ``idle``, or a new one if there is none or it turns
+        out to be dead. Raises ``StoreError``, outside of any ``except``: what the library raises may have a password,
+        and would be shown as the context."""
+        began_s = time.monotonic()
+        failure: StoreError | None = None
+        if idle is not None:
+            try:
+                return self._exchange(idle, call, timeout_s), idle
+            except OSError as exc:
+                # The kernel's own timeout ends a connection whose other end is gone.
+                if isinstance(exc, TimeoutError) and exc.errno != errno.ETIMEDOUT:
+                    failure = self._failed(exc)
+            if failure is not None:
+                # Either the server hangs, or what stands between has forgotten this connection, and then all that were
+                # idle for as long: each of them would cost a deadline.
+                self.close_idle(began_s)
+                raise failure
+            # The server may have been restarted since this connection was last used, and so all the others.
+            self.close_idle()
         try:
-            received = call(wire)
+            wire = open_wire(self._connector.connection(self.address))
+            return self._exchange(wire, call, timeout_s), wire
+        except self._connector.errors as exc:
+            failure = self._failed(exc)
+        raise failure
+
+    def _exchange(self, wire: Wire, call: Callable[[Wire], T], timeout_s: float) -> T:
+        wire.begin(timeout_s)
+        try:
+            return call(wire)
         except BaseException:
             wire.close()
             raise
-        with self._lock:
-            is_kept = not self._is_closed
-            if is_kept:
-                self._idle.append(wire)
-        if not is_kept:
-            wire.close()
-        return received
 
-    def _failed(self, exc: Exception) -> StoreError:
-        reason = str(exc).rstrip(".") or type(exc).__name__
-        return StoreError(f"Redis at {self.address} fails: {reason}.")
+    def _failed(self, reason: Exception | ErrorReply) -> StoreError:
+        said = self.quote(str(reason)) or type(reason).__name__
+        return StoreError(f"Redis at {self.address} fails: {said}.")
+
+
+def _reply_to(wire: Wire, words: Sequence[bytes]) -> Any:
+    wire.send([encode(*words)])
+    return wire.read_reply()
 
 
 class Nodes(ABC):
@@ -260,6 +294,10 @@ class Nodes(ABC):
     def redirect(self, reply: ErrorReply) -> Node | None:
         """Where to repeat a request that was answered by ``reply``; ``None`` if that is no redirection."""
         return None
+
+    def may_ask(self, node: Node) -> bool:
+        """Whether a request that was redirected to ``node`` goes there now. If so, its end is recorded."""
+        return True
 
     def record(self, node: Node, is_good: bool) -> None:
         """The end of an exchange with ``node``."""

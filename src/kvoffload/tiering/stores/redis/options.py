@@ -37,7 +37,7 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     tls_verify: bool = True
     """Check the server's certificate and name. Without it anybody on the way can pose as the server."""
     connect_timeout_s: float = Timeouts().connect_s
-    """For a connection, and for each answer of the greeting."""
+    """For a connection, then for the greeting."""
     window_timeout_s: float = Timeouts().window_s
     """For one window of some 4 MiB of requests and all of its answers. The connection is closed then."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.redis.nodes import Address, Connector, Learned, Node
@@ -55,7 +55,8 @@ def _address(text: str) -> Address | None:
 
 
 class Primary(Learned):
-    """The primary of ``service``. The sentinels are asked again when it fails, or answers that it is one no longer."""
+    """The primary of ``service``, by the first of ``sentinels`` that knows one which is up. They are asked again when
+    it fails, or answers that it is one no longer. A sentinel that fails in any way hides none of the others."""
 
     def __init__(
         self,
@@ -66,11 +67,13 @@ class Primary(Learned):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(connector, clock)
-        self._sentinels, self._service = tuple(sentinels), service
+        asking = connector.for_sentinels()
+        self._sentinels, self._service = tuple(Node(address, asking) for address in sentinels), service
         self._node: Node | None = None
 
     def __repr__(self) -> str:
-        return f"primary {self._service} of the sentinels {', '.join(map(str, self._sentinels))}"
+        sentinels = ", ".join(str(sentinel.address) for sentinel in self._sentinels)
+        return f"primary {self._service} of the sentinels {sentinels}"
 
     def split(self, names: Sequence[bytes]) -> dict[Node, list[int]]:
         return {self._current(): list(range(len(names)))}
@@ -96,11 +99,35 @@ class Primary(Learned):
         return self._node is not None
 
     def _read(self) -> None:
-        address = self._connector.ask_sentinels(self._sentinels, self._service)
-        if address is None:
-            raise StoreError(f"No sentinel knows the {self}, or it is down.")
+        address = self._ask_sentinels()
         old = self._node
         if old is None or old.address != address:
             self._node = Node(address, self._connector)
             if old is not None:
                 old.close()
+
+    def _ask_sentinels(self) -> Address:
+        reason = ""
+        for sentinel in self._sentinels:
+            try:
+                with sentinel.conversation(self._connector.timeouts.connect_s) as ask:
+                    address = _address_of(self._service.encode(), ask(b"SENTINEL", b"MASTERS"))
+            except StoreError as exc:
+                reason = f" ({str(exc).rstrip('.')})"
+                continue
+            except (AttributeError, KeyError, TypeError, ValueError):
+                reason = f" (Redis at {sentinel.address} names no primaries that can be read)"
+                continue
+            if address is not None:
+                return address
+        raise StoreError(f"No sentinel knows the {self}, or it is down{reason}.")
+
+
+def _address_of(service: bytes, primaries: Any) -> Address | None:
+    """Of the primary of ``service`` if it is up, by what a sentinel knows of its ``primaries``."""
+    for fields in primaries:
+        state = dict(zip(fields[::2], fields[1::2], strict=True))
+        flags = state[b"flags"].split(b",")
+        if state[b"name"] == service and b"master" in flags and not {b"s_down", b"o_down"} & set(flags):
+            return Address(state[b"ip"].decode(), int(state[b"port"]))
+    return None

@@ -27,7 +27,7 @@ _MOST_KEYS = 4096
 _MOST_ROUNDS = 3
 _MOST_THREADS = 64
 """For the nodes of a cluster, all batches together. They start as they are needed; one server alone needs none."""
-_SCAN_COUNT = 1000
+_SCAN_COUNT = b"1000"
 _SERVER_STATES = ("READONLY", "NOAUTH", "LOADING", "MASTERDOWN", "CLUSTERDOWN")
 """Error replies about the server, not the key: the next connection may find another server, or this one recovered."""
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:")
@@ -150,7 +150,7 @@ class RedisStore(BlockStore):
             cursor = b"0"
             with node.conversation(self._timeouts.window_s) as ask:
                 while True:
-                    cursor, names = ask("SCAN", cursor, "MATCH", self._directory + b"*", "COUNT", _SCAN_COUNT)
+                    cursor, names = ask(b"SCAN", cursor, b"MATCH", self._directory + b"*", b"COUNT", _SCAN_COUNT)
                     yield [key for name in names if (key := self._key(name)) is not None]
                     if cursor == b"0":
                         break
@@ -205,7 +205,7 @@ class RedisStore(BlockStore):
         answers = [False] * len(commands.names)
         refused, lost = list[str](), list[str]()
         parts = [_Part(node, indexes, commands) for node, indexes in self._nodes.split(commands.names).items()]
-        for _ in range(_MOST_ROUNDS):
+        for rounds_left in reversed(range(_MOST_ROUNDS)):
             self._serve_all(parts)
             redirected: dict[tuple[Node, bool], list[int]] = {}
             for part in parts:
@@ -217,15 +217,16 @@ class RedisStore(BlockStore):
                     elif target := self._nodes.redirect(reply):
                         redirected.setdefault((target, reply.startswith("ASK")), []).append(index)
                     elif reply.partition(" ")[0] in _SERVER_STATES:
-                        lost.append(f"Redis at {part.node.address} answers: {reply}.")
+                        lost.append(f"Redis at {part.node.address} answers: {part.node.quote(reply)}.")
                         part.node.close_idle()
                         self._nodes.record(part.node, is_good=False)
                     else:
                         hint = "; set cluster to true" if reply.startswith("MOVED") else ""
-                        refused.append(f"Redis at {part.node.address} answers: {reply}{hint}.")
+                        refused.append(f"Redis at {part.node.address} answers: {part.node.quote(reply)}{hint}.")
             parts = [
                 _Part(node, indexes, commands.asking() if is_asking else commands)
                 for (node, is_asking), indexes in redirected.items()
+                if rounds_left and self._nodes.may_ask(node)
             ]
             if not parts:
                 break

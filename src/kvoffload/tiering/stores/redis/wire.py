@@ -8,6 +8,7 @@ nothing can write to a slot afterwards.
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import struct
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Buffer", "ErrorReply", "Wire", "encode", "encode_each", "open_wire"]
+__all__ = ["Buffer", "ErrorReply", "Wire", "encode", "encode_each", "error_reply", "open_wire", "without_arguments"]
 
 Buffer = bytes | bytearray | memoryview
 Place = bytearray | memoryview
@@ -27,6 +28,10 @@ _MOST_BUFFERS = 512
 """Buffers of one ``sendmsg``; the kernel takes 1,024."""
 _LINE_BYTES = 512
 _LINES_BYTES = 1 << 14
+_LARGEST_TEXT = 1 << 16
+_MOST_REPLIES = 1 << 16
+_DEEPEST_LIST = 8
+"""Bounds on a reply that moves no block, so that no server makes the engine take much memory."""
 _PRECISION = 8
 """A deadline is kept to an eighth of the time that it allows: the kernel is told anew how long it may wait whenever so
 much has passed, and not before each call."""
@@ -36,6 +41,16 @@ class ErrorReply(str):
     """A server's answer that is an error, for example ``MOVED 3999 127.0.0.1:6381``."""
 
     __slots__ = ()
+
+
+def error_reply(line: bytes) -> ErrorReply:
+    """The error that ``line`` is, without its sign."""
+    return ErrorReply(without_arguments(line[1:].decode("utf-8", "replace")))
+
+
+def without_arguments(text: str) -> str:
+    """``text`` of a server without what it repeats of a command that it does not know: that may be a password."""
+    return re.split(",? *with args beginning with", text, maxsplit=1)[0]
 
 
 def encode(*words: bytes) -> bytes:
@@ -58,6 +73,7 @@ class Wire(ABC):
     def __init__(self, connection: Any, sock: socket.socket) -> None:
         self._connection = connection  # closes the socket when it is collected, so it lives as long as this
         self.socket = sock
+        self.idle_since_s = 0.0
         self._end_s = 0.0
         self._timeout_s = 0.0
         self._left = memoryview(b"")
@@ -135,7 +151,7 @@ class Wire(ABC):
             self._left = memoryview(b"".join(_before(parts, count)))
         line = self.read_line()
         if line[:1] == b"-":
-            return ErrorReply(line[1:].decode("utf-8", "replace"))
+            return error_reply(line)
         if line == b"$-1":
             return None
         if line[:1] != b"$" or not line[1:].isdigit():
@@ -146,6 +162,30 @@ class Wire(ABC):
             return False
         self._fill([block, seal, memoryview(self._end_place)])
         return self._ended()
+
+    def read_reply(self, depth: int = 0) -> Any:
+        """The next reply, if it moves no block: bytes, a number, an error, ``None``, or a list of replies."""
+        line = self.read_line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return error_reply(line)
+        if not re.fullmatch(rb"-?[0-9]{1,19}", rest):
+            raise ConnectionError("the server's answer is no reply")
+        number = int(rest)
+        if kind == b":":
+            return number
+        if kind in (b"$", b"*") and number == -1:
+            return None
+        if kind == b"$" and 0 <= number <= _LARGEST_TEXT:
+            text = bytearray(number)
+            self._fill([memoryview(text), memoryview(self._end_place)])
+            self._ended()
+            return bytes(text)
+        if kind == b"*" and 0 <= number <= _MOST_REPLIES and depth < _DEEPEST_LIST:
+            return [self.read_reply(depth + 1) for _ in range(number)]
+        raise ConnectionError("the server's answer is no reply")
 
     def _ended(self) -> bool:
         if self._end_place != b"\r\n":
