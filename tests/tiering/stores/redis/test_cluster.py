@@ -183,10 +183,10 @@ def test_a_slot_that_moves_and_has_moved_is_followed(cluster: RedisCluster, open
 def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, clock, exchange = open_store(cluster.url, cluster=True, window_s=0.5), ManualClock(), Node.exchange
+    store, clock, exchange = open_store(cluster.url, cluster=True, window_s=1.0), ManualClock(), Node.exchange
     nodes, asked = store._nodes, list[int]()
     assert isinstance(nodes, Cluster)
-    nodes._clock = clock
+    nodes._clock, hasty, patient = clock, Timeouts(1.0, 1.0), Timeouts(1.0, 30.0)
     wait_until(lambda: all(write(store, WANTED)), "all is written")
     source, frozen = cluster.nodes[0], cluster.nodes[2]
     missing = next(key for key in keys(*range(1000, 2000)) if slot_of(store._name(key)) < 5461)
@@ -205,17 +205,22 @@ def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
     monkeypatch.setattr(Node, "exchange", counted)
     frozen.freeze()
     try:
-        wait_until(lambda: store.contains([*batch, missing]) == answers and frozen.port in asked, "it is found frozen")
+        nodes._connector.timeouts = hasty
+        assert store.contains([*batch, missing]) == answers
+        assert asked == [source.port, frozen.port]
+        nodes._connector.timeouts = patient
         asked.clear()
         for _ in range(3):
             assert store.contains([*batch, missing]) == answers
         assert asked == [source.port] * 3
         clock.advance(1.5)  # a probe is due, and no other after it
+        nodes._connector.timeouts = hasty
         for _ in range(3):
             assert store.contains([*batch, missing]) == answers
         assert asked.count(frozen.port) == 1
     finally:
         frozen.thaw()
+    nodes._connector.timeouts = patient
     clock.advance(60.0)
     wait_until(lambda: store.contains(WANTED) == [True] * len(WANTED), "the node is used again")
 
