@@ -58,6 +58,7 @@ class ServedTiers:
         **config: Any,
     ) -> None:
         region = _Region(num_blocks)
+        config = {"max_wait_s": 120.0} | config
         if make_tier == "disk":
             config["secondary_tiers"] = ({"type": "disk", "max_bytes": self.disk_bytes},)
         parsed = OffloadingConfig(cpu_bytes_to_use=num_blocks * PAGE_BYTES, eviction_policy="lru", **config)

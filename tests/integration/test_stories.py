@@ -304,7 +304,7 @@ def test_out_of_patience(make: MakeRecorded) -> None:
     def wait() -> None:
         recorded.served.step()
         gate.wait_for_arrivals(1)
-        clock.advance(11)
+        clock.advance(121)
 
     engine = recorded.served.engine
     engine.preempt_all()

@@ -37,7 +37,12 @@ def layout(**changes: Any) -> EngineLayout:
 
 
 def spec(*tiers: dict[str, Any], of: EngineLayout | None = None, **values: Any) -> TieringOffloadingSpec:
-    config = {"cpu_bytes_to_use": 8 * PAGE_BYTES, "spec_name": "TieringOffloadingSpec", "secondary_tiers": list(tiers)}
+    config = {
+        "cpu_bytes_to_use": 8 * PAGE_BYTES,
+        "spec_name": "TieringOffloadingSpec",
+        "secondary_tiers": list(tiers),
+        "max_wait_s": 120.0,
+    }
     made = make_spec(parse_config(config | values), of or layout())
     assert isinstance(made, TieringOffloadingSpec)
     return made

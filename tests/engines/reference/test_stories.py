@@ -85,6 +85,7 @@ class Recorded:
                     "spec_name": "TieringOffloadingSpec",
                     "secondary_tiers": [{"type": "files", "path": str(root / "blocks"), "exclusive": True}],
                     "load_policy": "always",
+                    "max_wait_s": 120.0,
                     "record_trace": str(self.path),
                     **config,
                 }

@@ -183,10 +183,11 @@ class TestHung:
         assert rig.run(*K[12:20], load=True) == set(K[12:20])
 
     def test_a_table_costs_the_writer_alone(self, rig: Rig) -> None:
-        rig.disk.hanging = {("pwrite", ".table")}
-        job = rig.submit(K[12], load=False)
-        rig.until(lambda: rig.disk.num_waiting >= 1)
-        rig.disk.hanging = set()
+        with rig.store._upkeep.lock:  # so that it is not the store's own thread that hangs
+            rig.disk.hanging = {("pwrite", ".table")}
+            job = rig.submit(K[12], load=False)
+            rig.until(lambda: rig.disk.num_waiting == 1)
+            rig.disk.hanging = set()
         assert rig.run(*K[:4], load=True) == set(K[:4])
         assert rig.run(*K[13:16], load=False) == set(K[13:16])
         assert rig.ask(*K[11:14]) == [True, False, True]
@@ -198,6 +199,7 @@ class TestHung:
         """The store's own thread, which looks after neighbours, hangs with a table of theirs."""
         neighbour = SlabStore(rig.root, SIZE, max_bytes=2 * slab_of(24))
         assert write(neighbour, *K[20:22]) == [True] * 2
+        neighbour.refresh()
         rig.store.refresh()
         assert rig.ask(*K[19:22]) == [False, True, True]
         with neighbour._upkeep.lock:  # so that it is not the neighbour who hangs
