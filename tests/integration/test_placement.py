@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from kvoffload.config import parse_config
 from kvoffload.demo.comparison import Way, compare
 from kvoffload.demo.workload import ChatWorkload
 from kvoffload.engines.reference import EngineOptions
+from kvoffload.sim.driver import SimConfig, simulate
 from kvoffload.sim.synthetic import synthesize
-from kvoffload.tiering import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
@@ -30,21 +32,51 @@ BLOCK_BYTES = 4096
 
 def test_a_trace_under_load_with_real_bytes(tmp_path: Path) -> None:
     """A chat, both ways, over host memory of a twentieth of it and a disk as large; paced, so that the disk is busy and
-    not swamped. How many hits depends on the machine; whose bytes they are, and what is written, does not."""
+    not swamped, and catches up now and then, so that some blocks are written in time however slow it is. How many hits,
+    and how much is written, depends on the machine; whose bytes they are does not."""
+    served = itertools.count(1)
+
+    def check(manager: TieringOffloadingManager) -> None:
+        if next(served) % 4 == 0:
+            quiesce(manager.secondary_tiers[0])
+        manager.check_invariants()
+
     trace = synthesize("chat", 150, seed=3).whole_blocks()
     found: dict[str, Replayed] = {}
     for mode in MODES:
         folder = str(tmp_path / mode)
         num_blocks = trace.num_unique // 20
-        found[mode] = replay(trace, folder, mode, num_blocks, BLOCK_BYTES, 3000, lambda each: each.check_invariants())
+        found[mode] = replay(trace, folder, mode, num_blocks, BLOCK_BYTES, 3000, check)
     for each in found.values():
         assert each.wrong == 0
         assert each.store_failures == 0
         assert each.most_used_bytes <= each.quota_bytes
         assert each.host_hits > 0
-    on_store, on_evict = found["on_store"], found["on_evict"]
-    assert on_evict.disk_hits > 0, "what was evicted comes back from disk"
-    assert on_evict.written <= on_store.written + on_store.dropped
+    assert found["on_evict"].disk_hits > 0, "what was evicted comes back from disk"
+
+
+def test_on_evict_writes_less_to_a_disk_that_is_never_late() -> None:
+    """The same chat in the simulator, where it does not depend on the machine."""
+    trace = synthesize("chat", 150, seed=3).whole_blocks()
+    num_blocks = trace.num_unique // 20
+    written = {
+        mode: simulate(
+            trace,
+            SimConfig(
+                num_blocks,
+                BLOCK_BYTES,
+                disk_blocks=num_blocks,
+                policy="lru",
+                cascade=mode,
+                disk_read_bytes_per_s=1e15,
+                disk_write_bytes_per_s=1e15,
+                disk_latency_s=0.0,
+                load_policy="always",
+            ),
+        ).disk_written_bytes
+        for mode in MODES
+    }
+    assert 0 < written["on_evict"] < written["on_store"]
 
 
 class Gated(StoreWrapper):
@@ -70,7 +102,7 @@ class Setup:
         quota = 64 * BlockFormat("", BLOCK_BYTES).file_bytes + USAGE_FILE_BYTES
         self.store = Gated(FileSystemStore(folder, BLOCK_BYTES, max_bytes=quota))
         self.tier = StoreTier(primary.kv_view, "fs", self.store, TierLimits(threads=1))
-        self.manager = FilledManager(self.memory, primary, [self.tier], cascade=["on_evict"])
+        self.manager = FilledManager(self.memory, primary, [self.tier], cascade=["on_evict"], max_wait_s=120.0)
         self.context = ReqContext("r")
 
     def put(self, keys: list[OffloadKey]) -> list[OffloadKey]:
@@ -155,6 +187,7 @@ def test_an_engine_generates_the_same_tokens_and_finds_its_blocks_after_a_restar
             "spec_name": "TieringOffloadingSpec",
             "secondary_tiers": [tier],
             "load_policy": "always",
+            "max_wait_s": 120.0,
         }
     )
     ways = (Way("no cache", False), Way("offloading", True, config), Way("restarted", True, config))
