@@ -223,6 +223,86 @@ def test_a_tier_that_is_late_is_not_given_more() -> None:
     assert machine.declined() == {"busy": 4}
 
 
+def test_a_tier_with_one_read_that_hangs_is_loaded_from_again() -> None:
+    """Its queue looked longer with every minute, and it was not probed."""
+    machine = Machine()
+    machine.learn(read_s=0.1)
+    stuck = prefix(4, of="stuck")
+    machine.below(stuck)
+    first = machine.start("first")
+    assert machine.ask(stuck, first) == [None] * 4
+    machine.step()
+    (hung,) = machine.tier.jobs
+    machine.manager.on_request_finished(first)
+    machine.clock.advance(31.0)
+
+    def read_others() -> None:
+        for job_id in sorted(machine.tier.jobs.keys() - {hung}):
+            machine.clock.advance(len(machine.tier.jobs[job_id].keys) * machine.read_s)
+            machine.tier.finish([job_id])
+            machine.step()
+            machine.manager.check_invariants()
+
+    for name in ("a", "b", "c"):
+        machine.below(prefix(4, of=name))
+        assert machine.ask(prefix(4, of=name), machine.start(name)) == [None] * 4
+        machine.step()
+        read_others()
+        assert machine.ask(stuck, machine.start(f"stuck-{name}")) == [False], "nobody waits for what hangs"
+        machine.clock.advance(60.0)
+    assert machine.manager.get_stats()["tier_read_queue_bytes", "tier0"] == 0
+    speed = machine.manager.get_stats()["tier_read_bytes_per_second", "tier0"]
+    machine.tier.finish([hung])
+    machine.step()
+    machine.manager.check_invariants()
+    stats = machine.manager.get_stats()
+    assert stats["tier_read_queue_bytes", "tier0"] == 0
+    assert stats["tier_read_bytes_per_second", "tier0"] == speed
+    assert machine.ask(stuck, machine.start("last")) == [True] * 4
+
+
+def test_a_tier_that_stands_still_is_tried_ever_more_rarely() -> None:
+    machine = Machine()
+    machine.learn(read_s=0.1)
+    for minute in range(64):
+        machine.below(prefix(4, of=f"m{minute}-"))
+        context = machine.start(f"m{minute}")
+        is_tried = minute in (0, 1, 2, 4, 8, 16, 32)
+        assert machine.ask(prefix(4, of=f"m{minute}-"), context) == ([None] * 4 if is_tried else [False])
+        machine.step()
+        machine.manager.on_request_finished(context)
+        machine.manager.check_invariants()
+        machine.clock.advance(60.0)
+    assert len(machine.tier.jobs) == 7
+    while machine.tier.jobs:
+        machine.read()
+    machine.read_s = 0.1
+    for number in range(4):
+        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+        machine.below(prefix(4, of=f"after{number}-"))
+        hit = machine.serve(4, of=f"after{number}-")
+        machine.step()
+        while machine.tier.jobs:
+            machine.read()
+    assert hit == 4
+
+
+def test_jobs_of_a_slow_tier_that_reads_on_are_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_policy, "LEAST_PORTION_BYTES", BLOCK_BYTES)
+    machine = Machine()
+    machine.learn(read_s=0.1)
+    machine.below(prefix(8, of="a"))
+    assert machine.ask(prefix(8, of="a"), machine.start("first")) == [None] * 8
+    machine.step()
+    machine.read_s = 20.0
+    for left in range(7, 0, -1):
+        assert machine.read() == 1
+        machine.clock.advance(5.0)
+        machine.below(prefix(4, of=f"b{left}-"))
+        assert machine.ask(prefix(4, of=f"b{left}-"), machine.start(f"b{left}")) == [False]
+        assert machine.manager.get_stats()["tier_read_queue_bytes", "tier0"] == left * BLOCK_BYTES
+
+
 def test_an_unmeasured_tier_is_read_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_policy, "PROBE_BYTES", 5 * BLOCK_BYTES)
     machine = Machine()

@@ -54,6 +54,10 @@ _SURE_SAMPLES = 3
 """... and so many reads have confirmed it."""
 _WRITTEN_SHARE = 16
 """One in so many writes is made even so: a tier can only be measured with blocks that requests ask for."""
+STUCK_S = 30.0
+"""A read that is later than this, and than so many times what was expected of it, is stuck, if others overtook it or
+nothing else ends either."""
+_STUCK = 4.0
 _FOREVER = 1e12
 """Seconds of computing a block while the engine's speed is not known: any load is worth it."""
 
@@ -80,6 +84,8 @@ class Place(NamedTuple):
     """The tier that has it; ``None``: host memory."""
     is_coming: bool = False
     """It is being promoted already."""
+    is_stuck: bool = False
+    """And by a read that is stuck."""
 
 
 HERE = Place()
@@ -100,6 +106,17 @@ class WaitPlan:
     """The tier that was never measured, because of which it waits for no more blocks."""
 
 
+class _Read(NamedTuple):
+    """A promotion's job."""
+
+    number: int
+    """Among those of its tier."""
+    slots: Sequence[int]
+    submitted_s: float
+    stuck_s: float
+    """From when on it may be stuck."""
+
+
 class _TierReads:
     """What is under way from one tier, and how fast it was."""
 
@@ -110,16 +127,20 @@ class _TierReads:
         "estimator",
         "hopeless_samples",
         "hopeless_since_s",
+        "last_read",
+        "num_reads",
         "num_unwritten",
         "num_writes",
         "queued",
+        "reads",
+        "stuck",
         "submitted",
     )
 
     def __init__(self, clock: Callable[[], float], bytes_per_s: float | None) -> None:
         self.estimator = LinkSpeedEstimator(clock, LinkSpeed(0.0, 1 / bytes_per_s) if bytes_per_s else None)
         self.queued = 0
-        """Blocks whose promotion has begun and not ended."""
+        """Blocks whose promotion has begun and not ended, but for those of ``stuck``."""
         self.submitted = 0
         """Those of them that the tier is reading."""
         self.busy_since_s = 0.0
@@ -127,6 +148,13 @@ class _TierReads:
         self.ended = 0
         """Blocks read since then."""
         self.ended_s = 0.0
+        self.reads: dict[int, _Read] = {}
+        """Jobs that the tier is reading, in the order of their submits, by their first slots: nobody else gets a slot
+        before its job ends."""
+        self.stuck: dict[int, _Read] = {}
+        """Jobs that count no more: neither as queued, nor as a reason to wait for blocks of others."""
+        self.num_reads = self.last_read = 0
+        """Jobs submitted so far, and the number of the last one that has read something."""
         self.hopeless_since_s: float | None = None
         """Since when no block has been worth loading; with the samples seen at that time."""
         self.hopeless_samples = 0
@@ -141,6 +169,46 @@ class _TierReads:
         needed_s = speed.seconds(self.queued * block_bytes)
         elapsed_s = now_s - self.busy_since_s if self.submitted else 0.0
         return abs(needed_s - elapsed_s)
+
+    def submit(self, slots: Sequence[int], now_s: float, block_bytes: int) -> None:
+        if not self.submitted:
+            self.busy_since_s, self.ended = now_s, 0
+        self.submitted += len(slots)
+        self.num_reads += 1
+        speed = self.estimator.speed
+        expected_s = 0.0 if speed is None else speed.seconds(self.submitted * block_bytes)
+        stuck_s = now_s + expected_s + max(_STUCK * expected_s, STUCK_S)
+        self.reads[slots[0]] = _Read(self.num_reads, slots, now_s, stuck_s)
+
+    def end(self, slots: Sequence[int], num_read: int) -> bool:
+        """Whether the end says something of the tier's speed."""
+        read = self.reads.pop(slots[0], None)
+        if read is not None:
+            self.queued -= len(slots)
+            self.submitted -= len(slots)
+        else:
+            read = self.stuck.pop(slots[0])
+            if read.number < self.last_read:
+                return False  # the tier has not been reading this one job all the time
+        if num_read:
+            self.last_read = max(self.last_read, read.number)
+        return True
+
+    def set_stuck_aside(self, now_s: float) -> None:
+        """A tier that reads slowly, one job after the other, has late jobs too: none of them is overtaken."""
+        while self.reads:
+            first, read = next(iter(self.reads.items()))
+            if now_s <= read.stuck_s or (read.number > self.last_read and now_s - self.ended_s <= STUCK_S):
+                return
+            self.stuck[first] = self.reads.pop(first)
+            self.queued -= len(read.slots)
+            self.submitted -= len(read.slots)
+
+    def is_stalled(self, now_s: float) -> bool:
+        """Whether nothing was read since some job got stuck. Such a tier is tried once more each time that it has
+        stood still twice as long."""
+        submitted = [read.submitted_s for read in self.stuck.values() if read.number > self.last_read]
+        return bool(submitted) and now_s - submitted[-1] < submitted[-1] - submitted[0]
 
 
 class LoadCosts:
@@ -185,18 +253,16 @@ class LoadCosts:
         """Queued promotions were given up before they were submitted."""
         self._tiers[tier].queued -= num_blocks
 
-    def submitted(self, tier: int, num_blocks: int) -> None:
-        reads = self._tiers[tier]
-        if not reads.submitted:
-            reads.busy_since_s, reads.ended = self._clock(), 0
-        reads.submitted += num_blocks
+    def submitted(self, tier: int, slots: Sequence[int]) -> None:
+        """A promotion's job was submitted, which reads into ``slots``."""
+        self._tiers[tier].submit(slots, self._clock(), self._block_bytes)
 
-    def ended(self, tier: int, num_blocks: int, num_read: int, ended_s: float | None) -> None:
+    def ended(self, tier: int, slots: Sequence[int], num_read: int, ended_s: float | None) -> None:
         """A promotion's job has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks were read.
         The sample is taken in ``end_poll``: jobs whose ends are seen together were read side by side."""
         reads = self._tiers[tier]
-        reads.queued -= num_blocks
-        reads.submitted -= num_blocks
+        if not reads.end(slots, num_read):
+            return
         reads.ended += num_read
         now_s = self._clock()
         reads.ended_s = max(reads.ended_s, now_s if ended_s is None else min(ended_s, now_s))
@@ -210,6 +276,17 @@ class LoadCosts:
                 reads.estimator.add(reads.ended * self._block_bytes, reads.ended_s - reads.busy_since_s)
             reads.ended = 0
             reads.busy_since_s = reads.ended_s
+
+    def set_stuck_aside(self) -> None:
+        """Jobs that are stuck are counted no more. To be called before a hit is surveyed."""
+        now_s = self._clock()
+        for reads in self._tiers:
+            if reads.reads:
+                reads.set_stuck_aside(now_s)
+
+    def is_stuck(self, tier: int, slot: int) -> bool:
+        """Whether the block that is to come into ``slot`` is in a job that is stuck."""
+        return any(slot in read.slots for read in self._tiers[tier].stuck.values())
 
     # ------------------------------------------------------------------------------------------------- choices
 
@@ -293,8 +370,9 @@ class LoadCosts:
 
     def wants_probe(self, tier: int) -> bool:
         """Whether the tier, whose blocks are declined, should be measured again."""
-        reads = self._tiers[tier]
-        return not reads.queued and self._clock() - reads.estimator.measured_s >= PROBE_INTERVAL_S
+        reads, now_s = self._tiers[tier], self._clock()
+        is_old = now_s - reads.estimator.measured_s >= PROBE_INTERVAL_S
+        return is_old and not reads.queued and not reads.is_stalled(now_s)
 
     def device_is_slow(self, key: OffloadKey) -> bool:
         """Whether even a block of host memory is computed sooner than it is loaded."""
@@ -390,14 +468,17 @@ class LoadCosts:
     def check_invariants(self, queued: Counter[int], submitted: Counter[int]) -> None:
         """``queued`` and ``submitted``: blocks of promotions under way, by tier."""
         for tier, reads in enumerate(self._tiers):
-            assert reads.queued == queued[tier]
-            assert reads.submitted == submitted[tier]
+            num_stuck = sum(len(read.slots) for read in reads.stuck.values())
+            assert reads.queued + num_stuck == queued[tier]
+            assert reads.submitted + num_stuck == submitted[tier]
+            assert reads.submitted == sum(len(read.slots) for read in reads.reads.values())
 
     # ------------------------------------------------------------------------------------------------- helpers
 
     def _room(self, tier: int) -> int:
         """Blocks that may be promoted from a tier that was never measured."""
-        return max(0, self.probe_blocks(tier) - self._tiers[tier].queued)
+        reads = self._tiers[tier]
+        return 0 if reads.is_stalled(self._clock()) else max(0, self.probe_blocks(tier) - reads.queued)
 
     def _num_blocks(self, num_bytes: float) -> int:
         """As many as fit, but at least one."""
@@ -424,6 +505,8 @@ class LoadCosts:
         if place.tier is None:
             return Pace()
         reads = self._tiers[place.tier]
+        if place.is_stuck or reads.is_stalled(now_s):
+            return Pace(math.inf)
         queue_s = CAUTION * reads.remaining_s(now_s, self._block_bytes)
         speed = reads.estimator.speed
         if place.is_coming or speed is None:

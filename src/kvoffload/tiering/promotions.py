@@ -457,6 +457,7 @@ class Lookups:
         if before is not None and not (costs.weighs(keys[0]) and costs.should_choose_again(before)):
             return self._walk_to(request, keys, self._planned(before, keys, costs))
         request.plan = None
+        costs.set_stuck_aside()
         places = self._survey(request, keys)
         if all(place == HERE for place, _ in places) and not costs.device_is_slow(keys[0]):
             return self._walk(request, keys)
@@ -793,7 +794,11 @@ class Promotions:
     def place_of(self, key: OffloadKey) -> Place:
         """Where a block that is being written comes from: a tier, or the device, which is as good as here."""
         batch = self._batches.get(key)
-        return HERE if batch is None else batch.place
+        if batch is None:
+            return HERE
+        if self._costs is not None and self._costs.is_stuck(batch.tier.index, batch.slots[key]):
+            return batch.place._replace(is_stuck=True)
+        return batch.place
 
     def begin(self, request: RequestState, key: OffloadKey, tier: GuardedTier) -> bool:
         """Reserves a slot for ``key`` and queues its load; ``False``, counted by reason, if a limit refuses it."""
@@ -843,7 +848,7 @@ class Promotions:
 
     def _submit(self, batch: _Batch, keys: list[OffloadKey], slots: list[int]) -> None:
         if self._costs is not None:
-            self._costs.submitted(batch.tier.index, len(keys))
+            self._costs.submitted(batch.tier.index, slots)
         refused = self._jobs.submit(batch.tier, keys, slots, batch.request.context, is_promotion=True)
         if refused is not None:
             self.end(refused)
@@ -853,7 +858,7 @@ class Promotions:
         self.outcomes["ok"] += len(job.succeeded)
         self.outcomes["failed"] += len(job.failed)
         if self._costs is not None:
-            self._costs.ended(job.tier.index, len(job.metadata.keys), len(job.succeeded), job.ended_s)
+            self._costs.ended(job.tier.index, job.metadata.block_ids.tolist(), len(job.succeeded), job.ended_s)
         if job.succeeded:
             self._primary.complete_write(job.succeeded, job.metadata.req_context)
         if job.failed:
