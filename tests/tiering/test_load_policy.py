@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.tiering.rig import BLOCK_BYTES, Rig, prefix
 
-from kvoffload.base import OffloadPolicy, ReqContext, StepWork
+from kvoffload.base import OffloadPolicy, ReqContext, StepWork, make_offload_key
 from kvoffload.tiering import load_policy
 from kvoffload.tiering.load_policy import BlockWorth
 
@@ -461,6 +461,38 @@ def test_blocks_of_groups_that_are_not_weighed_are_loaded() -> None:
     window = [key[:-1] + b"\x01" for key in prefix(4, of="w")]
     machine.below(window)  # type: ignore[arg-type]
     assert machine.ask(window, machine.start("r")) == [None] * 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_below", [0, 4])
+def test_a_state_is_waited_for_no_longer_than_computing_its_hit(num_below: int) -> None:
+    """Nothing was planned for a request that waited for no block of attention."""
+    machine = Machine(block_worth=BlockWorth(BLOCK_BYTES, (TOKENS, 0)), max_wait_s=100.0)
+    machine.learn(read_s=2.0)
+    blocks, state = prefix(4 + num_below, of="a"), [make_offload_key(b"state", 1)]
+    machine.below([*blocks[4:], *state])
+    machine.store(blocks[:4], machine.start("writer"))
+    context = machine.start("r")
+    attention = [True] * 4 + [False] * bool(num_below)
+    began_s = machine.clock()
+    while True:
+        assert machine.ask(blocks, context) == attention
+        answers = machine.ask(state, context)
+        if answers != [None]:
+            break
+        machine.step()
+        machine.manager.check_invariants()
+        machine.clock.advance(0.1)
+    assert answers == [False]
+    assert machine.clock() - began_s == pytest.approx(load_policy.PATIENCE * 4, abs=0.2)
+    assert machine.ask(blocks, context) == attention
+    assert machine.declined()["late"] == 1
+    while machine.tier.jobs:
+        machine.read()
+    assert machine.ask(state, context) == [False], "its answer stands"
+    machine.manager.on_request_finished(context)
+    later = machine.start("later")
+    assert machine.ask(blocks[:4], later) == [True] * 4
+    assert machine.ask(state, later) == [True]
 
 
 def test_a_reset_forgets_what_was_queued() -> None:

@@ -364,6 +364,14 @@ class LoadCosts:
             give_up_s = min(give_up_s, before.give_up_s + PATIENCE * compute_s)
         return WaitPlan(stops, now_s, choice.wait_s, give_up_s, self._unmeasured_at(places, choice.num_blocks))
 
+    def plan_for_rest(self, key: OffloadKey, num_blocks: int, declined: OffloadKey | None) -> WaitPlan:
+        """For a request that waits for none of the ``num_blocks`` it loads, up to ``declined``, but may wait for blocks
+        that are not weighed. They save computing those."""
+        group = get_offload_group_idx(key)
+        now_s = self._clock()
+        patience_s = PATIENCE * (self._queue_s() + num_blocks * self._compute_s(self._tokens[group]))
+        return WaitPlan({} if declined is None else {group: declined}, now_s, 0.0, now_s + patience_s)
+
     def should_choose_again(self, plan: WaitPlan) -> bool:
         """Whether what ``plan`` lacked was measured since."""
         return plan.unmeasured is not None and self._tiers[plan.unmeasured].estimator.speed is not None

@@ -418,6 +418,8 @@ class Lookups:
         self._found: dict[OffloadKey, tuple[GuardedTier | None, bool | None]] = {}
         """What the tiers answered when it peeked, or when its hit was surveyed, for blocks that no walk has reached
         since. So each block is looked up once."""
+        self._rest: WaitPlan | None = None
+        """What the request that asked last plans, in case it waits for blocks that are not weighed."""
         self.out_of_patience = 0
 
     def one(self, request: RequestState, key: OffloadKey) -> bool | None:
@@ -438,12 +440,12 @@ class Lookups:
 
     def forget_found(self) -> None:
         """What the tiers answered holds no longer: the step has ended, or the cache was reset."""
-        self._asking = None
+        self._asking = self._rest = None
         self._found.clear()
 
     def _forget_found_by_others(self, request: RequestState) -> None:
         if request is not self._asking:
-            self._asking = request
+            self._asking, self._rest = request, None
             self._found.clear()
 
     def _weighed(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
@@ -451,7 +453,10 @@ class Lookups:
         if costs is None or not keys or self._waiting.is_over(request):
             return self._walk(request, keys)
         if not costs.weighs(keys[0]) and request.plan is None:
-            return self._walk(request, keys)
+            answers = self._walk(request, keys)
+            if request.waiting_since is not None:
+                request.plan = self._rest
+            return answers
         self._poll()
         before = request.plan
         if before is not None and not (costs.weighs(keys[0]) and costs.should_choose_again(before)):
@@ -459,23 +464,27 @@ class Lookups:
         request.plan = None
         costs.set_stuck_aside()
         places = self._survey(request, keys)
+        num_found = sum(num_blocks for _, num_blocks in places)
         if all(place == HERE for place, _ in places) and not costs.device_is_slow(keys[0]):
+            self._rest = costs.plan_for_rest(keys[0], num_found, None)
             return self._walk(request, keys)
         useful = request.context.hit_ends
         ends = None if useful is None else [at for at, key in enumerate(keys, 1) if key in useful]
         choice = costs.choose(keys[0], places, ends)
         limit = choice.num_blocks
         here = places[0][1] if places and places[0][0] == HERE else 0
-        if limit == sum(num_blocks for _, num_blocks in places):
+        if limit == num_found:
             limit = len(keys)
         elif ends is not None and limit < here and not costs.device_is_slow(keys[0]):
             limit = here  # nothing is saved by declining them, although the request can use only those up to an end
         elif not limit and here:
             limit = min(here, costs.take_device_probe())
         answers = self._walk_to(request, keys, limit)
+        declined = keys[limit] if limit < len(keys) else None
         if request.waiting_since is not None:
-            declined = keys[limit] if limit < len(keys) else None
             request.plan = costs.plan(keys[0], places, choice, declined, before)
+        else:
+            self._rest = costs.plan_for_rest(keys[0], min(limit, num_found), declined)
         if limit < len(keys) and (request.plan is None or request.plan.unmeasured is None):
             request.num_declined = costs.count_declined(places, limit, request.num_declined)
             self._probe(request, keys[limit:], costs)
