@@ -388,6 +388,62 @@ def test_a_tier_that_recovered_is_found_again(monkeypatch: pytest.MonkeyPatch) -
     assert hits[-1] == 6
 
 
+@pytest.mark.parametrize(("num_on_first", "num_on_second", "hit"), [(6, 10, 6), (2, 20, 0)])
+def test_a_lower_tier_that_recovered_is_found_again_behind_blocks_of_another(
+    num_on_first: int, num_on_second: int, hit: int
+) -> None:
+    """Only the tier of the first declined block was probed, and none while the request waited."""
+    machine = Machine(num_tiers=2)
+    machine.compute()
+    for tier, read_s in ((0, 0.1 if hit else 3.0), (1, 20.0)):
+        machine.read_s = read_s
+        machine.below(prefix(3, of=f"learnt{tier}"), tier)
+        machine.serve(3, of=f"learnt{tier}")
+    machine.read_s = 0.1
+    num_blocks = num_on_first + num_on_second
+    hits = []
+    for number in range(8):
+        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+        blocks = prefix(num_blocks, of=f"r{number}-")
+        machine.below(blocks[:num_on_first], 0)
+        machine.below(blocks[num_on_first:], 1)
+        hits.append(machine.serve(num_blocks, of=f"r{number}-"))
+        machine.step()
+        probed = [len(job.keys) for tier in machine.tiers for job in tier.jobs.values()]
+        assert all(num <= max(1, int(load_policy.PROBE_S / 0.1)) for num in probed)
+        for tier in (0, 1):
+            while machine.tiers[tier].jobs:
+                machine.read(tier)
+    assert hits[0] == hit
+    assert hits[-1] == num_blocks
+
+
+def test_a_request_that_waits_probes_another_tier_once() -> None:
+    machine = Machine(num_tiers=2)
+    machine.compute()
+    for tier, read_s in ((0, 0.1), (1, 20.0)):
+        machine.read_s = read_s
+        machine.below(prefix(3, of=f"learnt{tier}"), tier)
+        machine.serve(3, of=f"learnt{tier}")
+    machine.read_s = 0.1
+    machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    blocks = prefix(9, of="a")
+    machine.below(blocks[:4], 0)
+    machine.below(blocks[4:], 1)
+    context = machine.start("r")
+    for _ in range(3):
+        assert machine.ask(blocks, context) == [None] * 4 + [False]
+        machine.step()
+        machine.manager.check_invariants()
+        assert [job.keys for job in machine.tiers[1].jobs.values()] == [(blocks[4],)]
+    machine.read(0)
+    assert machine.ask(blocks, context) == [True] * 4 + [False]
+    machine.load(blocks[:4], context)
+    machine.finish()
+    machine.manager.on_request_finished(context)
+    assert machine.ask(blocks[:5], machine.start("next")) == [True] * 5
+
+
 def test_a_slow_link_to_the_device_is_avoided_and_measured_again() -> None:
     machine = Machine()
     machine.compute()

@@ -487,7 +487,7 @@ class Lookups:
             self._rest = costs.plan_for_rest(keys[0], min(limit, num_found), declined)
         if limit < len(keys) and (request.plan is None or request.plan.unmeasured is None):
             request.num_declined = costs.count_declined(places, limit, request.num_declined)
-            self._probe(request, keys[limit:], costs)
+            self._probe_tiers(request, keys, places, limit, costs)
         return answers
 
     def peek(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
@@ -564,22 +564,39 @@ class Lookups:
             plan.declined[group] = keys[ready]
         return ready
 
-    def _probe(self, request: RequestState, keys: Sequence[OffloadKey], costs: LoadCosts) -> None:
-        """Promotes a few blocks of a tier that was not measured for long, in the background: ``request``, which does
-        not load them, does not wait for them either."""
-        if self._primary.slots.get(keys[0]) is not None:
-            return
-        tier, is_there = self._found[keys[0]] = self._tier_with(request, keys[0])
-        if tier is None or not is_there or request.waiting_since is not None or not costs.wants_probe(tier.index):
-            return
-        hits = dict(request.hits)
+    def _probe_tiers(
+        self,
+        request: RequestState,
+        keys: Sequence[OffloadKey],
+        places: Sequence[tuple[Place, int]],
+        limit: int,
+        costs: LoadCosts,
+    ) -> None:
+        """Probes each tier that has blocks of ``places`` behind the first ``limit``, with the first run of them."""
+        end = 0
+        seen: set[int] = set()
+        for place, num_blocks in places:
+            end += num_blocks
+            if end <= limit or place.tier is None or place.is_coming or place.tier in seen:
+                continue
+            seen.add(place.tier)
+            if costs.wants_probe(place.tier):
+                start = max(limit, end - num_blocks)
+                most = min(num_blocks, costs.probe_blocks(place.tier))
+                self._probe(request, keys[start : min(end, start + most)], self._tiers[place.tier])
+
+    def _probe(self, request: RequestState, keys: Sequence[OffloadKey], tier: GuardedTier) -> None:
+        """Promotes ``keys`` in the background: ``request``, which does not load them, does not wait for them either. If
+        it waits for others, they are its claims as well until it has those."""
+        was_waiting, hits = request.waiting_since is not None, dict(request.hits)
         self._waiting.begin(request)  # first: its hits must not be evicted to make room for these blocks
-        for key in keys[: costs.probe_blocks(tier.index)]:
+        for key in keys:
             if self._primary.slots.get(key) is not None or self._tier_with(request, key) != (tier, True):
                 break
             if not self._promotions.begin(request, key, tier):
                 break
-        self._waiting.undo(request, hits)
+        if not was_waiting:
+            self._waiting.undo(request, hits)
 
     def _walk(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Equal to the loop of ``_answer``, but consecutive misses that a tier can serve get their slots in one call.
