@@ -112,8 +112,12 @@ class RedisServer:
             return len(client.client_list()) - 1
 
 
+DOWN_AFTER_MS = 60_000
+"""A sentinel that stands still with the machine must not take its primary for dead. Tests of failovers lower it."""
+
+
 class RedisSentinel(RedisServer):
-    """A sentinel that watches ``primary`` as ``service``, and lets a replica take over half a second after it fails.
+    """A sentinel that watches ``primary`` as ``service``, and lets a replica take over when it fails.
     ``lines`` are more of its configuration."""
 
     def __init__(self, directory: Path, primary: RedisServer, service: str, lines: Sequence[str] = ()) -> None:
@@ -127,7 +131,7 @@ class RedisSentinel(RedisServer):
             self._file.write_text(
                 f"port {self.port}\nbind 127.0.0.1\ndir {self.directory}\n"
                 f"sentinel monitor {self._service} 127.0.0.1 {self._primary.port} 1\n"
-                f"sentinel down-after-milliseconds {self._service} 500\n"
+                f"sentinel down-after-milliseconds {self._service} {DOWN_AFTER_MS}\n"
                 f"sentinel failover-timeout {self._service} 2000\n" + "".join(f"{line}\n" for line in self._lines)
             )
         return [str(self._file), "--sentinel"]

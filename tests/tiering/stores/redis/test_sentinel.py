@@ -84,6 +84,8 @@ def test_a_failover_is_followed(watched: Watched, open_store: OpenStore) -> None
     assert address_of(store).port == watched.primary.port
     with watched.replica.client() as client:
         wait_until(lambda: client.dbsize() == 2, "the replica has the blocks")
+    with watched.sentinel.client() as client:
+        client.sentinel_set(SERVICE, "down-after-milliseconds", 500)
     watched.primary.kill()
     wait_until(lambda: answers(lambda: read(store, keys(1, 2, 3)), [True, True, False]), "the replica is asked")
     assert address_of(store).port == watched.replica.port
