@@ -29,9 +29,13 @@ class WatchedManager(GuardedManager):
         self.num_waits = 0
         self._first_s: dict[str, float] = {}
 
-    def _guard(self, otherwise: T, call: Callable[..., T], *args: object) -> T:
+    def _guard(
+        self, otherwise: T, call: Callable[..., T], *args: object, is_answer: Callable[[T], object] | None = None
+    ) -> T:
         try:
-            return call(*args)
+            answer = call(*args)
+            assert is_answer is None or is_answer(answer), answer
+            return answer
         except Exception as exc:
             self.exceptions.append(repr(exc))
             raise
