@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA's driver API through ctypes, as much of it as copying needs: addresses, sizes, streams and events.
+
+Why the driver and not the runtime library: an error of a driver call is its return value and nothing else, while the
+runtime keeps it as the "last error" for the engine's next kernel. And whole batches of copies can be given to it as the
+arrays that ``plan.py`` makes.
+
+Calls release the GIL. They act on the context of the calling thread: a thread that is not the engine's own calls
+``use_device`` first. No torch here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.errors import ConfigError, TransferError
+
+__all__ = ["LIBRARY", "CudaError", "Driver", "Event", "Stream", "load_driver"]
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = "libcuda.so.1"
+"""What NVIDIA's driver installs. The dynamic loader finds it."""
+
+Stream = NewType("Stream", int)
+Event = NewType("Event", int)
+Int64s = npt.NDArray[np.int64]
+
+_NOT_SUPPORTED = 801
+_NOT_READY = 600
+_STREAM_NON_BLOCKING = 1
+_EVENT_BLOCKING_SYNC = 1  # a waiting thread sleeps; without it, it spins
+_ORDER_STREAM = 1  # a source is read when the stream comes to it; "any" order may read it before it was written
+
+
+class CudaError(TransferError):
+    """A call of the driver failed."""
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call} failed with CUDA error {code} ({name}).")
+        self.call = call
+        self.code = code
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_uint), ("id", ctypes.c_int)]
+
+
+class _CopyAttributes(ctypes.Structure):
+    _fields_ = [
+        ("source_order", ctypes.c_uint),
+        ("source_hint", _Location),
+        ("destination_hint", _Location),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+_P, _N, _I, _U, _S = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p
+
+_CALLS: dict[str, tuple[Any, ...]] = {
+    "cuInit": (_U,),
+    "cuDriverGetVersion": (_P,),
+    "cuDeviceGet": (_P, _I),
+    "cuDeviceGetCount": (_P,),
+    "cuDeviceGetName": (_P, _I, _I),
+    "cuDeviceGetPCIBusId": (_P, _I, _I),
+    "cuDevicePrimaryCtxRetain": (_P, _I),
+    "cuCtxGetCurrent": (_P,),
+    "cuCtxSetCurrent": (_P,),
+    "cuGetErrorName": (_I, _P),
+    "cuMemAlloc": (_P, _N),
+    "cuMemFree": (_P,),
+    "cuMemsetD8Async": (_P, ctypes.c_ubyte, _N, _P),
+    "cuMemHostRegister": (_P, _N, _U),
+    "cuMemHostUnregister": (_P,),
+    "cuStreamCreateWithPriority": (_P, _U, _I),
+    "cuStreamDestroy": (_P,),
+    "cuStreamQuery": (_P,),
+    "cuStreamSynchronize": (_P,),
+    "cuStreamWaitEvent": (_P, _P, _U),
+    "cuEventCreate": (_P, _U),
+    "cuEventDestroy": (_P,),
+    "cuEventRecord": (_P, _P),
+    "cuEventQuery": (_P,),
+    "cuEventSynchronize": (_P,),
+    "cuEventElapsedTime": (_P, _P, _P),
+    "cuMemcpyAsync": (_P, _P, _N, _P),
+}
+"""Argument types as of ``_BASE_VERSION``. All return an ``int``."""
+
+_BASE_VERSION = 12_000
+_BATCH_VERSION = 12_080
+_BATCH_TYPES = (_P, _P, _P, _N, _P, _P, _N, _P, _P)
+"""``cuMemcpyBatchAsync`` as of 12.8. That of 13.0 has no index of the failed copy."""
+
+
+class Driver:
+    """The driver of this process. Any thread may call, and its own context is used.
+
+    Addresses are integers, on the host as on the device: CUDA has one address space. Every method raises ``CudaError``
+    when its call fails. The constructor raises ``ConfigError``, one sentence that says what to change, where there is
+    no driver, no device, or a driver older than CUDA 12.0.
+    """
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        """``library`` is a file or a name for the dynamic loader."""
+        try:
+            self._library = ctypes.CDLL(library)
+            find = self._library.cuGetProcAddress_v2
+        except OSError as exc:
+            raise ConfigError(
+                f"Offloading from a CUDA device needs NVIDIA's driver, and {library} cannot be loaded ({exc}); install "
+                "the driver, or give the container access to it."
+            ) from exc
+        except AttributeError as exc:
+            raise ConfigError(
+                f"Offloading from a CUDA device needs a driver for CUDA 12.0 or newer, and {library} is older; update "
+                "the driver."
+            ) from exc
+        find.argtypes = (_S, _P, _I, ctypes.c_uint64, _P)
+        self._find = find
+        self._calls = {name: self._resolve(name, _BASE_VERSION, types) for name, types in _CALLS.items()}
+        if code := self._calls["cuInit"](0):
+            raise ConfigError(f"NVIDIA's driver finds no device to offload from ({self._error_name(code)}).")
+        self.version: int = self._get_int("cuDriverGetVersion")
+        """The newest CUDA that the driver supports: 12080 is 12.8."""
+        self._batch = self._resolve_batch()
+        self._attributes = _CopyAttributes(source_order=_ORDER_STREAM)
+        self._first_copy = _N(0)  # from which copy on the attributes hold
+        self._contexts: dict[int, int] = {}  # by device
+        self.library = library
+
+    def __repr__(self) -> str:
+        return f"Driver({self.library!r}, CUDA {self.version // 1000}.{self.version % 1000 // 10}, {self.copies_by})"
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether many copies take one call (driver 12.8 and newer)."""
+        return self._batch is not None
+
+    @property
+    def copies_by(self) -> str:
+        return "batched copies" if self.has_batch else "single copies"
+
+    def use_single_copies(self) -> None:
+        """From now on as with a driver that has no batched copies."""
+        self._batch = None
+
+    # -------------------------------------------------------------------------------------------------- devices
+
+    def num_devices(self) -> int:
+        return self._get_int("cuDeviceGetCount")
+
+    def device_name(self, device: int) -> str:
+        return self._get_text("cuDeviceGetName", device)
+
+    def pci_bus_id(self, device: int) -> str:
+        """For example ``0000:65:00.0``, in lower case, as the kernel names it in ``/sys/bus/pci/devices``."""
+        return self._get_text("cuDeviceGetPCIBusId", device).lower()
+
+    def use_device(self, device: int) -> None:
+        """Makes the primary context of ``device`` current in this thread: the one that torch uses. The process keeps it
+        until it ends."""
+        if device not in self._contexts:
+            self._contexts[device] = self._get_handle("cuDevicePrimaryCtxRetain", self._get_int("cuDeviceGet", device))
+        self._call("cuCtxSetCurrent", self._contexts[device])
+
+    def has_context(self) -> bool:
+        """Whether this thread has a current context."""
+        return bool(self._get_handle("cuCtxGetCurrent"))
+
+    # --------------------------------------------------------------------------------------------------- memory
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Page-locks host memory, some 10 GB in a second, and maps it for the device. Until ``unregister``, no copy may
+        start in it and end outside, nor in two registrations."""
+        self._call("cuMemHostRegister", address, num_bytes, 0)
+
+    def unregister(self, address: int) -> None:
+        """Of what was registered from ``address`` on. No copy may be running in it."""
+        self._call("cuMemHostUnregister", address)
+
+    def allocate(self, num_bytes: int) -> int:
+        """The address of device memory, which is not initialised. Free it with ``free``."""
+        return self._get_handle("cuMemAlloc", num_bytes)
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def fill(self, address: int, value: int, num_bytes: int, stream: Stream) -> None:
+        """Sets device memory to one byte, in stream order."""
+        self._call("cuMemsetD8Async", address, value, num_bytes, stream)
+
+    # ---------------------------------------------------------------------------------------- streams and events
+
+    def create_stream(self) -> Stream:
+        """A stream that does not wait for the null stream, nor is waited for by it. At ordinary priority."""
+        return Stream(self._get_handle("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, 0))
+
+    def destroy_stream(self, stream: Stream) -> None:
+        """What it still has to do is done."""
+        self._call("cuStreamDestroy", stream)
+
+    def synchronize(self, stream: Stream) -> None:
+        """Returns when all that was submitted to the stream has ended."""
+        self._call("cuStreamSynchronize", stream)
+
+    def is_usable(self, stream: Stream) -> bool:
+        """``False`` once the device is broken: then every call fails, and nothing runs any more."""
+        return self._calls["cuStreamQuery"](stream) in (0, _NOT_READY)
+
+    def create_event(self) -> Event:
+        """With timing. A thread that waits for it sleeps."""
+        return Event(self._get_handle("cuEventCreate", _EVENT_BLOCKING_SYNC))
+
+    def destroy_event(self, event: Event) -> None:
+        self._call("cuEventDestroy", event)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """The event is done when all that was submitted to the stream before has ended. An event may be recorded again:
+        streams that wait for it go on waiting for what it meant when they began."""
+        self._call("cuEventRecord", event, stream)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """What is submitted to the stream from now on starts after the event. Does not block. An event that was never
+        recorded is done."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def synchronize_event(self, event: Event) -> None:
+        """Returns when the event is done."""
+        self._call("cuEventSynchronize", event)
+
+    def is_done(self, event: Event) -> bool:
+        code = self._calls["cuEventQuery"](event)
+        if code not in (0, _NOT_READY):
+            raise self._error("cuEventQuery", code)
+        return code == 0
+
+    def seconds_between(self, start: Event, end: Event) -> float:
+        """On the device's clock, to half a microsecond. Both are done."""
+        milliseconds = ctypes.c_float()
+        self._call("cuEventElapsedTime", ctypes.addressof(milliseconds), start, end)
+        return milliseconds.value / 1e3
+
+    # --------------------------------------------------------------------------------------------------- copies
+
+    def copy(self, destination: int, source: int, num_bytes: int, stream: Stream) -> None:
+        """One copy, in stream order. Host memory must be registered: otherwise the call returns when the copy ended."""
+        self._call("cuMemcpyAsync", destination, source, num_bytes, stream)
+
+    def copy_runs(self, destinations: Int64s, sources: Int64s, lengths: Int64s, stream: Stream) -> None:
+        """Copies ``lengths[i]`` bytes, more than 0, from ``sources[i]`` to ``destinations[i]``. All start after what
+        was submitted to the stream before. *They have no order among them*: no two may write the same byte, and none
+        may read what another writes.
+
+        The arrays are contiguous and may go when the call returns. ``stream`` is not the null stream. If the call
+        fails, some of the copies may be running.
+        """
+        columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (destinations, sources, lengths)]
+        assert {column.shape for column in columns} == {(len(lengths),)}, "as many sources as destinations and lengths"
+        if not len(lengths):
+            return
+        if self._batch is not None and self._copy_batch(self._batch, columns, stream):
+            return
+        for destination, source, length in zip(*(column.tolist() for column in columns), strict=True):
+            self.copy(destination, source, length, stream)
+
+    def _copy_batch(self, batch: Callable[..., int], columns: list[Int64s], stream: Stream) -> bool:
+        """``False`` if the driver has the call and refuses it on this machine. Copies that it began all the same are
+        made again, which does no harm."""
+        failed = _N(0)
+        destinations, sources, lengths = (column.ctypes.data for column in columns)
+        attributes, first, num_attributes = ctypes.addressof(self._attributes), ctypes.addressof(self._first_copy), 1
+        num = len(columns[0])
+        where = ctypes.addressof(failed)
+        code = batch(destinations, sources, lengths, num, attributes, first, num_attributes, where, stream)
+        if code == _NOT_SUPPORTED:
+            logger.warning("The CUDA driver does not support batched copies on this machine; small pages copy slower.")
+            self.use_single_copies()
+            return False
+        if code:
+            raise self._error(f"cuMemcpyBatchAsync (copy {failed.value} of {num})", code)
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- calls
+
+    def _resolve(self, name: str, version: int, types: tuple[Any, ...]) -> Callable[..., int]:
+        """The function as of a version of CUDA: signatures changed under one name."""
+        address, status = _P(), _I()
+        code = self._find(name.encode(), ctypes.addressof(address), version, 0, ctypes.addressof(status))
+        if code or not address.value:
+            raise ConfigError(
+                f"Offloading from a CUDA device needs a driver for CUDA {version // 1000}.{version % 1000 // 10} or "
+                f"newer, and this one has no {name}; update the driver."
+            )
+        return ctypes.CFUNCTYPE(_I, *types)(address.value)
+
+    def _resolve_batch(self) -> Callable[..., int] | None:
+        if self.version < _BATCH_VERSION:
+            return None
+        try:
+            return self._resolve("cuMemcpyBatchAsync", _BATCH_VERSION, _BATCH_TYPES)
+        except ConfigError:
+            return None
+
+    def _call(self, name: str, *arguments: int) -> None:
+        if code := self._calls[name](*arguments):
+            raise self._error(name, code)
+
+    def _get_int(self, name: str, *arguments: int) -> int:
+        value = _I()
+        self._call(name, ctypes.addressof(value), *arguments)
+        return value.value
+
+    def _get_handle(self, name: str, *arguments: int) -> int:
+        """0 for a null pointer."""
+        value = _P()
+        self._call(name, ctypes.addressof(value), *arguments)
+        return value.value or 0
+
+    def _get_text(self, name: str, device: int) -> str:
+        text = ctypes.create_string_buffer(256)
+        self._call(name, ctypes.addressof(text), len(text), self._get_int("cuDeviceGet", device))
+        return text.value.decode()
+
+    def _error(self, call: str, code: int) -> CudaError:
+        return CudaError(call, code, self._error_name(code))
+
+    def _error_name(self, code: int) -> str:
+        name = _S()
+        self._calls["cuGetErrorName"](code, ctypes.addressof(name))
+        return (name.value or b"unknown").decode()
+
+
+@functools.cache
+def load_driver() -> Driver:
+    """The driver of this process, loaded at the first call. Raises ``ConfigError`` as ``Driver`` does."""
+    return Driver(LIBRARY)
