@@ -161,6 +161,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.queued -= self._coming()  # a long run is read at once, and with it what was queued for the request before
         self._take_events()
         assert len(answers) == len(blocks) or answers[-1] is False
+        assert False not in answers[:-1]
         for key, answer in zip(blocks, answers):
             self._check_answer(key, answer, context)
         if None not in answers:
@@ -404,6 +405,7 @@ class TieringMachine(RuleBasedStateMachine):
         self._take_events()
         assert self.least_dropped <= stats["cascades", "dropped"] <= self.most_dropped
         assert stats["primary_blocks_used",] == len({*map(bytes, self._resident_now())})
+        self.manager.shutdown()
         self.manager.shutdown()
         for tier, mode in zip(self.rig.tiers, self.cascade):
             begun, ended = (

@@ -127,6 +127,8 @@ class Rig:
 
     def ask(self, blocks: Sequence[OffloadKey], context: ReqContext) -> list[bool | None]:
         answers = self.manager.lookup_prefix(blocks, context)
+        assert False not in answers[:-1], "the first miss ends the answers"
+        assert len(answers) == len(blocks) or answers[-1] is False
         self.manager.check_invariants()
         return answers
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Sequence
 
 import pytest
 from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 
 from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqContext
+from kvoffload.cpu import POLICIES, BlockStatus
+from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.tiering import JobMetadata, promotions
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
@@ -201,6 +204,58 @@ def test_a_block_that_was_taken_is_counted_once_per_lookup() -> None:
     rig.store(prefix(4, of="q"), runs)
     assert rig.ask(prefix(3), unknown) == [False]
     assert rig.write(keys(0), runs) == [], "asked for twice and offered once, where it takes four"
+
+
+class Refusing(LRUCachePolicy):
+    """Has nothing to evict while it refuses, although blocks are idle."""
+
+    refuses = False
+
+    def evict(
+        self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()
+    ) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        return None if n and self.refuses else super().evict(n, protected)
+
+
+READY, GUEST, ABSENT = keys(0, of="old")[0], keys(0, of="guest")[0], keys(0, of="absent")[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "read_at"),
+    [
+        (prefix(3), 1024),
+        (prefix(3), 2),
+        ([*prefix(2), *prefix(3)], 1024),
+        ([*prefix(2), READY, *prefix(3)[2:]], 1024),
+        ([*prefix(2), GUEST, *prefix(3)[2:]], 1024),
+        ([*prefix(2), ABSENT], 1024),
+        (prefix(20), 1024),
+    ],
+    ids=["all", "read at once", "repeated", "then ready", "then unknown", "then absent", "beyond the share"],
+)
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_prefix_ends_with_the_first_block_that_the_policy_has_no_room_for(
+    asked: list[OffloadKey], read_at: int, loops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotions, "_READ_AT", read_at)
+    POLICIES.register("test-refusing", Refusing)
+    try:
+        rig = Rig(16, cache_policy="test-refusing")
+    finally:
+        POLICIES.unregister("test-refusing")
+    rig.store(prefix(16, of="old"), rig.start("writer"))
+    rig.below(prefix(20))
+    rig.tier.answers[GUEST] = None
+    request = rig.start("r")
+    monkeypatch.setattr(Refusing, "refuses", True)
+    ask = OffloadingManager.lookup_prefix if loops else type(rig.manager).lookup_prefix
+    assert ask(rig.manager, asked, request) == [False]
+    rig.manager.check_invariants()
+    rig.step()
+    assert not rig.tier.jobs
+    assert rig.manager.get_stats()["promotions_refused", "no_room"] == 1
+    monkeypatch.setattr(Refusing, "refuses", False)
+    assert rig.wait_for_prefix(prefix(3), request) == 3, "it is asked for again, and there is room"
 
 
 class Asked:
