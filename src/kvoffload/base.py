@@ -335,7 +335,7 @@ class OffloadingManager(ABC):
         """Records in ``lost``, from now on, the blocks that leave and those that are offered but not to be stored."""
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Which blocks are here or below, as far as that is known. Unlike a lookup it has no effect."""
+        """Which blocks are here or below, as far as that is known. Unlike a lookup it promotes nothing."""
         return [False] * len(keys)
 
     def shutdown(self) -> None:

@@ -121,7 +121,7 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
         raise ConfigError(f"record_trace names a file in {Path(config.record_trace).parent}, which is not a directory.")
     for tier in config.secondary_tiers:
         if not isinstance(tier.get("type"), str):
-            raise ConfigError(f"Each of secondary_tiers needs a 'type', for example 'fs'; this one has {sorted(tier)}.")
+            raise ConfigError(f"Each of secondary_tiers needs a 'type' such as 'disk'; this one has {sorted(tier)}.")
     return config
 
 

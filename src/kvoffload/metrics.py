@@ -215,7 +215,7 @@ METRICS: dict[str, Metric] = _table(
         Metric("requests_waiting", _G, "Requests whose last lookup had no answer yet."),
         # secondary tiers
         Metric("tier_blocks", _G, "Blocks known to be in the tier.", _TIER, ((),)),
-        Metric("tier_bytes", _G, "Bytes stored in the tier.", _TIER, ((),)),
+        Metric("tier_bytes", _G, "Bytes of the blocks in the tier, as far as this process knows.", _TIER, ((),)),
         Metric(
             "tier_quota_bytes",
             _G,
@@ -250,8 +250,8 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "tier_breaker_last_trip_timestamp_seconds",
             _G,
-            "When the circuit breaker opened last for this reason, in Unix time. The reason is an errno, the name of "
-            "an exception, or hang.",
+            "Since when the circuit breaker is open for this reason, or was last, in Unix time. The reason is an "
+            "errno, the name of an exception, or hang. A probe that fails for another reason changes it.",
             ("tier", "direction", "reason"),
         ),
         Metric(

@@ -82,9 +82,11 @@ def test_a_tier_that_is_off_says_why() -> None:
     ]
     now = parse("\n".join(lines) + "\n", 10.0, 1000.0)
     view = compare(Snapshot(0.0, 0.0, {}), now)
-    assert view.tiers[1].off == ("writing off for 60 s: hang",)
+    assert view.tiers[1].off == ("writing off, hang for 60 s",)
     assert "hang" in shown(view)
-    assert view.problems == {"dropped writes": 7}
+    assert view.problems == {"tiers off": 1, "dropped writes": 7}
+    assert compare(now, now).problems == {"tiers off": 1}, "while it lasts"
+    assert "problems: tiers off 1" in shown(compare(now, now))
 
 
 def test_engines_of_one_server_are_added_up_and_a_restart_begins_anew() -> None:
@@ -98,6 +100,18 @@ def test_engines_of_one_server_are_added_up_and_a_restart_begins_anew() -> None:
     assert view.hit_rate == 0.5
     restarted = compare(page(100, 100), page(110, 4))
     assert restarted.lookup_tokens_per_s == 11.4
+
+
+def test_engines_that_share_a_tier_show_its_bytes_once() -> None:
+    figures = {"healthy": (1, 1), "bytes": (200, 204), "quota_bytes": (400, 400), "io_bytes_total": (5, 7)}
+    lines = [
+        f'kvoffload_tier_{name}{{engine="{engine}",tier="disk",direction="read"}} {value}'
+        for name, values in figures.items()
+        for engine, value in enumerate(values)
+    ]
+    _, disk = compare(Snapshot(0.0, 0.0, {}), parse("\n".join(lines) + "\n", 1.0, 0.0)).tiers
+    assert (disk.used, disk.fill) == (204, 0.51)
+    assert disk.read_bytes_per_s == 12, "what each did is added up"
 
 
 def test_once_as_a_table_and_as_json(served: ServedTiers, capsys: pytest.CaptureFixture[str]) -> None:

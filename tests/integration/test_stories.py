@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integration.served_tiers import BLOCK_TOKENS, PAGE_BYTES, ServedTiers, prompt
+from tests.tiering.rig import quiesce
 
 from kvoffload.base import ReqContext, make_offload_key
 from kvoffload.connector.story import DEVICE
@@ -266,6 +268,49 @@ def test_blocks_that_others_removed_or_damaged(make: MakeRecorded, tmp_path: Pat
             path.write_bytes(content)
     recorded.ask(1)
     assert recorded.last()["missed"] == {cause: WHOLE, "tail": 1}
+
+
+@pytest.mark.parametrize("removed", ["slabs", "directory"])
+def test_slabs_that_others_removed(make: MakeRecorded, tmp_path: Path, removed: str) -> None:
+    """An idle tier learns of it by itself, and so does the story of the very next request."""
+    recorded = make(make_tier="disk")
+    recorded.ask(1)
+    recorded.fill()
+    (tier,) = recorded.served.tiers
+    blocks = tmp_path / "blocks"
+    with tier._store._upkeep.lock:
+        if removed == "directory":
+            shutil.rmtree(blocks)
+            blocks.mkdir()
+        else:
+            for path in [*blocks.rglob("*.slab"), *blocks.rglob("*.table")]:
+                path.unlink()
+    tier._store.refresh()
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {"removed disk": WHOLE, "tail": 1}
+
+
+def test_corruption_that_a_probe_found_is_no_cause_of_later_deletions(make: MakeRecorded, tmp_path: Path) -> None:
+    recorded = make(make_tier=files_tier(tmp_path))
+    recorded.ask(2)
+    (tier,) = recorded.served.tiers
+
+    def files() -> list[Path]:
+        found = (tmp_path / "blocks").rglob("*")
+        return [path for path in found if path.is_file() and path.stat().st_size > PAGE_BYTES]
+
+    for path in files():
+        path.write_bytes(bytes(path.stat().st_size))
+    for _ in range(BLOCKS):
+        tier._submit_probe()
+        quiesce(tier)
+    assert tier.get_stats()["tier_corrupt_blocks", "fs"] == BLOCKS
+    recorded.ask(1)
+    recorded.fill()
+    for path in files():
+        path.unlink()
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {"removed fs": WHOLE, "tail": 1}
 
 
 def test_a_tier_that_is_off(make: MakeRecorded, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Neighbour(ABC):
                     self.write(some)
                 case 3 | 4 | 5:
                     # What was evicted a moment ago is being written over just now.
-                    self.read(self.store.take_evicted()[-4:] or some)
+                    self.read(list(self.store.take_lost())[-4:] or some)
                 case 6:
                     self.scan()
                 case _:

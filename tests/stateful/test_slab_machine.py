@@ -62,7 +62,7 @@ class SlabMachine(RuleBasedStateMachine):
         self.stores[who].close()
 
     def take_news(self, who: int) -> None:
-        self.known[who] -= set(self.stores[who].take_evicted())
+        self.known[who] -= set(self.stores[who].take_lost())
 
     def scan(self, who: int) -> set[OffloadKey]:
         return {key for batch in self.stores[who].scan() for key in batch}

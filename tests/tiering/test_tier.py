@@ -7,6 +7,7 @@ import errno
 import gc
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata, JobResult
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.runner import IoQueue
-from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.base import BlockStore, StoreStats
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.wrappers import StoreWrapper
@@ -149,6 +150,13 @@ class PanickingStore(StoreWrapper):
 
     def panic(self, *arguments: object) -> Any:
         raise Panic(self.method)
+
+
+class Uncounted(StoreWrapper):
+    """Only the server knows what it has."""
+
+    def stats(self) -> StoreStats:
+        return StoreStats()
 
 
 @pytest.fixture
@@ -477,6 +485,16 @@ def test_the_backlog_is_bounded_and_drops_are_counted(make) -> None:
     assert rig.store_blocks(keys_of(8)).success
 
 
+def test_the_bytes_of_a_store_that_counts_none_are_those_of_its_known_blocks(make) -> None:
+    rig = make()
+    rig.store = store = Uncounted(rig.store)
+    rig.start()
+    assert rig.store_blocks(keys_of(1, 2, 3)).success
+    assert store.stats().used_bytes is None
+    assert rig.stat("tier_bytes") == 3 * BLOCK_BYTES
+    assert rig.stat("tier_free_bytes") == math.inf
+
+
 def test_bytes_seconds_and_room_are_counted(make) -> None:
     rig = make(max_blocks=8).start()
     assert rig.store_blocks(keys_of(1, 2, 3)).success
@@ -614,6 +632,33 @@ def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
     assert rig.store_blocks(keys).success
 
 
+def test_a_tier_that_stays_off_for_another_reason_says_so(make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make().start()
+
+    def probe(error: OSError) -> dict[str, float]:
+        rig.store.broken = {"write": error}
+        rig.clock.advance(100)
+        assert not rig.store_blocks(keys_of(9)).success
+        name = "tier_breaker_last_trip_timestamp_seconds", "mem", "write"
+        return {sample[3]: value for sample, value in rig.tier.get_stats().items() if sample[:3] == name}
+
+    for _ in range(3):
+        since_s = probe(OSError(errno.ENOSPC, "No space left on device"))
+    assert probe(OSError(errno.ENOSPC, "No space left on device")) == since_s
+    now_s = probe(OSError(errno.ENOENT, "No such file or directory"))
+    assert now_s["ENOENT"] >= since_s["ENOSPC"] == now_s["ENOSPC"]
+    assert probe(OSError(errno.ENOENT, "No such file or directory")) == now_s
+    rig.store.broken = {}
+    rig.clock.advance(100)
+    assert rig.store_blocks(keys_of(9)).success
+    assert [record.getMessage() for record in caplog.records] == [
+        "Tier 'mem' is not used for writing until it recovers: [Errno 28] No space left on device",
+        "Tier 'mem' is still not used for writing: [Errno 2] No such file or directory",
+        "Tier 'mem' is used for writing again. It was off: [Errno 2] No such file or directory",
+    ]
+    assert rig.stat("tier_breaker_trips", "write") == 1
+
+
 def test_a_hung_load_has_no_result_and_turns_reads_off_until_it_ends(make) -> None:
     rig = make(limits=TierLimits(threads=1, timeout_s=10)).start()
     rig.store_blocks(keys_of(1, 2))
@@ -726,7 +771,7 @@ def test_memory_with_gaps_between_its_rows(make) -> None:
     assert not backing[:, BLOCK_BYTES:].any()
 
 
-@pytest.mark.parametrize("method", ["contains", "write", "read_into", "scan", "touch", "take_evicted", "close"])
+@pytest.mark.parametrize("method", ["contains", "write", "read_into", "scan", "touch", "take_lost", "close"])
 def test_a_panic_in_a_store_ends_the_job_and_not_the_thread(
     make, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -737,11 +782,11 @@ def test_a_panic_in_a_store_ends_the_job_and_not_the_thread(
     keys = keys_of(1, 2)
     with caplog.at_level(logging.WARNING):
         stored = rig.store_blocks(keys)
-        assert stored.success is (method not in ("write", "take_evicted"))
+        assert stored.success is (method not in ("write", "take_lost"))
         assert rig.ask_until_answered(keys_of(50)) == [False]
         if stored.success:
             # Lookups that panic again and again turn reading off.
-            assert rig.load_blocks(keys).success is (method not in ("contains", "read_into", "take_evicted"))
+            assert rig.load_blocks(keys).success is (method not in ("contains", "read_into", "take_lost"))
         rig.tier.touch(keys)
         rig.clock.advance(2)
         rig.until(lambda: not rig.tier._runner.num_open_slices)

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -33,6 +33,16 @@ __all__ = ["Snapshot", "TierView", "View", "compare", "draw", "parse", "quantile
 _TIMEOUT_S = 10.0
 _KEPT = 60
 """Refreshes that a sparkline shows."""
+_JOIN: dict[str, Callable[[float, float], float]] = {
+    "tier_healthy": min,
+    "tier_breaker_last_trip_timestamp_seconds": max,
+    # Engines of one server share a tier, or each has one of the same size: the fullest counts.
+    "tier_blocks": max,
+    "tier_bytes": max,
+    "tier_quota_bytes": min,
+    "tier_free_bytes": min,
+}
+"""How the values of several engines become one; those of all other metrics are added."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 Series = dict[tuple[str, ...], float]
@@ -128,7 +138,7 @@ def _scrape(url: str) -> Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """kvoffload's series at one time, summed over everything that is no label of theirs, as engines are."""
+    """kvoffload's series at one time, over all engines of the server: ``_JOIN`` has how they are put together."""
 
     at_s: float
     unix_s: float
@@ -161,12 +171,8 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
                     if not sample.name.endswith("_bucket"):
                         continue
                     key = (*key, sample.labels["le"])
-                if name == "tier_healthy":
-                    values[key] = min(values.get(key, 1), sample.value)
-                elif name == "tier_breaker_last_trip_timestamp_seconds":
-                    values[key] = max(values.get(key, 0), sample.value)
-                else:
-                    values[key] = values.get(key, 0) + sample.value
+                join = _JOIN.get(name, _add)
+                values[key] = join(values[key], sample.value) if key in values else sample.value
     except (ValueError, KeyError, IndexError) as exc:
         raise ConfigError(f"This is no page of metrics: {exc}.") from exc
     return Snapshot(at_s, unix_s, series)
@@ -211,7 +217,7 @@ class View:
     waits_s: dict[str, float | None] = field(default_factory=dict)
     """Median and 90th percentile of the waits that ended: for lookups, for lower tiers."""
     problems: dict[str, float] = field(default_factory=dict)
-    """Events in this interval that should be rare, without those that did not happen."""
+    """Events in this interval that should be rare, without those that did not happen; and the tiers that are off."""
     tiers: tuple[TierView, ...] = ()
 
 
@@ -222,6 +228,7 @@ _PROBLEMS = {
     "promotions refused": ("promotions_refused",),
     "out of patience": ("lookups_out_of_patience",),
     "dropped writes": ("tier_dropped_blocks",),
+    "failed writes": ("tier_store_failures",),
     "evicted unwritten": ("cascades", "dropped"),
     "corrupt blocks": ("tier_corrupt_blocks",),
 }
@@ -277,7 +284,8 @@ def compare(before: Snapshot, after: Snapshot) -> View:
             )
         )
     total = after.total("lookup_tokens")
-    problems = {name: grown(*sample) for name, sample in _PROBLEMS.items()}
+    problems = {"tiers off": float(sum(bool(tier.off) for tier in tiers))}
+    problems |= {name: grown(*sample) for name, sample in _PROBLEMS.items()}
     return View(
         seconds=seconds,
         hit_rate=share(grown("hit_tokens")),
@@ -294,15 +302,19 @@ def compare(before: Snapshot, after: Snapshot) -> View:
     )
 
 
+def _add(one: float, other: float) -> float:
+    return one + other
+
+
 def _off(now: Snapshot, tier: str) -> Iterable[str]:
-    """What ``tier`` is not used for, each with why and since when."""
+    """What ``tier`` is not used for, each with why, and since when for this reason."""
     for direction, word in (("read", "reading"), ("write", "writing")):
         if now.total("tier_breaker_open", tier, direction):
             trips = now.series.get("tier_breaker_last_trip_timestamp_seconds", {})
             own = [(at_s, reason) for (name, way, reason), at_s in trips.items() if (name, way) == (tier, direction)]
             if own:
                 at_s, reason = max(own)
-                yield f"{word} off for {max(now.unix_s - at_s, 0):.0f} s: {reason}"
+                yield f"{word} off, {reason} for {max(now.unix_s - at_s, 0):.0f} s"
             else:
                 yield f"{word} off"
 

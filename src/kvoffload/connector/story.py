@@ -156,7 +156,8 @@ class StoryTeller:
             return
         blocks = range(begin // size, min(-(-end // size), len(keys)))
         wanted = keys[blocks.start : blocks.stop]
-        losses, held = self.lost.find(wanted), self._manager.holds(wanted)
+        held = self._manager.holds(wanted)  # first, as tiers record there what they lost meanwhile
+        losses = self.lost.find(wanted)
         loadable = UNLIMITED
         if state.limits.max_load_tokens is not None:
             loadable = (state.computed_tokens + state.limits.max_load_tokens) // unit * unit
@@ -192,7 +193,7 @@ class StoryTeller:
         for group, own in zip(self._geometry, state.groups, strict=True):
             blocks = group.blocks_to_find(state.computed_tokens, hit_tokens)
             keys = own.keys[blocks.start : blocks.stop]
-            losses, held = self.lost.find(keys), self._manager.holds(keys)
+            held, losses = self._manager.holds(keys), self.lost.find(keys)
             for key, loss, is_held in zip(keys, losses, held, strict=True):
                 if (refusal := state.context.trail.misses.get(key)) is not None:
                     return refusal, None

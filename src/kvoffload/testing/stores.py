@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.base import BlockStore, LossCause
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 
 __all__ = ["FaultyStore", "GatedStore"]
@@ -69,9 +69,9 @@ class GatedStore(StoreWrapper):
         self._pass("discard")
         self.inner.discard(keys)
 
-    def take_evicted(self) -> list[OffloadKey]:
-        self._pass("take_evicted")
-        return self.inner.take_evicted()
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        self._pass("take_lost")
+        return self.inner.take_lost()
 
     def _pass(self, call: str) -> None:
         self.threads.add(threading.get_ident())

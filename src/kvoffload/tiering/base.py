@@ -129,7 +129,7 @@ class SecondaryTierManager(ABC):
         """Records in ``lost``, from now on, the blocks that leave the tier."""
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Which blocks are known to be here. Unlike a lookup it has no effect."""
+        """Which blocks are known to be here; the losses of the others are recorded by now. Asks for nothing."""
         return [False] * len(keys)
 
     def shutdown(self) -> None:

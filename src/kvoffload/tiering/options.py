@@ -192,7 +192,10 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
 
 class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
-    """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``. ``max_bytes`` is a quota on all files below ``path``."""
+    """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``. ``max_bytes`` is a quota on all files below ``path``.
+
+    One host alone may use that directory.
+    """
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return FileSystemStore(

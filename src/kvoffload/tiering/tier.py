@@ -24,7 +24,7 @@ from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.runner import READS, IoQueue, IoResult, IoStatus, IoTask, TierRunner
-from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.base import BlockStore, LossCause
 
 __all__ = ["StoreTier", "TierLimits", "default_max_backlog"]
 
@@ -81,7 +81,8 @@ class StoreTier(SecondaryTierManager):
     """A secondary tier over a synchronous ``store``, which it owns from here on.
 
     Every method runs on the scheduler's thread, and so does every change of the state here. Only the runner's threads
-    call the store; what they find waits in queues until the scheduler's thread takes it in.
+    call the store for anything that may take long; what they find waits in queues until the scheduler's thread takes it
+    in.
 
     * Lookups are answered from the presence index. An unknown key is ``None``, and the store is asked for it once,
       together with the other unknown keys of the step. An absent key is ``False``; after a while the store is asked for
@@ -143,9 +144,9 @@ class StoreTier(SecondaryTierManager):
         self._touched: list[Sequence[OffloadKey]] = []
         self._num_touched = 0
         self._next_touch_s = 0.0
-        # Filled by I/O threads: keys that the scan found, and keys that the store evicted.
+        # Filled by I/O threads: keys that the scan found, and keys that the store lost.
         self._scanned: deque[Sequence[OffloadKey]] = deque()
-        self._evicted: deque[Sequence[OffloadKey]] = deque()
+        self._lost: deque[dict[OffloadKey, LossCause]] = deque()
         self._scan_is_done = False
         """A scan has ended, and found everything."""
         self._scan_budget = _SCANNED_PER_STEP
@@ -163,8 +164,7 @@ class StoreTier(SecondaryTierManager):
         self._num_store_failures = self._num_load_failures = self._num_corrupt = 0
         self._io = {direction: _IoCounts(tier_type, direction) for direction in ("read", "write")}
         self._corruption_log = RateLimitedLog(_log, clock=clock)
-        self._lost: LostBlocks | None = None
-        self._num_lost_corrupt = 0
+        self._lost_blocks: LostBlocks | None = None
         if not self._index.is_exact:
             self._submit_scan()
 
@@ -266,13 +266,13 @@ class StoreTier(SecondaryTierManager):
             try:
                 return call(keys[start:stop], [memoryview(slots[slot]) for slot in block_ids[start:stop].tolist()])
             finally:
-                self._queue_evicted()
+                self._queue_lost()
 
         return transfer
 
-    def _queue_evicted(self) -> None:
-        if evicted := self._store.take_evicted():
-            self._evicted.append(evicted)
+    def _queue_lost(self) -> None:
+        if lost := self._store.take_lost():
+            self._lost.append(lost)
 
     def _store_slice_ended(self, result: IoResult) -> None:
         keys, outcomes = result.keys, result.outcomes
@@ -297,25 +297,16 @@ class StoreTier(SecondaryTierManager):
         self._io["read"].count(result, num_loaded * self.block_bytes)
         self._num_load_failures += len(missing)
         if result.status is IoStatus.DONE:
+            if not self._index.is_exact:  # those that the store lost itself are not in the index any more
+                self._record_loss([key for key in missing if key in self._index], "removed")
             # The store lacks them, whatever the index says: the next lookup asks the store.
             self._index.remove(missing)
-            if missing:
-                # The other slices of the job may have found corrupt blocks too, whose results are not taken in yet.
-                is_corrupt = self._store.stats().corrupt_blocks - self._num_lost_corrupt >= len(missing)
-                self._num_lost_corrupt += len(missing) if is_corrupt else 0
-                self._record_loss(missing, "corrupt" if is_corrupt else "removed")
         if missing:
             self._log_corruption(missing)
 
-    def _record_loss(self, keys: Sequence[OffloadKey], what: str) -> None:
-        if self._lost is None:
-            return
-        if what == "removed":
-            # Our own store may have evicted a block after the request had found it, and before it was read.
-            own, since_s = f"evicted {self.tier_type}", self._limits.timeout_s
-            losses = zip(keys, self._lost.find(keys), strict=True)
-            keys = [key for key, loss in losses if not (loss and loss.cause == own and loss.seconds_ago < since_s)]
-        self._lost.record(keys, f"{what} {self.tier_type}")
+    def _record_loss(self, keys: Collection[OffloadKey], cause: LossCause) -> None:
+        if self._lost_blocks is not None:
+            self._lost_blocks.record(keys, f"{cause} {self.tier_type}")
 
     def _log_corruption(self, missing: Sequence[OffloadKey]) -> None:
         """``missing`` could not be read; whether a block was corrupt, the store's count says."""
@@ -409,20 +400,24 @@ class StoreTier(SecondaryTierManager):
             _log.warning("Tier %r: its store failed to close: %s", self.tier_type, exc)
 
     def watch_losses(self, lost: LostBlocks) -> None:
-        self._lost = lost
+        self._lost_blocks = lost
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        # A store may lose blocks without a call: what is explained next shall have the cause.
+        self._queue_lost()
+        self._take_lost()
         return [key in self._index for key in keys]
 
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()
         quota_bytes = math.inf if store.max_bytes is None else store.max_bytes
+        used_bytes = len(self._index) * self.block_bytes if store.used_bytes is None else store.used_bytes
         stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._num_lookups.items()}
         stats |= {
             ("tier_blocks", tier): len(self._index),
-            ("tier_bytes", tier): store.used_bytes,
+            ("tier_bytes", tier): used_bytes,
             ("tier_quota_bytes", tier): quota_bytes,
-            ("tier_free_bytes", tier): max(quota_bytes - store.used_bytes, 0),
+            ("tier_free_bytes", tier): max(quota_bytes - used_bytes, 0),
             ("tier_healthy", tier): int(self._reads.is_closed and self._writes.is_closed),
             ("tier_breaker_open", tier, "read"): int(not self._reads.is_closed),
             ("tier_breaker_open", tier, "write"): int(not self._writes.is_closed),
@@ -457,12 +452,9 @@ class StoreTier(SecondaryTierManager):
             self._scan_budget -= len(batch)
 
     def _take_results(self) -> None:
-        # Evictions before results: a block whose eviction is known must not be announced as present. An eviction that a
-        # thread queues after this loop is not lost; the next call removes the key.
-        while self._evicted:
-            evicted = self._evicted.popleft()
-            self._index.remove(evicted)
-            self._record_loss(evicted, "evicted")
+        # Losses before results: a block whose loss is known must not be announced as present. A loss that a thread
+        # queues after this is not forgotten; the next call removes the key.
+        self._take_lost()
         for result in self._runner.take_results() if self._runner.num_open_slices else ():
             if result.status is IoStatus.OVERDUE:
                 self._call_hangs(result)
@@ -470,6 +462,13 @@ class StoreTier(SecondaryTierManager):
             self._callbacks[result.task](result)
             if result.is_last:
                 del self._callbacks[result.task]
+
+    def _take_lost(self) -> None:
+        while self._lost:
+            lost = self._lost.popleft()
+            self._index.remove(list(lost))
+            for cause in dict.fromkeys(lost.values()):
+                self._record_loss([key for key in lost if lost[key] == cause], cause)
 
     def _call_hangs(self, result: IoResult) -> None:
         is_read = result.task.queue in READS
@@ -486,7 +485,7 @@ class StoreTier(SecondaryTierManager):
             self._record_failure(breaker, "hang", "Too many calls hang.", is_grave=True)
         elif not breaker.is_closed:
             # It may be the probe, without whose end there would be no other. If it returns after all, that counts too.
-            breaker.record_failure()
+            self._record_failure(breaker, "hang", "A probe hangs.")
 
     def _too_many_hang(self, *queues: IoQueue) -> bool:
         """Whether half of the threads that serve ``queues`` hang."""
@@ -506,7 +505,7 @@ class StoreTier(SecondaryTierManager):
                         breaker.failures = min(breaker.failures, self._load_failures)
                     return
                 if breaker.failures and breaker.record_success():
-                    why = self._io["read" if breaker is self._reads else "write"].last_trip
+                    why = self._io["read" if breaker is self._reads else "write"].why_off
                     _log.warning("Tier %r is used for %s again. It was off: %s", self.tier_type, breaker.name, why)
             case IoStatus.FAILED:
                 if breaker is self._reads and result.keys:
@@ -516,11 +515,15 @@ class StoreTier(SecondaryTierManager):
                 breaker.cancel_probe()
 
     def _record_failure(self, breaker: CircuitBreaker, reason: str, text: str, *, is_grave: bool = False) -> None:
+        counts = self._io["read" if breaker is self._reads else "write"]
         if breaker.record_failure(is_grave=is_grave):
-            self._io["read" if breaker is self._reads else "write"].count_trip(reason, text)
+            counts.count_trip(reason, text)
             _log.warning("Tier %r is not used for %s until it recovers: %s", self.tier_type, breaker.name, text)
             # Queued slices would only fail one by one, and meanwhile hold slots.
             self._runner.cancel_queued(*(READS if breaker is self._reads else (IoQueue.STORE,)))
+        elif not breaker.is_closed and reason != counts.reason:
+            counts.set_reason(reason, text)
+            _log.warning("Tier %r is still not used for %s: %s", self.tier_type, breaker.name, text)
 
     def _submit_probe(self) -> None:
         """Asks for a few blocks other than those that failed last, and reads those that are there, into memory of the
@@ -538,7 +541,7 @@ class StoreTier(SecondaryTierManager):
                 except Exception:
                     if not last:
                         raise
-            self._queue_evicted()
+            self._queue_lost()
             return [True]
 
         self._submit(IoTask(IoQueue.LOAD, 1, probe), 1, lambda result: self._record(self._reads, result))
@@ -611,9 +614,9 @@ class _IoCounts:
         self._num_bytes = self._num_trips = 0
         self._seconds = 0.0
         self._batches = Histogram("tier_batch_seconds", tier, direction)
-        self._tripped_s: dict[str, float] = {}
-        self.last_trip = ""
-        """Why the circuit breaker opened last, for people."""
+        self._open_since_s: dict[str, float] = {}
+        self.reason = self.why_off = ""
+        """Why the circuit breaker is open, or was last: in one word, and for people."""
 
     def count(self, result: IoResult, num_bytes: int) -> None:
         """A call of the store has ended, or was cancelled, and moved ``num_bytes``."""
@@ -624,9 +627,13 @@ class _IoCounts:
 
     def count_trip(self, reason: str, text: str) -> None:
         """The circuit breaker opened."""
-        self.last_trip = text
         self._num_trips += 1
-        self._tripped_s[reason] = time.time()
+        self.set_reason(reason, text)
+
+    def set_reason(self, reason: str, text: str) -> None:
+        """The circuit breaker is open for this reason from now on."""
+        self.reason, self.why_off = reason, text
+        self._open_since_s[reason] = time.time()
 
     def stats(self) -> Stats:
         stats: dict[Sample, float] = {
@@ -634,7 +641,7 @@ class _IoCounts:
             ("tier_io_seconds", *self._labels): self._seconds,
             ("tier_breaker_trips", *self._labels): self._num_trips,
         }
-        for reason, at_s in self._tripped_s.items():
+        for reason, at_s in self._open_since_s.items():
             stats["tier_breaker_last_trip_timestamp_seconds", *self._labels, reason] = at_s
         return stats | self._batches.stats()
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.tiering.rig import Rig, keys
 
 from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.engines.vllm.events import EventTranslator, _extra_keys
 from kvoffload.engines.vllm.versions import vllm_release
@@ -468,3 +469,24 @@ def test_prometheus_series_are_named_after_the_table_and_may_be_made_again() -> 
     assert REGISTRY.get_sample_value("kvoffload_hit_tokens_total", {"engine": "0"}) == 0
     names = {metric.name for metric in REGISTRY.collect()}
     assert {f"kvoffload_{name}" for name in METRICS} <= names
+
+
+def test_the_last_step_before_an_engine_sleeps_reports_that_nothing_is_queued_or_pinned() -> None:
+    """However soon it comes after the report before."""
+    from kvoffload.engines.vllm.connector import _SchedulerSide
+
+    rig = Rig()
+    spec, config = SimpleNamespace(get_manager=lambda: rig.manager), OffloadingConfig(cpu_bytes_to_use=1 << 20)
+    side = _SchedulerSide(spec, LAYOUT, config)
+    context = rig.start("a")
+    rig.store(keys(1, 2), context, finish=False)
+    first = side.get_stats()
+    assert first is not None
+    assert first.gauges["primary_blocks_pinned"] == 2
+    rig.step()
+    assert side.get_stats() is None, "not in each step"
+    rig.finish()
+    last = side.get_stats()
+    assert last is not None
+    assert last.gauges["primary_blocks_pinned"] == 0
+    assert side.get_stats() is None

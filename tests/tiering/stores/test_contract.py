@@ -118,7 +118,7 @@ class TestChecksummed(BlockStoreContract):
         assert store.read_into([bad, good], targets) == [False, True]
         assert bytes(targets[1]) == block_of(good, self.block_bytes)
         assert store.stats().corrupt_blocks == 1
-        assert store.take_evicted() == [bad]
+        assert store.take_lost() == {bad: "corrupt"}
 
 
 class TestThrottled(BlockStoreContract):

@@ -258,6 +258,7 @@ class _SchedulerSide:
         self._events = EventTranslator(layout, layout.block_size_factor(config), config.self_describing_kv_events)
         self._reporter = StatsReporter()
         self._stats_due_s = 0.0
+        self._was_pending = False
 
     def bind_null_block(self, null_block_id: int) -> None:
         self._steps = StepTranslator(null_block_id)
@@ -294,8 +295,11 @@ class _SchedulerSide:
         return self._events.translate(self.core.take_events())
 
     def get_stats(self) -> OffloadStats | None:
-        now_s = time.monotonic()
-        if now_s < self._stats_due_s:
+        now_s, was_pending = time.monotonic(), self._was_pending
+        self._was_pending = self.core.has_pending_work()
+        # vLLM may sleep once nothing is pending, and its gauges keep what the last step reported.
+        is_last = was_pending and not self._was_pending
+        if now_s < self._stats_due_s and not is_last:
             return None
         self._stats_due_s = now_s + _STATS_INTERVAL_S
         return self._reporter.report(self.core.get_stats())

@@ -6,18 +6,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["BlockStore", "StoreStats"]
+__all__ = ["BlockStore", "LossCause", "StoreStats"]
+
+LossCause = Literal["evicted", "corrupt", "removed"]
+"""Why a block is gone from a store: the store made room, its bytes were bad or could not be read, or somebody else
+deleted it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
     """A store's own counts: the bytes as of now, the others since it was opened."""
 
-    used_bytes: int = 0
-    """Bytes of all blocks, as far as this process knows."""
+    used_bytes: int | None = None
+    """Bytes of all blocks, as far as this process knows; ``None``: the store does not count them."""
     corrupt_blocks: int = 0
     evicted_blocks: int = 0
     max_bytes: int | None = None
@@ -97,9 +102,10 @@ class BlockStore(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Records that a prefix, head to tail, was used elsewhere: its blocks are evicted later, the tail first."""
 
-    def take_evicted(self) -> list[OffloadKey]:
-        """The blocks removed since the last call other than by ``discard``: for room, or because they were bad."""
-        return []
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        """The blocks that are gone since the last call other than by ``discard``, and why. Any thread may call this, so
+        it does no I/O and holds no lock for long."""
+        return {}
 
     def stats(self) -> StoreStats:
         """The counts. Any thread may call this, so it does no I/O and holds no lock for long."""

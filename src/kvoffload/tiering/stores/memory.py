@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 
 __all__ = ["MemoryStore"]
 
@@ -59,10 +59,10 @@ class MemoryStore(BlockStore):
                 if key in self._blocks:
                     self._blocks.move_to_end(key)
 
-    def take_evicted(self) -> list[OffloadKey]:
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
         with self._lock:
             evicted, self._evicted = self._evicted, []
-            return evicted
+        return dict.fromkeys(evicted, "evicted")
 
     def stats(self) -> StoreStats:
         max_bytes = None if self._max_blocks is None else self._max_blocks * self._block_bytes

@@ -181,8 +181,7 @@ def check_locks(root: str) -> None:
         try_lock(fd)
     except OSError as exc:
         raise ConfigError(
-            f"The file system of {root} cannot lock ({exc.strerror}); mount it with local locks, or choose a directory "
-            "on a local disk."
+            f"The file system of {root} cannot lock ({exc.strerror}); choose a directory on a local disk."
         ) from exc
     finally:
         os.close(fd)

@@ -12,7 +12,7 @@ import xxhash
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 
 __all__ = ["Checksummed", "Namespaced", "StoreWrapper", "Throttled"]
 
@@ -56,8 +56,8 @@ class StoreWrapper(BlockStore):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self.inner.touch(keys)
 
-    def take_evicted(self) -> list[OffloadKey]:
-        return self.inner.take_evicted()
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        return self.inner.take_lost()
 
     def stats(self) -> StoreStats:
         return self.inner.stats()
@@ -103,10 +103,10 @@ class Checksummed(StoreWrapper):
                 pass  # the next read finds them bad again
         return answers
 
-    def take_evicted(self) -> list[OffloadKey]:
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
         with self._lock:
             bad, self._bad = self._bad, []
-        return self.inner.take_evicted() + bad
+        return self.inner.take_lost() | dict.fromkeys(bad, "corrupt")
 
     def stats(self) -> StoreStats:
         inner = self.inner.stats()
@@ -182,8 +182,10 @@ class Namespaced(StoreWrapper):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self.inner.touch(self._to_inner(keys))
 
-    def take_evicted(self) -> list[OffloadKey]:
-        return self._from_inner(self.inner.take_evicted())
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        cut = len(self._prefix)
+        lost = self.inner.take_lost()
+        return {OffloadKey(key[cut:]): cause for key, cause in lost.items() if key.startswith(self._prefix)}
 
     def _to_inner(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         return [OffloadKey(self._prefix + key) for key in keys]

@@ -39,7 +39,7 @@ def test_the_quota_holds_and_the_oldest_go(open_store, tmp_path: Path) -> None:
         assert write(store, key) == [True]
         assert disk_bytes(tmp_path / "kv") <= room_for(5)
     assert here(store, *keys) == set(keys[-5:])
-    assert store.take_evicted() == keys[:-5]
+    assert list(store.take_lost().items()) == [(key, "evicted") for key in keys[:-5]]
     assert store.stats().evicted_blocks == 7
     assert store.stats().used_bytes == disk_bytes(tmp_path / "kv")
 
@@ -95,7 +95,7 @@ def test_all_namespaces_share_the_quota(open_store, tmp_path: Path) -> None:
     assert disk_bytes(tmp_path / "kv") <= room_for(4)
     assert here(new, *keys_of(0, 1, 2)) == set(keys_of(0, 1, 2))
     assert here(old, *keys_of(0, 1, 2)) == set(keys_of(2))
-    assert new.take_evicted() == [], "blocks of another namespace are not announced"
+    assert new.take_lost() == {}, "blocks of another namespace are not announced"
 
 
 def test_two_stores_on_one_root_keep_one_quota_and_each_others_hot_blocks(open_store, tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ def test_released_bytes_can_be_reserved_again(open_store, tmp_path: Path, monkey
             with pytest.raises(StoreError, match="full"):
                 write(store, *keys)
     assert write(store, *keys) == [True] * 3
-    assert store.take_evicted() == []
+    assert store.take_lost() == {}
     for path in files(tmp_path):
         path.write_bytes(b"bad")
     assert [read(store, key) for key in keys] == [None] * 3
     assert write(store, *keys) == [True] * 3
-    assert store.take_evicted() == keys, "bad, not evicted for room"
+    assert store.take_lost() == dict.fromkeys(keys, "corrupt"), "bad, not evicted for room"
     assert store.stats().evicted_blocks == 0
 
 
@@ -226,7 +226,7 @@ def test_a_reservation_that_cannot_be_recorded_is_none(open_store, tmp_path: Pat
             with pytest.raises(StoreError, match="No space left"):
                 write(store, *keys_of(0, 1, 2))
     assert write(store, *keys_of(0, 1, 2, 3)) == [True] * 4
-    assert store.take_evicted() == []
+    assert store.take_lost() == {}
     assert store.stats().used_bytes == disk_bytes(tmp_path / "kv")
 
 

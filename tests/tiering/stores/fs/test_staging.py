@@ -75,7 +75,7 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("no_locks")
 class TestWithoutLocks:
     def test_a_store_is_refused_in_one_sentence(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"cannot lock .*; mount it with local locks, or choose"):
+        with pytest.raises(ConfigError, match=r"cannot lock .*; choose a directory on a local disk"):
             FileSystemStore(tmp_path / "kv", SMALL)
         assert list((tmp_path / "kv").iterdir()) == []
 

@@ -612,7 +612,7 @@ def test_a_wrong_value_is_a_miss_is_deleted_and_written_anew(
         client.set(name, value_from(client.get(name)))
     assert read(store, wanted) == [True, False, True]
     assert store.stats().corrupt_blocks == 1
-    assert store.take_evicted() == [wanted[1]]
+    assert store.take_lost() == {wanted[1]: "corrupt"}
     assert store.contains(wanted) == [True, False, True]
     assert write(store, wanted) == [True] * 3
     assert read(store, wanted) == [True] * 3

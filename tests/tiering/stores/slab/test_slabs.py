@@ -46,7 +46,7 @@ def test_a_slab_is_closed_by_its_last_user(slabs: Slabs) -> None:
     slab = slabs.by_name["a"]
     with slabs.lock:
         first, second = slabs.begin([slab.number]), slabs.begin([slab.number, slab.number])
-        slabs.drop(slab)
+        slabs.drop(slab, "removed")
     slabs.end(first)
     assert slab.file.read_changes().tolist() == [0], "still open"
     slabs.end(second)
@@ -60,16 +60,16 @@ def test_a_block_is_gone_with_its_last_copy(slabs: Slabs) -> None:
     put(slabs, first, 3, 2)
     put(slabs, second, 5, 1)
     slabs.lose(first, OSError("bad"))
-    assert slabs.take_evicted() == [KEYS[2]]
+    assert slabs.take_lost() == {KEYS[2]: "corrupt"}
     assert slabs.unfit == {"a"}
     slabs.lose(first, OSError("bad"))
     slabs.lose(second, OSError("bad"))
-    assert slabs.take_evicted() == [KEYS[1]]
+    assert slabs.take_lost() == {KEYS[1]: "corrupt"}
     assert len(slabs.index) == 0
 
 
 def test_blocks_of_a_store_that_closes_are_not_gone(slabs: Slabs) -> None:
     put(slabs, slabs.by_name["a"], 0, 1)
     slabs.close()
-    assert slabs.take_evicted() == []
+    assert slabs.take_lost() == {}
     assert slabs.open == {}

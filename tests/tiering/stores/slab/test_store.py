@@ -95,7 +95,7 @@ class TestEviction:
         evicted: list[OffloadKey] = []
         for key in keys:
             assert write(store, key) == [True]
-            evicted += store.take_evicted()
+            evicted += store.take_lost()
         here = right(store, *keys)
         assert len(here) == 8
         assert sorted(evicted) == sorted(set(keys) - here)
@@ -112,7 +112,7 @@ class TestEviction:
         write(store, KEYS[3])
         for number, victim in ((8, 4), (9, 5), (10, 6), (11, 7), (12, 0), (13, 1), (14, 2), (15, 3)):
             assert write(store, KEYS[number]) == [True]
-            assert store.take_evicted() == [KEYS[victim]]
+            assert store.take_lost() == {KEYS[victim]: "evicted"}
             assert store.contains([KEYS[victim]]) == [False]
         assert store.stats().evicted_blocks == 8
         assert right(store, *KEYS[:16]) == set(KEYS[8:16])
@@ -138,7 +138,7 @@ class TestEviction:
         now_s += 1
         for number, victim in ((8, 1), (9, 2), (10, 3)):
             write(store, KEYS[number])
-            assert store.take_evicted() == [KEYS[victim]]
+            assert store.take_lost() == {KEYS[victim]: "evicted"}
 
     def test_slots_are_used_up_before_anything_is_evicted(self, open_store) -> None:
         store = open_store(max_bytes=4 * slab_of(1000))
@@ -171,7 +171,7 @@ class TestRestart:
         scan = store.scan()
         go_on.set()
         found = {key for batch in scan for key in batch}
-        left = set(keys) - set(store.take_evicted())  # the write made room
+        left = set(keys) - set(store.take_lost())  # the write made room
         assert len(left) > 3700
         assert found >= left
         assert right(store, *left) == left
@@ -238,7 +238,7 @@ class TestDamage:
         damage(tmp_path, KEYS[1], size, at)
         assert right(store, *KEYS[:4], size=size) == {KEYS[0], KEYS[2], KEYS[3]}
         assert store.stats().corrupt_blocks == 1
-        assert store.take_evicted() == [KEYS[1]]
+        assert store.take_lost() == {KEYS[1]: "corrupt"}
         assert write(store, KEYS[1], size=size) == [True]
         assert right(store, *KEYS[:4], size=size) == set(KEYS[:4])
 
@@ -424,7 +424,7 @@ class TestBadMedia:
         broken.slots = {3}
         buffers = [aligned(bytes(SMALL)) for _ in range(6)]
         assert store.read_into(KEYS[:6], buffers) == [True, True, True, False, True, True]
-        assert store.take_evicted() == [KEYS[3]]
+        assert store.take_lost() == {KEYS[3]: "corrupt"}
         assert store.contains([KEYS[3]]) == [False]
         assert write(store, KEYS[3]) == [True]
         assert right(store, *KEYS[:6]) == set(KEYS[:6])
@@ -466,7 +466,7 @@ class TestBadMedia:
         assert first.is_dropped
         left = right(store, *keys)
         assert 0 < len(left) < 1200
-        assert left.isdisjoint(store.take_evicted())
+        assert left.isdisjoint(store.take_lost())
         assert write(store, *keys[:20]) == [True] * 20
 
     def test_a_table_that_cannot_be_read_at_start(self, open_store, monkeypatch, tmp_path: Path) -> None:
@@ -500,11 +500,27 @@ class TestRoot:
         store.touch([KEYS[0]])
         store.discard([KEYS[0]])
         assert not (tmp_path / "kv").exists(), "a mount that went away is not written under"
-        (tmp_path / "kv" / ".kvoffload").mkdir(parents=True)
+        (tmp_path / "kv").mkdir()
+        store.refresh()
         store._growth.not_before_s = 0.0
         assert write(store, *KEYS[:8]) == [True] * 8
         assert right(store, *KEYS[:8]) == set(KEYS[:8])
         assert disk_bytes(tmp_path) <= slab_of(8)
+
+    @pytest.mark.parametrize("removed", ["", CONTROL_DIR])
+    def test_a_root_that_was_emptied_is_written_to_again(self, open_store, tmp_path: Path, removed: str) -> None:
+        store, keys = open_store(max_bytes=2 << 20), keys_of(*range(1500))
+        write(store, *keys[:100])
+        with store._upkeep.lock:
+            shutil.rmtree(tmp_path / "kv" / removed)
+            (tmp_path / "kv").mkdir(exist_ok=True)
+        store.refresh()
+        store._growth.not_before_s = 0.0
+        for start in range(0, 1500, 100):
+            assert write(store, *keys[start : start + 100]) == [True] * 100
+        assert right(store, *keys) == set(keys)
+        assert len(tables(tmp_path)) == 2
+        assert disk_bytes(tmp_path) <= 2 << 20
 
     @pytest.fixture
     def small_disk(self, tmp_path: Path) -> Iterator[Path]:
@@ -515,6 +531,20 @@ class TestRoot:
             pytest.skip("mounting a small disk needs root")
         yield path
         subprocess.run(["umount", "-l", path], check=True)
+
+    def test_a_mount_point_without_its_mount_is_not_written_to(self, small_disk: Path) -> None:
+        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        write(store, *KEYS[:3])
+        subprocess.run(["umount", "-l", small_disk], check=True)
+        store.refresh()
+        with pytest.raises(StoreError, match="gone"):
+            write(store, *KEYS[:3])
+        assert list(small_disk.iterdir()) == []
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", small_disk], check=True)
+        store.refresh()
+        store._growth.not_before_s = 0.0
+        assert write(store, *KEYS[:3]) == [True] * 3
+        store.close()
 
     def test_a_disk_that_cannot_give_the_next_slab_uses_those_it_has(self, small_disk: Path) -> None:
         store = SlabStore(small_disk, SMALL, max_bytes=16 << 20)
@@ -585,8 +615,8 @@ class TestRoot:
             case "pipe":
                 os.mkfifo(lock, 0o600)
             case _:
-                shutil.rmtree(control)
-                control.mkdir(mode=0o700)
+                with store._upkeep.lock:
+                    shutil.rmtree(control)
         store.refresh()
         for start in range(100, 3000, 100):
             assert write(store, *keys[start : start + 100]) == [True] * 100
@@ -609,7 +639,7 @@ class TestRoot:
         assert 0 < len(left) < 1500
         assert right(store, *keys) == left
         assert store.stats().used_bytes == len(left) * SMALL
-        assert set(store.take_evicted()) == set(keys) - left
+        assert store.take_lost() == dict.fromkeys(set(keys) - left, "removed")
         second.unlink()  # its payloads alone are no slab
         store.refresh()
         assert here(store, *keys) == set()
@@ -788,7 +818,7 @@ class TestThreads:
                     case 0 | 1 | 2:
                         store.write(some, [blocks[key] for key in some])
                     case 3 | 4:
-                        recent = list(store.take_evicted())[-5:] or some
+                        recent = list(store.take_lost())[-5:] or some
                         for key, good, buffer in zip(
                             recent, store.read_into(recent, buffers[: len(recent)]), buffers, strict=False
                         ):

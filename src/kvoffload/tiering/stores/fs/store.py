@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.fs.format import BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, set_used
 from kvoffload.tiering.stores.fs.quota import Deletion, Quota, Reservation
@@ -46,8 +46,9 @@ class FileSystemStore(BlockStore):
     A block that the disk cannot read is a miss until it is written anew. A disk that is full below ``max_bytes`` makes
     room as a full quota does. Nobody waits longer than 10 s for a lock, and no reader waits for one at all.
 
-    Several processes of one host may share a root. Its file system must have locks. It is made only here: if it goes
-    away later, calls raise ``StoreError`` until it is back. Blocks of a prefix are best given head to tail.
+    Several processes of one host may share a root, but not several hosts: locks on directories often end at the host,
+    and who sees no lock sweeps another's temporary files. Its file system must have locks. It is made only here: if it
+    goes away later, calls raise ``StoreError`` until it is back. Blocks of a prefix are best given head to tail.
     """
 
     rescan_s = 30.0
@@ -165,10 +166,13 @@ class FileSystemStore(BlockStore):
             return
         self._touch([self._layout.path_of(key) for key in reversed(keys)])
 
-    def take_evicted(self) -> list[OffloadKey]:
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
         with self._lock:
             bad, self._bad = self._bad, []
-        return bad + self._own_keys(self._quota.take_evicted()) if self._quota.evicted else bad
+        lost: dict[OffloadKey, LossCause] = dict.fromkeys(bad, "corrupt")
+        if self._quota.evicted:
+            lost |= dict.fromkeys(self._own_keys(self._quota.take_evicted()), "evicted")
+        return lost
 
     def stats(self) -> StoreStats:
         return StoreStats(self._quota.used_bytes, self._num_bad, self._quota.num_evicted, self._max_bytes)

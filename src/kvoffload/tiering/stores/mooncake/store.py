@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
 
 __all__ = ["MooncakeStore"]
@@ -125,10 +125,10 @@ class MooncakeStore(BlockStore):
             client.close()
         self._memory = None
 
-    def take_evicted(self) -> list[OffloadKey]:
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
         with self._lock:
             bad, self._bad = self._bad, []
-        return bad
+        return dict.fromkeys(bad, "corrupt")
 
     def stats(self) -> StoreStats:
         return StoreStats(corrupt_blocks=self._num_bad)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.object.client import Deadlines, check_url, open_client
 from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
@@ -137,10 +137,10 @@ class ObjectStore(BlockStore):
             names = [entry["path"].rpartition("/")[2] for entry in page if entry["size"] == self._file_bytes]
             yield [key for key in map(_key_of, names) if key is not None]
 
-    def take_evicted(self) -> list[OffloadKey]:
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
         with self._lock:
             bad, self._bad = self._bad, []
-        return bad
+        return dict.fromkeys(bad, "corrupt")
 
     def stats(self) -> StoreStats:
         return StoreStats(corrupt_blocks=self._num_bad)

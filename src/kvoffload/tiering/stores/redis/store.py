@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.redis.cluster import Cluster
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Commands, Get, Put, PutNew
 from kvoffload.tiering.stores.redis.nodes import Connector, Node, Nodes, Server, Timeouts
@@ -161,10 +161,10 @@ class RedisStore(BlockStore):
         except StoreError:
             pass  # only an order of use is lost
 
-    def take_evicted(self) -> list[OffloadKey]:
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
         with self._lock:
             bad, self._bad = self._bad, []
-        return bad
+        return dict.fromkeys(bad, "corrupt")
 
     def stats(self) -> StoreStats:
         return StoreStats(corrupt_blocks=self._num_bad)

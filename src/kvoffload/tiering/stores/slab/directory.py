@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.root import (
+    CONTROL_DIR,
     Access,
     make_directory,
     open_control,
@@ -129,6 +130,7 @@ class SlabDirectory:
         self._name = layout.directory
         self._fd = -1
         self._is_marked = False
+        self._is_mount = os.path.ismount(root)
         self._open()
 
     @property
@@ -136,15 +138,19 @@ class SlabDirectory:
         return self._fd
 
     def check(self) -> bool:
-        """Whether the directory that is open is still the one in its place. If not, opens the one that is there."""
+        """Whether the directory that is open is still the one in its place. If not, opens the one that is there. Makes
+        the control directory again if somebody removed it; raises ``OSError`` if that fails."""
+        is_same = False
         if self._fd >= 0:
             try:
-                if os.path.samestat(os.lstat(f"{self.root}/{self._name}"), os.fstat(self._fd)):
-                    if not self._is_marked:
-                        self._mark()
-                    return True
+                is_same = os.path.samestat(os.lstat(f"{self.root}/{self._name}"), os.fstat(self._fd))
             except OSError:
                 pass
+        if is_same:
+            make_directory(f"{self.root}/{CONTROL_DIR}", self.access)
+            if not self._is_marked:
+                self._mark()
+            return True
         self.close()
         try:
             self._open()
@@ -172,8 +178,7 @@ class SlabDirectory:
         ``None`` if it has none, or if another process is making one just now. Raises ``OSError``, also for a disk that
         is full.
         """
-        if not os.path.isdir(self.root):
-            raise FileNotFoundError(f"{self.root} is gone")
+        self._check_root()
         if self._fd < 0:
             self._open()
         with root_lock(self.root, self.access) as is_locked:
@@ -210,8 +215,8 @@ class SlabDirectory:
 
     def _open(self) -> None:
         path = f"{self.root}/{self._name}"
-        if not os.path.isdir(self.root):  # never made again here: it may be a mount that went away
-            raise FileNotFoundError(f"{self.root} is gone")
+        self._check_root()
+        make_directory(f"{self.root}/{CONTROL_DIR}", self.access)
         make_directory(path, self.access)
         root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -223,6 +228,12 @@ class SlabDirectory:
             raise PermissionError(f"{path} is not a directory of ours")
         self._fd = fd
         self._mark()
+
+    def _check_root(self) -> None:
+        """Raises ``FileNotFoundError`` if the root is gone, or its mount. It is never made again here, and nothing is
+        written to a mount point without its mount: that may be the system's own disk."""
+        if not os.path.isdir(self.root) or (self._is_mount and not os.path.ismount(self.root)):
+            raise FileNotFoundError(f"{self.root} is gone")
 
     def _mark(self) -> None:
         """Shows other processes that this namespace is in use. Who removes slabs of it just now is not waited for."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.base import LossCause
 from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE, Allocator, Run
 from kvoffload.tiering.stores.slab.file import SlabFile
 from kvoffload.tiering.stores.slab.format import (
@@ -32,7 +33,7 @@ __all__ = ["NS", "Slab", "Slabs", "hash_in"]
 _log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
-_MAX_EVICTED = 1 << 18
+_MAX_LOST = 1 << 18
 _KEYS_AT_ONCE = 1024
 _LAST_SLAB = (1 << 12) - 1
 
@@ -98,7 +99,7 @@ class Slabs:
         self.num_corrupt = 0
         self._last_number = 0
         self._last_stamp_ns = 0
-        self._evicted: list[OffloadKey] = []
+        self._lost: dict[OffloadKey, LossCause] = {}
         self._is_closed = False
         self._is_limit_said = False
 
@@ -163,20 +164,20 @@ class Slabs:
             entry = entries[at : at + ENTRY_BYTES]
             hashed = _hashed_in(entry)
             self.index.remove(hashed.hash64, slot)
-            self._note_gone(entry, hashed)
+            self._note_lost(entry, hashed, "evicted")
         self.num_evicted += run.count
 
-    def note_gone(self, entry: bytes) -> None:
-        """A block is gone from its slot. It counts as evicted unless it is in another slot too."""
-        self._note_gone(entry, _hashed_in(entry))
+    def note_lost(self, entry: bytes, cause: LossCause) -> None:
+        """A block is gone from its slot, and lost unless it is in another slot too."""
+        self._note_lost(entry, _hashed_in(entry), cause)
 
-    def _note_gone(self, entry: bytes, hashed: HashedKey) -> None:
-        has_room = len(self._evicted) < _MAX_EVICTED
+    def _note_lost(self, entry: bytes, hashed: HashedKey, cause: LossCause) -> None:
+        has_room = len(self._lost) < _MAX_LOST
         if not (has_room or self.long_keys) or self.index.find(hashed) >= 0:
             return
         key = key_in(entry) or self.long_keys.pop(hashed.probe, None)
         if key is not None and has_room:
-            self._evicted.append(key)
+            self._lost[key] = cause
 
     def may_leave_out(self, slab: Slab, count: int, *, any_good: bool) -> bool:
         """Whether slots that the disk cannot read or write are left out of use. Not if there are many: then it is not
@@ -186,8 +187,8 @@ class Slabs:
         slab.num_bad += count
         return True
 
-    def drop(self, slab: Slab) -> None:
-        """Stops using a slab."""
+    def drop(self, slab: Slab, cause: LossCause) -> None:
+        """Stops using a slab, whose blocks are lost for ``cause`` unless the store closes."""
         if slab.is_dropped:
             return
         slab.is_dropped = True
@@ -200,7 +201,7 @@ class Slabs:
         del self.by_name[slab.file.name]
         if not self._is_closed:
             for index in held:
-                self.note_gone(bytes(slab.entry(index)))
+                self.note_lost(bytes(slab.entry(index)), cause)
         if not slab.users:
             slab.file.close()
 
@@ -285,7 +286,7 @@ class Slabs:
                 if after[24]:
                     self.index.add(hash_in(after), slot)
                 if is_gone:
-                    self.note_gone(before)
+                    self.note_lost(before, "evicted")  # what else it may be, only its owner knows
 
     def end(self, slabs: dict[int, Slab]) -> None:
         with self.lock:
@@ -296,7 +297,7 @@ class Slabs:
         with self.lock:
             if slab.is_dropped:
                 return
-            self.drop(slab)
+            self.drop(slab, "corrupt")
             self.unfit.add(slab.file.name)
         _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
 
@@ -357,14 +358,14 @@ class Slabs:
         with self.lock:
             self._is_closed = True
             for slab in list(self.open.values()):
-                self.drop(slab)
+                self.drop(slab, "removed")
 
-    def take_evicted(self) -> list[OffloadKey]:
-        if not self._evicted:
-            return []
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        if not self._lost:
+            return {}
         with self.lock:
-            evicted, self._evicted = self._evicted, []
-            return evicted
+            lost, self._lost = self._lost, {}
+            return lost
 
     def check_invariants(self) -> None:
         """Recomputes the state from the tables."""

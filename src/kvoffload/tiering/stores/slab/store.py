@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, StoreStats
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.root import CONTROL_DIR, check_root, directory_of
 from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE, Run, runs_of
 from kvoffload.tiering.stores.slab.directory import SlabDirectory
@@ -232,8 +232,8 @@ class SlabStore(BlockStore):
         with self._slabs.lock:
             self._slabs.use([self._slabs.index.find(key) for key in hashed], self._slabs.stamps(len(hashed)))
 
-    def take_evicted(self) -> list[OffloadKey]:
-        return self._slabs.take_evicted()
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        return self._slabs.take_lost()
 
     def stats(self) -> StoreStats:
         used_bytes = len(self._slabs.index) * self._layout.block_bytes
@@ -445,7 +445,7 @@ class SlabStore(BlockStore):
             if not self._slabs.index.remove(hash_in(entry), slot):
                 return False
             self._slabs.num_corrupt += 1
-            self._slabs.note_gone(entry)
+            self._slabs.note_lost(entry, "corrupt")
             slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = EMPTY_ENTRY
             if not slab.is_own:
                 return False  # its own process will find out; here it is gone until its page changes

@@ -207,7 +207,7 @@ class Upkeep:
         for slab in slabs:
             if not is_same or not slab.file.is_linked(self._directory.fd):
                 with self._slabs.lock:
-                    self._slabs.drop(slab)
+                    self._slabs.drop(slab, "removed")
         if self._directory.fd < 0:
             return
         if self._must_shrink and self.is_loaded.is_set():
@@ -248,7 +248,7 @@ class Upkeep:
                     continue  # somebody writes to it just now: perhaps at the next poll
                 self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
                 if theirs.identity != self._identity:
-                    self._slabs.drop(slab)
+                    self._slabs.drop(slab, "evicted")
                     is_removed = True
                 else:
                     self._slabs.allocator.drop_slab(slab.number)
@@ -326,7 +326,7 @@ class Upkeep:
                     self._must_shrink = True
                     return
                 slab = min(own, key=lambda one: int(one.used_ns.max()) if one.used_ns is not None else 0)
-                self._slabs.drop(slab)
+                self._slabs.drop(slab, "evicted")
             _log.info("The slab %s at %s is removed: %d bytes above the quota.", slab.file.name, self._root, excess)
             self._directory.remove(slab.file.name)
         self._must_shrink = excess is None
