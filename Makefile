@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-all test-remote test-vllm soak lint format bench dist clean
+.PHONY: help demo test test-all test-remote test-vllm test-everything soak mutants lint format bench dist clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
@@ -23,15 +23,28 @@ test: lint       ## lint, types and every test but the vLLM lane, in its quick s
 test-all: lint   ## the same in the thorough size, with the tests that are long on purpose
 	@KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1200 -o faulthandler_timeout=1000 $(ARGS)
 
+# THIN=1 takes the part of a lane that .ci/run takes.
 test-vllm:       ## the tests that run the real vLLM, in an environment of their own; VLLM=0.30.0 takes that version
-	@VLLM=$(VLLM) scripts/test-vllm $(ARGS)
+	@VLLM=$(VLLM) THIN=$(THIN) scripts/test-vllm $(ARGS)
 
 test-remote: $(STAMP) ## the remote stores with Debian's Redis (TLS too) and SeaweedFS
-	@scripts/test-remote $(ARGS)
+	@THIN=$(THIN) scripts/test-remote $(ARGS)
+
+ALSO :=
+test-everything: ## all of it, in the thorough size: an hour and more; ALSO="0.30.0 0.31.0" takes these versions of vLLM too
+	@$(MAKE) test-all ARGS=
+	@$(MAKE) test-remote THIN= ARGS=
+	@$(MAKE) test-vllm VLLM= THIN= ARGS=
+	@set -e; for version in $(ALSO); do $(MAKE) test-vllm VLLM=$$version THIN= ARGS=; done
+	@$(MAKE) soak MINUTES=5 ARGS=
 
 MINUTES := 5
 soak: $(STAMP)   ## MINUTES (5) of served traffic while disk, neighbours and clients go wrong; SEED=N repeats one
 	@PYTHONPATH=src $(PY) -m tests.soak.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+N := 100
+mutants: $(STAMP) ## put N (100) faults into copies of the sources, one at a time, and print those that no test notices; SEED=N repeats
+	@$(PY) -m tests.mutants --count $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: $(STAMP)   ## ruff and mypy only
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
