@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.harness import Engine, idle_state
-from tests.engines.vllm.prompts import ONE_BLOCK_A_STEP, crowd, family, long_prompts, state_branches, state_prompts
+from tests.engines.vllm.prompts import (
+    BLOCK_TOKENS,
+    ONE_BLOCK_A_STEP,
+    Prompt,
+    crowd,
+    family,
+    long_prompts,
+    state_branches,
+    state_prompts,
+)
 
 
 def baseline(model: str, family: str, **options: Any) -> dict[str, Any]:
@@ -33,6 +42,24 @@ _family = family
 
 
 FAULTY = {"spec_name": "FaultySpec", "spec_module_path": "tests.engines.vllm.faulty_spec"}
+OUTCOMES = ("load_jobs|ok", "load_jobs|failed", "store_jobs|ok", "store_jobs|failed")
+
+
+def _failing_rounds(engine: Engine, prompts: list[Prompt]) -> list[tuple[dict[str, list[int]], dict[str, int]]]:
+    """Answers and cached tokens of three rounds or more (40 at most) over transfers that fail at random, until loads
+    and stores have both failed and succeeded, and a prompt's full blocks were all cached. Each fourth round begins with
+    an empty host memory, so that all is stored again."""
+    rounds: list[tuple[dict[str, list[int]], dict[str, int]]] = []
+    full = {prompt.name: len(prompt.token_ids) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts}
+    while len(rounds) < 40:
+        engine.drain()
+        assert engine.llm.reset_prefix_cache(reset_connector=len(rounds) % 4 == 0)
+        rounds.append(engine.answers(prompts))
+        is_full = any(cached[name] == full[name] for _, cached in rounds for name in full)
+        if len(rounds) >= 3 and is_full and all(engine.metrics().get(outcome) for outcome in OUTCOMES):
+            break
+    engine.drain()
+    return rounds
 
 
 def evict_and_return(model: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -139,12 +166,7 @@ def faults(model: str, extra: dict[str, Any]) -> dict[str, Any]:
 
     PLAN.fail_load, PLAN.fail_store, PLAN.refuse_to_start, PLAN.lag_polls = 0.3, 0.3, 0.1, 3
     result["waves"] = [_wave(engine, seed, reset=False) for seed in range(20, 24)]
-    rounds = []
-    for _ in range(3):
-        engine.drain()
-        engine.forget_device_cache()
-        rounds.append(engine.answers(prompts)[0])
-    result["rounds"] = rounds
+    result["rounds"] = [answers for answers, _ in _failing_rounds(engine, prompts)]
     PLAN.fail_load = PLAN.fail_store = 1.0
     engine.drain()
     engine.forget_device_cache()
@@ -181,12 +203,8 @@ def hybrid(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     result["corrupted"], _ = engine.answers(firsts[:3])
 
     PLAN.fail_load, PLAN.fail_store, PLAN.lag_polls = 0.4, 0.2, 3
-    result["failing"] = []
-    for _ in range(3):
-        engine.drain()
-        engine.forget_device_cache()
-        result["failing"].append(engine.answers(prompts)[0])
-    result["failing_metrics"] = engine.metrics()
+    result["failing"] = [answers for answers, _ in _failing_rounds(engine, prompts)]
+    result["failing metrics"] = engine.metrics()
     result["idle"] = idle_state(engine)
     engine.close()
     return result
@@ -226,12 +244,7 @@ def states(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     engine.drain()
 
     PLAN.fail_load, PLAN.fail_store, PLAN.lag_polls = 0.4, 0.2, 3
-    engine.llm.reset_prefix_cache(reset_connector=True)
-    result["failing"] = []
-    for _ in range(3):
-        result["failing"].append(engine.answers(prompts)[0])
-        engine.drain()
-        engine.forget_device_cache()
+    result["failing"] = [answers for answers, _ in _failing_rounds(engine, prompts)]
     result["failing metrics"] = engine.metrics()
     PLAN.fail_load = PLAN.fail_store = 0.1
     result["waves"] = [_wave(engine, seed, reset=seed == 1, count=16) for seed in range(3)]
@@ -291,15 +304,8 @@ def two_ranks(model: str, extra: dict[str, Any], family: str = "long", **options
     )
     result: dict[str, Any] = {}
     result["first"], _ = engine.answers(prompts)
-    result["rounds"] = []
-    result["cached"] = []
-    for _ in range(4):
-        engine.drain()
-        engine.forget_device_cache()
-        tokens, cached = engine.answers(prompts)
-        result["rounds"].append(tokens)
-        result["cached"].append(cached)
-    engine.drain()
+    rounds = _failing_rounds(engine, prompts)
+    result["rounds"], result["cached"] = [answers for answers, _ in rounds], [cached for _, cached in rounds]
     result["metrics"] = engine.metrics()
     result["idle"] = idle_state(engine)
     engine.close()
