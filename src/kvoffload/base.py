@@ -20,6 +20,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
+    from kvoffload.config import OffloadingConfig
     from kvoffload.lost_blocks import LostBlocks
     from kvoffload.metrics import Stats
 
@@ -429,6 +430,11 @@ class OffloadingSpec(ABC):
     ``kvoffload.config.OffloadingConfig`` and ``kvoffload.config.EngineLayout``, and refuse what cannot work
     (``ConfigError``) before anything is allocated.
     """
+
+    @classmethod
+    def check_config(cls, config: OffloadingConfig) -> None:
+        """Raises ``ConfigError`` for what the constructor would refuse whatever the layout. An engine asks while it
+        reads its configuration, before it loads a model. Allocates and touches nothing."""
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:

@@ -10,7 +10,7 @@ from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.errors import ConfigError
 from kvoffload.registry import Registry
 
-__all__ = ["SPECS", "make_spec"]
+__all__ = ["SPECS", "make_spec", "spec_class"]
 
 SPECS: Registry[type[OffloadingSpec]] = Registry("offloading spec", "kvoffload.specs")
 """Every spec by name. Outsiders add one with ``SPECS.register`` or the entry point ``kvoffload.specs``."""
@@ -19,14 +19,13 @@ SPECS.register("CPUOffloadingSpec", "kvoffload.cpu.spec:CPUOffloadingSpec")
 SPECS.register("TieringOffloadingSpec", "kvoffload.tiering.spec:TieringOffloadingSpec")
 
 
-def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
-    """The spec that ``config`` names, from ``spec_module_path`` if that is set. Allocates nothing yet.
+def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
+    """The spec that ``config`` names, from ``spec_module_path`` if that is set.
 
-    Raises ``ConfigError`` if the name is unknown, fails to import or is not a spec, and for whatever the spec itself
-    refuses.
+    Raises ``ConfigError`` if the name is unknown, fails to import or is not a spec.
     """
     if config.spec_module_path is None:
-        return SPECS.get(config.spec_name)(config, layout)  # type: ignore[call-arg]
+        return SPECS.get(config.spec_name)
     try:
         spec = getattr(importlib.import_module(config.spec_module_path), config.spec_name)
     except (ImportError, AttributeError) as exc:
@@ -35,4 +34,10 @@ def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
         ) from exc
     if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
         raise ConfigError(f"{config.spec_module_path}:{config.spec_name} is not an OffloadingSpec.")
-    return spec(config, layout)  # type: ignore[call-arg]
+    return spec
+
+
+def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
+    """An instance of ``spec_class(config)``. Allocates nothing yet. Raises ``ConfigError`` for whatever the spec itself
+    refuses, too."""
+    return spec_class(config)(config, layout)  # type: ignore[call-arg]

@@ -27,12 +27,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     """
 
     def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
-        POLICIES.get(config.eviction_policy)
-        if config.secondary_tiers and type(self) is CPUOffloadingSpec:
-            raise ConfigError(
-                "secondary_tiers need 'spec_name': 'TieringOffloadingSpec'; CPUOffloadingSpec keeps blocks in host "
-                "memory alone."
-            )
+        self.check_config(config)
         self.config = config
         self.layout = layout
         self.block_size_factor = layout.block_size_factor(config)
@@ -46,6 +41,15 @@ class CPUOffloadingSpec(OffloadingSpec):
         self._region: SharedOffloadRegion | None = None
         self._manager: OffloadingManager | None = None
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+
+    @classmethod
+    def check_config(cls, config: OffloadingConfig) -> None:
+        POLICIES.get(config.eviction_policy)
+        if config.secondary_tiers and cls is CPUOffloadingSpec:
+            raise ConfigError(
+                "secondary_tiers need 'spec_name': 'TieringOffloadingSpec'; CPUOffloadingSpec keeps blocks in host "
+                "memory alone."
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_blocks} blocks of {format_bytes(self.block_bytes)})"

@@ -84,6 +84,11 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 check_hashes_are_stable(layout, options.type)
         self.namespace = persistent_namespace(layout, self.block_size_factor)
 
+    @classmethod
+    def check_config(cls, config: OffloadingConfig) -> None:
+        super().check_config(config)
+        parse_tiers(config.secondary_tiers)
+
     def _make_manager(self) -> OffloadingManager:
         config = self.config
         primary = self._make_primary(CPUPrimaryTierOffloadingManager, self.region)

@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs vLLM, which this environment lacks; `make test-vllm` runs it")
     for item in items:
-        if item.get_closest_marker("vllm") is not None:
+        marker = item.get_closest_marker("vllm")
+        if marker is not None and not marker.kwargs.get("elsewhere", False):
             item.add_marker(skip)
 
 

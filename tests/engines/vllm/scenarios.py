@@ -386,19 +386,36 @@ def speculate(model: str, extra: dict[str, Any], speculative_config: dict[str, A
 
 
 def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
-    """What vLLM says at start to configurations that cannot work."""
+    """What vLLM says at start to configurations that cannot work; of those for which it loads a model, after
+    "loaded: "."""
+    from vllm.v1.engine.core import EngineCore
+
+    begun: list[str] = []
+    begin = EngineCore.__init__
+
+    def note_and_begin(*args: Any, **kwargs: Any) -> None:
+        begun.append(name)
+        begin(*args, **kwargs)
+
+    EngineCore.__init__ = note_and_begin
+    child = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     said = {}
     for name, options in {
         "policy": {"transfer": {"kv_load_failure_policy": "fail"}, "extra": extra},
         "role": {"transfer": {"kv_role": "kv_producer"}, "extra": extra},
         "key": {"extra": extra | {"cpu_bytes": 1}},
         "size": {"extra": {}},
+        "pipeline": {"extra": extra, "pipeline_parallel_size": 2},
+        "child": {
+            "transfer": {"kv_connector": "MultiConnector", "kv_connector_module_path": None},
+            "extra": {"connectors": [child | {"kv_connector_extra_config": {"cpu_bytes_to_us": 1}}]},
+        },
         "block": {"extra": extra | {"block_size": 48}},
     }.items():
         try:
             Engine(model, **options)
         except ValueError as error:
-            said[name] = f"{type(error).__name__}: {error}"
+            said[name] = "loaded: " * (name in begun) + f"{type(error).__name__}: {error}"
     return said
 
 

@@ -51,7 +51,8 @@ ATTRIBUTES = {
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): "block_id",
     ("vllm.v1.outputs", "KVConnectorOutput"): "kv_connector_worker_meta",
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (
-        "num_blocks kv_cache_tensors kv_cache_groups hash_block_size kv_cache_layout prefix_cacheable_group_ids"
+        "num_blocks kv_cache_tensors kv_cache_groups hash_block_size kv_cache_layout prefix_cacheable_group_ids "
+        "needs_kv_cache_zeroing"
     ),
     ("vllm.v1.kv_cache_interface", "KVCacheTensor"): "size",
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "layer_names kv_cache_spec is_eagle_group",
@@ -62,7 +63,7 @@ ATTRIBUTES = {
         "FULL_ATTENTION MLA_ATTENTION SLIDING_WINDOW SLIDING_WINDOW_MLA MAMBA"
     ),
     ("vllm.config.kv_transfer", "KVTransferConfig"): (
-        "kv_connector_extra_config kv_load_failure_policy kv_role engine_id"
+        "kv_connector_extra_config kv_load_failure_policy kv_role engine_id has_connector"
     ),
     ("vllm.config.kv_events", "KVEventsConfig"): "enable_kv_cache_events",
     ("vllm.config.parallel", "ParallelConfig"): (
@@ -75,8 +76,11 @@ ATTRIBUTES = {
         "method draft_model_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
     ),
     ("vllm.config.vllm", "VllmConfig"): (
-        "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config"
+        "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config "
+        "attention_config use_v2_model_runner"
     ),
+    ("vllm.config.attention", "AttentionConfig"): "hisparse_config",
+    ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
         "kv_cache_spec_sliding_window extra_keys"
@@ -88,7 +92,7 @@ ATTRIBUTES = {
     (METRICS, "KVConnectorStats"): "data to_dict",
     (METRICS, "KVConnectorPromMetrics"): "_gauge_cls _counter_cls per_engine_labelvalues",
     ("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory"): (
-        "register_connector get_connector_class_by_name"
+        "register_connector get_connector_class get_connector_class_by_name"
     ),
 }
 """What the adapter reads or passes by name."""

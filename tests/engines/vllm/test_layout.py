@@ -1,136 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """From vLLM's configuration to our layout, or to a refusal with its reason.
 
-Plain objects stand in for vLLM's configuration, whose attributes ``test_interface`` checks; KV groups are vLLM's own
-classes, so those tests run in the lane.
+Marked ``vllm(elsewhere=True)``: in the lane with vLLM's own KV groups, elsewhere with plain objects (``configs.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import hash_block_size
+import torch
+from tests.engines.vllm.configs import (
+    PAGE_BYTES,
+    HFConfig,
+    attention,
+    chunked,
+    know_plain_specs,
+    kv_cache_config,
+    mamba,
+    replayed_window,
+    sliding,
+    speculative,
+    vllm_config,
+)
 
 from kvoffload.config import GroupKind, parse_config
 from kvoffload.connector import NO_BLOCK, BoundaryState
 from kvoffload.engines.vllm import versions
-from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
+from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, refuse_kv_cache
 from kvoffload.engines.vllm.steps import StepTranslator, with_states
 from kvoffload.errors import ConfigError, LayoutError
 
-CONFIG = parse_config({"cpu_bytes_to_use": "1MiB"})
-PAGE_BYTES = 2 * 16 * 2 * 8 * 4
+EXTRA = {"cpu_bytes_to_use": "1MiB"}
+CONFIG = parse_config(EXTRA)
+TIERING = {"spec_name": "TieringOffloadingSpec"}
+NO_GROUPS: dict[str, Any] = {
+    "prefix_cacheable_group_ids": [],
+    "kv_cache_groups": [],
+    "needs_kv_cache_zeroing": False,
+}
+BOTH = pytest.mark.vllm(elsewhere=True)
 
 
-class HFConfig:
-    def __init__(self, theta: float = 1.0) -> None:
-        self.theta = theta
-
-    def to_json_string(self, use_diff: bool) -> str:
-        return f"theta {self.theta}, {use_diff}"
-
-
-def vllm_config(**changes: Any) -> Any:
-    """A configuration that works; ``part__attribute=value`` changes one attribute of one part."""
-    parts = {
-        "kv_transfer_config": {
-            "kv_load_failure_policy": "recompute",
-            "kv_role": "kv_both",
-            "engine_id": "engine",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": "1MiB"},
-        },
-        "parallel_config": {
-            "nnodes_within_dp": 1,
-            "world_size": 1,
-            "rank": 0,
-            "distributed_executor_backend": "uni",
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
-            "decode_context_parallel_size": 1,
-            "prefill_context_parallel_size": 1,
-        },
-        "cache_config": {
-            "prefix_caching_hash_algo": "sha256",
-            "cache_dtype": "auto",
-            "block_size": 16,
-            "prefix_match_unit": None,
-            "enable_prefix_caching": True,
-            "use_replayssm": False,
-        },
-        "model_config": {
-            "model": "small",
-            "revision": None,
-            "quantization": None,
-            "dtype": "torch.float32",
-            "hf_config": HFConfig(),
-        },
-    }
-    config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})
-    config.kv_events_config = config.speculative_config = config.lora_config = None
-    for path, value in changes.items():
-        part, _, attribute = path.partition("__")
-        if attribute:
-            setattr(getattr(config, part), attribute, value)
-        else:
-            setattr(config, part, value)
-    return config
-
-
-def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **changes: Any) -> Any:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-
-    names = [[f"group{g}.layer{n}" for n in range(layers)] for g in range(len(specs))]
-    size = num_blocks * layers * PAGE_BYTES
-    config = KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(size=size, layers=each, layer_stride=num_blocks * PAGE_BYTES, block_stride=PAGE_BYTES)
-            for each in names
-        ],
-        kv_cache_groups=[KVCacheGroupSpec(each, spec) for each, spec in zip(names, specs, strict=True)],
-        kv_cache_layout="LBHNC",
-        **hash_block_size(16),
-    )
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return config
-
-
-def attention(**changes: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    return FullAttentionSpec(**{"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32} | changes)
-
-
-def speculative(**changes: Any) -> Any:
-    """vLLM's ``SpeculativeConfig`` in plain words."""
-    draft = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig())
-    values = {"method": "eagle", "parallel_drafting": False, "draft_model_config": draft, "drop": True, "modules": 1}
-    config = SimpleNamespace(**values | changes)
-    config.use_eagle_block_drop = lambda: config.drop
-    config.use_multi_module_mtp = lambda: config.modules > 1
-    return config
-
-
-def sliding(window: int, **changes: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    return SlidingWindowSpec(
-        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=window, **changes
-    )
-
-
-def mamba(**changes: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    values = {"block_size": 16, "shapes": ((2, 3), (4,)), "dtypes": (torch.float32, torch.bfloat16)}
-    return MambaSpec(**values | {"mamba_cache_mode": "align", "page_size_padded": PAGE_BYTES} | changes)
+@pytest.fixture(autouse=True)
+def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
+    know_plain_specs(monkeypatch)
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
@@ -155,63 +72,74 @@ def mamba(**changes: Any) -> Any:
         ),
         ({"speculative_config": speculative(parallel_drafting=True)}, "'eagle' with parallel drafting"),
         ({"speculative_config": speculative(method="mtp", modules=2)}, "several MTP modules at once"),
+        ({"attention_config__hisparse_config": object()}, "HiSparse"),
     ],
 )
-def test_configurations_that_cannot_work_say_why(change: dict[str, Any], words: str) -> None:
+def test_engines_that_cannot_be_served_say_why_before_they_have_a_kv_cache(change: dict[str, Any], words: str) -> None:
+    assert check_engine(vllm_config()) == CONFIG
     with pytest.raises(ConfigError, match=words):
-        refuse_unsupported(vllm_config(**change), SimpleNamespace())
+        check_engine(vllm_config(**change))
 
 
 @pytest.mark.parametrize("release", [(0, 30), (0, 31)])
 def test_before_0_31_drafters_with_kv_are_refused(release: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "vllm_release", lambda: release)
-    caches = SimpleNamespace(prefix_cacheable_group_ids=[], kv_cache_groups=[])
-    refuse_unsupported(vllm_config(speculative_config=speculative(method="ngram")), caches)
+    check_engine(vllm_config(speculative_config=speculative(method="ngram")))
     config = vllm_config(speculative_config=speculative(method="eagle3"))
     if release < (0, 31):
         with pytest.raises(ConfigError, match=r"'eagle3' drafters .* vLLM 0\.31 or newer, one of ngram,"):
-            refuse_unsupported(config, caches)
+            check_engine(config)
     else:
-        refuse_unsupported(config, caches)
+        check_engine(config)
 
 
-def test_a_draft_model_beside_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_beside_several_groups_is_refused() -> None:
     """There vLLM 0.32 answers with other tokens than without drafts, also when nothing is stored or loaded."""
-    monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
-    caches = SimpleNamespace(prefix_cacheable_group_ids=[], kv_cache_groups=[None, None])
+    config = vllm_config(speculative_config=speculative(method="draft_model"))
+    refuse_kv_cache(config, SimpleNamespace(**NO_GROUPS))
     with pytest.raises(ConfigError, match="'draft_model' beside several KV groups"):
-        refuse_unsupported(vllm_config(speculative_config=speculative(method="draft_model")), caches)
+        refuse_kv_cache(config, SimpleNamespace(**NO_GROUPS | {"kv_cache_groups": [None, None]}))
 
 
-def test_the_users_keys_are_validated() -> None:
-    assert config_of(vllm_config()).cpu_bytes == 1 << 20
-    with pytest.raises(ConfigError, match="needs cpu_bytes_to_use"):
-        config_of(vllm_config(kv_transfer_config__kv_connector_extra_config={}))
-    with pytest.raises(ConfigError, match="Did you mean 'eviction_policy'"):
-        config_of(
-            vllm_config(kv_transfer_config__kv_connector_extra_config={"cpu_bytes_to_use": 1, "eviction_polcy": "arc"})
-        )
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, "needs cpu_bytes_to_use"),
+        (EXTRA | {"eviction_polcy": "arc"}, "Did you mean 'eviction_policy'"),
+        (EXTRA | {"eviction_policy": "arcs"}, "Did you mean 'arc'"),
+        (EXTRA | {"spec_name": "TieringOfloadingSpec"}, "Did you mean 'TieringOffloadingSpec'"),
+        (EXTRA | {"secondary_tiers": [{"type": "memory"}]}, "'spec_name': 'TieringOffloadingSpec'"),
+        (EXTRA | TIERING | {"secondary_tiers": [{"type": "dsk"}]}, "Did you mean 'disk'"),
+        (EXTRA | TIERING | {"secondary_tiers": [{"type": "memory", "max_byte": 1}]}, "Did you mean 'max_bytes'"),
+    ],
+)
+def test_mistakes_in_the_users_keys_need_no_engine_to_be_found(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of(extra)
+    with pytest.raises(ConfigError, match=words):
+        check_engine(vllm_config(kv_transfer_config__kv_connector_extra_config=extra))
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize("release", [(0, 30), (0, 31)])
 def test_before_0_31_adapters_over_persistent_tiers_are_refused(
     release: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvoffload.engines.vllm.layout.hash_block_tokens", lambda *_: 16)
     monkeypatch.setattr(versions, "vllm_release", lambda: release)
-    adapters, caches = vllm_config(lora_config=object()), kv_cache_config(attention())
-    passing = {"type": "memory"}
-    lasting = {"type": "fs", "path": str(tmp_path)}
-    disk = parse_config({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [lasting]})
-    memory = parse_config({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [passing]})
-    for config, tiers in ((adapters, CONFIG), (adapters, memory), (vllm_config(), disk)):
-        layout_of(config, caches, tiers)
+
+    def config(*tiers: dict[str, Any], adapters: bool = True) -> Any:
+        extra = EXTRA | TIERING | {"secondary_tiers": tiers}
+        return vllm_config(
+            lora_config=object() if adapters else None, kv_transfer_config__kv_connector_extra_config=extra
+        )
+
+    passing, lasting = {"type": "memory"}, {"type": "fs", "path": str(tmp_path)}
+    for works in (config(), config(passing), config(passing, lasting, adapters=False)):
+        check_engine(works)
     if release < (0, 31):
         with pytest.raises(ConfigError, match=r"path of a LoRA adapter, .* tier 'fs' .* vLLM 0\.31 or newer"):
-            layout_of(adapters, caches, disk)
+            check_engine(config(passing, lasting))
     else:
-        layout_of(adapters, caches, disk)
+        check_engine(config(passing, lasting))
 
 
 @pytest.mark.vllm
@@ -224,24 +152,36 @@ def test_hashes_have_the_path_of_an_adapter_since_0_31() -> None:
     assert ("/adapters/7" in str(keys)) == versions.hashes_have_adapter_paths()
 
 
-@pytest.mark.vllm
+@BOTH
 def test_groups_that_hashes_cannot_restore_are_refused() -> None:
-    import torch
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, RSWASpec
-
-    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-    refuse_unsupported(vllm_config(), kv_cache_config(attention(), sliding(64)))
-    for wrong in (
-        ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64),
-        RSWASpec(**shape, rswa_window=64),
-    ):
+    refuse_kv_cache(vllm_config(), kv_cache_config(attention(), sliding(64)))
+    for wrong in (chunked(), replayed_window()):
         with pytest.raises(LayoutError, match=f"KV group 1 .*{type(wrong).__name__}"):
-            refuse_unsupported(vllm_config(), kv_cache_config(attention(), wrong))
-    with pytest.raises(LayoutError, match="HiSparse"):
-        refuse_unsupported(vllm_config(), kv_cache_config(attention(), hisparse_host_num_blocks=5))
+            refuse_kv_cache(vllm_config(), kv_cache_config(attention(), wrong))
 
 
-@pytest.mark.vllm
+@BOTH
+def test_groups_outside_the_prefix_cache_are_refused() -> None:
+    caches = kv_cache_config(attention(), sliding(64))
+    half = SimpleNamespace(kv_cache_groups=caches.kv_cache_groups, prefix_cacheable_group_ids=(0,))
+    with pytest.raises(LayoutError, match="KV group 1 "):
+        refuse_kv_cache(vllm_config(), half)
+
+
+@BOTH
+@pytest.mark.parametrize("other", [mamba, lambda: attention(dtype=torch.bfloat16)], ids=["states", "two precisions"])
+def test_blocks_that_the_v2_runner_writes_before_it_says_so_are_refused(
+    other: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
+    mixed = kv_cache_config(attention(), other())
+    refuse_kv_cache(vllm_config(), mixed)
+    refuse_kv_cache(vllm_config(use_v2_model_runner=True), kv_cache_config(attention(), sliding(64)))
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        refuse_kv_cache(vllm_config(use_v2_model_runner=True), mixed)
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("change", "states", "words"),
     [
@@ -255,32 +195,29 @@ def test_states_that_were_not_shown_to_be_right_are_refused(
     change: dict[str, Any], states: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
-    refuse_unsupported(vllm_config(), kv_cache_config(attention(), mamba()))
+    refuse_kv_cache(vllm_config(), kv_cache_config(attention(), mamba()))
     with pytest.raises(ConfigError, match=words):
-        refuse_unsupported(vllm_config(**change), kv_cache_config(attention(), mamba(**states)))
+        refuse_kv_cache(vllm_config(**change), kv_cache_config(attention(), mamba(**states)))
 
 
-@pytest.mark.vllm
+@BOTH
 def test_short_convolutions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-
     monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
-    states = mamba(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
     with pytest.raises(ConfigError, match="short convolutions"):
-        refuse_unsupported(vllm_config(), kv_cache_config(attention(), states))
+        refuse_kv_cache(vllm_config(), kv_cache_config(attention(), mamba("SHORT_CONV")))
 
 
-@pytest.mark.vllm
+@BOTH
 def test_states_need_a_vllm_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: False)
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32"):
-        refuse_unsupported(vllm_config(), kv_cache_config(attention(), mamba()))
+        refuse_kv_cache(vllm_config(), kv_cache_config(attention(), mamba()))
 
 
 # ------------------------------------------------------------------------------------------------------ layout
 
 
-@pytest.mark.vllm
+@BOTH
 def test_groups_windows_and_sizes() -> None:
     layout = layout_of(vllm_config(), kv_cache_config(attention(), sliding(64, extra_retained_tokens=3)), CONFIG)
     assert [group.kind for group in layout.groups] == [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW]
@@ -294,7 +231,7 @@ def test_groups_windows_and_sizes() -> None:
     assert layout_of(no_cache, kv_cache_config(attention()), CONFIG).device_tokens == 0
 
 
-@pytest.mark.vllm
+@BOTH
 def test_speculative_heads_look_a_token_ahead_where_vllm_drops_a_block() -> None:
     def lookahead(speculative_config: Any, *flags: bool) -> list[int]:
         caches = kv_cache_config(attention(), sliding(64), attention(), sliding(32))
@@ -310,14 +247,14 @@ def test_speculative_heads_look_a_token_ahead_where_vllm_drops_a_block() -> None
     assert lookahead(speculative(), False, False, False, True) == [0, 0, 0, 1]
 
 
-@pytest.mark.vllm
+@BOTH
 def test_a_hash_covers_the_smallest_block() -> None:
     layout = layout_of(vllm_config(), kv_cache_config(attention(block_size=48), sliding(64)), CONFIG)
     assert [group.block_tokens for group in layout.groups] == [48, 16]
     assert layout.hash_block_tokens == 16
 
 
-@pytest.mark.vllm
+@BOTH
 @pytest.mark.parametrize(
     ("world_size", "backend", "num_processes"), [(1, "uni", 1), (1, "mp", 2), (2, "mp", 3), (4, "mp", 5)]
 )
@@ -327,7 +264,7 @@ def test_who_maps_the_primary_tier(world_size: int, backend: str, num_processes:
     assert (layout.num_ranks, layout.rank, layout.num_processes) == (world_size, world_size - 1, num_processes)
 
 
-@pytest.mark.vllm
+@BOTH
 def test_stability_of_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     caches = kv_cache_config(attention())
@@ -340,7 +277,7 @@ def test_stability_of_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layout_of(other, caches, CONFIG).hashes_are_stable
 
 
-@pytest.mark.vllm
+@BOTH
 @pytest.mark.parametrize(
     "change",
     [
@@ -364,7 +301,7 @@ def test_identity_tells_engines_apart_whose_blocks_differ(change: dict[str, Any]
     assert all(isinstance(value, str) for value in identity.values())
 
 
-@pytest.mark.vllm
+@BOTH
 def test_identity_covers_the_drafter_if_it_has_kv() -> None:
     def identity(config: Any) -> Any:
         return layout_of(vllm_config(speculative_config=config), kv_cache_config(attention()), CONFIG).identity
@@ -375,7 +312,7 @@ def test_identity_covers_the_drafter_if_it_has_kv() -> None:
     assert identity(speculative(method="ngram")) == identity(None)
 
 
-@pytest.mark.vllm
+@BOTH
 def test_identity_covers_the_cache_itself() -> None:
     identities = [
         layout_of(vllm_config(), caches, CONFIG).identity
@@ -387,8 +324,6 @@ def test_identity_covers_the_cache_itself() -> None:
         )
     ]
     assert all(identities[0] != other for other in identities[1:])
-    import torch
-
     with_states = [
         layout_of(vllm_config(), kv_cache_config(attention(), mamba(**change)), CONFIG).identity["groups"]
         for change in ({}, {"shapes": ((3, 2), (4,))}, {"dtypes": (torch.float32, torch.float32)})

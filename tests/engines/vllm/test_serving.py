@@ -150,4 +150,7 @@ def test_what_cannot_work_is_refused_at_start_with_the_reason(llama: SmallModel)
     assert "'cpu_bytes'" in said["key"]
     assert "Did you mean 'cpu_bytes_to_use'?" in said["key"]
     assert "needs cpu_bytes_to_use" in said["size"]
+    assert "pipeline_parallel_size above 1" in said["pipeline"]
+    assert "needs cpu_bytes_to_use" in said["child"]
     assert "multiple of the engine's block of 32 tokens" in said["block"]
+    assert [name for name, words in said.items() if words.startswith("loaded: ")] == ["block"]

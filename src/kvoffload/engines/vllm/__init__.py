@@ -2,13 +2,15 @@
 """kvoffload inside vLLM: an out-of-tree KV connector.
 
 ``--kv-transfer-config`` names it as ``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that
-name; where plug-ins are switched off, add ``"kv_connector_module_path": "kvoffload.engines.vllm"``. Importing this
-package loads neither vLLM nor torch. Importing the connector from it raises ``ConfigError`` for a vLLM that is not
-supported; registering its name does not, because vLLM does that in every process, whether or not it is used.
+name, and has mistakes in the configuration refused before an engine starts. Where plug-ins are switched off, add
+``"kv_connector_module_path": "kvoffload.engines.vllm"``. Importing this package loads neither vLLM nor torch. Importing
+the connector from it raises ``ConfigError`` for a vLLM that is not supported; registering its name does not, because
+vLLM does that in every process, whether or not it is used.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,3 +42,29 @@ def register() -> None:
         known = KVConnectorFactory.get_connector_class_by_name(_NAME)
         if not known.__module__.startswith(f"{__name__}."):
             raise
+    _check_what_is_read()
+
+
+def _check_what_is_read() -> None:
+    """From now on ``EngineArgs.create_engine_config`` raises what the connector refuses without a KV cache.
+
+    vLLM itself asks the connector's class before it loads a model only if it captures CUDA graphs, and then shows it
+    only the user's keys. Engine arguments are read in the process that the user starts, before it starts others.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.engine.arg_utils import EngineArgs
+
+    read = EngineArgs.create_engine_config
+    if hasattr(read, "checks_kvoffload"):
+        return
+
+    @functools.wraps(read)
+    def read_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = read(self, *args, **kwargs)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.has_connector(_NAME):
+            KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(vllm_config)
+        return vllm_config
+
+    read_and_check.checks_kvoffload = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = read_and_check

@@ -38,7 +38,7 @@ from kvoffload.connector import (
 )
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize
-from kvoffload.engines.vllm.layout import config_of, layout_of, refuse_unsupported
+from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, refuse_kv_cache
 from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_states
@@ -110,8 +110,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         log_with_vllm()
-        config = config_of(vllm_config)
-        refuse_unsupported(vllm_config, kv_cache_config)
+        config = check_engine(vllm_config)
+        refuse_kv_cache(vllm_config, kv_cache_config)
         rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else 0
         layout = layout_of(vllm_config, kv_cache_config, config, rank)
         self._shared_spec = _SharedSpec.of(config, layout)
@@ -123,6 +123,20 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = _SchedulerSide(spec, layout, config)
         else:
             self._worker = _WorkerSide(spec, layout, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM asks while it reads its configuration, if it is to capture CUDA graphs: mistakes in the user's keys
+        surface here."""
+        config_of(extra_config)
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """None. ``register`` has this asked before an engine starts, so whatever needs no KV cache is refused here.
+        vLLM asks once more when it has loaded the model."""
+        check_engine(vllm_config)
+        return None
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
@@ -239,8 +253,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> OffloadPromMetrics:
+        config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         try:
-            tiers = [options.label for options in parse_tiers(config_of(vllm_config).secondary_tiers)]
+            tiers = [options.label for options in parse_tiers(config.secondary_tiers)]
         except ConfigError:
             tiers = []  # a spec of the user's own may have other tiers; their series appear with their first report
         series = OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

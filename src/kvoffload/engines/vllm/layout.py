@@ -20,9 +20,10 @@ from kvoffload.engines.vllm.versions import (
     names_states,
 )
 from kvoffload.errors import ConfigError, LayoutError
+from kvoffload.specs import spec_class
 from kvoffload.tiering.options import parse_tiers
 
-__all__ = ["config_of", "layout_of", "refuse_unsupported"]
+__all__ = ["check_engine", "config_of", "layout_of", "refuse_kv_cache"]
 
 _KINDS = {
     "full_attention": GroupKind.FULL_ATTENTION,
@@ -42,27 +43,39 @@ _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculato
 """Those without KV of their own. To a connector they only mean tokens that are scheduled and may be rejected."""
 
 
-def config_of(vllm_config: Any) -> OffloadingConfig:
-    """The user's ``kv_connector_extra_config``, validated."""
-    extra: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+def config_of(extra: Mapping[str, Any]) -> OffloadingConfig:
+    """The user's ``kv_connector_extra_config``, validated as far as this needs neither a model nor a layout."""
     if "cpu_bytes_to_use" not in extra:
         raise ConfigError(
             "kv_connector_extra_config needs cpu_bytes_to_use: the host memory for offloaded KV on this node, for "
             'example "8GiB".'
         )
-    return parse_config(extra)
+    config = parse_config(extra)
+    spec_class(config).check_config(config)
+    return config
 
 
-def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises ``ConfigError`` or ``LayoutError``, with the reason, if this engine cannot be served correctly."""
+def check_engine(vllm_config: Any) -> OffloadingConfig:
+    """The user's configuration. Raises ``ConfigError``, with the reason, for an engine that cannot be served correctly,
+    whatever its KV cache: vLLM need not load a model to find that out."""
+    config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     _refuse_transfer(vllm_config.kv_transfer_config)
     _refuse_parallel(vllm_config.parallel_config)
     if vllm_config.speculative_config is not None:
-        _refuse_speculation(vllm_config.speculative_config, kv_cache_config)
-    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
-        raise LayoutError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
+        _refuse_speculation(vllm_config.speculative_config)
+    if vllm_config.attention_config.hisparse_config is not None:
+        raise ConfigError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
+    _refuse_adapters(vllm_config, config)
+    return config
+
+
+def refuse_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises ``ConfigError`` or ``LayoutError``, with the reason, if the KV cache that vLLM made cannot be restored."""
+    speculative, groups = vllm_config.speculative_config, kv_cache_config.kv_cache_groups
+    if speculative is not None and speculative.method == "draft_model" and len(groups) > 1:
+        raise _unproven_drafter("'draft_model' beside several KV groups")
     cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+    for index, group in enumerate(groups):
         kind = _kind_of(group.kv_cache_spec)
         if kind not in _KINDS or index not in cacheable or hasattr(group.kv_cache_spec, "rswa_window"):
             raise LayoutError(
@@ -71,6 +84,11 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
             )
         if _KINDS[kind] is GroupKind.SINGLE_STATE:
             _refuse_states(vllm_config, kv_cache_config, group.kv_cache_spec)
+    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            "vLLM's V2 model runner writes to new blocks of a model with recurrent states or KV of several precisions "
+            "while stores may still read them: set VLLM_USE_V2_MODEL_RUNNER=0, or serve this model without kvoffload."
+        )
 
 
 def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
@@ -136,28 +154,27 @@ def _refuse_parallel(parallel: Any) -> None:
             )
 
 
-def _refuse_speculation(speculative: Any, kv_cache_config: Any) -> None:
+def _refuse_speculation(speculative: Any) -> None:
     """Drafters whose KV was not shown to be good after a load. A wrong draft costs no wrong token, but time."""
-    reason = ""
     if speculative.method not in _DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV:
-        reason = f"the speculative method {speculative.method!r}"
-    elif speculative.parallel_drafting:
-        reason = f"{speculative.method!r} with parallel drafting"
-    elif speculative.use_multi_module_mtp():
-        reason = "several MTP modules at once (with num_speculative_tokens 1, vLLM uses one)"
-    elif speculative.method == "draft_model" and len(kv_cache_config.kv_cache_groups) > 1:
-        reason = "'draft_model' beside several KV groups"
-    if reason:
-        raise ConfigError(
-            f"kvoffload cannot vouch for the KV of {reason}: use one of "
-            f"{', '.join(_DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV)} with sequential drafting by one module, or serve "
-            "without kvoffload."
-        )
+        raise _unproven_drafter(f"the speculative method {speculative.method!r}")
+    if speculative.parallel_drafting:
+        raise _unproven_drafter(f"{speculative.method!r} with parallel drafting")
+    if speculative.use_multi_module_mtp():
+        raise _unproven_drafter("several MTP modules at once (with num_speculative_tokens 1, vLLM uses one)")
     if speculative.method in _DRAFTERS_WITH_KV and not drafters_are_proven():
         raise ConfigError(
             f"kvoffload cannot vouch for the KV of {speculative.method!r} drafters with vLLM 0.30: use vLLM 0.31 or "
             f"newer, one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or serve without kvoffload."
         )
+
+
+def _unproven_drafter(what: str) -> ConfigError:
+    return ConfigError(
+        f"kvoffload cannot vouch for the KV of {what}: use one of "
+        f"{', '.join(_DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV)} with sequential drafting by one module, or serve "
+        "without kvoffload."
+    )
 
 
 def _refuse_adapters(vllm_config: Any, config: OffloadingConfig) -> None:
@@ -174,8 +191,7 @@ def _refuse_adapters(vllm_config: Any, config: OffloadingConfig) -> None:
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, rank: int = 0) -> EngineLayout:
-    """The engine's KV cache as kvoffload describes it. Call ``refuse_unsupported`` first."""
-    _refuse_adapters(vllm_config, config)
+    """The engine's KV cache as kvoffload describes it. Call ``check_engine`` and ``refuse_kv_cache`` first."""
     page_bytes = _bytes_per_gpu_block(kv_cache_config)
     lookahead = _lookahead_tokens(vllm_config.speculative_config, kv_cache_config.kv_cache_groups)
     groups = tuple(

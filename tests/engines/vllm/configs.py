@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's configuration in plain objects, and KV caches: of vLLM's own classes in the lane, elsewhere of plain objects
+that have what kvoffload reads.
+
+``test_interface`` checks that vLLM's classes have these attributes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.engines.vllm.harness import HAS_VLLM, hash_block_size
+
+from kvoffload.engines.vllm import layout, versions
+
+PAGE_BYTES = 2 * 16 * 2 * 8 * 4
+SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+
+
+def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32."""
+    if not HAS_VLLM:
+        monkeypatch.setattr(layout, "_kind_of", lambda spec: spec.kind)
+        monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
+        monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
+
+
+class HFConfig:
+    def __init__(self, theta: float = 1.0) -> None:
+        self.theta = theta
+
+    def to_json_string(self, use_diff: bool) -> str:
+        return f"theta {self.theta}, {use_diff}"
+
+
+def vllm_config(**changes: Any) -> Any:
+    """A configuration that works; ``part__attribute=value`` changes one attribute of one part."""
+    parts = {
+        "kv_transfer_config": {
+            "kv_load_failure_policy": "recompute",
+            "kv_role": "kv_both",
+            "engine_id": "engine",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": "1MiB"},
+        },
+        "parallel_config": {
+            "nnodes_within_dp": 1,
+            "world_size": 1,
+            "rank": 0,
+            "distributed_executor_backend": "uni",
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "cache_config": {
+            "prefix_caching_hash_algo": "sha256",
+            "cache_dtype": "auto",
+            "block_size": 16,
+            "prefix_match_unit": None,
+            "enable_prefix_caching": True,
+            "use_replayssm": False,
+        },
+        "model_config": {
+            "model": "small",
+            "revision": None,
+            "quantization": None,
+            "dtype": "torch.float32",
+            "hf_config": HFConfig(),
+        },
+        "attention_config": {"hisparse_config": None},
+    }
+    config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})
+    config.kv_events_config = config.speculative_config = config.lora_config = None
+    config.use_v2_model_runner = False
+    for path, value in changes.items():
+        part, _, attribute = path.partition("__")
+        if attribute:
+            setattr(getattr(config, part), attribute, value)
+        else:
+            setattr(config, part, value)
+    return config
+
+
+def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **changes: Any) -> Any:
+    names = [[f"group{g}.layer{n}" for n in range(layers)] for g in range(len(specs))]
+    size = num_blocks * layers * PAGE_BYTES
+    if HAS_VLLM:
+        from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+        config: Any = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[
+                KVCacheTensor(size=size, layers=each, layer_stride=num_blocks * PAGE_BYTES, block_stride=PAGE_BYTES)
+                for each in names
+            ],
+            kv_cache_groups=[KVCacheGroupSpec(each, spec) for each, spec in zip(names, specs, strict=True)],
+            kv_cache_layout="LBHNC",
+            **hash_block_size(16),
+        )
+    else:
+        config = SimpleNamespace(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[SimpleNamespace(size=size) for _ in names],
+            kv_cache_groups=[
+                SimpleNamespace(layer_names=each, kv_cache_spec=spec, is_eagle_group=False)
+                for each, spec in zip(names, specs, strict=True)
+            ],
+            kv_cache_layout="LBHNC",
+            hash_block_size=16,
+            prefix_cacheable_group_ids=tuple(range(len(specs))),
+            needs_kv_cache_zeroing=len({getattr(spec, "dtype", "a state's") for spec in specs}) > 1,
+        )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def _spec(name: str, kind: str, **values: Any) -> Any:
+    if not HAS_VLLM:
+        return SimpleNamespace(kind=kind, **values)
+    from vllm.v1 import kv_cache_interface
+
+    return getattr(kv_cache_interface, name)(**values)
+
+
+def attention(**changes: Any) -> Any:
+    return _spec("FullAttentionSpec", "full_attention", **SHAPE | changes)
+
+
+def sliding(window: int, **changes: Any) -> Any:
+    return _spec("SlidingWindowSpec", "sliding_window", **SHAPE, sliding_window=window, **changes)
+
+
+def chunked() -> Any:
+    return _spec("ChunkedLocalAttentionSpec", "chunked_local_attention", **SHAPE, attention_chunk_size=64)
+
+
+def replayed_window() -> Any:
+    return _spec("RSWASpec", "full_attention", **SHAPE, rswa_window=64)
+
+
+def mamba(mamba_type: str = "MAMBA2", **changes: Any) -> Any:
+    if HAS_VLLM:
+        from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+        backend: Any = MambaAttentionBackendEnum[mamba_type]
+    else:
+        backend = SimpleNamespace(name=mamba_type)
+    values = {"block_size": 16, "shapes": ((2, 3), (4,)), "dtypes": (torch.float32, torch.bfloat16)}
+    values |= {"mamba_cache_mode": "align", "page_size_padded": PAGE_BYTES, "mamba_type": backend}
+    return _spec("MambaSpec", "mamba", **values | changes)
+
+
+def speculative(**changes: Any) -> Any:
+    """vLLM's ``SpeculativeConfig`` in plain words."""
+    draft = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig())
+    values = {"method": "eagle", "parallel_drafting": False, "draft_model_config": draft, "drop": True, "modules": 1}
+    config = SimpleNamespace(**values | changes)
+    config.use_eagle_block_drop = lambda: config.drop
+    config.use_multi_module_mtp = lambda: config.modules > 1
+    return config
