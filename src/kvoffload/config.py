@@ -36,7 +36,7 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     cpu_bytes_to_use: int | str
-    """Size of the primary tier on this node, all ranks together: bytes, or text with a unit."""
+    """Size of one engine's primary tier, all of its ranks together: bytes, or text with a unit."""
     block_size: int | None = None
     """Tokens per offloaded block; a multiple of the engine's block size, which is also the default."""
     eviction_policy: str = "density"
@@ -55,7 +55,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Include token ids and block sizes in the engine's events of stored blocks, for routers that need them."""
     record_trace: str | None = None
     """File that receives a trace of the served requests, for ``kvoffload simulate``: hashes of block keys and lengths,
-    no tokens. ``{pid}`` in it becomes the process id, for engines with several schedulers."""
+    no tokens. Its owner alone may read it. ``{pid}`` in it becomes the process id, for engines with several
+    schedulers."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options."""
     load_policy: Literal["cost", "always"] = "cost"

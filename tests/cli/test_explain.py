@@ -55,7 +55,7 @@ def test_the_machine_may_be_another(trace: Path, tmp_path: Path) -> None:
 def test_a_server_with_an_unbounded_disk_is_not_told_to_buy_one(trace: Path, tmp_path: Path) -> None:
     first, *others = trace.read_text().splitlines(keepends=True)
     line = json.loads(first)
-    line["machine"]["tiers"][0] = {"type": "redis"}  # as older versions wrote it
+    line["machine"]["tiers"][0] = {"type": "disk"}  # as older versions wrote it
     recorded, page, figures = tmp_path / "t.jsonl", tmp_path / "page.html", tmp_path / "figures.json"
     recorded.write_text("".join([json.dumps(line) + "\n", *others]))
     assert explain(str(recorded), "--processes", "1", "--html", str(page), "--json", str(figures)) == 0
@@ -63,6 +63,20 @@ def test_a_server_with_an_unbounded_disk_is_not_told_to_buy_one(trace: Path, tmp
     assert as_it_was["disk_hit_tokens"] > 0
     assert not [each["change"] for each in changes if "disk" in each["change"]]
     assert "as it was, a disk for the whole trace" in page.read_text()
+
+
+def test_how_much_a_servers_memory_holds_is_asked_for(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = trace.read_text().splitlines(keepends=True)
+    line = json.loads(first)
+    line["machine"]["tiers"].append({"type": "redis", "max_bytes": None})
+    recorded, figures = tmp_path / "t.jsonl", tmp_path / "figures.json"
+    recorded.write_text("".join([json.dumps(line) + "\n", *others]))
+    assert explain(str(recorded), "--processes", "1") == 2
+    assert "how much the servers of its 'redis' tier keep: give --disk" in capsys.readouterr().err
+    assert explain(str(recorded), "--processes", "1", "--disk", "64KiB", "--json", str(figures)) == 0
+    assert "twice the disk" in [each["change"] for each in json.loads(figures.read_text())["what_if"]]
 
 
 def test_mistakes_are_one_sentence(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

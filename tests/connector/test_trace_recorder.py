@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,30 @@ def test_holds_hashes_and_lengths_only(tmp_path: Path) -> None:
     (line,) = recorder.path.read_text().splitlines()
     assert set(json.loads(line)) == {"timestamp", "input_length", "output_length", "block_tokens", "hash_ids"}
     assert "secret" not in line
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_its_owner_alone_may_read_it(tmp_path: Path, exists: bool) -> None:
+    path = tmp_path / "trace.jsonl"
+    if exists:
+        path.touch()
+        path.chmod(0o644)
+    mask = os.umask(0o022)
+    try:
+        TraceRecorder(path, 16).close()
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_pipe_keeps_its_mode(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    pipe.chmod(0o620)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    TraceRecorder(pipe, 16).close()
+    os.close(reader)
+    assert stat.S_IMODE(pipe.stat().st_mode) == 0o620
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(full_disk: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -125,6 +125,17 @@ def test_a_tier_without_a_bound_is_a_disk_for_the_whole_trace() -> None:
     assert (smaller.disk_blocks, smaller.cascade_mode) == (50, "on_evict")
 
 
+@pytest.mark.parametrize("kind", ["redis", "mooncake"])
+def test_a_tier_whose_servers_evict_has_a_size_that_must_be_given(kind: str) -> None:
+    machine = Machine(1 << 20, 600 << 20, "lru", tiers=(MachineTier("memory", 5 << 20), MachineTier(kind)))
+    with pytest.raises(ConfigError, match=f"'{kind}' tier keep: give --disk"):
+        base_config(machine, footprint_blocks=700, prefill_tokens_per_s=1000)
+    given = base_config(machine, disk_bytes=50 << 20, footprint_blocks=700, prefill_tokens_per_s=1000)
+    assert given.disk_blocks == 50
+    elsewhere = Machine(1 << 20, 600 << 20, "lru", tiers=(MachineTier("of a plug-in"), MachineTier(None)))
+    assert base_config(elsewhere, footprint_blocks=700, prefill_tokens_per_s=1000).disk_blocks == 700
+
+
 @pytest.mark.parametrize(
     ("modes", "expected"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload.config import parse_struct
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import STORES, FileSystemOptions, build_tier, parse_tier, parse_tiers
 from kvoffload.tiering.stores.memory import MemoryStore
@@ -145,3 +146,37 @@ def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path, monkeypat
             parse_tiers([*tiers, {"type": kind, "path": other}])
     assert not (tmp_path / "kv").exists()
     assert len(parse_tiers([*tiers, {"type": "memory"}, {"type": "fs", "path": "kv2"}])) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"type": "disk", "path": "/kv"}, "tier 'disk': /kv, all but a tenth of the disk, written on_store"),
+        (
+            {"type": "disk", "path": "/kv", "max_bytes": "1GiB", "name": "nvme"},
+            "tier 'nvme' (type disk): /kv, at most 1 GiB, written on_evict",
+        ),
+        ({"type": "fs", "path": "/kv"}, "tier 'fs': /kv, no bound, written on_store"),
+        ({"type": "memory", "max_bytes": "8GiB"}, "tier 'memory': at most 8 GiB, written on_store"),
+        (
+            {"type": "redis", "url": "rediss://me:secret@host:6380/1?password=secret", "password": "secret"},
+            "tier 'redis': rediss://host:6380/1, as much as its servers keep, written on_store",
+        ),
+        (
+            {"type": "redis", "url": {"env": "REDIS_URL"}},
+            "tier 'redis': the URL from env REDIS_URL, as much as its servers keep, written on_store",
+        ),
+        (
+            {"type": "object", "url": "s3://bucket/kv", "config": {"secret_access_key": "secret", "region": "eu"}},
+            "tier 'object': s3://bucket/kv, no bound, written on_store",
+        ),
+        (
+            {"type": "mooncake", "master": "host:50051", "metadata": "http://me:secret@host:8080/metadata"},
+            "tier 'mooncake': host:50051, as much as its servers keep, written on_store",
+        ),
+    ],
+    ids=["disk", "named", "fs", "memory", "redis", "redis elsewhere", "object", "mooncake"],
+)
+def test_a_tier_is_described_in_a_line_without_credentials(options: dict[str, Any], words: str) -> None:
+    kind = STORES.get(options["type"])  # unchecked: a client need not be installed here
+    assert parse_struct(kind, options, "the options").describe(primary_bytes=1 << 30) == words

@@ -26,6 +26,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.specs import make_spec
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.spec import TieringOffloadingSpec
+from kvoffload.units import format_bytes
 
 PAGE_BYTES = 1024
 
@@ -142,6 +143,18 @@ def test_tiers_are_built_with_their_options() -> None:
     manager.on_request_finished(ReqContext("r"))
     made.shutdown()
     made.shutdown()
+
+
+def test_each_tier_has_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvoffload")
+    made = spec({"type": "memory", "max_bytes": 64 * PAGE_BYTES}, {"type": "disk", "path": str(tmp_path / "kv")})
+    assert [record.getMessage() for record in caplog.records if "tier" in record.getMessage()] == []
+    made.get_manager()
+    made.shutdown()
+    assert [record.getMessage() for record in caplog.records if record.name == "kvoffload.tiering.spec"] == [
+        f"kvoffload: tier 'memory': at most {format_bytes(64 * PAGE_BYTES)}, written on_store",
+        f"kvoffload: tier 'disk': {tmp_path}/kv, all but a tenth of the disk, written on_store",
+    ]
 
 
 def test_expected_speeds_reach_the_load_policy() -> None:

@@ -396,6 +396,19 @@ def test_losses_are_recorded_with_their_causes(make) -> None:
     assert causes(keys_of(2)) == ["removed mem"]
 
 
+def test_what_a_server_with_a_policy_of_its_own_no_longer_has_was_evicted(make) -> None:
+    class ServerLimits(TierLimits, frozen=True, kw_only=True):
+        server_evicts = True
+
+    rig = make(limits=ServerLimits()).start()
+    lost = LostBlocks(clock=rig.clock)
+    rig.tier.watch_losses(lost)
+    rig.store_blocks(keys_of(1, 2))
+    rig.inner.discard(keys_of(1))
+    rig.load_blocks(keys_of(1))
+    assert [loss and loss.cause for loss in lost.find(keys_of(1, 2))] == ["evicted mem", None]
+
+
 def test_a_block_evicted_by_the_next_of_its_own_job_is_not_present(make) -> None:
     rig = make(max_blocks=1, limits=TierLimits(threads=2)).start()
     keys = keys_of(1, 2)

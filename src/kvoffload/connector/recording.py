@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,7 +75,9 @@ class TraceRecorder:
         self._machine = machine
         try:
             # Buffered by the line, so that a killed process leaves whole lines behind.
-            self._file: TextIO | None = self.path.open("w", buffering=1, encoding="ascii")
+            self._file: TextIO | None = open(  # noqa: SIM115 - closed by ``close``
+                self.path, "w", buffering=1, encoding="ascii", opener=_open_private
+            )
         except OSError as exc:
             raise ConfigError(f"A trace cannot be recorded to {self.path}: {exc}.") from exc
 
@@ -142,6 +145,19 @@ class TraceRecorder:
                 file.close()
             except OSError:
                 pass
+
+
+def _open_private(path: str, flags: int) -> int:
+    """A descriptor of a file that its owner alone may read, also if it exists: hashes and lengths tell what prompts
+    were. A pipe or a device stays as it is."""
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class RequestRecording:

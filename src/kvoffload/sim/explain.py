@@ -20,7 +20,7 @@ from kvoffload.sim.trace import Trace, TraceError
 from kvoffload.sim.trace_files import lines_of
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
-from kvoffload.tiering.options import default_cascade
+from kvoffload.tiering.options import STORES, default_cascade
 
 __all__ = [
     "ADVICE",
@@ -53,8 +53,8 @@ ADVICE = {
     "filtered": "store_threshold: too few requests had asked before.",
     "refused": "No slot of host memory was free when they were computed.",
     "too long": "The prompt was longer than host memory.",
-    "evicted": "There was no room for them: more memory or disk.",
-    "removed": "Somebody else deleted them from the tier.",
+    "evicted": "There was no room for them: more memory, disk or servers.",
+    "removed": "Somebody else, or a rule of the store, deleted them from the tier.",
     "corrupt": "Their bytes were wrong; look at the disk.",
     "reset": "The cache was reset.",
     "store failed": "Copies from the device failed; see the log.",
@@ -101,6 +101,12 @@ class Machine(msgspec.Struct, frozen=True):
     @property
     def has_unbounded_tier(self) -> bool:
         return any(tier.max_bytes is None for tier in self.tiers)
+
+    @property
+    def tier_of_unknown_size(self) -> str | None:
+        """The type of a tier whose size only its servers know, if any."""
+        known = (tier.type for tier in self.tiers if tier.type in STORES.names() and tier.max_bytes is None)
+        return next((name for name in known if STORES.get(name).server_evicts), None)
 
     @property
     def cascade(self) -> CascadeMode | None:
@@ -238,7 +244,7 @@ def base_config(
     """The machine that recorded the trace, for the simulator; arguments override what the trace says.
 
     The tiers below host memory become one disk, as large as all of them together; if one has no bound, it holds the
-    ``footprint_blocks`` of the trace. Raises ``ConfigError`` if the sizes are not known.
+    ``footprint_blocks`` of the trace. Raises ``ConfigError`` if the sizes are not known, as that of a Redis is not.
     """
     known_cpu = cpu_bytes if cpu_bytes is not None else machine.cpu_bytes if machine is not None else None
     known_block = block_bytes if block_bytes is not None else machine.block_bytes if machine is not None else None
@@ -247,6 +253,11 @@ def base_config(
     cascade = machine.cascade if machine is not None else None
     if disk_bytes is not None:
         disk_blocks = disk_bytes // known_block
+    elif machine is not None and (name := machine.tier_of_unknown_size) is not None:
+        raise ConfigError(
+            f"The trace does not say how much the servers of its {name!r} tier keep: give --disk, which is the size of "
+            "all tiers below host memory together."
+        )
     elif machine is not None and machine.has_unbounded_tier:
         disk_blocks = max(footprint_blocks, 1)
         cascade = cascade or default_cascade(None, known_cpu)

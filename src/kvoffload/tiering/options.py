@@ -28,7 +28,7 @@ from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.slab import SlabStore
 from kvoffload.tiering.stores.slab.format import SlabFormat
 from kvoffload.tiering.tier import StoreTier, TierLimits
-from kvoffload.units import parse_bytes
+from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = [
     "STORES",
@@ -110,6 +110,24 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         """The directory in which the blocks lie, which no two tiers share; ``None``: not in a directory."""
         return None
 
+    @property
+    def place(self) -> str:
+        """Where the blocks lie, for people to read. Without credentials."""
+        return self.directory or ""
+
+    @property
+    def quota(self) -> str:
+        """How much the tier may hold, for people to read."""
+        if self.bound_bytes is not None:
+            return f"at most {format_bytes(self.bound_bytes)}"
+        return "as much as its servers keep" if self.server_evicts else "no bound"
+
+    def describe(self, primary_bytes: int) -> str:
+        """One line for the log of a server whose primary tier has ``primary_bytes``."""
+        kind = f"tier {self.label!r}" if self.label == self.type else f"tier {self.label!r} (type {self.type})"
+        place = f"{self.place}, " if self.place else ""
+        return f"{kind}: {place}{self.quota}, written {self.cascade_above(primary_bytes)}"
+
     def cascade_above(self, primary_bytes: int) -> CascadeMode:
         """``cascade``, or its default below a primary tier of ``primary_bytes``."""
         if self.cascade is not None:
@@ -186,6 +204,10 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
         return SlabStore(
             self.directory, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
         )
+
+    @property
+    def quota(self) -> str:
+        return "all but a tenth of the disk" if self.max_bytes is None else super().quota
 
     def _two_blocks_bytes(self, block_bytes: int) -> int:
         return SlabFormat("", block_bytes).slab_bytes(2)

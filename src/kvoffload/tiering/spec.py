@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 
 from kvoffload.base import OffloadingManager
@@ -18,6 +19,8 @@ from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import parse_tiers
 
 __all__ = ["CACHE_FORMAT_VERSION", "TieringOffloadingSpec", "check_hashes_are_stable", "persistent_namespace"]
+
+logger = logging.getLogger(__name__)
 
 CACHE_FORMAT_VERSION = 1
 """Raise it whenever the same layout gives the bytes of a slot another meaning."""
@@ -91,6 +94,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def _make_manager(self) -> OffloadingManager:
         config = self.config
+        for options in self.tier_options:
+            logger.info("kvoffload: %s", options.describe(self.num_blocks * self.block_bytes))
         primary = self._make_primary(CPUPrimaryTierOffloadingManager, self.region)
         tiers: list[SecondaryTierManager] = []
         try:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -50,6 +51,10 @@ def default_max_backlog(num_slots: int) -> int:
 
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much a ``StoreTier`` does at once, and how long it waits. ``StoreOptions`` makes them configuration keys."""
+
+    server_evicts: ClassVar[bool] = False
+    """The store is a service with a size of its own, which it does not tell: it evicts by a policy of its own, and does
+    not say what."""
 
     threads: int | None = None
     """Reads at once, and writes at once: the queue depths that the device sees. Default: what the store declares as
@@ -305,6 +310,8 @@ class StoreTier(SecondaryTierManager):
             self._log_corruption(missing)
 
     def _record_loss(self, keys: Collection[OffloadKey], cause: LossCause) -> None:
+        if cause == "removed" and self._limits.server_evicts:
+            cause = "evicted"
         if self._lost_blocks is not None:
             self._lost_blocks.record(keys, f"{cause} {self.tier_type}")
 

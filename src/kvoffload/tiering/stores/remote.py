@@ -97,12 +97,19 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
     seal_key: Secret | None = None
     """A secret that all engines of the fleet share. Nobody who lacks it can make a block that is served."""
 
+    @property
+    def place(self) -> str:
+        url: Secret | None = getattr(self, "url", None)
+        if isinstance(url, dict):
+            return f"the URL from {' '.join(*url.items())}"
+        return without_credentials(url) if url else ""
+
     def __repr__(self) -> str:
         # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
         shown = ("type", "name", "required", "cascade", "threads", "timeout_s")
         known = {name: getattr(self, name) for name in shown}
-        if (url := getattr(self, "url", None)) is not None:
-            known["url"] = without_credentials(url) if isinstance(url, str) else url
+        if self.place:
+            known["url"] = self.place
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
     def check(self, block_bytes: int | None = None) -> None:

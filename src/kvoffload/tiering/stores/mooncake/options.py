@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore
@@ -17,6 +17,8 @@ __all__ = ["MooncakeOptions"]
 class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "mooncake", "master": "host:50051", "metadata": "http://host:8080/metadata"}``. Experimental."""
 
+    server_evicts: ClassVar[bool] = True
+
     master: str
     """host:port of the master."""
     metadata: str
@@ -28,6 +30,10 @@ class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
     """The network card, with ``rdma``."""
     segment_bytes: int | str | None = None
     """Memory of this machine that the engine gives to the pool. Default: none; other processes donate."""
+
+    @property
+    def place(self) -> str:
+        return self.master
 
     def check(self, block_bytes: int | None = None) -> None:
         RemoteOptions.check(self, block_bytes)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis.nodes import Timeouts
 from kvoffload.tiering.stores.redis.store import RedisStore
@@ -14,6 +16,8 @@ __all__ = ["RedisOptions"]
 
 class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "redis", "url": "rediss://user@host:6380/0", "cluster": true, "ttl": "24h"}``."""
+
+    server_evicts: ClassVar[bool] = True
 
     url: Secret
     ttl: str | float | None = None
