@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events and metrics in vLLM's terms. No engine, but vLLM's classes: part of the lane."""
+"""Events and metrics in vLLM's terms. No engine, but vLLM's classes: part of the lane.
+
+What is ours of the events, which request describes a block and for how long, runs elsewhere too.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.engines.vllm.harness import HAS_VLLM
 from tests.tiering.rig import Rig, keys
 
 from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.cpu import CPUOffloadingManager
+from kvoffload.engines.vllm import versions
 from kvoffload.engines.vllm.events import EventTranslator, _extra_keys
 from kvoffload.engines.vllm.versions import vllm_release
 from kvoffload.metrics import METRICS
 
 pytestmark = pytest.mark.vllm
+BOTH = pytest.mark.vllm(elsewhere=True)
 
 LAYOUT = EngineLayout(
     groups=(
@@ -35,6 +42,17 @@ LAYOUT = EngineLayout(
 @pytest.fixture(autouse=True)
 def hashes_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    if not HAS_VLLM:
+        events, hashing = ModuleType("vllm.distributed.kv_events"), ModuleType("vllm.v1.core.kv_cache_utils")
+        events.__dict__.update({name: type(name, (SimpleNamespace,), {}) for name in ("BlockStored", "BlockRemoved")})
+        hashing.__dict__.update(
+            generate_block_hash_extra_keys=lambda *_: (None, 0),
+            maybe_convert_block_hash=lambda block_hash: block_hash,
+            to_event_extra_keys=lambda hashed: None,
+        )
+        for module in (events, hashing):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
 
 
 def request(name: str, num_hashes: int, lora: Any = None, salt: str | None = None, images: Any = ()) -> Any:
@@ -67,6 +85,7 @@ def stored(*keys: OffloadKey) -> OffloadingEvent:
     return OffloadingEvent(list(keys), "CPU", removed=False)
 
 
+@BOTH
 def test_plain_events_name_hashes_only_one_event_per_group() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=False)
     translator.track(request("a", 3))
@@ -81,6 +100,7 @@ def test_plain_events_name_hashes_only_one_event_per_group() -> None:
     assert type(removed).__name__ == "BlockRemoved"
 
 
+@BOTH
 def test_states_have_vllms_word_and_no_tokens() -> None:
     groups = (*LAYOUT.groups[:1], KVGroupLayout(GroupKind.SINGLE_STATE, 4, 8))
     translator = EventTranslator(replace(LAYOUT, groups=groups), factor=1, describe=True)
@@ -182,6 +202,7 @@ def test_finished_requests_are_tracked_without_their_prompt_embeddings(factor: i
     assert [event.extra_keys for event in translator.translate([stored(*keys)])] == expected
 
 
+@BOTH
 def test_windows_are_never_described() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     translator.track(request("a", 2))
@@ -189,6 +210,7 @@ def test_windows_are_never_described() -> None:
     assert event.block_size == 0
 
 
+@BOTH
 def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     growing = request("a", 1)
@@ -206,6 +228,7 @@ def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end
     assert not translator._live
 
 
+@BOTH
 def test_finished_requests_are_tracked_up_to_a_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffload.engines.vllm.events._FINISHED_TOKENS_TRACKED", 40, raising=False)
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
@@ -220,6 +243,7 @@ def test_finished_requests_are_tracked_up_to_a_number_of_tokens(monkeypatch: pyt
     assert len(translator._holders) == 11
 
 
+@BOTH
 def test_blocks_of_generated_tokens_are_described_while_their_request_runs() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     growing = request("a", 1)
@@ -229,6 +253,7 @@ def test_blocks_of_generated_tokens_are_described_while_their_request_runs() -> 
     assert (event.block_size, event.parent_block_hash, event.token_ids) == (4, b"a-0", [104, 105])
 
 
+@BOTH
 def test_a_block_whose_last_token_the_next_input_of_a_session_replaced_is_described() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     session = request("a", 2)
@@ -249,6 +274,7 @@ def test_a_block_whose_last_token_the_next_input_of_a_session_replaced_is_descri
     assert len(translator._holders) == 512
 
 
+@BOTH
 def test_a_block_that_a_session_gave_up_is_described_from_the_request_that_still_has_it() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     session, twin = request("a", 2), request("a", 2)
@@ -266,6 +292,7 @@ def test_a_block_that_a_session_gave_up_is_described_from_the_request_that_still
     assert unknown.token_ids == [], "its tokens are nobody's any longer"
 
 
+@BOTH
 def test_unknown_blocks_cost_one_look_at_the_live_requests_a_call() -> None:
     """A disk tier that is scanned at start announces thousands of blocks that no request knows."""
     looks = []
@@ -287,6 +314,7 @@ def test_unknown_blocks_cost_one_look_at_the_live_requests_a_call() -> None:
     assert counts[0] > 0 and counts == [counts[0]] * 3
 
 
+@BOTH
 def test_an_id_used_again_is_another_request() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     old, new = request("old", 3), request("new", 2)
