@@ -9,8 +9,11 @@ import math
 import pytest
 from bench import BENCHES
 
+LONG = ("connector", "control_plane", "remote_store")
+"""A third of the time of the quick size, if they were in it."""
 
-@pytest.mark.parametrize("name", BENCHES)
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.long] * (each in LONG)) for each in BENCHES])
 def test_short_form(name: str) -> None:
     rows = importlib.import_module(f"bench.{name}").run(short=True)
     assert rows

@@ -315,8 +315,9 @@ class SlabMachine(DiskMachine):
 
 TestFileMachine = FileMachine.TestCase
 TestSlabMachine = SlabMachine.TestCase
-for machine in (TestFileMachine, TestSlabMachine):
-    machine.settings = settings(max_examples=by_size(quick=8, thorough=30), stateful_step_count=40, deadline=None)
+TestFileMachine.settings = TestSlabMachine.settings = settings(
+    max_examples=by_size(quick=8, thorough=30), stateful_step_count=40, deadline=None
+)
 
 
 @pytest.mark.parametrize("size", [SIZE, 8192], ids=["small", "paged"])
