@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler process keeps in memory grows with the blocks that its tiers hold, and not beyond full tiers."""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from pathlib import Path
+
+from tests.tiering.test_spec import PAGE_BYTES, spec
+
+from kvoffload.base import OffloadingManager, ReqContext
+from kvoffload.testing.keys import keys
+
+BATCH, ROUND = 16, 60
+
+
+def serve(manager: OffloadingManager, first: int) -> None:
+    """Requests with blocks that nobody asked for before, each written to all tiers before the next. No transfers."""
+    for begin in range(first, first + BATCH * ROUND, BATCH):
+        context = ReqContext(f"r{begin}")
+        manager.on_new_request(context)
+        names = keys(*range(begin, begin + BATCH))
+        manager.lookup_prefix(names, context)
+        output = manager.prepare_store(names, context)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+        while manager.has_pending_work():
+            manager.on_schedule_end()
+            list(manager.take_events())
+            time.sleep(0.0005)
+
+
+def test_full_tiers_take_no_more_memory(tmp_path: Path) -> None:
+    quota = {"max_bytes": "2MiB", "timeout_s": 60.0}
+    tiers = [{"type": kind, "path": str(tmp_path / kind), **quota} for kind in ("disk", "fs")]
+    made = spec(*tiers, cpu_bytes_to_use=64 * PAGE_BYTES, eviction_policy="lru")
+    manager = made.get_manager()
+    sizes = []
+    tracemalloc.start()
+    try:
+        for number in range(6):
+            serve(manager, number * BATCH * ROUND)
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+        made.shutdown()
+    # The fs tier holds some 1,800 blocks, and has been full since the third round.
+    assert max(sizes[3:]) - min(sizes[3:]) < 64 * 1024, sizes
+    assert sizes[1] - sizes[0] > 100 * BATCH * ROUND, "while they fill, each block takes some"
