@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvoffload.base import OffloadKey
@@ -90,6 +91,30 @@ def test_one_key_in_several_slots() -> None:
     assert index.find(key) == -1
     assert index.find(other) == SLAB_STRIDE + 1
     assert len(index) == 1
+
+
+def test_a_reader_without_the_lock_knows_when_all_cells_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle it cannot tell; before and after it can, without the lock."""
+    index, absent = SlotIndex(), LAYOUT.hashed(OffloadKey(b"absent"))
+    held = [LAYOUT.hashed(key) for key in keys_of(*range(1500))]
+    place, meanwhile = SlotIndex._place, list[bool | None]()
+
+    def place_and_ask(index: SlotIndex, cells: npt.NDArray[np.uint64]) -> None:
+        meanwhile.extend(index.holds(key) for key in (held[0], absent))
+        place(index, cells)
+
+    monkeypatch.setattr(SlotIndex, "_place", place_and_ask)
+    for slot, key in enumerate(held):
+        put(index, SLAB_STRIDE + slot if slot else 0, key)
+        assert index.holds(key)
+        assert index.holds(absent) is False
+    index.drop_slab(1)
+    assert index.holds(absent) is False
+    assert index.holds(held[0])
+    assert index.holds(held[1]) is False
+    index.remove(held[0].hash64 & 0xFFFF_FFFF, 0)
+    assert index.holds(held[0]) is False
+    assert meanwhile == [None, None] * 3, "twice for more cells, once for the slab"
 
 
 class Interrupted(dict[int, bytearray]):

@@ -54,6 +54,18 @@ def test_a_slab_is_closed_by_its_last_user(slabs: Slabs) -> None:
         slab.file.read_changes()
 
 
+def test_one_slot_in_64_may_be_left_out_of_use_and_one_of_any_slab(slabs: Slabs, tmp_path: Path) -> None:
+    small, directory = slabs.by_name["a"], os.open(tmp_path, os.O_RDONLY)
+    slabs.register(SlabFile.create("large", LAYOUT, 640, directory, Access()), is_own=True)
+    os.close(directory)
+    large = slabs.by_name["large"]
+    assert not slabs.may_leave_out(large, 1, any_good=False), "then the disk is bad, not a slot"
+    assert not slabs.may_leave_out(large, 11, any_good=True)
+    assert [slabs.may_leave_out(large, count, any_good=True) for count in (6, 5, 4, 1)] == [True, False, True, False]
+    assert [slabs.may_leave_out(small, count, any_good=True) for count in (2, 1, 1)] == [False, True, False]
+    assert (large.num_bad, small.num_bad) == (10, 1)
+
+
 def test_a_block_is_gone_with_its_last_copy(slabs: Slabs) -> None:
     first, second = slabs.by_name["a"], slabs.by_name["b"]
     put(slabs, first, 0, 1)

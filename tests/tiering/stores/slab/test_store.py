@@ -418,6 +418,23 @@ class TestBadMedia:
             assert write(store, KEYS[number]) == [True], "the slot is left out of use"
         assert len(here(store, *KEYS)) == 7
 
+    @pytest.mark.parametrize(("transfer", "num_left_out"), [("write", 0), ("read", 200 // 64)])
+    def test_slots_are_used_again_where_many_fail_for_a_while(
+        self, open_store, broken: Broken, transfer: str, num_left_out: int
+    ) -> None:
+        """They fail together in a write, and one by one in a read, of which the first few are left out of use."""
+        store, keys = open_store(max_bytes=slab_of(200)), keys_of(*range(300))
+        if transfer == "read":
+            write(store, *keys[:40])
+        broken.slots = set(range(0, 40, 2))
+        buffers = [aligned(bytes(SMALL)) for _ in range(40)]
+        answers = write(store, *keys[:40]) if transfer == "write" else store.read_into(keys[:40], buffers)
+        assert answers == [False, True] * 20
+        broken.slots = set()
+        num_free = 180 - num_left_out
+        assert write(store, *keys[100 : 100 + num_free]) == [True] * num_free
+        assert len(right(store, *keys)) == 20 + num_free
+
     def test_a_slot_that_cannot_be_read_costs_itself(self, open_store, broken: Broken) -> None:
         store = open_store()
         write(store, *KEYS[:6])
