@@ -261,9 +261,12 @@ class OffloadingManager(ABC):
         """``True``: ready to load. ``False``: not here. ``None``: not yet; ask again in a later step."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """The answers of ``lookup`` for ``keys`` in order, up to and including the first ``False``.
+        """Answers for ``keys`` in order, up to and including the first ``False``, each with the meaning it has in
+        ``lookup``.
 
-        Exactly equal to that loop, side effects included; a manager overrides it only to be faster.
+        ``lookup`` of a key equals ``lookup_prefix`` of that key alone, side effects included. A manager that decides
+        block by block equals the loop of ``lookup``, and overrides this only to be faster. One that weighs the blocks
+        of a call together may answer ``False`` earlier or later than the loop.
         """
         answers: list[bool | None] = []
         for key in keys:

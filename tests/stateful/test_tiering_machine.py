@@ -47,6 +47,16 @@ class Transfer:
     is_stale: bool = False
 
 
+@dataclass
+class _Unanswered:
+    """What a request had no answer for, in the last step in which it lacked any."""
+
+    step: int
+    keys: set[OffloadKey]
+    on_their_way: set[OffloadKey]
+    """Those of them that have been on their way at the end of every action since."""
+
+
 class TieringMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(2, 9),
@@ -93,8 +103,12 @@ class TieringMachine(RuleBasedStateMachine):
         self.queued: set[OffloadKey] = set()
         self.perhaps_queued: set[OffloadKey] = set()
         self.late_jobs: set[int] = set()
-        self.began_asking: dict[str, float] = {}
-        self.waited_s: Counter[str] = Counter()
+        self.asked: dict[str, _Unanswered] = {}
+        self.least_spent_s: Counter[str] = Counter()
+        """Patience of each request that was spent for certain ..."""
+        self.most_spent_s: Counter[str] = Counter()
+        """... and that may have been spent."""
+        self.step_number = 0
         for tier, (name, length) in zip(self.rig.tiers, below):
             tier.put(prefix(length, of=name), map(content, prefix(length, of=name)))
         for _ in range(3):
@@ -134,9 +148,10 @@ class TieringMachine(RuleBasedStateMachine):
             case "known":
                 tier.answers.clear()
             case "wait":
-                self.rig.clock.advance(0.1 if flag else 2.0)
+                self.step()  # else what arrived before would arrive after
+                self.pass_time(0.1 if flag else 2.0)
             case "lose_patience" if context:
-                self.lose_patience(context, prefix(LENGTH, of=chain))
+                self.lose_patience(context, prefix(LENGTH, of=chain), in_steps=flag)
             case "reset" if pick % 4 == 0:
                 self.reset(hangs=flag)
 
@@ -153,10 +168,22 @@ class TieringMachine(RuleBasedStateMachine):
     def finish_request(self, context: ReqContext) -> None:
         self._expect_submits(lambda: self.manager.on_request_finished(context))
         del self.live[context.req_id]
+        self.asked.pop(context.req_id, None)
 
     # ------------------------------------------------------------------------------------------------- reading
 
     def ask(self, context: ReqContext, blocks: list[OffloadKey], load: bool) -> None:
+        answers = self._lookup_prefix(context, blocks)
+        hit = answers.index(False) if False in answers else len(answers)
+        if load and None not in answers and hit:
+            spec = self.manager.prepare_load(blocks[:hit], context)
+            self.asked.pop(context.req_id, None)
+            transfer = Transfer(blocks[:hit], spec.block_ids.tolist(), context)
+            self._check_bytes(transfer)
+            self.loads.append(transfer)
+
+    def _lookup_prefix(self, context: ReqContext, blocks: list[OffloadKey]) -> list[bool | None]:
+        name, before = context.req_id, self._num_out_of_patience
         answers = self.manager.lookup_prefix(blocks, context)
         self.queued -= self._coming()  # a long run is read at once, and with it what was queued for the request before
         self._take_events()
@@ -164,22 +191,44 @@ class TieringMachine(RuleBasedStateMachine):
         assert False not in answers[:-1]
         for key, answer in zip(blocks, answers):
             self._check_answer(key, answer, context)
-        if None not in answers:
-            self._wait_ends(context.req_id)  # for answers; its claims may stay
-        hit = answers.index(False) if False in answers else len(answers)
-        if load and None not in answers and hit:
-            spec = self.manager.prepare_load(blocks[:hit], context)
-            transfer = Transfer(blocks[:hit], spec.block_ids.tolist(), context)
-            self._check_bytes(transfer)
-            self.loads.append(transfer)
+        if self._num_out_of_patience > before:
+            assert self.most_spent_s[name] >= MAX_WAIT_S - 1e-6, "nothing was on its way to it for so long"
+        unanswered = {key for key, answer in zip(blocks, answers) if answer is None}
+        asked = self.asked.get(name)
+        if unanswered:
+            assert self.least_spent_s[name] < MAX_WAIT_S + 1e-6, "deferred beyond its patience"
+            if asked is None or asked.step != self.step_number:
+                asked = self.asked[name] = _Unanswered(self.step_number, set(), set())
+            asked.keys |= unanswered
+            asked.on_their_way |= unanswered
+        elif asked is not None and asked.step != self.step_number:
+            del self.asked[name]
+        return answers
+
+    @property
+    def _num_out_of_patience(self) -> float:
+        return self.manager.get_stats()["lookups_out_of_patience",]
+
+    def pass_time(self, seconds: float) -> None:
+        """Without an ask. A request spends patience while something is on its way to it, and no more than that."""
+        for name, asked in self.asked.items():
+            if any(map(self._is_in_flight, asked.on_their_way)):
+                self.least_spent_s[name] += seconds
+            if any(self._is_in_flight(key) or self._is_unknown(key) for key in asked.keys):
+                self.most_spent_s[name] += seconds
+        self.rig.clock.advance(seconds)
+
+    def _is_in_flight(self, key: OffloadKey) -> bool:
+        block = self.rig.primary.slots.get(key)
+        return block is not None and not block.is_ready
+
+    def _is_unknown(self, key: OffloadKey) -> bool:
+        return any(tier.answers.get(key, True) is None for tier in self.rig.tiers)
 
     def _check_answer(self, key: OffloadKey, answer: bool | None, context: ReqContext) -> None:
         assert (answer is True) == (key in self.resident)
         if answer is not None:
             return
-        began = self.began_asking.setdefault(context.req_id, self.rig.clock())
-        waited_s = self.waited_s[context.req_id] + self.rig.clock() - began
-        assert waited_s < MAX_WAIT_S * 3, "deferred beyond its patience"
         below = [tier for tier in self.rig.tiers if tier.lookup(key, context) is not False]
         if key in self._coming() | self.queued or any(key in store.keys for store in self.stores if not store.is_stale):
             return
@@ -189,10 +238,6 @@ class TieringMachine(RuleBasedStateMachine):
         assert below, "deferred for a block that nobody has"
         if any(tier.lookup(key, context) for tier in below):
             self.queued.add(key)
-
-    def _wait_ends(self, req_id: str) -> None:
-        if req_id in self.began_asking:
-            self.waited_s[req_id] += self.rig.clock() - self.began_asking.pop(req_id)
 
     def _is_late(self, key: OffloadKey) -> bool:
         """Whether a promotion from before the last reset still writes ``key`` somewhere, as far as is known."""
@@ -213,7 +258,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     def prepare_store(self, context: ReqContext, offered: list[OffloadKey]) -> None:
         output = self.manager.prepare_store(offered, context)
-        self._wait_ends(context.req_id)
+        self.asked.pop(context.req_id, None)
         self._take_events()
         if output is None:
             return
@@ -253,6 +298,7 @@ class TieringMachine(RuleBasedStateMachine):
             for tier in self.rig.tiers
         ]
         self._expect_submits(self.manager.on_schedule_end, everything=True)
+        self.step_number += 1
         self._take_events()  # of promotions that ended, and may be next to go already
         for tier, mode, there, writing, start in zip(self.rig.tiers, self.cascade, below, being_written, seen):
             for call in tier.log[start:]:
@@ -290,22 +336,19 @@ class TieringMachine(RuleBasedStateMachine):
         keys = tier.jobs[job_id].keys
         tier.finish([job_id], success=how != "job_fails", lose=keys[-1:] if how == "job_loses" else (), tear=tear)
 
-    def lose_patience(self, context: ReqContext, blocks: list[OffloadKey]) -> None:
-        answers = self.manager.lookup_prefix(blocks, context)
-        self.queued -= self._coming()
-        self._take_events()
-        if None in answers:
-            for key, answer in zip(blocks, answers):
-                self._check_answer(key, answer, context)
-            self.rig.clock.advance(MAX_WAIT_S)
-            assert None not in self.manager.lookup_prefix(blocks, context)
+    def lose_patience(self, context: ReqContext, blocks: list[OffloadKey], in_steps: bool) -> None:
+        if None in self._lookup_prefix(context, blocks):
+            for _ in range(2 if in_steps else 0):
+                self.step()
+                self.pass_time(MAX_WAIT_S / 2)
+            if not in_steps:
+                self.pass_time(MAX_WAIT_S)
+            assert None not in self._lookup_prefix(context, blocks)
 
     def reset(self, hangs: bool) -> None:
         self.rig.tiers[0].hangs = hangs
         self.manager.reset_cache()
         self.rig.tiers[0].hangs = False
-        for req_id in list(self.began_asking):
-            self._wait_ends(req_id)
         for transfer in (*self.stores, *self.loads):
             transfer.is_stale = True
         self.late_jobs |= {job_id for tier in self.rig.tiers for job_id in tier.jobs}
@@ -341,6 +384,8 @@ class TieringMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.manager.check_invariants()
+        for asked in self.asked.values():
+            asked.on_their_way = set(filter(self._is_in_flight, asked.on_their_way))
         self._take_events()
         ready = {key for key in UNIVERSE if (block := self.rig.primary.slots.get(key)) is not None and block.is_ready}
         assert ready == self.resident

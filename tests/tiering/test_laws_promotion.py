@@ -428,6 +428,107 @@ def test_waiting_for_the_engine_costs_no_patience() -> None:
     assert 0 < max(waits.values()) <= 5, "no wait was longer than its promotion took"
 
 
+def waited_s(rig: Rig) -> float:
+    """All waits for answers that have ended, together."""
+    stats = rig.manager.get_stats()
+    return sum(value for sample, value in stats.items() if sample[:2] == ("promotion_wait_seconds", "sum"))
+
+
+@pytest.mark.parametrize("what", ["promotion", "failed promotion", "store", "lookup", "two groups"])
+def test_a_wait_ends_when_its_blocks_arrive_although_the_engine_asks_nobody(what: str) -> None:
+    """The engine's steps are full for ten seconds. Once that cost a request all its patience, and all its hits."""
+    rig = Rig(num_blocks=16, max_wait_s=5.0)
+    request, writer = rig.start("r"), rig.start("w")
+    groups = [keys(0, 1), keys(2, 3)] if what == "two groups" else [keys(0, 1)]
+    rig.below(prefix(4))
+    if what == "store":
+        written = rig.write(keys(0, 1), writer)
+    if what == "lookup":
+        rig.tier.answers.update(dict.fromkeys(keys(0, 1)))
+    for asked in groups:
+        assert rig.ask(asked, request) == [None, None]
+    rig.step()
+    rig.clock.advance(0.1)
+    if what == "store":
+        rig.manager.complete_store(written, writer)
+    rig.tier.answers.clear()
+    rig.finish(success=what != "failed promotion")
+    for _ in range(20):
+        rig.clock.advance(0.5)
+        rig.step()
+    expected = {"lookup": None, "failed promotion": False}.get(what, True)
+    for asked in groups:
+        assert rig.ask(asked, request)[0] is expected
+    rig.step()
+    rig.clock.advance(0.2)
+    rig.finish()
+    assert [rig.wait_for_prefix(asked, request) for asked in groups] == [0 if expected is False else 2] * len(groups)
+    rig.below(keys(9))
+    assert rig.ask(keys(9), request) == [None], "it has patience left"
+    rig.manager.on_request_finished(request)
+    assert rig.manager.get_stats()["lookups_out_of_patience",] == 0
+    assert waited_s(rig) == pytest.approx(0.3 if what == "lookup" else 0.1)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_wait_ends_with_its_last_block_in_whatever_order_they_arrive(late: int) -> None:
+    rig = Rig(num_blocks=16, policies=(BLOCK,) * 3, max_wait_s=5.0)
+    for tier in range(3):
+        rig.below(keys(tier), tier)
+    request = rig.start("r")
+    assert rig.ask(prefix(3), request) == [None] * 3
+    rig.step()
+    for tier in range(3):
+        if tier != late:
+            rig.tiers[tier].finish()
+    for _ in range(8):
+        rig.clock.advance(0.5)
+        rig.step()
+    rig.tiers[late].finish()
+    rig.step()
+    for _ in range(20):
+        rig.clock.advance(0.5)
+        rig.step()
+    assert rig.ask(prefix(3), request) == [True] * 3
+    rig.load(prefix(3), request)
+    assert waited_s(rig) == pytest.approx(4.0)
+
+
+def test_a_block_that_does_not_arrive_takes_the_patience_of_whom_nobody_asks_for() -> None:
+    rig = Rig(num_blocks=16, policies=(BLOCK,) * 2, max_wait_s=5.0)
+    rig.below(keys(0), 0)
+    rig.below(keys(1), 1)
+    request = rig.start("r")
+    assert rig.ask(prefix(2), request) == [None] * 2
+    rig.step()
+    rig.tiers[0].finish()
+    for _ in range(10):
+        rig.clock.advance(0.5)
+        rig.step()
+    assert rig.ask(prefix(2), request) == [True, False]
+    rig.below(keys(5))
+    assert rig.ask(keys(5), request) == [False], "its patience is spent"
+    assert waited_s(rig) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_a_step_of_ten_seconds_takes_no_patience(asks_first: bool) -> None:
+    """A tier that knows when its jobs ended says so: nothing polls it within the step."""
+    rig = Rig(num_blocks=16, max_wait_s=5.0)
+    rig.below(keys(0, 1))
+    request = rig.start("r")
+    assert rig.ask(keys(0), request) == [None]
+    rig.step()
+    rig.tier.finish(ended_s=rig.clock() + 0.1)
+    rig.clock.advance(10.0)
+    if not asks_first:
+        rig.step()
+    assert rig.ask(keys(0), request) == [True]
+    rig.load(keys(0), request)
+    assert waited_s(rig) == pytest.approx(0.1)
+    assert rig.wait_for_prefix(keys(1), request) == 1
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_group_without_an_answer_keeps_patience_running(first: int) -> None:
     """The engine asks once for each group, here one of host memory and one that a tier never answers for."""

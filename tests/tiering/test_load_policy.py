@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tests.tiering.rig import BLOCK_BYTES, Rig, prefix
 
-from kvoffload.base import OffloadPolicy, ReqContext, StepWork, make_offload_key
+from kvoffload.base import OffloadingManager, OffloadPolicy, ReqContext, StepWork, make_offload_key
 from kvoffload.tiering import load_policy
 from kvoffload.tiering.load_policy import BlockWorth
+from kvoffload.tiering.manager import TieringOffloadingManager
 
 TOKENS = 10
 """Of a block."""
@@ -209,6 +210,82 @@ def test_it_gives_up_when_computing_would_have_been_faster_and_uses_what_is_ther
     machine.load(prefix(4, of="a"), context)
     machine.finish()
     machine.manager.on_request_finished(context)
+
+
+def test_blocks_that_no_tier_has_are_not_late() -> None:
+    """Of a prompt of 100 blocks 12 were found, and all of them chosen. Once 88 were counted and explained as late."""
+    machine = Machine(max_wait_s=1000.0)
+    machine.learn(read_s=0.25)
+    blocks = prefix(100, of="a")
+    machine.below(blocks[:12])
+    context = machine.start("r")
+    assert machine.ask(blocks, context) == [None] * 12 + [False]
+    machine.step()
+    machine.read()
+    machine.clock.advance(load_policy.PATIENCE * 12)
+    for _ in range(2):
+        assert machine.ask(blocks, context) == [True] * 12 + [False]
+        machine.step()
+    assert machine.declined() == {}
+    assert not context.trail.misses
+    machine.load(blocks[:12], context)
+
+
+def test_each_block_that_is_late_counts_once_however_many_prefixes_a_request_asks_for() -> None:
+    """The windows of a hybrid model are ranges of one group. The end of one overwrote that of the other."""
+    machine = Machine(max_wait_s=1000.0)
+    machine.learn(read_s=0.25)
+    context, ranges = machine.start("r"), [prefix(4, of="a"), prefix(3, of="b")]
+    for blocks in ranges:
+        machine.below(blocks)
+        assert machine.ask(blocks, context) == [None] * len(blocks)
+    machine.step()
+    machine.clock.advance(load_policy.PATIENCE * 10)
+    for _ in range(3):
+        for blocks in ranges:
+            assert machine.ask(blocks, context) == [False]
+        machine.step()
+    assert machine.declined() == {"late": 7}
+    machine.finish()
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_busy_engine_makes_nothing_late(arrives: bool) -> None:
+    """It asked once, when the tier had to find out, and then not before the deadline. The tier has known for long."""
+    machine = Machine(max_wait_s=1000.0)
+    machine.learn(read_s=0.25)
+    blocks = prefix(4, of="a")
+    machine.below(blocks)
+    machine.tier.answers.update(dict.fromkeys(blocks))
+    context = machine.start("r")
+    assert machine.ask(blocks, context) == [None] * 4
+    machine.step()
+    machine.clock.advance(0.1)
+    if arrives:
+        machine.tier.answers.clear()
+    for _ in range(20):
+        machine.step()
+        machine.clock.advance(1.0)
+    machine.tier.answers.clear()
+    assert machine.ask(blocks, context) == ([None] * 4 if arrives else [False])
+    assert machine.declined() == ({} if arrives else {"late": 4})
+    machine.step()
+    if arrives:
+        machine.read()
+        assert machine.ask(blocks, context) == [True] * 4
+        machine.load(blocks, context)
+
+
+def test_a_refused_probe_is_no_reason_of_the_requests_own() -> None:
+    machine = Machine()
+    machine.learn(read_s=2.0)
+    machine.below(prefix(4, of="a"))
+    machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    machine.write(prefix(64, of="busy"), machine.start("writer"))  # leaves no slot to probe with
+    context = machine.start("r")
+    assert machine.ask(prefix(4, of="a"), context) == [False]
+    assert context.trail.misses == {prefix(1, of="a")[0]: "declined by cost"}
+    assert not machine.tier.jobs
 
 
 def test_a_tier_that_is_late_is_not_given_more() -> None:
@@ -502,6 +579,69 @@ def test_real_waits_are_compared_with_expected_ones() -> None:
     # Expected with a tenth of caution: 2.2 s.
     assert stats["promotion_wait_ratio", "count", "1.0"] == 2
     assert stats["promotion_wait_ratio", "count", "2.0"] == 1
+
+
+def twins(read_s: float, num_blocks: int) -> list[tuple[Machine, ReqContext]]:
+    """Two managers with the same past, and a request of each for ``num_blocks`` blocks of a tier."""
+    made = []
+    for _ in range(2):
+        machine = Machine()
+        machine.learn(read_s)
+        machine.below(prefix(num_blocks, of="a"))
+        made.append((machine, machine.start("r")))
+    return made
+
+
+@pytest.mark.parametrize("read_s", [0.1, 0.95, 2.0])
+def test_a_lookup_is_a_prefix_of_one_block(read_s: float) -> None:
+    single, batch = twins(read_s, 4)
+    for key in prefix(6, of="a"):
+        assert [single[0].manager.lookup(key, single[1])] == batch[0].ask([key], batch[1])
+        assert single[0].declined() == batch[0].declined()
+    for machine, _ in (single, batch):
+        machine.step()
+    assert single[0].tier.log == batch[0].tier.log
+
+
+def test_where_everything_is_worth_loading_a_prefix_is_the_loop_of_its_blocks() -> None:
+    looped, batch = twins(0.01, 6)
+    asked = prefix(8, of="a")
+    found = OffloadingManager.lookup_prefix(looped[0].manager, asked, looped[1])
+    assert found == batch[0].ask(asked, batch[1]) == [None] * 6 + [False]
+    for machine, _ in (looped, batch):
+        machine.step()
+    assert looped[0].tier.log == batch[0].tier.log
+
+
+def test_blocks_weighed_together_may_be_fewer_than_one_by_one() -> None:
+    """Four blocks of a fast tier before sixty of a slow one save less than a tenth of the whole. One by one, the first
+    is worth a wait, and a request that waits is not weighed again."""
+    answers = []
+    for ask in (OffloadingManager.lookup_prefix, TieringOffloadingManager.lookup_prefix):
+        machine = Machine(num_tiers=2, num_blocks=128)
+        machine.compute()
+        for tier, read_s in ((0, 0.1), (1, 20.0)):
+            machine.read_s = read_s
+            machine.below(prefix(3, of=f"learnt{tier}"), tier)
+            machine.serve(3, of=f"learnt{tier}")
+        blocks = prefix(64, of="a")
+        machine.below(blocks[:4], 0)
+        machine.below(blocks[4:], 1)
+        answers.append(ask(machine.manager, blocks, machine.start("r")))
+    assert answers == [[None] * 64, [False]]
+
+
+def test_blocks_weighed_together_may_be_more_than_one_by_one() -> None:
+    """Two slow blocks before twenty in host memory."""
+    answers = []
+    for ask in (OffloadingManager.lookup_prefix, TieringOffloadingManager.lookup_prefix):
+        machine = Machine()
+        machine.learn(read_s=2.0)
+        blocks = prefix(22, of="a")
+        machine.below(blocks[:2])
+        machine.store(blocks[2:], machine.start("writer"))
+        answers.append(ask(machine.manager, blocks, machine.start("r")))
+    assert answers == [[False], [None] * 2 + [True] * 20]
 
 
 def test_lookups_of_single_blocks_are_weighed_too() -> None:

@@ -74,8 +74,9 @@ class FakeTier(SecondaryTierManager):
         success: bool = True,
         lose: Collection[OffloadKey] = (),
         tear: bool = False,
+        ended_s: float | None = None,
     ) -> list[int]:
-        """Ends jobs (by default all) in the given order, and returns their ids.
+        """Ends jobs (by default all) in the given order, at ``ended_s`` if the tier is to know, and returns their ids.
 
         With ``success=False`` the jobs fail and nothing is copied. Otherwise only the keys in ``lose`` fail, and loads
         of blocks that the tier does not have. With ``tear``, failed loads leave garbage in their slots, as a torn read
@@ -90,7 +91,7 @@ class FakeTier(SecondaryTierManager):
             self._copy(job, failed_keys, tear)
             partial = failed_keys and failed_keys != set(job.keys)
             good = tuple(key for key in job.keys if key not in failed_keys)
-            self._results.append(JobResult(job_id, not failed_keys, good if partial else None))
+            self._results.append(JobResult(job_id, not failed_keys, good if partial else None, ended_s))
         return ended
 
     def calls(self, name: str) -> list[TierCall]:

@@ -74,6 +74,8 @@ class OffloadingManagerContract:
         assert manager.lookup(key(1), context) is None
         manager.complete_store(output.keys_to_store, context)
         assert manager.lookup_prefix(keys(1, 2, 3, 1), context) == [True, True, False]
+        assert [manager.lookup_prefix([each], context) for each in keys(1, 2, 3)] == [[True], [True], [False]]
+        assert [manager.lookup(each, context) for each in keys(1, 2, 3)] == [True, True, False]
         load = manager.prepare_load(keys(2, 1), context)
         assert _slots(load) == _slots(output.store_spec)[::-1]
         manager.complete_load(keys(2, 1), context)

@@ -95,8 +95,8 @@ HERE = Place()
 class WaitPlan:
     """What a waiting request waits for."""
 
-    declined: dict[int, OffloadKey]
-    """By KV group: the first block that it does not load. Groups without one are loaded as far as they are there."""
+    declined: set[OffloadKey]
+    """Blocks that it does not load, nor what follows them. A prefix without one is loaded as far as it is there."""
     began_s: float
     expected_s: float
     """Of waiting."""
@@ -104,6 +104,11 @@ class WaitPlan:
     """When it stops waiting."""
     unmeasured: int | None = None
     """The tier that was never measured, because of which it waits for no more blocks."""
+
+    def postpone(self, seconds: float) -> None:
+        """The request had all that it waited for, and waited for the engine, for so long. Now it waits for more."""
+        self.began_s += seconds
+        self.give_up_s += seconds
 
 
 class _Read(NamedTuple):
@@ -358,7 +363,7 @@ class LoadCosts:
         here = places[0][1] if places and places[0][0] == HERE else 0
         compute_s = max(choice.num_blocks - here, 0) * self._compute_s(self._tokens[get_offload_group_idx(key)])
         now_s = self._clock()
-        stops = {} if declined is None else {get_offload_group_idx(declined): declined}
+        stops = set() if declined is None else {declined}
         give_up_s = now_s + PATIENCE * (self._queue_s() + compute_s)
         if before is not None:
             give_up_s = min(give_up_s, before.give_up_s + PATIENCE * compute_s)
@@ -367,10 +372,10 @@ class LoadCosts:
     def plan_for_rest(self, key: OffloadKey, num_blocks: int, declined: OffloadKey | None) -> WaitPlan:
         """For a request that waits for none of the ``num_blocks`` it loads, up to ``declined``, but may wait for blocks
         that are not weighed. They save computing those."""
-        group = get_offload_group_idx(key)
+        tokens = self._tokens[get_offload_group_idx(key)]
         now_s = self._clock()
-        patience_s = PATIENCE * (self._queue_s() + num_blocks * self._compute_s(self._tokens[group]))
-        return WaitPlan({} if declined is None else {group: declined}, now_s, 0.0, now_s + patience_s)
+        patience_s = PATIENCE * (self._queue_s() + num_blocks * self._compute_s(tokens))
+        return WaitPlan(set() if declined is None else {declined}, now_s, 0.0, now_s + patience_s)
 
     def should_choose_again(self, plan: WaitPlan) -> bool:
         """Whether what ``plan`` lacked was measured since."""

@@ -39,6 +39,9 @@ class TieringOffloadingManager(OffloadingManager):
     """Keeps blocks in host memory and in the tiers below it, and promotes them again. All bytes pass through the
     primary tier; every call is on the scheduler's thread and does no I/O.
 
+    ``lookup_prefix`` equals the loop of ``lookup``, except with ``block_worth``, which weighs the blocks of a call
+    together.
+
     Eight laws hold (``docs/design/0006-tiering.md``). Every stored block is cascaded to every tier. A miss that a tier
     can serve is promoted once, whoever asks. Tiers that want whole requests get them. A tier is informed of a request's
     end after its last job. A failed promotion is a miss. Nobody waits longer than ``max_wait_s``. What a waiting
@@ -189,6 +192,7 @@ class TieringOffloadingManager(OffloadingManager):
     def on_schedule_end(self) -> None:
         self._poll()
         self._lookups.forget_found()
+        self._lookups.note_arrivals(self._clock(), ask_tiers=True)
         self._waiting.end_step()
         if self._promotions.queue:
             self._promotions.submit()
@@ -313,9 +317,14 @@ class TieringOffloadingManager(OffloadingManager):
                 self._end_stores(job.metadata.keys)
             if self._write_back is not None:
                 self._write_back.end(job)
-        if finished and self._costs is not None:
+        if not finished:
+            return False
+        if self._costs is not None:
             self._costs.end_poll()
-        return bool(finished)
+        now_s = self._clock()
+        ended_s = max(now_s if job.ended_s is None else min(job.ended_s, now_s) for job in finished)
+        self._lookups.note_arrivals(ended_s, ask_tiers=False)
+        return True
 
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored.

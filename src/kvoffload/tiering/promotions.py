@@ -46,6 +46,17 @@ class Head:
 
 
 @dataclass(slots=True, eq=False)
+class Asked:
+    """A lookup in which some block had no answer."""
+
+    keys: Sequence[OffloadKey]
+    num_answers: int
+    """The first ``keys`` that it got answers for, but for a final miss."""
+    num_arrived: int = 0
+    """The first of those that nothing is on its way for any more."""
+
+
+@dataclass(slots=True, eq=False)
 class RequestState:
     """One request, from ``on_new_request`` (or its first call) until its tiers are informed of its end.
 
@@ -61,9 +72,11 @@ class RequestState:
     waiting_since: float | None = None
     """When its wait began; later, by as long as it had its answers meanwhile."""
     answered_since: float | None = None
-    """Since when, in this wait, all its blocks have been answered for. From then on it waits for the engine."""
+    """When, in this wait, the last of its blocks was answered for or arrived. From then on it waits for the engine."""
     unanswered_step: int = -1
     """The last step in which a block of it had no answer."""
+    asked: list[Asked] = field(default_factory=list)
+    """The lookups of that step that lacked answers."""
     hits: dict[OffloadKey, None] = field(default_factory=dict)
     """Blocks answered ``True`` in step ``hits_step``, in order, while it did not wait."""
     hits_step: int = -1
@@ -295,8 +308,9 @@ class WaitingRequests:
         """Whether ``request`` has no patience left: it may neither begin to wait nor go on."""
         return request.waited_s(self._clock()) >= request.patience_s
 
-    def now_s(self) -> float:
-        return self._clock()
+    def now_s(self, request: RequestState) -> float:
+        """The time by which ``request`` is late: it stands still while the request waits for the engine."""
+        return self._clock() if request.answered_since is None else request.answered_since
 
     def begin(self, request: RequestState) -> None:
         """``request`` waits from now on; no change if it waits already."""
@@ -323,22 +337,39 @@ class WaitingRequests:
         request.waiting_since = request.answered_since = None
         request.plan = None
         request.promoted.clear()
+        request.asked.clear()
         del self._waiting[id(request)]
         self._claims.release(request)
 
-    def note_answers(self, request: RequestState, answers: Sequence[bool | None]) -> None:
-        """``request`` was given these answers. It asks once for each group of its blocks, so all answers of a step
-        count."""
+    def note_answers(self, request: RequestState, keys: Sequence[OffloadKey], answers: Sequence[bool | None]) -> None:
+        """``request`` asked for ``keys`` and was given these answers. It asks once for each group of its blocks, so all
+        answers of a step count."""
         if request.waiting_since is None:
             return
         # Counting is ten times as fast as to look for ``None``.
         if answers.count(True) + answers.count(False) < len(answers):
-            request.unanswered_step = self._step
+            if request.unanswered_step != self._step:
+                request.unanswered_step = self._step
+                request.asked.clear()
+            request.asked.append(Asked(keys, len(answers) - (answers[-1] is False)))
             if request.answered_since is not None:
-                request.waiting_since += self._clock() - request.answered_since
+                pause_s = self._clock() - request.answered_since
+                request.waiting_since += pause_s
+                if request.plan is not None and request.plan.began_s <= request.answered_since:
+                    request.plan.postpone(pause_s)
                 request.answered_since = None
         elif request.answered_since is None and request.unanswered_step != self._step:
             request.answered_since = self._clock()
+
+    def unanswered(self) -> list[RequestState]:
+        """The requests that wait for answers."""
+        return [request for request in self._waiting.values() if request.answered_since is None]
+
+    def note_arrived(self, request: RequestState, arrived_s: float) -> None:
+        """All that ``request`` had no answer for has arrived, at ``arrived_s``: its wait for answers ends there, not
+        when the engine asks again, which may be long after."""
+        assert request.waiting_since is not None
+        request.answered_since = max(request.waiting_since, arrived_s)
 
     def undo(self, request: RequestState, hits: Mapping[OffloadKey, None]) -> None:
         """Ends a wait that began just now, and that no answer has shown. ``hits`` were recorded before, and are again:
@@ -348,7 +379,7 @@ class WaitingRequests:
 
     def reset(self) -> None:
         """The cache was reset: nobody claims or has been promised anything any more, and what is worth loading is to be
-        chosen anew. The waits go on, so that the time until their requests ask again counts too."""
+        chosen anew. The waits go on."""
         for request in self._waiting.values():
             request.plan = None
             request.promoted.clear()
@@ -425,18 +456,47 @@ class Lookups:
     def one(self, request: RequestState, key: OffloadKey) -> bool | None:
         if self._costs is not None:
             return self.prefix(request, [key])[0]
-        self._forget_found_by_others(request)
+        self._begin_lookup(request)
         answer = self._answer(request, key, self._primary.lookup(key, request.context))
-        self._waiting.note_answers(request, [answer])
+        self._waiting.note_answers(request, [key], [answer])
         return answer
 
     def prefix(self, request: RequestState, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The answers for ``keys`` in order, up to the first ``False``. Where nothing is weighed, equal to the loop of
-        ``one``. Weighed together, blocks may be worth loading that would not be one by one."""
-        self._forget_found_by_others(request)
+        ``one``. Weighed together, more or fewer blocks may be worth loading than one by one."""
+        self._begin_lookup(request)
         answers = self._weighed(request, keys)
-        self._waiting.note_answers(request, answers)
+        self._waiting.note_answers(request, keys, answers)
         return answers
+
+    def _begin_lookup(self, request: RequestState) -> None:
+        self._forget_found_by_others(request)
+        if request.waiting_since is not None:
+            self._poll()  # what arrived since the last step took none of its patience
+
+    def note_arrivals(self, arrived_s: float, ask_tiers: bool) -> None:
+        """Some blocks may have arrived, the last of them at ``arrived_s``. Requests that have all of theirs now wait
+        for the engine. With ``ask_tiers``, tiers that were finding out are asked again: that is waited for too."""
+        for request in self._waiting.unanswered():
+            if self._has_all(request, ask_tiers):
+                self._waiting.note_arrived(request, arrived_s)
+
+    def _has_all(self, request: RequestState, ask_tiers: bool) -> bool:
+        """Whether nothing that ``request`` had no answer for is on its way any more. O(1) while the next block is."""
+        while request.asked:
+            asked = request.asked[-1]
+            for at in range(asked.num_arrived, min(asked.num_answers, len(asked.keys))):
+                if self._is_awaited(request, asked.keys[at], ask_tiers):
+                    asked.num_arrived = at
+                    return False
+            request.asked.pop()
+        return True
+
+    def _is_awaited(self, request: RequestState, key: OffloadKey, ask_tiers: bool) -> bool:
+        block = self._primary.slots.get(key)
+        if block is not None:
+            return not block.is_ready
+        return key in request.unknown and not (ask_tiers and self._tier_with(request, key)[1] is not None)
 
     def forget_found(self) -> None:
         """What the tiers answered holds no longer: the step has ended, or the cache was reset."""
@@ -460,7 +520,7 @@ class Lookups:
         self._poll()
         before = request.plan
         if before is not None and not (costs.weighs(keys[0]) and costs.should_choose_again(before)):
-            return self._walk_to(request, keys, self._planned(before, keys, costs))
+            return self._walk_to(request, keys, self._planned(request, before, keys, costs))
         request.plan = None
         costs.set_stuck_aside()
         places = self._survey(request, keys)
@@ -547,21 +607,23 @@ class Lookups:
             runs.append((last, count))
         return runs
 
-    def _planned(self, plan: WaitPlan, keys: Sequence[OffloadKey], costs: LoadCosts) -> int:
+    def _planned(self, request: RequestState, plan: WaitPlan, keys: Sequence[OffloadKey], costs: LoadCosts) -> int:
         """How many of ``keys`` a waiting request waits for. If it has waited too long, those that are there."""
         group = get_offload_group_idx(keys[0])
-        declined = plan.declined.get(group)
-        limit = len(keys) if declined is None or declined not in keys else keys.index(declined)
-        if self._waiting.now_s() < plan.give_up_s:
+        own = [key for key in plan.declined if get_offload_group_idx(key) == group]
+        limit = min((keys.index(key) for key in own if key in keys), default=len(keys))
+        if self._waiting.now_s(request) < plan.give_up_s:
             return limit
         ready = 0
         for block in self._primary.slots.get_all(keys[:limit]):
             if block is None or not block.is_ready:
                 break
             ready += 1
-        if ready < limit:
-            costs.count_late(self._promotions.place_of(keys[ready]), limit - ready)
-            plan.declined[group] = keys[ready]
+        late = self._survey(request, keys[ready:limit])
+        if not late:
+            return limit  # the hit ends here: no tier has the next block
+        costs.count_late(late[0][0], sum(num_blocks for _, num_blocks in late))
+        plan.declined.add(keys[ready])
         return ready
 
     def _probe_tiers(
@@ -589,12 +651,14 @@ class Lookups:
         """Promotes ``keys`` in the background: ``request``, which does not load them, does not wait for them either. If
         it waits for others, they are its claims as well until it has those."""
         was_waiting, hits = request.waiting_since is not None, dict(request.hits)
+        misses = dict(request.context.trail.misses)
         self._waiting.begin(request)  # first: its hits must not be evicted to make room for these blocks
         for key in keys:
             if self._primary.slots.get(key) is not None or self._tier_with(request, key) != (tier, True):
                 break
             if not self._promotions.begin(request, key, tier):
                 break
+        request.context.trail.misses = misses  # the request was refused them for a reason of its own
         if not was_waiting:
             self._waiting.undo(request, hits)
 
@@ -658,7 +722,6 @@ class Lookups:
         again while none of these blocks has changed."""
         if not request.claims:
             return []
-        self._poll()
         head = request.head
         if head is not None and head.is_of(keys):
             answers, asked = list(head.answers), len(head.keys)
@@ -714,6 +777,7 @@ class Lookups:
         for tier in self._tiers:
             found = tier.lookup(key, request.context)
             if found:
+                request.unknown.discard(key)
                 return tier, True
             if found is None and finds_out is None:
                 finds_out = tier
