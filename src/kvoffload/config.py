@@ -59,6 +59,16 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     schedulers."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options."""
+    weights_version: str | dict[str, str] | None = None
+    """Names the weights: text, or ``{"file": path}``, which is read at the start and again at every reset. Blocks in
+    ``secondary_tiers`` are found under the name that they were stored under. Without a name, engines with the same
+    configuration count as engines with the same weights until their first reset.
+
+    A reset that reads another name goes on with the blocks of that name. Any other begins an epoch of the engine's own:
+    it finds no older block in any tier, and no other engine or later process finds its blocks. See ``reset_tiers``."""
+    reset_tiers: bool = True
+    """A reset of the cache is about the tiers too. ``False``: they keep their blocks as long as ``weights_version``
+    stays the same, so that only host memory is reset."""
     load_policy: Literal["cost", "always"] = "cost"
     """Which hits in ``secondary_tiers`` are loaded: ``"cost"``, those that are expected to be loaded faster than they
     would be computed, as measured; ``"always"``, all."""
@@ -77,6 +87,28 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """``cpu_bytes_to_use`` as a number of bytes."""
         return parse_bytes(self.cpu_bytes_to_use, "cpu_bytes_to_use")
 
+    def read_weights_version(self) -> str:
+        """The name in ``weights_version``, read from its file now; empty without one. Raises ``ConfigError``."""
+        version = self.weights_version
+        if version is None:
+            return ""
+        if isinstance(version, str):
+            where = "weights_version"
+        elif version.keys() == {"file"}:
+            where = f"weights_version is to be read from {version['file']}, which"
+            try:
+                with Path(version["file"]).open("rb") as file:
+                    version = file.read(_LONGEST_VERSION + 2).decode().strip()
+            except (OSError, ValueError) as exc:
+                raise ConfigError(f"{where} fails: {getattr(exc, 'strerror', None) or exc}.") from exc
+        else:
+            raise ConfigError('weights_version must be text or {"file": path}.')
+        if not version or len(version) > _LONGEST_VERSION or not version.isprintable():
+            raise ConfigError(f"{where} must have one line of 1 to {_LONGEST_VERSION} printable characters.")
+        return version
+
+
+_LONGEST_VERSION = 200
 
 DEFAULTS = OffloadingConfig(cpu_bytes_to_use=0)
 """The default of every key but ``cpu_bytes_to_use``, which has none. Other modules take the defaults of such options
@@ -109,6 +141,7 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
     _at_least("block_size", config.block_size if config.block_size is not None else 1, 1)
     _at_least("store_threshold", config.store_threshold, 0)
     _at_least("max_tracker_size", config.max_tracker_size, 1)
+    config.read_weights_version()
     if config.prefill_tokens_per_s is not None and not 1e-3 <= config.prefill_tokens_per_s <= 1e12:
         raise ConfigError(
             f"prefill_tokens_per_s must be a number from 0.001 to 1e12, not {config.prefill_tokens_per_s}."

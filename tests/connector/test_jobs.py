@@ -28,7 +28,7 @@ def request_state() -> RequestOffloadState:
 
 
 def begin(table: JobTable, state: RequestOffloadState, *gpu_blocks: int, submitted: bool = True) -> JobRecord:
-    job = table.begin(Direction.STORE, state, [key(0)], gpu_blocks, epoch=0)
+    job = table.begin(Direction.STORE, state, [key(0)], gpu_blocks)
     job.submitted = submitted
     return job
 

@@ -181,9 +181,10 @@ class Chaos:
                 else:
                     self.resident[key] = None
         for key in self.resident:
-            slot = self.manager.prepare_load([key], PROBE).block_ids[0]
+            stored = self.engine.connector._epochs.current.engine_keys([key])  # its own inverse
+            slot = self.manager.prepare_load(stored, PROBE).block_ids[0]
             self.engine.check_slot(key, int(slot))
-            self.manager.complete_load([key], PROBE)
+            self.manager.complete_load(stored, PROBE)
         if self._orders_prefixes:
             self._judge_eviction_order()
 
@@ -198,7 +199,7 @@ class Chaos:
         for request in self.engine.running:
             for group in (each for each in self.engine.groups if each.kind is GroupKind.FULL_ATTENTION):
                 keys: list[OffloadKey] = []
-                group.extend_keys(keys, request.block_hashes)
+                group.extend_keys(keys, request.block_hashes, self.engine.connector._epochs.current)
                 ages = [order[key] for key in keys if key in order]
                 assert ages == sorted(ages, reverse=True), f"{request.request_id}: {ages}"
                 self.orders_judged += len(ages) > 1

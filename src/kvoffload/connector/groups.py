@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK
+from kvoffload.connector.epochs import FIRST, Epoch
 
 __all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_unit_tokens", "possible_hit"]
 
@@ -160,10 +161,13 @@ class GroupGeometry:
                     ids += own
         return found, ids
 
-    def extend_keys(self, keys: list[OffloadKey], block_hashes: Sequence[bytes]) -> None:
-        """Appends the keys of blocks that became full. A block's key is the engine's hash at its end."""
+    def extend_keys(self, keys: list[OffloadKey], block_hashes: Sequence[bytes], epoch: Epoch = FIRST) -> None:
+        """Appends the keys of blocks that became full. A block's key is the engine's hash at its end, as ``epoch`` has
+        it."""
         ends = block_hashes[(len(keys) + 1) * self.hashes_per_block - 1 :: self.hashes_per_block]
         if ends:
+            if epoch.seed:
+                ends = [epoch.mask(block_hash) for block_hash in ends]
             group = _key_ending(self.index)
             keys += [block_hash + group for block_hash in ends]  # type: ignore[misc]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.base import Direction, OffloadKey, TransferResult, get_offload_group_idx
+from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.requests import RequestOffloadState
 from kvoffload.metrics import Histogram, Stats
@@ -33,8 +34,8 @@ class JobRecord:
     gpu_block_ids: frozenset[int]
     waiting_ranks: int
     """Ranks that have not reported yet, as a bit set: bit r is rank r."""
-    epoch: int
-    """Number of cache resets before the job began. The job is stale if there has been another since."""
+    epoch: Epoch
+    """The request's when the job began. Of another epoch than the current one, the job is stale."""
     success: bool = True
     num_bytes: int = 0
     seconds: float = 0.0
@@ -66,11 +67,10 @@ class JobTable:
         request: RequestOffloadState,
         keys: Iterable[OffloadKey],
         gpu_block_ids: Iterable[int],
-        epoch: int,
     ) -> JobRecord:
         job_id, fences = self._next_id, self.fences
         self._next_id += 1
-        job = JobRecord(job_id, direction, request, tuple(keys), frozenset(gpu_block_ids), self._ranks, epoch)
+        job = JobRecord(job_id, direction, request, tuple(keys), frozenset(gpu_block_ids), self._ranks, request.epoch)
         self.in_flight[job_id] = job
         request.job_ids.add(job_id)
         for block_id in job.gpu_block_ids:

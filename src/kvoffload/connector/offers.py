@@ -291,7 +291,7 @@ class StoreOffers:
     def __repr__(self) -> str:
         return f"StoreOffers({len(self.refused)} requests refused)"
 
-    def offer(self, state: RequestOffloadState, epoch: int) -> list[TransferJob]:
+    def offer(self, state: RequestOffloadState) -> list[TransferJob]:
         """Offers the blocks that are full at the end of this step, which computes ``state.last_scheduled``.
 
         Returns the stores, which start at the end of the step. Also decides when the request has something to offer
@@ -299,17 +299,17 @@ class StoreOffers:
         """
         assert state.last_scheduled is not None
         # Drafts may follow the tokens that are known.
-        stores = self._offer(state, min(state.last_scheduled.done_tokens, state.request.num_tokens), epoch)
+        stores = self._offer(state, min(state.last_scheduled.done_tokens, state.request.num_tokens))
         if self.refused and state in self.refused:
             self._refused_in_step = True
         return stores
 
-    def offer_rest(self, state: RequestOffloadState, epoch: int) -> list[TransferJob]:
+    def offer_rest(self, state: RequestOffloadState) -> list[TransferJob]:
         """Offers all blocks that earlier steps filled and that were not accepted yet. Empty if the request has none on
         the device."""
-        return self._offer(state, state.ready_tokens(), epoch) if state.last_scheduled is not None else []
+        return self._offer(state, state.ready_tokens()) if state.last_scheduled is not None else []
 
-    def retry(self, epoch: int) -> list[TransferJob]:
+    def retry(self) -> list[TransferJob]:
         """Offers refused blocks again, once at the end of each step, oldest refusal first, until one is refused again.
 
         So a full tier costs one call of one block per step, and no request can keep others from being tried.
@@ -319,7 +319,7 @@ class StoreOffers:
         while self.refused and not refused:
             state = next(iter(self.refused))
             del self.refused[state]
-            stores += self.offer_rest(state, epoch)
+            stores += self.offer_rest(state)
             refused = state in self.refused
         return stores
 
@@ -333,7 +333,7 @@ class StoreOffers:
         """The request ended, or its GPU blocks are no longer those that it computed."""
         self.refused.pop(state, None)
 
-    def _offer(self, state: RequestOffloadState, limit: int, epoch: int) -> list[TransferJob]:
+    def _offer(self, state: RequestOffloadState, limit: int) -> list[TransferJob]:
         last = state.last_scheduled
         assert last is not None
         state.offered_tokens = limit
@@ -343,7 +343,7 @@ class StoreOffers:
         stores: list[TransferJob] = []
         if self.refused:
             self.refused.pop(state, None)
-        if not self._offer_portions(state, last.num_computed_tokens, limit, epoch, stores):
+        if not self._offer_portions(state, last.num_computed_tokens, limit, stores):
             self.refused[state] = None
             # A new block does not wait for its turn among the refused ones.
             state.next_offer_tokens = (last.done_tokens // self._least_tokens + 1) * self._least_tokens
@@ -359,11 +359,13 @@ class StoreOffers:
 
     def max_tokens(self, state: RequestOffloadState) -> int:
         """Tokens of the request that may be stored, counted from its first."""
+        if state.is_outdated:
+            return 0
         most = state.request.num_prompt_tokens if self._prompt_only else UNLIMITED
         return most if state.limits.max_offload_tokens is None else min(most, state.limits.max_offload_tokens)
 
     def _offer_portions(
-        self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, epoch: int, stores: list[TransferJob]
+        self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
     ) -> bool:
         """``False`` if there was no room for the rest."""
 
@@ -380,7 +382,7 @@ class StoreOffers:
                         own.states.pop(first, None)
             if output is None or not output.keys_to_store:
                 return False
-            self._begin_store(state, offer, output, epoch, stores)
+            self._begin_store(state, offer, output, stores)
             evicted = output.evicted_keys
             return bool(evicted) and state.policy is _BLOCK_LEVEL and state.owns_any(evicted)
 
@@ -391,7 +393,6 @@ class StoreOffers:
         state: RequestOffloadState,
         offer: Offer,
         output: PrepareStoreOutput,
-        epoch: int,
         stores: list[TransferJob],
     ) -> None:
         keys = output.keys_to_store
@@ -402,5 +403,5 @@ class StoreOffers:
             return
         state.stores(keys)
         self._turnover.count(len(keys))
-        job = self._jobs.begin(_STORE, state, keys, source.gpu_block_ids, epoch)
+        job = self._jobs.begin(_STORE, state, keys, source.gpu_block_ids)
         stores.append(TransferJob(job.job_id, state.context.req_id, GPULoadStoreSpec(*source), output.store_spec))

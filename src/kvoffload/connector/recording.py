@@ -23,6 +23,7 @@ import xxhash
 
 from kvoffload.base import Direction, OffloadingManager
 from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.jobs import JobRecord
 from kvoffload.connector.requests import RequestOffloadState
@@ -209,6 +210,9 @@ class RequestRecording:
     def admitted(self, state: RequestOffloadState, hits: dict[str, int]) -> None:
         """The request has GPU blocks. ``hits``: the tokens to load, by tier."""
         self._guard(self._stories.admitted, state, hits)
+
+    def reset(self, ended: Epoch) -> None:
+        self._guard(self._stories.reset, ended)
 
     def job_ended(self, job: JobRecord) -> None:
         self._guard(self._job_ended, job)

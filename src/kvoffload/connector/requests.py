@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import BlockIds, EngineRequest, ScheduledRequest
+from kvoffload.connector.epochs import FIRST, Epoch
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.limits import RequestLimits
 
@@ -59,6 +60,10 @@ class RequestOffloadState:
     policy: OffloadPolicy
     groups: tuple[GroupState, ...]
     limits: RequestLimits = field(default_factory=RequestLimits)
+    epoch: Epoch = FIRST
+    """The epoch of its keys: the one in which it was admitted. A reset does not change what it has on the device."""
+    is_outdated: bool = False
+    """A reset has ended that epoch, so the request stores nothing more: what it computes rests on what it has."""
     computed_tokens: int = 0
     """Tokens on the device at admission: its own prefix cache's hit, and after a load the loaded ones too."""
     hit_tokens: int = 0
@@ -109,7 +114,18 @@ class RequestOffloadState:
             return
         self.num_hashes = len(hashes)
         for group, state in zip(geometry, self.groups):
-            group.extend_keys(state.keys, hashes)
+            group.extend_keys(state.keys, hashes, self.epoch)
+
+    def enter(self, epoch: Epoch) -> None:
+        """The request is to be admitted anew, and has nothing on the device: its keys are those of ``epoch``."""
+        is_same, self.epoch, self.is_outdated = epoch.seed == self.epoch.seed, epoch, False
+        if is_same:
+            return
+        self.num_hashes = 0
+        for state in self.groups:
+            state.keys, state.cursor, state.num_owned = [], 0, 0
+        self.failed_keys, self._own_keys, self._stored_keys = set(), set(), set()
+        self.possible_hit = self.context.hit_ends = None
 
     def _follow_session(self, geometry: Sequence[GroupGeometry]) -> None:
         """The next part of a session's input came. The engine has put it in place of the last token that it generated,
@@ -122,7 +138,7 @@ class RequestOffloadState:
         self.num_hashes = len(hashes)
         for group, state in zip(geometry, self.groups, strict=True):
             before, state.keys = state.keys, []
-            group.extend_keys(state.keys, hashes)
+            group.extend_keys(state.keys, hashes, self.epoch)
             same = next((n for n, pair in enumerate(zip(before, state.keys)) if pair[0] != pair[1]), len(before))
             same = min(same, len(state.keys))
             state.cursor, state.num_owned = min(state.cursor, same), min(state.num_owned, same)

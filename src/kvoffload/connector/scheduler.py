@@ -27,6 +27,7 @@ from kvoffload.connector.engine import (
     EngineStep,
     ScheduledRequest,
 )
+from kvoffload.connector.epochs import Epoch, Epochs
 from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, geometry_of, hit_unit_tokens, possible_hit
 from kvoffload.connector.jobs import EndedJobs, JobRecord, JobTable
 from kvoffload.connector.limits import RequestLimits
@@ -76,7 +77,9 @@ class OffloadingConnectorScheduler:
         if config.record_trace:
             self._recording = RequestRecording(config.record_trace, manager, self._geometry, layout, config, clock)
         self._log = RateLimitedLog(logger)
-        self._epoch = 0
+        self._epochs = Epochs(config)
+        self._events: list[OffloadingEvent] = []
+        """Those of before the last reset, which nobody has taken."""
         # Decided since the last build_connector_meta, and sent with the next one.
         self._loads: list[TransferJob] = []
         self._lost_loads: list[TransferJob] = []
@@ -116,7 +119,8 @@ class OffloadingConnectorScheduler:
         reads_cache = not getattr(request, "skip_reading_prefix_cache", False)
         context = ReqContext(request.request_id, params if isinstance(params, dict) else None, reads_cache)
         policy = self._manager.on_new_request(context).policy
-        state = RequestOffloadState(request, context, policy, tuple(GroupState() for _ in self._geometry), limits)
+        groups = tuple(GroupState() for _ in self._geometry)
+        state = RequestOffloadState(request, context, policy, groups, limits, self._epochs.current)
         self._requests[request.request_id] = state
         if self._recording is not None:
             self._recording.arrived(state)
@@ -153,7 +157,7 @@ class OffloadingConnectorScheduler:
         token is known, and when that token arrives, the request ends.
         """
         if state.load_job_id is None:
-            stores = self._offers.offer_rest(state, self._epoch)
+            stores = self._offers.offer_rest(state)
             self._final_stores += stores
             for transfer in stores:
                 self._jobs.in_flight[transfer.job_id].submitted = True
@@ -177,6 +181,8 @@ class OffloadingConnectorScheduler:
         engine must compute something.
         """
         state = self._state_of(request)
+        # A preempted request too: the engine reports that only with the step.
+        self._enter(state, self._epochs.use())
         if not state.context.reads_cache:
             state.computed_tokens = num_computed_tokens
             state.asked = True
@@ -200,6 +206,12 @@ class OffloadingConnectorScheduler:
         state.computed_tokens = num_computed_tokens
         state.asked = True
         return hit - num_computed_tokens, hit > num_computed_tokens
+
+    def _enter(self, state: RequestOffloadState, epoch: Epoch) -> None:
+        """The request is to be admitted, and reads and stores blocks of ``epoch`` from now on."""
+        if state.epoch is not epoch:
+            self._offers.forget(state)
+            state.enter(epoch)
 
     def _record_wait(self, state: RequestOffloadState) -> None:
         """The lookup has an answer."""
@@ -348,7 +360,7 @@ class OffloadingConnectorScheduler:
             except TransferError:
                 source = None
         fenced = [block_id for block_id in gpu_ids if block_id != NO_BLOCK]
-        job = self._jobs.begin(Direction.LOAD, state, keys if source is not None else (), fenced, self._epoch)
+        job = self._jobs.begin(Direction.LOAD, state, keys if source is not None else (), fenced)
         state.load_job_id = job.job_id
         if source is None:
             state.fail_load(keys)
@@ -396,9 +408,9 @@ class OffloadingConnectorScheduler:
             state.last_scheduled = scheduled
             done_tokens = scheduled.num_computed_tokens + num_tokens
             if done_tokens >= state.next_offer_tokens and state.load_job_id is None:
-                stores += self._offers.offer(state, self._epoch)
+                stores += self._offers.offer(state)
         if self._offers.refused:
-            stores += self._offers.retry(self._epoch)
+            stores += self._offers.retry()
         for group_state in named:
             group_state.states.clear()  # refused ones too: later the engine may write over them
         loaded_bytes, load_seconds = self._loaded
@@ -517,29 +529,41 @@ class OffloadingConnectorScheduler:
             if job.success:
                 loaded_bytes, load_seconds = self._loaded
                 self._loaded = (loaded_bytes + job.num_bytes, load_seconds + job.seconds / self._num_ranks)
-        if job.epoch != self._epoch:
+        if job.epoch is not self._epochs.current:
             self._count(("stale_jobs",))
 
     # ---------------------------------------------------------------------------------------- the whole cache
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._manager.take_events()
+        """Events since the last call, with the engine's own hashes in their keys. Those of blocks of earlier epochs
+        have hashes that no block has."""
+        events, self._events = self._events, []
+        return [*events, *self._epochs.current.engine_events(self._manager.take_events())]
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has nothing to compute."""
         return bool(self._jobs.in_flight) or self._manager.has_pending_work()
 
     def reset_cache(self) -> None:
-        """Forgets all offloaded blocks. Jobs in flight become stale: they end as usual, but no block they store is
-        kept. What was computed is not offered again before its request is scheduled again.
+        """Begins another epoch: no block of before is found any more, neither in host memory nor, unless ``Epochs``
+        keeps them, in the tiers below. Jobs in flight become stale: they end as usual.
 
-        A load in flight still brings the right bytes, since its slots stay pinned until it ends.
+        A request that has blocks on the device is of the old epoch, and stores nothing, until it is admitted anew. A
+        load in flight still brings the bytes that it was to bring, since its slots stay pinned until it ends.
         """
-        self._epoch += 1
         for state in self._requests.values():
             self._offers.forget(state)
             state.forget_computed()
         self._manager.reset_cache()
+        self._events = list(self.take_events())
+        ended = self._epochs.current
+        self._epochs.reset()
+        if self._recording is not None:
+            self._recording.reset(ended)
+        for state in self._requests.values():
+            state.is_outdated = True
+            if state.epoch.seed == self._epochs.current.seed:
+                state.enter(self._epochs.current)
 
     def get_stats(self) -> Stats:
         own: Stats = {
@@ -548,6 +572,7 @@ class OffloadingConnectorScheduler:
             ("requests_waiting",): self._num_waiting,
         }
         own |= self._lookup_waits.stats() | self._loads_ended.stats() | self._stores_ended.stats()
+        own |= self._epochs.get_stats()
         return add_stats([self._counts, own, self._manager.get_stats()])
 
     def shutdown(self) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvoffload.base import OffloadingManager
+from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
+from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
 from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
 from kvoffload.lost_blocks import Loss, LostBlocks
@@ -76,6 +77,9 @@ class StoryTeller:
         self._clock = clock
         self.lost = LostBlocks(clock=clock)
         manager.watch_losses(self.lost)
+        self._before: Epoch | None = None
+        """The epoch that the last reset ended."""
+        self._reset_s = 0.0
 
     def begin(self, state: RequestOffloadState) -> None:
         state.story = Story("queue", self._clock())
@@ -102,6 +106,22 @@ class StoryTeller:
         begin = min(on_device + sum(hits.values()), prompt_tokens)
         self._explain(state, story, begin, prompt_tokens)
 
+    def reset(self, ended: Epoch) -> None:
+        """The cache was reset, and ``ended`` is over."""
+        self._before, self._reset_s = ended, self._clock()
+
+    def _losses(self, keys: Sequence[OffloadKey], epoch: Epoch) -> list[Loss | None]:
+        """The last loss of each of ``keys``, which are of ``epoch``. What the tiers kept of the epoch before the reset
+        was lost by it."""
+        losses = self.lost.find(keys)
+        if self._before is None or self._before.seed == epoch.seed:
+            return losses
+        old = self._before.engine_keys(epoch.engine_keys(keys))
+        by_reset = Loss("reset", self._clock() - self._reset_s)
+        held = self._manager.holds(old)
+        before = [by_reset if is_held else loss for loss, is_held in zip(self.lost.find(old), held, strict=True)]
+        return [loss or old_loss for loss, old_loss in zip(losses, before, strict=True)]
+
     def load_ended(self, state: RequestOffloadState, success: bool) -> None:
         story = state.story
         if story is None or story.phase != "load":
@@ -119,6 +139,8 @@ class StoryTeller:
             state.story.enter(None, self._clock())
         limit = state.limits.max_offload_tokens
         beyond = "request limit" if limit is not None and limit <= most_tokens else "prompt only"
+        if state.is_outdated:
+            beyond = "reset"
         short = "too long" if state.portions.evicts_itself else None
         if has_no_room:
             # Its own stores may have kept all slots.
@@ -157,7 +179,7 @@ class StoryTeller:
         blocks = range(begin // size, min(-(-end // size), len(keys)))
         wanted = keys[blocks.start : blocks.stop]
         held = self._manager.holds(wanted)  # first, as tiers record there what they lost meanwhile
-        losses = self.lost.find(wanted)
+        losses = self._losses(wanted, state.epoch)
         loadable = UNLIMITED
         if state.limits.max_load_tokens is not None:
             loadable = (state.computed_tokens + state.limits.max_load_tokens) // unit * unit
@@ -193,7 +215,7 @@ class StoryTeller:
         for group, own in zip(self._geometry, state.groups, strict=True):
             blocks = group.blocks_to_find(state.computed_tokens, hit_tokens)
             keys = own.keys[blocks.start : blocks.stop]
-            held, losses = self._manager.holds(keys), self.lost.find(keys)
+            held, losses = self._manager.holds(keys), self._losses(keys, state.epoch)
             for key, loss, is_held in zip(keys, losses, held, strict=True):
                 if (refusal := state.context.trail.misses.get(key)) is not None:
                     return refusal, None

@@ -215,7 +215,8 @@ class TieringOffloadingManager(OffloadingManager):
         return [*self.primary_tier.take_events(), *(event for tier in self._tiers for event in tier.take_events())]
 
     def reset_cache(self) -> None:
-        """Forgets every block of the primary tier; the tiers below keep theirs.
+        """Forgets every block of the primary tier; the tiers below keep theirs. The connector asks for other keys from
+        then on, unless the tiers' blocks are to be used again.
 
         Tiers are drained first, each until its own deadline. Slots that an unfinished job may still touch
         stay reserved until it ends.

@@ -248,3 +248,15 @@ def test_promotions_that_fail(make: MakeRecorded) -> None:
     (story,) = recorded.stories(asked)
     assert story["found"] == {"device": 0}
     assert story["missed"] == {"promotion failed": WHOLE, "tail": 1}
+
+
+def test_a_reset_is_the_cause_for_blocks_in_host_memory_and_in_tiers(make: MakeRecorded) -> None:
+    recorded = make()
+    for token in (1, 2, 3):  # more than host memory holds; the tier has all of them
+        recorded.ask(token)
+    recorded.engine.reset_cache()
+    first, second, new = recorded.ask(1), recorded.ask(3), recorded.ask(9)
+    again = recorded.ask(3)
+    stories = recorded.stories(*first, *second, *new, *again)
+    causes = [{cause for cause in story["missed"] if cause != "tail"} for story in stories]
+    assert causes == [{"reset"}, {"reset"}, {"new"}, set()]

@@ -175,6 +175,19 @@ def test_overridden_methods_take_what_vllm_passes(
     assert set(own) - ours <= set(theirs)
 
 
+def test_a_reset_reaches_the_connector_by_the_names_in_the_docs(sources: Sources) -> None:
+    """Over HTTP and in Python they differ. A wrong one over HTTP is ignored, and the answer is success all the same."""
+    router = sources.module("vllm.entrypoints.serve.dev.cache.api_router")
+    routes = {node.name: node for node in ast.walk(router) if isinstance(node, ast.AsyncFunctionDef)}
+    arguments = routes["reset_prefix_cache"].args.args
+    assert [each.arg for each in arguments][1:] == ["reset_running_requests", "reset_external"]
+    python = sources.methods("vllm.entrypoints.llm", "LLM")["reset_prefix_cache"]
+    assert python.parameters[-2:] == ("reset_running_requests", "reset_connector")
+    told = (ADAPTER.parents[3] / "docs" / "vllm.md").read_text()
+    assert "/reset_prefix_cache?reset_running_requests=true&reset_external=true" in told
+    assert "reset_prefix_cache(reset_running_requests=True, reset_connector=True)" in told
+
+
 def test_the_kinds_of_groups_are_still_called_so(sources: Sources) -> None:
     kinds = sources.class_of("vllm.v1.kv_cache_interface", "KVCacheSpecKind")
     values = {

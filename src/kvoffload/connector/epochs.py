@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Epochs: a reset makes the keys of all blocks others, so that no tier finds what was computed before it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvoffload.base import (
+    OffloadingEvent,
+    OffloadKey,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from kvoffload.config import OffloadingConfig
+from kvoffload.errors import ConfigError
+from kvoffload.metrics import Stats
+
+__all__ = ["FIRST", "Epoch", "Epochs"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Epoch:
+    """The time between two resets. Blocks of epochs with other weights have other keys.
+
+    The key of a block has the engine's hash as it is if ``seed`` is empty. Otherwise the hash is masked, byte by byte
+    (exclusive or), with a mask made of ``seed``. So keys keep their length, masking twice gives the hash again, and
+    keys of two epochs are equal as rarely as two hashes are.
+    """
+
+    seed: bytes = b""
+
+    def mask(self, block_hash: bytes) -> bytes:
+        """The engine's hash as keys have it, and back."""
+        if not self.seed:
+            return block_hash
+        size = len(block_hash)
+        return (int.from_bytes(block_hash, "big") ^ _mask(self.seed, size)).to_bytes(size, "big")
+
+    def engine_keys(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Keys of this epoch with the engine's own hashes. Those of other epochs become keys that no engine knows."""
+        return [make_offload_key(self.mask(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in keys]
+
+    def engine_events(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
+        """Events with ``engine_keys``."""
+        if not self.seed:
+            return list(events)
+        return [OffloadingEvent(self.engine_keys(event.keys), event.medium, event.removed) for event in events]
+
+
+FIRST = Epoch()
+"""Of an engine without a ``weights_version``, until it is reset."""
+
+
+@functools.lru_cache(maxsize=16)
+def _mask(seed: bytes, size: int) -> int:
+    return int.from_bytes(hashlib.shake_256(seed).digest(size), "big")
+
+
+_MEANINGS = {
+    "own": "No older block is found again, in any tier; new ones are found by this engine alone, until it ends.",
+    "named": "In the tiers blocks of this version are found, those of other servers too.",
+    "kept": "Host memory is empty, and the tiers keep their blocks.",
+}
+"""What a reset may begin, and what it means."""
+
+
+class Epochs:
+    """The ``current`` epoch, and the one that a reset puts in its place (``OffloadingConfig.weights_version`` has the
+    rule). The constructor raises ``ConfigError`` for a version that cannot be read. Scheduler thread only."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        self._config = config
+        self._version = config.read_weights_version()
+        """What was read last."""
+        self.current = _of_version(self._version)
+        self._is_unused = False
+        """A reset named the current epoch, and no request has used it."""
+        self._counts: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Epochs(weights_version={self._version!r}, resets={sum(self._counts.values())})"
+
+    def use(self) -> Epoch:
+        """The current epoch, for a request whose blocks are to have its keys."""
+        self._is_unused = False
+        return self.current
+
+    def reset(self) -> None:
+        """Begins an epoch."""
+        try:
+            version = self._config.read_weights_version()
+        except ConfigError as exc:
+            logger.warning("%s", exc)
+            self._begin("own", Epoch(b"own\0" + secrets.token_bytes(16)))
+            return
+        named = _of_version(version)
+        if self._config.reset_tiers and version == self._version and not self._is_unused:
+            self._begin("own", Epoch(b"own\0" + secrets.token_bytes(16)), version)
+        elif named.seed == self.current.seed:
+            self._begin("kept", named, version)
+        else:
+            self._version = version
+            self._begin("named", named, version)
+            self._is_unused = True
+
+    def get_stats(self) -> Stats:
+        return {("cache_resets", epoch): count for epoch, count in self._counts.items()}
+
+    def _begin(self, kind: str, epoch: Epoch, version: str = "") -> None:
+        self.current = epoch
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        name = f", weights_version {version!r}" if version else ""
+        logger.info("Cache reset %d: %s epoch%s. %s", sum(self._counts.values()), kind, name, _MEANINGS[kind])
+
+
+def _of_version(version: str) -> Epoch:
+    return Epoch(b"version\0" + version.encode()) if version else FIRST

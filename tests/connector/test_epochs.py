@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Epochs: keys of different weights never meet, and what a reset goes on with."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.connector.rig import Request, Rig
+
+from kvoffload.base import OffloadingEvent, make_offload_key
+from kvoffload.config import OffloadingConfig, parse_config
+from kvoffload.connector.epochs import FIRST, Epoch, Epochs
+from kvoffload.errors import ConfigError
+
+
+def config(**more: Any) -> OffloadingConfig:
+    return parse_config({"cpu_bytes_to_use": "1MiB", **more})
+
+
+def by_file(path: Path, version: str, **more: Any) -> OffloadingConfig:
+    path.write_text(version)
+    return config(weights_version={"file": str(path)}, **more)
+
+
+@given(st.binary(min_size=1, max_size=70), st.binary(min_size=1, max_size=9))
+def test_a_hash_is_masked_and_found_again(block_hash: bytes, seed: bytes) -> None:
+    masked = Epoch(seed).mask(block_hash)
+    assert len(masked) == len(block_hash)
+    assert Epoch(seed).mask(masked) == block_hash
+    assert FIRST.mask(block_hash) == block_hash
+
+
+def test_epochs_share_no_keys() -> None:
+    hashes = [n.to_bytes(8, "big") * 4 for n in range(1000)]
+    epochs = [FIRST, Epoch(b"a"), Epoch(b"b")]
+    assert len({epoch.mask(each) for epoch in epochs for each in hashes}) == 3000
+
+
+def test_engines_see_their_own_hashes_in_events() -> None:
+    key, epoch = make_offload_key(b"12345678", 3), Epoch(b"a")
+    masked = make_offload_key(epoch.mask(b"12345678"), 3)
+    (event,) = epoch.engine_events([OffloadingEvent([masked], "CPU", removed=True)])
+    assert event == OffloadingEvent([key], "CPU", removed=True)
+
+
+def test_without_a_name_every_reset_begins_an_epoch_of_the_engines_own() -> None:
+    epochs = Epochs(config())
+    seeds = [epochs.current.seed]
+    for _ in range(3):
+        epochs.reset()
+        seeds.append(epochs.current.seed)
+    assert seeds[0] == b""
+    assert len(set(seeds)) == 4
+    other = Epochs(config())
+    other.reset()
+    assert other.current.seed not in seeds
+    assert epochs.get_stats() == {("cache_resets", "own"): 3}
+
+
+def test_a_new_name_begins_the_epoch_of_all_engines_with_that_name(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    epochs = Epochs(by_file(path, "one"))
+    assert epochs.current.seed == Epochs(config(weights_version="one")).current.seed != b""
+    path.write_text("two")
+    epochs.reset()
+    assert epochs.current.seed == Epochs(config(weights_version="two")).current.seed
+    path.write_text("one")
+    epochs.use()
+    epochs.reset()
+    assert epochs.current.seed == Epochs(config(weights_version="one")).current.seed
+    assert epochs.get_stats() == {("cache_resets", "named"): 2}
+
+
+def test_a_reset_that_finds_the_old_name_trusts_no_block(tmp_path: Path) -> None:
+    epochs = Epochs(by_file(tmp_path / "version", "one"))
+    before = epochs.current
+    epochs.reset()
+    assert epochs.current.seed != before.seed
+    epochs.reset()
+    assert epochs.get_stats() == {("cache_resets", "own"): 2}
+
+
+def test_a_second_reset_before_any_request_keeps_the_new_name(tmp_path: Path) -> None:
+    """vLLM resets the connector when it pauses, and once more when it is asked to."""
+    path = tmp_path / "version"
+    epochs = Epochs(by_file(path, "one"))
+    path.write_text("two")
+    epochs.reset()
+    named = epochs.current
+    epochs.reset()
+    assert epochs.current.seed == named.seed
+    assert epochs.current is not named  # jobs of before the second reset are stale
+    epochs.use()
+    epochs.reset()
+    assert epochs.current.seed != named.seed
+    assert epochs.get_stats() == {("cache_resets", "named"): 1, ("cache_resets", "kept"): 1, ("cache_resets", "own"): 1}
+
+
+def test_where_resets_are_not_about_tiers_the_name_alone_decides(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    epochs = Epochs(by_file(path, "one", reset_tiers=False))
+    one = epochs.use()
+    epochs.reset()
+    assert epochs.current.seed == one.seed
+    path.write_text("two")
+    epochs.reset()
+    assert epochs.current.seed != one.seed
+    assert epochs.get_stats() == {("cache_resets", "kept"): 1, ("cache_resets", "named"): 1}
+
+
+@pytest.mark.parametrize("reset_tiers", [True, False])
+def test_a_name_that_cannot_be_read_any_more_costs_the_blocks_alone(
+    reset_tiers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "version"
+    epochs = Epochs(by_file(path, "one", reset_tiers=reset_tiers))
+    one = epochs.use()
+    path.unlink()
+    epochs.reset()
+    assert epochs.current.seed != one.seed
+    assert "weights_version is to be read from" in caplog.text
+
+
+def test_a_reset_says_what_it_began(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "version"
+    epochs = Epochs(by_file(path, "one"))
+    path.write_text("two")
+    with caplog.at_level(logging.INFO, "kvoffload"):
+        epochs.reset()
+    assert "Cache reset 1: named epoch, weights_version 'two'." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("", "1 to 200 printable"),
+        ("a\nb", "1 to 200 printable"),
+        ("x" * 201, "1 to 200 printable"),
+        ({"env": "X"}, 'text or {"file": path}'),
+        ({}, 'text or {"file": path}'),
+        ({"file": "/nowhere/at/all"}, "/nowhere/at/all, which fails: No such file"),
+    ],
+)
+def test_names_that_make_no_sense_are_refused(value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match="weights_version") as refused:
+        config(weights_version=value)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe", b"a\nb", b"y" * 500])
+def test_files_without_a_name_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="weights_version is to be read from"):
+        config(weights_version={"file": str(path)})
+
+
+def test_a_request_that_is_admitted_again_after_a_reset_finds_nothing_of_before() -> None:
+    """vLLM preempts what runs and resets in one call. It asks for hits again before it reports the preemption."""
+    rig = Rig()
+    # The tiers below keep their blocks: to the connector they are a manager whose reset forgets nothing.
+    rig.manager.reset_cache = lambda: None  # type: ignore[method-assign]
+    rig.store_prefix(8)
+    request = Request("r", 9)
+    assert rig.ask(rig.arrive(request)) == (8, True)
+    rig.scheduler.reset_cache()
+    assert rig.ask(request) == (0, False)
+    rig.alloc(request, [0, 1, 2])
+    (store,) = rig.step(rig.run(request, [0, 1, 2])).stores
+    rig.end(store)
+    rig.finish(request)
+    assert rig.ask(rig.arrive(Request("o", 9))) == (8, True)
+    rig.scheduler.reset_cache()
+    assert rig.ask(rig.arrive(Request("p", 9))) == (0, False)
+
+
+def test_a_request_that_stays_on_the_device_stores_nothing_more() -> None:
+    rig = Rig()
+    rig.manager.reset_cache = lambda: None  # type: ignore[method-assign]
+    request = Request("r", 9)
+    (store,) = rig.admit(request, [0, 1, 2]).stores
+    rig.scheduler.reset_cache()
+    rig.end(store)
+    request.num_tokens = 17
+    assert rig.step(rig.run(request, [3, 4], computed=9, new=False)).stores == ()
+    rig.finish(request)
+    assert rig.step().final_stores == ()
+    assert rig.ask(rig.arrive(Request("o", 17))) == (0, False)
+
+
+def test_events_have_the_engines_hashes_on_both_sides_of_a_reset() -> None:
+    rig = Rig()
+    rig.store_prefix(8, "p")
+    rig.scheduler.reset_cache()
+    rig.store_prefix(8, "q")
+    held: set[bytes] = set()
+    for event in rig.scheduler.take_events():
+        held = held - set(event.keys) if event.removed else held | set(event.keys)
+    assert {make_offload_key(f"q/{n}".encode(), 0) for n in range(2)} <= held
