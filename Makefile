@@ -6,7 +6,7 @@ STAMP := $(VENV)/.kvoffload-dev
 
 .PHONY: help demo test test-all test-remote test-vllm test-everything soak mutants lint format bench dist clean
 help:            ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 17
 
 $(STAMP): pyproject.toml scripts/bootstrap
 	@scripts/bootstrap $(VENV) dev && touch $@
@@ -39,8 +39,8 @@ test-everything: ## all of it, in the thorough size: an hour and more; ALSO="0.3
 	@$(MAKE) soak MINUTES=5 ARGS=
 
 MINUTES := 5
-soak: $(STAMP)   ## MINUTES (5) of served traffic while disk, neighbours and clients go wrong; SEED=N repeats one
-	@PYTHONPATH=src $(PY) -m tests.soak.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+soak: $(STAMP)   ## MINUTES (5) of served traffic while disk, neighbours and clients go wrong; SEED=N repeats one; ARGS="--engine vllm"
+	@PYTHONPATH=src $(if $(findstring vllm,$(ARGS)),.venv-vllm/bin/python,$(PY)) -m tests.soak.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 N := 100
 mutants: $(STAMP) ## put N (100) faults into copies of the sources, one at a time, and print those that no test notices; SEED=N repeats

@@ -151,14 +151,14 @@ def imported_by(test: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def files_for(module: Path) -> list[str]:
-    """Files from the root, those first that will notice most for their time."""
+def files_for(module: Path, tests: Path = TESTS) -> list[str]:
+    """Files of ``tests``, from its parent, those first that will notice most for their time."""
     inside = module.relative_to(SRC).with_suffix("")
     room, name = inside.parent, f"kvoffload.{'.'.join(inside.parts)}".removesuffix(".__init__")
     machines = {f for place, files in MACHINES.items() if inside.is_relative_to(place) for f in files}
 
     def rank(test: Path) -> tuple[int, Path] | None:
-        place = test.relative_to(TESTS)
+        place = test.relative_to(tests)
         imports = name in imported_by(test)
         if place == room / f"test_{inside.name}.py":
             return 0, place
@@ -168,7 +168,7 @@ def files_for(module: Path) -> list[str]:
             return 1, place
         return (2, place) if imports else None
 
-    ranked = sorted(found for test in TESTS.rglob("test_*.py") if (found := rank(test)) is not None)
+    ranked = sorted(found for test in tests.rglob("test_*.py") if (found := rank(test)) is not None)
     return [str(Path("tests") / place) for _, place in ranked]
 
 
@@ -188,10 +188,11 @@ class Copy:
 
     def judge(self, mutant: Mutant) -> tuple[str, str]:
         """What became of it (``noticed``, ``survived`` and so on), and by which test."""
-        tests = files_for(mutant.path)
+        tests = files_for(mutant.path, self._root / "tests")
         if not tests:
             return "survived", "no test file belongs to this module"
-        place, source = self._root / mutant.path.relative_to(ROOT), mutant.path.read_bytes()
+        place = self._root / mutant.path.relative_to(ROOT)
+        source = place.read_bytes()
         place.write_bytes(source[: mutant.span[0]] + mutant.text.encode() + source[mutant.span[1] :])
         try:
             code, output = self._run(tests)
@@ -202,7 +203,9 @@ class Copy:
         if code == 0:
             return "survived", ""
         failed = re.findall(r"^(?:FAILED|ERROR) (tests/[^\s\[]+(?:\[[^\]]*\])?)", output, flags=re.M)
-        if code not in (1, 2) or not failed:
+        if code in (4, 5):
+            return "not judged", f"pytest ended with {code}"
+        if not failed:
             return "noticed", f"pytest ended with {code}"
         if self._run(failed[:1])[0] != 0:
             return "not judged", f"{failed[0]} fails without the fault too"
@@ -213,6 +216,7 @@ class Copy:
         command = [sys.executable, "-m", "pytest", "-n0", "-x", "-q", "-p", "no:cacheprovider", *tests]
         environment = os.environ | {"PYTHONPATH": str(self._root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
         with tempfile.TemporaryDirectory() as directory, Path(directory, "output").open("w+") as output:
+            os.chmod(directory, 0o755)  # some tests are other users'
             process = subprocess.Popen(
                 command,
                 cwd=self._root,
@@ -256,6 +260,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     survivors = []
     with tempfile.TemporaryDirectory(prefix="kvoffload-mutants-") as directory:
+        os.chmod(directory, 0o755)  # some tests are other users'
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(arguments.jobs):
             copies.put(Copy(Path(directory, str(number)), arguments.timeout))

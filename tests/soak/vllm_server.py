@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ BLOCK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
 
 def make_vllm_turns(directory: Path) -> list[Turn]:
     """Prompts, with what vLLM generates for them without a connector."""
+    os.environ.update(child_environment())  # before vLLM is imported, so that its core is in this process
     VLLMServer.model = write_llama(directory).path
     answer = directory.with_name("answers.json")
     command = [sys.executable, "-m", "tests.soak.vllm_server", VLLMServer.model, str(answer)]
