@@ -4,24 +4,23 @@
 from __future__ import annotations
 
 import ast
-import random
 
 import pytest
 from tests.mutants import SRC, Copy, Mutant, files_for, mutants_of, sample
 
 
 def test_each_fault_is_python_and_says_something_else() -> None:
-    for path in random.Random(1).sample(sorted(SRC.rglob("*.py")), 20):
-        source = path.read_bytes()
-        for mutant in mutants_of(path):
-            text = source[: mutant.span[0]] + mutant.text.encode() + source[mutant.span[1] :]
-            assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(source)), mutant
+    for mutant in sample(40, 1, SRC / "cpu"):
+        source = mutant.path.read_bytes()
+        text = source[: mutant.span[0]] + mutant.text.encode() + source[mutant.span[1] :]
+        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(source)), mutant
 
 
 def test_a_seed_draws_the_same_faults() -> None:
-    under = SRC / "cpu"
-    assert sample(20, 3, under) == sample(20, 3, under) != sample(20, 4, under)
-    assert all(mutant.path.is_relative_to(under) for mutant in sample(20, 3, under))
+    under = SRC / "connector"
+    drawn = sample(20, 3, under)
+    assert drawn == sample(20, 3, under) != sample(20, 4, under)
+    assert all(mutant.path.is_relative_to(under) for mutant in drawn)
 
 
 def test_what_mirrors_a_module_comes_first_and_machines_last() -> None:
