@@ -372,8 +372,8 @@ class TransferResult(NamedTuple):
 class OffloadingHandler(ABC):
     """Moves blocks in one direction, for one pair (source medium, destination medium). Lives in a worker.
 
-    The worker's own thread calls all methods. Only ``wait`` and ``shutdown`` block. A transfer that fails is a
-    ``TransferResult`` with ``success=False``, never an exception.
+    The worker's own thread calls all methods. Only ``wait``, ``shutdown`` and the default of ``flush`` block. A
+    transfer that fails is a ``TransferResult`` with ``success=False``, never an exception.
     """
 
     @abstractmethod
@@ -387,6 +387,16 @@ class OffloadingHandler(ABC):
     @abstractmethod
     def wait(self, job_ids: Collection[int]) -> None:
         """Returns once these transfers have ended. ``get_finished`` still returns them. Unknown ids are ignored."""
+
+    def flush(self, job_ids: Collection[int]) -> None:
+        """Compute submitted from now on finds these transfers ended: it waits for them on the device where that is
+        possible, else the host waits for them here. Not enough where something else than the device's compute uses
+        their GPU blocks."""
+        self.wait(job_ids)
+
+    def mark_compute(self) -> None:
+        """Loads started from now on, until the next mark, overwrite no GPU block that is used by compute submitted
+        after this call. So they need not wait for it. Without a mark they wait for all compute submitted so far."""
 
     @abstractmethod
     def shutdown(self) -> None:

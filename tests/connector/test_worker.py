@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -89,6 +90,33 @@ def test_flushes_come_before_the_loads_of_the_step() -> None:
     rank.worker.end_step()
     rank.handler.run(1)
     assert rank.gpu[5].tolist() == [9] * 4
+
+
+class RecordingHandler(ManualHandler):
+    """Says how it was asked to flush."""
+
+    def __init__(self) -> None:
+        super().__init__(np.zeros((GPU, 4), np.uint8), np.zeros((SLOTS, 4), np.uint8), (4,), 1)
+        self.calls: list[str] = []
+
+    def flush(self, job_ids: Collection[int]) -> None:
+        self.calls.append("flush")
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self.calls.append("wait")
+
+    def mark_compute(self) -> None:
+        self.calls.append("mark")
+
+
+@pytest.mark.parametrize(("on_host", "call"), [(False, "flush"), (True, "wait")])
+def test_flushes_wait_on_the_host_where_the_engine_asks_for_it(on_host: bool, call: str) -> None:
+    handler, worker = RecordingHandler(), OffloadingConnectorWorker()
+    spec = ManualSpec(CPUOffloadingManager(SLOTS), handler)
+    worker.register_kv_caches(spec, CanonicalKVCaches(), flushes_on_host=on_host)
+    worker.start_step(ConnectorMeta(flush_job_ids=frozenset({7})))
+    worker.mark_compute()
+    assert handler.calls == [call, "mark"]
 
 
 def test_a_store_whose_step_was_never_ended_can_still_be_flushed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -387,3 +388,38 @@ def test_files_that_a_container_has_cached_take_no_memory_from_it(
     assert available_bytes(tmp_path, tmp_path) == 8000
     (group / usage).write_text("5000\n")  # read later than the rows
     assert available_bytes(tmp_path, tmp_path) == 10_000
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """What the kernel says about the mapping of an address."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            if found:
+                break
+            is_it = int(span[1], 16) <= address < int(span[2], 16)
+        elif is_it:
+            name, _, value = line.partition(":")
+            found[name] = value
+    return found
+
+
+def test_memory_of_one_process_has_huge_pages_where_the_kernel_gives_them() -> None:
+    region = anonymous(16, 1 << 20)
+    slots = np.asarray(region.create_kv_memoryview())
+    slots[:] = 1
+    huge_kib = int(mapping_of(slots.ctypes.data)["AnonHugePages"].split()[0])
+    del slots
+    region.close()
+    if not huge_kib:
+        pytest.skip("this kernel gives no huge pages")
+    assert huge_kib >= 12 << 10  # its ends need not be those of huge pages
+
+
+def test_a_fork_does_not_take_the_memory_along() -> None:
+    """Else the next write after a fork would move a page away from under a device that copies to it."""
+    region = anonymous(4, 4096)
+    slots = np.asarray(region.create_kv_memoryview())
+    assert "dc" in mapping_of(slots.ctypes.data)["VmFlags"].split()
+    del slots
+    region.close()

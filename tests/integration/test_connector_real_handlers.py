@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector with the real data plane: the fake engine's bytes move through the host handlers and one region."""
+"""The connector with the real data plane: the fake engine's bytes move through real handlers. Those of the CUDA backend
+run over a fake driver, which copies late and in any order."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
+from tests.cpu.copy.fake_cuda import FakeCuda, cuda
 from tests.stateful.chaos import LAYOUTS, LENGTHS
 
 from kvoffload.base import (
@@ -20,21 +23,27 @@ from kvoffload.base import (
 )
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector import OffloadingConnectorWorker
-from kvoffload.cpu.gpu_worker import make_handlers
+from kvoffload.cpu.copy.cuda import make_cuda_handlers
+from kvoffload.cpu.gpu_worker import copy_layout, make_handlers
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.testing.fake_device import Bytes
 from kvoffload.testing.fake_engine import FakeEngine
 
+__all__ = ["cuda"]
+
 NUM_SLOTS = 64
+
+Handlers = dict[tuple[str, str], OffloadingHandler]
+MakeHandlers = Callable[[CanonicalKVCaches, memoryview, int], Handlers]
+"""(KV caches, region, start of the rank's slice) -> its handlers"""
 
 
 class SharedRegionSpec(OffloadingSpec):
     """One rank's handlers over its slice of a region that all ranks share."""
 
-    def __init__(self, region: SharedOffloadRegion, slice_bytes: int, factor: int, rank: int) -> None:
-        self._make = lambda kv: make_handlers(kv, region.create_kv_memoryview(), factor, slice_start=rank * slice_bytes)
-        self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+    def __init__(self, make: MakeHandlers, region: SharedOffloadRegion, slice_bytes: int, rank: int) -> None:
+        self._make = lambda kv: make(kv, region.create_kv_memoryview(), rank * slice_bytes)
 
     def get_manager(self) -> OffloadingManager:
         raise NotImplementedError
@@ -55,6 +64,29 @@ def drain(engine: FakeEngine) -> None:
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("layout_name", ["full", "all"])
 def test_bytes_come_back_right(layout_name: str, factor: int) -> None:
+    _serve(layout_name, factor, lambda caches, view, start: make_handlers(caches, view, factor, slice_start=start))
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("layout_name", ["full", "all"])
+def test_bytes_come_back_right_over_a_fake_driver(layout_name: str, factor: int, cuda: FakeCuda) -> None:
+    cuda.pace(seed=factor, longest_pause_us=1000)
+    idle = cuda.driver.create_stream()  # the engine computes on the host
+
+    def make(caches: CanonicalKVCaches, view: memoryview, start: int) -> Handlers:
+        cuda.adopt(*(tensor.tensor for tensor in caches.tensors))
+        assert view.shape is not None
+        # One for each rank: in one process, no memory can be registered twice.
+        own_view = SharedOffloadRegion.anonymous(*view.shape).create_kv_memoryview()
+        return make_cuda_handlers(caches, own_view, copy_layout(caches, own_view, factor, start), cuda.device(idle))
+
+    _serve(layout_name, factor, make)
+    assert cuda.count("copies") > 200
+    assert cuda.count("pageable") == 0
+    cuda.driver.destroy_stream(idle)
+
+
+def _serve(layout_name: str, factor: int, make: MakeHandlers) -> None:
     groups = LAYOUTS[layout_name]
     base = min(group.block_tokens for group in groups)
     layout = EngineLayout(groups, 2, "real-handlers", num_ranks=2)
@@ -68,7 +100,8 @@ def test_bytes_come_back_right(layout_name: str, factor: int) -> None:
             [[CanonicalKVCacheRef(0, group.page_bytes)] for group in groups],
         )
         workers.append(OffloadingConnectorWorker(rank))
-        workers[-1].register_kv_caches(SharedRegionSpec(region, layout.slice_bytes(factor), factor, rank), caches)
+        spec = SharedRegionSpec(make, region, layout.slice_bytes(factor), rank)
+        workers[-1].register_kv_caches(spec, caches, flushes_on_host=True)
         return workers[-1]
 
     engine = FakeEngine(

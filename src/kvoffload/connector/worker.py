@@ -22,11 +22,13 @@ class OffloadingConnectorWorker:
     """Performs the transfers of ``ConnectorMeta`` on one rank, and reports the end of each exactly once.
 
     In every step, call ``start_step`` before the forward pass and ``end_step`` after it was submitted, also when there
-    is no forward pass. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed.
+    is no forward pass. An engine that submits the forward pass before it starts loads calls ``mark_compute`` first, in
+    every step. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
+        self._flushes_on_host = False
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         # Those of transfers so far, by the types of source and destination: a type has one medium.
         self._handlers_by_type: dict[tuple[type, type], OffloadingHandler] = {}
@@ -43,8 +45,14 @@ class OffloadingConnectorWorker:
     def __repr__(self) -> str:
         return f"OffloadingConnectorWorker(rank={self._rank}, loads={sorted(self._loads)})"
 
-    def register_kv_caches(self, spec: OffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
+    def register_kv_caches(
+        self, spec: OffloadingSpec, kv_caches: CanonicalKVCaches, flushes_on_host: bool = False
+    ) -> None:
         """Once, when the KV cache has been allocated. Its tensors are kept alive until ``shutdown``.
+
+        ``flushes_on_host``: a flush returns when its transfers have ended, instead of making the device's compute wait
+        for them. For engines where something else than that compute writes GPU blocks: the host, or the network card of
+        another connector.
 
         Raises ``LayoutError`` for tensors that do not fit the layout of ``spec``, and for the layout of another rank.
         """
@@ -55,10 +63,10 @@ class OffloadingConnectorWorker:
                 "or no transfer ever ends on all ranks."
             )
         self._handlers, self._handlers_by_type = spec.get_handlers(kv_caches), {}
+        self._flushes_on_host = flushes_on_host
 
     def start_step(self, meta: ConnectorMeta) -> None:
-        """Starts the final stores, waits for the jobs to flush, then starts the loads. Other stores wait until
-        ``end_step``."""
+        """Starts the final stores, flushes, then starts the loads. Other stores wait until ``end_step``."""
         # Stores of a step that had no ``end_step``: the compute they read has been submitted since, and a flush below
         # may name them.
         self._start_waiting_stores()
@@ -66,7 +74,7 @@ class OffloadingConnectorWorker:
         for job in meta.final_stores:
             self._start(job)
         if meta.flush_job_ids:
-            self._wait(meta.flush_job_ids)
+            self._flush(meta.flush_job_ids)
         for job in meta.loads:
             self._loads[job.job_id] = job
             self._start(job)
@@ -74,6 +82,12 @@ class OffloadingConnectorWorker:
             self._loads[job.job_id] = job
             self._end(TransferResult(job.job_id, success=False))
         self._waiting_stores += meta.stores
+
+    def mark_compute(self) -> None:
+        """The forward pass of this step will be submitted now, and the loads of this step need not wait for it: they
+        overwrite no GPU block that it uses."""
+        for handler in dict.fromkeys(self._handlers.values()):
+            handler.mark_compute()
 
     def end_step(self) -> None:
         """Starts this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
@@ -122,9 +136,12 @@ class OffloadingConnectorWorker:
             self._log.exception(f"transfer {job.job_id} from {ends} could not be started")
             self._end(TransferResult(job.job_id, success=False))
 
-    def _wait(self, job_ids: Collection[int]) -> None:
+    def _flush(self, job_ids: Collection[int]) -> None:
         for handler in dict.fromkeys(self._handlers.values()):
-            handler.wait(job_ids)
+            if self._flushes_on_host:
+                handler.wait(job_ids)
+            else:
+                handler.flush(job_ids)
 
     def _poll(self) -> None:
         for handler in [handler for handler, num_open in self._num_open.items() if num_open]:

@@ -54,15 +54,18 @@ class SharedOffloadRegion:
 
     @classmethod
     def anonymous(cls, num_blocks: int, block_bytes: int) -> SharedOffloadRegion:
-        """Memory of this process, and of children it forks, alone.
+        """Memory of this process alone: children that it forks do not have it.
 
         Raises ``ConfigError`` for an empty region, and ``CapacityError`` if the host has less memory available.
         """
         size = _size(num_blocks, block_bytes)
         check_host_memory(size)
-        memory = mmap.mmap(-1, size)
+        # Private: the kernel gives no huge pages to anonymous memory that is shared.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # kernels without transparent huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
+        # Without this, a write after a fork would move a page away from under a device that copies to it.
+        memory.madvise(mmap.MADV_DONTFORK)
         return cls(memory, num_blocks, block_bytes)
 
     @classmethod

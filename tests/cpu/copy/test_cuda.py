@@ -1,110 +1,337 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order on the device's own timeline, and pinning. The contract itself runs in ``test_gpu_worker.py``."""
+"""The CUDA backend over a fake driver: the shipped contract, its rules one by one, failures, and random jobs.
+
+It proves order and lifetime as we read CUDA's documentation, not what a device does. ``test_cuda_device.py`` asks one.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+import random
+import weakref
+from collections.abc import Collection
 
 import numpy as np
 import pytest
 import torch
+from tests.cpu.copy.cuda_rig import CudaRig, make_rig
+from tests.cpu.copy.fake_cuda import BROKEN, FakeCuda, cuda
+from tests.cpu.copy.scenarios import SCENARIOS, Scenario
+from tests.sizes import by_size
 
-from kvoffload.base import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-    OffloadingHandler,
-)
+from kvoffload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.cuda import PinnedRegion
-from kvoffload.cpu.gpu_worker import make_handlers
-from kvoffload.cpu.region import SharedOffloadRegion
+from kvoffload.cpu.copy import self_check
+from kvoffload.cpu.copy.cuda import CudaDevice, make_cuda_handlers
+from kvoffload.cpu.copy.plan import CopyLayout, PageRef
+from kvoffload.errors import CapacityError, LayoutError, TransferError
+from kvoffload.testing import HandlerContract, HandlerRig
+from kvoffload.testing.handler_contract import collect
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
-]
-
-PAGE_BYTES = 1 << 20
-LONG_CYCLES = 200_000_000
+__all__ = ["cuda"]
 
 
-@dataclass(slots=True)
-class Rig:
-    pool: torch.Tensor
-    region: SharedOffloadRegion
-    store: OffloadingHandler
-    load: OffloadingHandler
+class _Contract(HandlerContract):
+    cuda: FakeCuda
 
-    def transfer(self, job_id: int, handler: OffloadingHandler, block: int, slot: int) -> None:
-        gpu, cpu = GPULoadStoreSpec([block], [1], [0]), CPULoadStoreSpec([slot])
-        handler.transfer_async(job_id, (gpu, cpu) if handler is self.store else (cpu, gpu))
-
-    def slot(self, number: int) -> set[int]:
-        return set(np.unique(np.asarray(self.region.create_kv_memoryview())[number]).tolist())
+    @pytest.fixture(autouse=True)
+    def _use(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    pool = torch.zeros((4, PAGE_BYTES), dtype=torch.uint8, device="cuda")
-    caches = CanonicalKVCaches([CanonicalKVCacheTensor(pool, PAGE_BYTES)], [[CanonicalKVCacheRef(0, PAGE_BYTES)]])
-    region = SharedOffloadRegion.anonymous(4, PAGE_BYTES)
-    handlers = make_handlers(caches, region.create_kv_memoryview(), factor=1)
-    rig = Rig(pool, region, handlers["GPU", "CPU"], handlers["CPU", "GPU"])
-    yield rig
+class TestCudaHandlers(_Contract):
+    def make_rig(self) -> HandlerRig:
+        return make_rig(self.cuda)
+
+
+class TestCudaHandlersOfSmallPages(_Contract):
+    def make_rig(self) -> HandlerRig:
+        return make_rig(self.cuda, small=True)
+
+
+class TestCudaHandlersOverPieces(_Contract):
+    def make_rig(self) -> HandlerRig:
+        self.cuda.limit_registrations(largest_bytes=1 << 20)
+        rig = make_rig(self.cuda, factor=3, rank=1)
+        assert self.cuda.count("registrations") > 2
+        return rig
+
+
+class TestCudaHandlersWithSingleCopies(_Contract):
+    def make_rig(self) -> HandlerRig:
+        self.cuda.set_version(12_070)
+        assert not self.cuda.driver.has_batch
+        return make_rig(self.cuda, factor=2)
+
+
+@pytest.mark.parametrize("check", SCENARIOS, ids=lambda check: check.__name__)
+def test_rule(cuda: FakeCuda, check: Scenario) -> None:
+    check(cuda, make_cuda_handlers)
+
+
+@pytest.mark.parametrize("seed", range(by_size(4, 40)))
+def test_random_jobs_leave_what_a_serial_run_leaves(cuda: FakeCuda, seed: int) -> None:
+    """Jobs of several blocks, some named twice, marks, flushes, and compute that overwrites blocks after a flush."""
+    cuda.pace(seed)
+    if seed % 2:
+        cuda.limit_registrations(largest_bytes=1 << 18)
+    rig, chance = make_rig(cuda), random.Random(seed)
+    rig.fill(seed)
+    blocks = [rig.read_page(0, block) for block in range(16)]
+    slots: dict[int, np.ndarray] = {}
+    open_jobs: dict[OffloadingHandler, list[int]] = {rig.store: [], rig.load: []}
+    for job_id in range(by_size(150, 600)):
+        n = chance.randrange(1, 4)
+        is_store = len(slots) < 4 or chance.random() < 0.5
+        if is_store:
+            gpu_ids = [chance.randrange(16) for _ in range(n)]
+            slot_ids = chance.sample(range(8), n)
+            slots |= {slot: blocks[block] for block, slot in zip(gpu_ids, slot_ids, strict=True)}
+        else:
+            gpu_ids = chance.sample(range(16), n)
+            slot_ids = [chance.choice(list(slots)) for _ in range(n)]
+            for block, slot in zip(gpu_ids, slot_ids, strict=True):
+                blocks[block] = slots[slot]
+        gpu, cpu = GPULoadStoreSpec(gpu_ids, [n, 0], [0, 0]), CPULoadStoreSpec(slot_ids)
+        handler = rig.store if is_store else rig.load
+        handler.transfer_async(job_id, (gpu, cpu) if is_store else (cpu, gpu))
+        open_jobs[handler].append(job_id)
+        if chance.random() < 0.2:
+            for handler, ids in open_jobs.items():
+                handler.flush(ids)
+            block = chance.randrange(16)
+            blocks[block] = np.full(4096, chance.randrange(256), np.uint8)
+            rig.compute_fills(block, int(blocks[block][0]))
+            rig.load.mark_compute()
+    for handler, ids in open_jobs.items():
+        assert all(result.success for result in collect(handler, ids).values())
+    cuda.settle()
+    for block in range(16):
+        np.testing.assert_array_equal(rig.read_page(0, block), blocks[block])
+    rig.close()
+
+
+# -------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuMemcpyBatchAsync",
+        "cuStreamWaitEvent",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuEventQuery",
+        "cuEventElapsedTime",
+    ],
+)
+def test_an_error_of_any_call_ends_one_job(cuda: FakeCuda, call: str, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make_rig(cuda)
+    rig.start(0, rig.store, 0, 0)
+    cuda.fail(call)
+    with caplog.at_level(logging.ERROR):
+        for job_id in range(1, 50):  # until the pool has no events left
+            rig.start(job_id, rig.store, job_id % 16, job_id % 8)
+    results = collect(rig.store, range(50))
+    assert sorted(result.success for result in results.values()) == [False] + [True] * 49
+    assert "transfer" in caplog.text
+    rig.start(50, rig.load, 1, 1)
+    assert collect(rig.load, [50])[50].success
+    rig.close()
+
+
+def test_an_error_of_a_wait_waits_all_the_same(cuda: FakeCuda) -> None:
+    cuda.pace(1, longest_pause_us=20_000)
+    rig = make_rig(cuda)
+    rig.tensors[0][1] = 5
+    rig.start(1, rig.store, 1, 2)
+    cuda.fail("cuEventSynchronize")
+    rig.store.wait([1])
+    assert rig.in_slot(2) == {5}
+    rig.tensors[0][1] = 6
+    rig.start(2, rig.store, 1, 2)
+    cuda.fail("cuStreamWaitEvent")
+    rig.store.flush([2])
+    assert rig.in_slot(2) == {6}
+    cuda.fail("cuEventRecord")
+    rig.load.mark_compute()  # fails, and loads wait for all compute again
+    with cuda.held(rig.compute):
+        rig.compute_fills(3, 1)
+        rig.start(3, rig.load, 3, 2)
+    rig.load.wait([3])
+    cuda.settle()
+    assert rig.in_block(3) == {6}
+    rig.close()
+
+
+@pytest.mark.parametrize("holds_compute", [False, True])
+def test_a_broken_device_ends_all_jobs_and_hangs_nothing(cuda: FakeCuda, holds_compute: bool) -> None:
+    rig = make_rig(cuda)
+    if holds_compute:
+        cuda.calls.fake_hold(rig.compute, 1)
+        rig.compute_fills(1, 3)
+    rig.start(0, rig.store, 0, 0)
+    cuda.break_device()
+    rig.start(1, rig.load, 2, 0)
+    rig.store.wait([0])
+    rig.load.wait([1])
+    rig.store.flush([0])
+    rig.load.mark_compute()
+    assert not collect(rig.load, [1])[1].success
+    assert not collect(rig.store, [0])[0].success
+    calls = cuda.count("batches")
+    rig.start(2, rig.store, 0, 0)
+    assert not collect(rig.store, [2])[2].success
+    assert cuda.count("batches") == calls
+    if holds_compute:
+        cuda.calls.fake_hold(rig.compute, 0)
+    _close_broken(cuda, rig)
+
+
+def test_a_device_that_breaks_while_the_host_waits(cuda: FakeCuda) -> None:
+    rig = make_rig(cuda)
+    cuda.calls.fake_hold(rig.stream_of(rig.store), 1)
+    rig.start(0, rig.store, 0, 0)
+    cuda.break_device()
+    rig.store.wait([0])
+    assert not collect(rig.store, [0])[0].success
+    cuda.calls.fake_hold(rig.stream_of(rig.store), 0)
+    _close_broken(cuda, rig)
+
+
+def _close_broken(cuda: FakeCuda, rig: CudaRig) -> None:
+    """All is let go of, although each call fails."""
+    tensor = weakref.ref(rig.tensors[0])
     rig.store.shutdown()
     rig.load.shutdown()
-    region.close()
+    rig.store.shutdown()
+    cuda.disown(*rig.tensors)
+    rig.tensors = ()
+    gc.collect()
+    assert tensor() is None
+    rig.region.close()
+    with pytest.raises(ValueError, match="closed"):
+        rig.region.create_kv_memoryview()
+    cuda.mend_device()  # a real device takes its registrations along
+    cuda.calls.fake_forget_registrations()
 
 
-def test_a_store_waits_for_the_compute_that_writes_its_blocks(rig: Rig) -> None:
-    torch.cuda._sleep(LONG_CYCLES)
-    rig.pool[1].fill_(5)
-    rig.transfer(1, rig.store, 1, 2)
+def test_a_handler_that_is_closed_touches_the_device_no_more(cuda: FakeCuda) -> None:
+    rig = make_rig(cuda)
+    rig.store.shutdown()
+    rig.load.shutdown()
+    rig.load.mark_compute()
+    rig.store.flush([1])
     rig.store.wait([1])
-    assert rig.slot(2) == {5}
+    rig.close()
 
 
-def test_a_load_waits_for_the_compute_that_still_reads_its_blocks(rig: Rig) -> None:
-    np.asarray(rig.region.create_kv_memoryview())[0] = 9
-    rig.pool[3].fill_(4)
-    torch.cuda._sleep(LONG_CYCLES)
-    seen = rig.pool[3].clone()
-    rig.transfer(1, rig.load, 3, 0)
-    rig.load.wait([1])
-    torch.cuda.synchronize()
-    assert seen.unique().tolist() == [4]
-    assert rig.pool[3].unique().tolist() == [9]
-
-
-def test_the_next_use_of_a_slot_waits_for_the_transfer_before(rig: Rig) -> None:
-    rig.pool[0].fill_(7)
-    torch.cuda._sleep(LONG_CYCLES)
-    rig.transfer(1, rig.store, 0, 1)
-    rig.transfer(2, rig.load, 2, 1)
-    rig.transfer(3, rig.store, 2, 3)
-    rig.store.wait([3])
-    assert rig.slot(3) == {7}
-    torch.cuda.synchronize()
-    assert rig.pool[2].unique().tolist() == [7]
-
-
-def test_memory_that_cannot_be_pinned_is_used_pageable_and_leaves_no_error_behind(
-    caplog: pytest.LogCaptureFixture,
+def test_batched_copies_that_the_machine_refuses_become_single_copies(
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    region = SharedOffloadRegion.anonymous(4, PAGE_BYTES)
-    first = PinnedRegion(region.create_kv_memoryview(), piece_bytes=PAGE_BYTES)
-    assert first.is_pinned
+    cuda.fail("cuMemcpyBatchAsync", code=801)
     with caplog.at_level(logging.WARNING):
-        second = PinnedRegion(region.create_kv_memoryview())
-    assert not second.is_pinned
-    assert "slower, pageable memory" in caplog.text
-    assert torch.ones(8, device="cuda").sum().item() == 8
-    first.unpin()
-    first.unpin()
-    again = PinnedRegion(region.create_kv_memoryview())
-    assert again.is_pinned
-    again.unpin()
+        rig = make_rig(cuda)
+    assert not cuda.driver.has_batch
+    assert "does not support batched copies on this machine" in caplog.text
+    rig.tensors[0][1] = 5
+    rig.start(1, rig.store, 1, 2)
+    assert collect(rig.store, [1])[1].success
+    assert rig.in_slot(2) == {5}
+    rig.close()
+
+
+# ------------------------------------------------------------------------------------------------------- the start
+
+
+def test_the_check_at_start_leaves_everything_as_it_was(cuda: FakeCuda) -> None:
+    for factor in (1, 2, 3):
+        rig = make_rig(cuda, factor=factor)
+        assert not rig.slots.any()
+        rig.close()
+    rig = make_rig(cuda)
+    rig.fill(1)
+    before = [[rig.read_page(tensor, block) for block in range(16)] for tensor in range(3)]
+    view = rig.region.create_kv_memoryview()
+    layout = rig.store._copies.layout  # type: ignore[attr-defined]
+    self_check.check_copies(rig.store, rig.load, view, layout)
+    after = [[rig.read_page(tensor, block) for block in range(16)] for tensor in range(3)]
+    np.testing.assert_equal(before, after)
+    assert not rig.slots.any()
+    assert cuda.count("copies") > 100
+    rig.close()
+
+
+def test_a_failed_copy_at_start_is_refused_in_one_sentence(cuda: FakeCuda) -> None:
+    cuda.fail("cuMemcpyBatchAsync", after=3)
+    with pytest.raises(TransferError, match="fail at start; serve without kvoffload, and report the error before"):
+        make_rig(cuda)
+
+
+def test_wrong_bytes_at_start_are_refused_in_one_sentence(cuda: FakeCuda) -> None:
+    def corrupt(*arguments: object) -> dict[tuple[str, str], OffloadingHandler]:
+        handlers = make_cuda_handlers(*arguments)  # type: ignore[arg-type]
+        store, load = handlers["GPU", "CPU"], handlers["CPU", "GPU"]
+        view = arguments[1]
+        assert isinstance(view, memoryview)
+        with pytest.raises(TransferError, match=r"wrong bytes: this machine does not keep the order of copies; serve"):
+            self_check.check_copies(_OffByOne(store), load, view, store._copies.layout)  # type: ignore[attr-defined]
+        return handlers
+
+    make_rig(cuda, make=corrupt).close()
+
+
+class _OffByOne(OffloadingHandler):
+    """Stores the next GPU block."""
+
+    def __init__(self, inner: OffloadingHandler) -> None:
+        self._inner = inner
+
+    def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
+        gpu, cpu = spec
+        assert isinstance(gpu, GPULoadStoreSpec)
+        wrong = GPULoadStoreSpec((gpu.block_ids + 1) % 16, gpu.group_sizes, gpu.block_indices)
+        self._inner.transfer_async(job_id, (wrong, cpu))
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._inner.get_finished()
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self._inner.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+def test_memory_that_cannot_be_pinned_is_refused_before_anything_else(cuda: FakeCuda) -> None:
+    cuda.limit_registrations(largest_bytes=1 << 30, most_bytes=0)
+    with pytest.raises(CapacityError, match=r"pinned 0 B of the .* refused the rest; lower cpu_bytes_to_use, or"):
+        make_rig(cuda)
+    assert cuda.count("registrations") == 0
+
+
+def test_a_region_too_small_for_the_check_goes_without(cuda: FakeCuda) -> None:
+    calls: list[object] = []
+    self_check.check_copies(calls, calls, memoryview(b""), _layout_of(0))  # type: ignore[arg-type]
+    assert not calls
+
+
+def _layout_of(num_slots: int) -> CopyLayout:
+    return CopyLayout(((PageRef(0, 8, 8, 8),),), 1, 0, 8, num_slots)
+
+
+def test_devices_of_amd_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(LayoutError, match="on AMD devices cannot be offloaded, since copies go through"):
+        CudaDevice.of(torch.device("cuda"))
+
+
+def test_the_code_of_a_broken_device_stands_in_the_log(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make_rig(cuda)
+    cuda.break_device()
+    with caplog.at_level(logging.ERROR):
+        rig.start(0, rig.store, 0, 0)
+    assert f"CUDA error {BROKEN}" in caplog.text
+    assert "The CUDA device is broken; nothing is offloaded or loaded any more." in caplog.text
+    _close_broken(cuda, rig)

@@ -142,13 +142,28 @@ def test_more_groups_than_the_layout_has_are_refused() -> None:
 
 @given(
     runs=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), max_size=8),
-    piece_bytes=st.integers(1, 100),
+    borders=st.lists(st.integers(0, 600), unique=True, max_size=30),
 )
-def test_cut_runs_hold_the_same_bytes_and_none_crosses_a_piece(runs: list[tuple[int, int]], piece_bytes: int) -> None:
+def test_cut_runs_hold_the_same_bytes_and_none_crosses_a_border(
+    runs: list[tuple[int, int]], borders: list[int]
+) -> None:
     starts, lengths = (np.array([run[side] for run in runs], dtype=np.int64) for side in (0, 1))
     whole = Runs(starts * 3 + 7, REGION + starts, lengths)
-    cut = whole.cut_at_pieces_of(piece_bytes, REGION)
+    cut = whole.cut_at(REGION + np.array(sorted(borders), dtype=np.int64))
     assert bytes_of(cut) == bytes_of(whole)
     assert (cut.lengths > 0).all()
-    offsets = cut.host - REGION
-    assert (offsets // piece_bytes == (offsets + cut.lengths - 1) // piece_bytes).all()
+    for host, length in zip((cut.host - REGION).tolist(), cut.lengths.tolist(), strict=True):
+        assert not any(host < border < host + length for border in borders)
+
+
+@given(runs=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 60)), min_size=1, max_size=12))
+def test_runs_without_overlaps_are_the_same_runs_in_as_few_parts_as_can_be(runs: list[tuple[int, int]]) -> None:
+    starts, lengths = (np.array([run[side] for run in runs], dtype=np.int64) for side in (0, 1))
+    whole = Runs(starts + 7, REGION + np.arange(len(runs)) * 100, lengths)
+    parts = whole.without_overlaps(whole.device)
+    assert sorted(byte for part in parts for byte in bytes_of(part)) == sorted(bytes_of(whole))
+    deepest = max(sum(start <= byte < start + length for start, length in runs) for byte in range(260))
+    assert len(parts) == deepest
+    for part in parts:
+        written = [device for device, _ in bytes_of(part)]
+        assert len(written) == len(set(written))

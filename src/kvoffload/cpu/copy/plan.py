@@ -11,6 +11,8 @@ So consecutive GPU blocks are contiguous on both sides, and merge into one run.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +43,28 @@ class PageRef:
 
 
 @dataclass(frozen=True, slots=True)
+class _PageColumns:
+    """The pages of a group as columns, one row a page, for arithmetic with rows of blocks."""
+
+    address: Int64s
+    stride_bytes: Int64s
+    page_bytes: Int64s
+    offset: Int64s
+    """Of the page within the slice."""
+    num_blocks: int
+    """GPU blocks that all of its tensors have."""
+
+    @classmethod
+    def of(cls, pages: Sequence[PageRef], factor: int) -> _PageColumns:
+        rows = [(page.address, page.stride_bytes, page.page_bytes) for page in pages]
+        address, stride_bytes, page_bytes = np.array(rows, dtype=np.int64).reshape(-1, 3, 1).swapaxes(0, 1)
+        ends = np.cumsum(factor * page_bytes, axis=0)
+        return cls(
+            address, stride_bytes, page_bytes, ends - factor * page_bytes, min(page.num_blocks for page in pages)
+        )
+
+
+@dataclass(frozen=True)
 class CopyLayout:
     """Both sides of the transfers of one rank."""
 
@@ -52,6 +76,11 @@ class CopyLayout:
     slot_bytes: int
     """From one slot to the next."""
     num_slots: int
+
+    @functools.cached_property
+    def columns(self) -> tuple[_PageColumns | None, ...]:
+        """By group; ``None`` for one without pages."""
+        return tuple(_PageColumns.of(pages, self.factor) if pages else None for pages in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +112,36 @@ class Runs:
         order = np.argsort(addresses)
         return Runs(self.device[order], self.host[order], self.lengths[order])
 
-    def cut_at_pieces_of(self, piece_bytes: int, region_address: int) -> Runs:
-        """The same bytes in runs that do not cross a multiple of ``piece_bytes`` on the host side, counted from
-        ``region_address``. A run longer than a piece is cut more than once."""
-        starts = self.host - region_address
-        counts = (starts + self.lengths - 1) // piece_bytes - starts // piece_bytes + 1
+    def cut_at(self, borders: Int64s) -> Runs:
+        """The same bytes in runs that do not cross any of ``borders``, ascending addresses of the host side. A run may
+        be cut more than once."""
+        first = np.searchsorted(borders, self.host, side="right")
+        last = np.searchsorted(borders, self.host + self.lengths - 1, side="right")
+        counts = last - first + 1
         if not (counts > 1).any():
             return self
         run = np.repeat(np.arange(len(counts)), counts)
         nth = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
-        edges = (starts[run] // piece_bytes + nth) * piece_bytes
-        low = np.maximum(edges, starts[run])
-        high = np.minimum(edges + piece_bytes, starts[run] + self.lengths[run])
-        return Runs(self.device[run] + (low - starts[run]), region_address + low, high - low)
+        low: Int64s = np.where(nth == 0, self.host[run], borders[np.maximum(first[run] + nth - 1, 0)])
+        is_last = nth == counts[run] - 1
+        end = self.host[run] + self.lengths[run]
+        high: Int64s = np.where(is_last, end, borders[np.minimum(first[run] + nth, len(borders) - 1)])
+        return Runs(self.device[run] + (low - self.host[run]), low, high - low)
+
+    def without_overlaps(self, destinations: Int64s) -> list[Runs]:
+        """The same runs in as few parts as can be, so that no two of a part write the same byte. ``destinations`` is
+        ``device`` or ``host``. One part if none overlap."""
+        part = np.zeros(len(self.lengths), dtype=np.int64)
+        open_parts: list[tuple[int, int]] = []  # where its last run ends, and its number
+        for run in np.argsort(destinations, kind="stable").tolist():
+            start = int(destinations[run])
+            number = len(open_parts)
+            if open_parts and open_parts[0][0] <= start:
+                _, number = heapq.heappop(open_parts)
+            part[run] = number
+            heapq.heappush(open_parts, (start + int(self.lengths[run]), number))
+        chosen = [part == number for number in range(len(open_parts))]
+        return [Runs(self.device[each], self.host[each], self.lengths[each]) for each in chosen]
 
     def split(self, parts: int) -> list[Runs]:
         """At most ``parts`` parts of about the same number of bytes. Long runs are cut."""
@@ -138,7 +184,7 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) 
     host: list[Int64s] = []
     lengths: list[Int64s] = []
     gpu_start = cpu_start = 0
-    for pages, size, index in zip(layout.groups, gpu.group_sizes, gpu.block_indices, strict=False):
+    for pages, size, index in zip(layout.columns, gpu.group_sizes, gpu.block_indices, strict=False):
         if not size:
             continue
         positions = index % layout.factor + np.arange(size, dtype=np.int64)
@@ -149,7 +195,11 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) 
         gpu_ids = all_gpu_ids[gpu_start : gpu_start + size]
         slot_starts = layout.region_address + slots[positions // layout.factor] * layout.slot_bytes
         sub_blocks = positions % layout.factor
-        _append_pages(pages, layout.factor, gpu_ids, slot_starts, sub_blocks, (device, host, lengths))
+        if pages is not None:
+            _check_ids(gpu_ids, pages.num_blocks)
+            device.append((pages.address + gpu_ids * pages.stride_bytes).ravel())
+            host.append((slot_starts + pages.offset + sub_blocks * pages.page_bytes).ravel())
+            lengths.append(np.repeat(pages.page_bytes, size))
         gpu_start += size
         cpu_start += num_slots
     if cpu_start != len(all_slots):
@@ -167,26 +217,15 @@ def plan_parts(
     return runs.split(num_parts), runs.num_bytes
 
 
-def _append_pages(
-    pages: Sequence[PageRef],
-    factor: int,
-    gpu_ids: Int64s,
-    slot_starts: Int64s,
-    sub_blocks: Int64s,
-    out: tuple[list[Int64s], list[Int64s], list[Int64s]],
-) -> None:
+def _check_ids(gpu_ids: Int64s, num_blocks: int) -> None:
     low, high = int(gpu_ids.min()), int(gpu_ids.max())
-    page_offset = 0
-    for page in pages:
-        if low < 0 or high >= page.num_blocks:
-            raise TransferError(f"A transfer names GPU block {high if low >= 0 else low} of {page.num_blocks}.")
-        out[0].append(page.address + gpu_ids * page.stride_bytes)
-        out[1].append(slot_starts + (page_offset + sub_blocks * page.page_bytes))
-        out[2].append(np.full(len(gpu_ids), page.page_bytes, dtype=np.int64))
-        page_offset += factor * page.page_bytes
+    if low < 0 or high >= num_blocks:
+        raise TransferError(f"A transfer names GPU block {high if low >= 0 else low} of {num_blocks}.")
 
 
 def _concatenate(parts: list[Int64s]) -> Int64s:
+    if len(parts) == 1:
+        return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
@@ -194,5 +233,7 @@ def _merge(device: Int64s, host: Int64s, lengths: Int64s) -> Runs:
     if len(lengths) < 2:
         return Runs(device, host, lengths)
     touches = (device[:-1] + lengths[:-1] == device[1:]) & (host[:-1] + lengths[:-1] == host[1:])
+    if not touches.any():
+        return Runs(device, host, lengths)
     starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
     return Runs(device[starts], host[starts], np.add.reduceat(lengths, starts))

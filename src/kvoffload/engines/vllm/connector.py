@@ -7,8 +7,9 @@ core, and one with the worker role in every worker. Per step it calls:
 * scheduler: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` while it admits requests, then
   ``build_connector_meta``. With the workers' output: ``update_connector_output``, ``get_kv_connector_stats``,
   ``take_events``.
-* worker: ``handle_preemptions`` first, then ``start_load_kv`` (before the forward pass or right after its launch; loads
-  are asynchronous, so either is fine), ``wait_for_save`` after the launch, and then the calls that collect results.
+* worker: ``handle_preemptions`` first, ``bind_connector_metadata`` right before the forward pass, then
+  ``start_load_kv`` (before the forward pass or after its launch), ``wait_for_save`` after the launch, and then the
+  calls that collect results.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -203,13 +205,21 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.register(kv_caches)
+        # Another connector beside this one may write GPU blocks by other ways than the compute of this device.
+        is_alone = not has_kv_transfer_group() or get_kv_transfer_group() is self
+        self.worker.register(kv_caches, flushes_on_host=not is_alone)
 
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
         # Before this step touches the device: transfers that use GPU blocks which were allocated again must have ended.
         # Final stores read such blocks too, so they start here.
         meta = kv_connector_metadata.meta
         self.worker.core.start_step(ConnectorMeta(final_stores=meta.final_stores, flush_job_ids=meta.flush_job_ids))
+
+    def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
+        # The last call before the forward pass, with both of vLLM's runners. One of them zeroes and copies blocks only
+        # after ``handle_preemptions``, and loads must wait for that.
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.core.mark_compute()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata().meta
@@ -330,7 +340,7 @@ class _WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._invalid_block_ids: set[int] = set()
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register(self, kv_caches: dict[str, torch.Tensor], flushes_on_host: bool) -> None:
         """``kv_caches`` by layer name. Layers that only reuse the cache of another are ignored."""
         config = self._kv_cache_config
         caches = canonicalize(
@@ -347,7 +357,7 @@ class _WorkerSide:
                     f"A GPU block of KV group {index} has {num_bytes} bytes, and the scheduler side expects "
                     f"{group.page_bytes}; kvoffload does not know this layout."
                 )
-        self.core.register_kv_caches(self._spec, caches)
+        self.core.register_kv_caches(self._spec, caches, flushes_on_host)
 
     def take_results(self, may_nap: bool) -> KVConnectorTransferResults:
         """Requests whose load ended on this rank.

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies some blocks out and back before an engine serves: does this machine keep the order that blocks depend on?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import GPULoadStoreSpec, OffloadingHandler
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy.plan import CopyLayout
+from kvoffload.errors import TransferError
+
+__all__ = ["check_copies"]
+
+_SWAPS = 9  # odd: the slots end up swapped
+_MAX_BYTES = 256 << 20  # of one group's copies: some milliseconds
+_TIMEOUT_S = 30.0
+
+
+def check_copies(
+    store: OffloadingHandler, load: OffloadingHandler, kv_view: memoryview, layout: CopyLayout, seed: int = 0
+) -> None:
+    """Swaps two slots of random bytes through two GPU blocks again and again, all jobs submitted at once, for each
+    group. Any two neighbours of that chain out of order leave other bytes.
+
+    Call it before the handlers are used, and before slots or GPU blocks hold anything that matters. GPU blocks are as
+    before when it returns, and the slots it used are zero. Takes some milliseconds. Does nothing with fewer than four
+    slots, or two blocks of GPU blocks. Raises ``TransferError`` for a wrong byte or a failed copy.
+    """
+    for group, pages in enumerate(layout.groups):
+        num_gpu_blocks = min((page.num_blocks for page in pages), default=0)
+        if layout.num_slots >= 4 and num_gpu_blocks >= 2 * layout.factor:
+            _Chain(store, load, kv_view, layout, group).run(np.random.default_rng([seed, group]))
+
+
+class _Chain:
+    """The chain of one group. Its blocks are the first ones; its slots the outermost, which lie in different pieces of
+    a region that is pinned in more than one."""
+
+    def __init__(
+        self,
+        store: OffloadingHandler,
+        load: OffloadingHandler,
+        kv_view: memoryview,
+        layout: CopyLayout,
+        group: int,
+    ) -> None:
+        self._store, self._load = store, load
+        self._layout, self._group = layout, group
+        self._num_bytes = layout.factor * sum(page.page_bytes for page in layout.groups[group])
+        slots: npt.NDArray[np.uint8] = np.frombuffer(kv_view.cast("B"), dtype=np.uint8)
+        start = layout.region_address - slots.ctypes.data
+        rows = slots.reshape(layout.num_slots, layout.slot_bytes)
+        self._slots = rows[:, start : start + self._num_bytes]
+        self._num_jobs = 0
+        self._job_ids: dict[OffloadingHandler, set[int]] = {store: set(), load: set()}
+
+    def run(self, random: np.random.Generator) -> None:
+        last = self._layout.num_slots - 1
+        swapped, kept = (0, last), (1, last - 1)
+        before = random.integers(0, 256, (2, self._num_bytes), dtype=np.uint8)
+        self._slots[list(swapped)] = before
+        for block, slot in enumerate(kept):
+            self._submit(self._store, block, slot)
+        num_swaps = _SWAPS if _SWAPS * 4 * self._num_bytes <= _MAX_BYTES else 1
+        for _ in range(num_swaps):
+            for block, slot in enumerate(swapped):
+                self._submit(self._load, block, slot)
+            for block, slot in enumerate(reversed(swapped)):
+                self._submit(self._store, block, slot)
+        for block, slot in enumerate(kept):
+            self._submit(self._load, block, slot)
+        self._finish()
+        is_right = np.array_equal(self._slots[list(swapped)], before[::-1])
+        for block, slot in enumerate(swapped):
+            self._submit(self._store, block, slot)
+        self._finish()
+        is_right &= np.array_equal(self._slots[list(swapped)], self._slots[list(kept)])
+        self._slots[[*swapped, *kept]] = 0
+        if not is_right:
+            raise TransferError(
+                "Blocks that were copied to the device and back at start came back with wrong bytes: this machine does "
+                "not keep the order of copies; serve without kvoffload, and report what `kvoffload doctor` says."
+            )
+
+    def _submit(self, handler: OffloadingHandler, block: int, slot: int) -> None:
+        sizes, indices = [0] * len(self._layout.groups), [0] * len(self._layout.groups)
+        sizes[self._group] = self._layout.factor
+        ids = range(block * self._layout.factor, (block + 1) * self._layout.factor)
+        gpu, cpu = GPULoadStoreSpec(ids, sizes, indices), CPULoadStoreSpec([slot])
+        job_id = self._num_jobs
+        self._num_jobs += 1
+        self._job_ids[handler].add(job_id)
+        handler.transfer_async(job_id, (gpu, cpu) if handler is self._store else (cpu, gpu))
+
+    def _finish(self) -> None:
+        """Waits for all jobs. Raises ``TransferError`` if one failed or did not end."""
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        for success in self._results(deadline_s):
+            if not success:
+                raise TransferError(
+                    "Copies between the device and host memory fail at start; serve without kvoffload, and report the "
+                    "error before this one and what `kvoffload doctor` says."
+                )
+
+    def _results(self, deadline_s: float) -> Iterator[bool]:
+        for handler, job_ids in self._job_ids.items():
+            while job_ids:
+                for result in handler.get_finished():
+                    job_ids.discard(result.job_id)
+                    yield result.success
+                if job_ids and time.monotonic() > deadline_s:
+                    raise TransferError(
+                        f"Copies between the device and host memory did not end within {_TIMEOUT_S:.0f} s at start; "
+                        "serve without kvoffload, and report what `kvoffload doctor` says."
+                    )
+                time.sleep(50e-6)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA backend over the fake driver: what a device would have are tensors that it adopted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tests.cpu.copy.fake_cuda import FakeCuda
+
+from kvoffload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+)
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy.cuda import make_cuda_handlers
+from kvoffload.cpu.copy.driver import Stream
+from kvoffload.cpu.gpu_worker import copy_layout
+from kvoffload.cpu.region import SharedOffloadRegion
+from kvoffload.testing import HandlerRig
+
+NUM_GPU_BLOCKS, NUM_SLOTS = 16, 8
+PAGES = (4096, 65_536, 4096)
+
+Bytes = npt.NDArray[np.uint8]
+Make = Callable[..., dict[tuple[str, str], OffloadingHandler]]
+
+
+@dataclass(slots=True)
+class CudaRig(HandlerRig):
+    cuda: FakeCuda
+    tensors: Sequence[torch.Tensor]
+    pages: Sequence[int]
+    region: SharedOffloadRegion
+    compute: Stream
+
+    def read_page(self, tensor_idx: int, gpu_block: int) -> Bytes:
+        return self.tensors[tensor_idx][gpu_block, : self.pages[tensor_idx]].numpy().copy()
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.tensors:
+            tensor.copy_(torch.randint(0, 256, tuple(tensor.shape), dtype=torch.uint8, generator=generator))
+
+    @property
+    def slots(self) -> Bytes:
+        return np.asarray(self.region.create_kv_memoryview())
+
+    def close(self) -> None:
+        self.store.shutdown()
+        self.load.shutdown()
+        self.cuda.driver.synchronize(self.compute)
+        self.cuda.disown(*self.tensors)
+        self.region.close()
+        self.cuda.driver.destroy_stream(self.compute)
+
+    # --------------------------------------------------------------------------- for tests of the order of things
+
+    def start(self, job_id: int, handler: OffloadingHandler, block: int, slot: int) -> None:
+        """A transfer of one GPU block of the first group."""
+        gpu, cpu = GPULoadStoreSpec([block], [1, 0], [0, 0]), CPULoadStoreSpec([slot])
+        handler.transfer_async(job_id, (gpu, cpu) if handler is self.store else (cpu, gpu))
+
+    def compute_fills(self, block: int, value: int) -> None:
+        page = self.tensors[0][block]
+        self.cuda.driver.fill(page.data_ptr(), value, page.numel(), self.compute)
+
+    def stream_of(self, handler: OffloadingHandler) -> Stream:
+        assert isinstance(handler._stream, int)  # type: ignore[attr-defined]
+        return Stream(handler._stream)  # type: ignore[attr-defined]
+
+    def in_block(self, block: int) -> set[int]:
+        return set(np.unique(self.read_page(0, block)).tolist())
+
+    def in_slot(self, slot: int) -> set[int]:
+        return set(np.unique(self.slots[slot, : self.pages[0]]).tolist())
+
+
+def make_rig(
+    cuda: FakeCuda,
+    factor: int = 1,
+    rank: int = 0,
+    small: bool = False,
+    plain: bool = False,
+    make: Make = make_cuda_handlers,
+) -> CudaRig:
+    """As in ``test_gpu_worker.py``: two groups over three tensors, of which both use one. ``plain``: both over one
+    tensor, whose pages fill whole slots."""
+    widths, pages = ([96, 200, 64], [64, 200, 64]) if small else ([5000, 70_000, 4096], list(PAGES))
+    groups = [[0, 1], [2, 1]]
+    num_ranks = 2
+    if plain:
+        widths, pages, groups, num_ranks = [65_536], [65_536], [[0], [0]], 1
+    tensors = [torch.zeros((NUM_GPU_BLOCKS, width), dtype=torch.uint8) for width in widths]
+    refs = [[CanonicalKVCacheRef(index, pages[index]) for index in group] for group in groups]
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, pages, strict=True)], refs)
+    slice_bytes = factor * max(sum(pages[index] for index in group) for group in groups)
+    region = SharedOffloadRegion.anonymous(NUM_SLOTS, slice_bytes * num_ranks)
+    view = region.create_kv_memoryview()
+    layout = copy_layout(caches, view, factor, rank * slice_bytes, slice_bytes)
+    cuda.driver.use_device(0)
+    compute = cuda.driver.create_stream()
+    cuda.adopt(*tensors)
+    try:
+        handlers = make(caches, view, layout, cuda.device(compute))
+    except BaseException:
+        cuda.disown(*tensors)
+        region.close()
+        raise
+    store, load = handlers["GPU", "CPU"], handlers["CPU", "GPU"]
+    return CudaRig(store, load, factor, groups, cuda, tensors, pages, region, compute)

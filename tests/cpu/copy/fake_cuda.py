@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fake driver of ``fakecuda.c``: compiled, loaded, and made to misbehave.
+
+``python -m tests.cpu.copy.fake_cuda DIRECTORY`` leaves it there as ``libcuda.so.1``. A process that is started with
+``LD_LIBRARY_PATH=DIRECTORY`` takes it for NVIDIA's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvoffload.cpu.copy.cuda import CudaDevice
+from kvoffload.cpu.copy.driver import LIBRARY, Driver, Stream
+
+SOURCE = Path(__file__).with_name("fakecuda.c")
+LONGEST_PAUSE_US = 100
+BROKEN = 700  # an illegal address: every call fails from then on
+
+
+def missing() -> str | None:
+    """Why the fake driver cannot be compiled here, or ``None``."""
+    if shutil.which("cc") is None:
+        return "the fake CUDA driver needs a C compiler, and this machine has none"
+    if _headers() is None:
+        return "the fake CUDA driver needs cuda.h: install nvidia-cuda-runtime, of the dev extra"
+    return None
+
+
+def _headers() -> Path | None:
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((path.parent for folder in folders for path in Path(folder).glob("**/include/cuda.h")), None)
+
+
+def build(folder: Path) -> Path:
+    """Compiles it into ``folder``. Only where nothing is ``missing``."""
+    library = folder / LIBRARY
+    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run(["cc", *options, f"-I{_headers()}", "-o", library, SOURCE, "-lpthread"], check=True)
+    return library
+
+
+class FakeCuda:
+    """The fake driver of this process, from both sides: ``driver`` is the code under test's."""
+
+    def __init__(self, library: Path) -> None:
+        self.calls = ctypes.CDLL(str(library))
+        for name, types in {
+            "fake_pace": (ctypes.c_uint64, ctypes.c_long),
+            "fake_adopt": (ctypes.c_size_t, ctypes.c_size_t),
+            "fake_disown": (ctypes.c_size_t,),
+            "fake_hold": (ctypes.c_void_p, ctypes.c_int),
+            "fake_fail": (ctypes.c_char_p, ctypes.c_int, ctypes.c_long),
+            "fake_limit_registrations": (ctypes.c_size_t, ctypes.c_size_t),
+            "cuMemcpyDtoDAsync_v2": (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p),
+        }.items():
+            getattr(self.calls, name).argtypes = types
+        for name in ("faults", "batches", "copies", "pageable", "registrations", "streams"):
+            getattr(self.calls, f"fake_num_{name}").restype = ctypes.c_long
+        self.path = library
+        self.driver = Driver(str(library))
+
+    def __repr__(self) -> str:
+        return f"FakeCuda({self.driver!r})"
+
+    def reset(self) -> None:
+        self.calls.fake_reset()
+        self.pace()
+        self.driver = Driver(str(self.path))
+        self.driver.use_device(0)
+
+    def pace(self, seed: int = 0, longest_pause_us: int = LONGEST_PAUSE_US) -> None:
+        """How long streams pause before and within copies, and in which order they copy: drawn from ``seed``."""
+        self.calls.fake_pace(seed, longest_pause_us)
+
+    def device(self, compute: Stream) -> CudaDevice:
+        return CudaDevice(self.driver, 0, lambda: compute)
+
+    def adopt(self, *tensors: torch.Tensor) -> None:
+        """These lie on the device from now on, until ``disown``."""
+        for tensor in tensors:
+            self.calls.fake_adopt(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def disown(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            self.calls.fake_disown(tensor.data_ptr())
+
+    def copy_on_device(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """As compute that reads ``source``."""
+        code = self.calls.cuMemcpyDtoDAsync_v2(to.data_ptr(), source.data_ptr(), source.numel(), stream)
+        assert code == 0
+
+    @contextmanager
+    def held(self, stream: Stream) -> Iterator[None]:
+        """The stream ends what it has to do, and then does nothing, whatever is submitted to it. At the end all other
+        streams have gone as far as they can without it; then it goes on."""
+        self.settle()
+        self.calls.fake_hold(stream, 1)
+        try:
+            yield
+            self.calls.fake_settle()
+        finally:
+            self.calls.fake_hold(stream, 0)
+
+    def settle(self) -> None:
+        """Returns when no stream can go on."""
+        self.calls.fake_settle()
+
+    def fail(self, call: str, code: int = 1, after: int = 0) -> None:
+        """The next such call fails, or the one ``after`` so many."""
+        self.calls.fake_fail(call.encode(), code, after)
+
+    def break_device(self) -> None:
+        self.calls.fake_break(BROKEN)
+
+    def mend_device(self) -> None:
+        self.calls.fake_break(0)
+        self.calls.fake_settle()
+
+    def limit_registrations(self, largest_bytes: int, most_bytes: int = 1 << 60) -> None:
+        self.calls.fake_limit_registrations(largest_bytes, most_bytes)
+
+    def set_version(self, version: int) -> None:
+        self.calls.fake_set_version(version)
+        self.driver = Driver(str(self.path))
+
+    def count(self, what: str) -> int:
+        """Of faults, batches, copies, pageable, registrations or streams."""
+        return int(getattr(self.calls, f"fake_num_{what}")())
+
+
+@functools.cache
+def load() -> FakeCuda:
+    """One for the process. Only where nothing is ``missing``."""
+    folder = tempfile.mkdtemp(prefix="kvoffload-fake-cuda-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return FakeCuda(build(Path(folder)))
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    """The fake driver, as at first. A test that leaves a fault or a registration behind fails."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    fake = load()
+    fake.reset()
+    yield fake
+    fake.mend_device()
+    assert fake.count("faults") == 0
+    assert fake.count("registrations") == 0
+
+
+if __name__ == "__main__":
+    sys.exit(missing() or print(build(Path(sys.argv[1]))))
