@@ -53,6 +53,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Do not offload blocks that hold generated tokens."""
     self_describing_kv_events: bool = False
     """Include token ids and block sizes in the engine's events of stored blocks, for routers that need them."""
+    kv_cache_layout: str | None = None
+    """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine chooses."""
     record_trace: str | None = None
     """File that receives a trace of the served requests, for ``kvoffload simulate``: hashes of block keys and lengths,
     no tokens. Its owner alone may read it. ``{pid}`` in it becomes the process id, for engines with several

@@ -69,6 +69,7 @@ def vllm_config(**changes: Any) -> Any:
             "quantization": None,
             "dtype": "torch.float32",
             "hf_config": HFConfig(),
+            "use_mla": False,
         },
         "attention_config": {"hisparse_config": None},
     }

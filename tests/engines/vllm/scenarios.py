@@ -222,6 +222,7 @@ def states(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "kinds": [type(group.kv_cache_spec).__name__ for group in groups],
         "layers": [len(group.layer_names) for group in groups],
+        "layout": engine.core.scheduler.kv_cache_config.kv_cache_layout,
         "state bytes": sum(
             len(group.layer_names) * group.kv_cache_spec.state_content_size_bytes
             for group in groups
@@ -411,6 +412,8 @@ def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
             "extra": {"connectors": [child | {"kv_connector_extra_config": {"cpu_bytes_to_us": 1}}]},
         },
         "block": {"extra": extra | {"block_size": 48}},
+        "layout": {"extra": extra | {"kv_cache_layout": "BLNHC"}},
+        "layout's name": {"extra": extra | {"kv_cache_layout": "NHD"}},
     }.items():
         try:
             Engine(model, **options)

@@ -71,7 +71,7 @@ ATTRIBUTES = {
         "prefill_context_parallel_size tensor_parallel_size rank"
     ),
     ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype use_replayssm",
-    ("vllm.config.model", "ModelConfig"): "model revision quantization dtype hf_config",
+    ("vllm.config.model", "ModelConfig"): "model revision quantization dtype hf_config use_mla",
     ("vllm.config.speculative", "SpeculativeConfig"): (
         "method draft_model_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
     ),

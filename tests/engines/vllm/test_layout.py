@@ -152,6 +152,26 @@ def test_hashes_have_the_path_of_an_adapter_since_0_31() -> None:
     assert ("/adapters/7" in str(keys)) == versions.hashes_have_adapter_paths()
 
 
+def asking_for(layout: str, **changes: Any) -> Any:
+    return vllm_config(kv_transfer_config__kv_connector_extra_config=EXTRA | {"kv_cache_layout": layout}, **changes)
+
+
+@pytest.mark.vllm
+def test_a_layout_that_vllm_lacks_or_that_was_not_proven_is_refused() -> None:
+    assert check_engine(asking_for("BLNHC")).kv_cache_layout == "BLNHC"
+    with pytest.raises(ConfigError, match="This vLLM has no kv_cache_layout 'BNLHC': use one of LBHNC, "):
+        check_engine(asking_for("BNLHC"))
+    with pytest.raises(ConfigError, match="latent attention, for which the layout BLNHC was not shown to be right"):
+        check_engine(asking_for("BLNHC", model_config__use_mla=True))
+
+
+@BOTH
+def test_a_layout_that_vllm_did_not_take_is_refused() -> None:
+    refuse_kv_cache(asking_for("BLNHC"), kv_cache_config(attention(), kv_cache_layout="BLNHC"))
+    with pytest.raises(ConfigError, match="asks for BLNHC, and vLLM uses LBHNC"):
+        refuse_kv_cache(asking_for("BLNHC"), kv_cache_config(attention()))
+
+
 @BOTH
 def test_groups_that_hashes_cannot_restore_are_refused() -> None:
     refuse_kv_cache(vllm_config(), kv_cache_config(attention(), sliding(64)))

@@ -153,4 +153,6 @@ def test_what_cannot_work_is_refused_at_start_with_the_reason(llama: SmallModel)
     assert "pipeline_parallel_size above 1" in said["pipeline"]
     assert "needs cpu_bytes_to_use" in said["child"]
     assert "multiple of the engine's block of 32 tokens" in said["block"]
-    assert [name for name, words in said.items() if words.startswith("loaded: ")] == ["block"]
+    assert "kv_cache_layout asks for BLNHC, and vLLM uses LBHNC" in said["layout"]
+    assert "no kv_cache_layout 'NHD': use one of LBHNC, " in said["layout's name"]
+    assert [name for name, words in said.items() if words.startswith("loaded: ")] == ["block", "layout"]

@@ -71,6 +71,14 @@ def test_other_models(write: Callable[[Path], SmallModel], tmp_path: Path) -> No
     check_states(seen, states_baseline(model.path))
 
 
+def test_vllm_takes_the_layout_that_it_is_asked_for(tmp_path: Path) -> None:
+    """Layers of a block side by side. Of vLLM's models only those without attention may have that on a CPU."""
+    model = write_mamba2(tmp_path)
+    seen = run_child("states", model=model.path, extra=EXTRA | {"kv_cache_layout": "BLNHC"})
+    assert seen["layout"] == "BLNHC"
+    check_states(seen, states_baseline(model.path))
+
+
 def test_with_all_states_kept_a_hit_may_end_at_any_block(falcon: SmallModel, falcon_baseline: Baseline) -> None:
     seen = run_child("states_at_branches", model=falcon.path, extra=EXTRA)
 

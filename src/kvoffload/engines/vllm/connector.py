@@ -135,10 +135,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """None. ``register`` has this asked before an engine starts, so whatever needs no KV cache is refused here.
-        vLLM asks once more when it has loaded the model."""
-        check_engine(vllm_config)
-        return None
+        """What the user asks for. ``register`` has this asked before an engine starts, so whatever needs no KV cache is
+        refused here. vLLM asks once more when it has loaded the model."""
+        return check_engine(vllm_config).kv_cache_layout
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -66,11 +66,36 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     if vllm_config.attention_config.hisparse_config is not None:
         raise ConfigError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
     _refuse_adapters(vllm_config, config)
+    if config.kv_cache_layout is not None:
+        _refuse_layout(config.kv_cache_layout, vllm_config.model_config)
     return config
+
+
+def _refuse_layout(asked: str, model: Any) -> None:
+    """Layouts that this vLLM does not have, and models that were not shown to be right with another than vLLM's."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    if asked not in KVCacheLayout.__members__:
+        raise ConfigError(
+            f"This vLLM has no kv_cache_layout {asked!r}: use one of {', '.join(KVCacheLayout.__members__)}."
+        )
+    if model.use_mla:
+        raise ConfigError(
+            f"This model has latent attention, for which the layout {asked} was not shown to be right: leave out "
+            "kv_cache_layout."
+        )
 
 
 def refuse_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ``ConfigError`` or ``LayoutError``, with the reason, if the KV cache that vLLM made cannot be restored."""
+    asked = vllm_config.kv_transfer_config.kv_connector_extra_config.get("kv_cache_layout")
+    if asked is not None and asked != kv_cache_config.kv_cache_layout:
+        # vLLM only warns when it takes another.
+        raise ConfigError(
+            f"kv_cache_layout asks for {asked}, and vLLM uses {kv_cache_config.kv_cache_layout}, because this model's "
+            "attention backend lacks the other or VLLM_KV_CACHE_LAYOUT is set: leave out kv_cache_layout, or choose "
+            "another attention backend."
+        )
     speculative, groups = vllm_config.speculative_config, kv_cache_config.kv_cache_groups
     if speculative is not None and speculative.method == "draft_model" and len(groups) > 1:
         raise _unproven_drafter("'draft_model' beside several KV groups")
