@@ -54,7 +54,7 @@ class _Unanswered:
     step: int
     keys: set[OffloadKey]
     on_their_way: set[OffloadKey]
-    """Those of them that have been on their way at the end of every action since."""
+    """Those of them that have been on their way all the time since."""
 
 
 class TieringMachine(RuleBasedStateMachine):
@@ -334,6 +334,8 @@ class TieringMachine(RuleBasedStateMachine):
 
     def end_job(self, tier: FakeTier, job_id: int, how: str, tear: bool) -> None:
         keys = tier.jobs[job_id].keys
+        for asked in self.asked.values():
+            asked.on_their_way.difference_update(keys)  # the next call that polls ends them, and may begin them again
         tier.finish([job_id], success=how != "job_fails", lose=keys[-1:] if how == "job_loses" else (), tear=tear)
 
     def lose_patience(self, context: ReqContext, blocks: list[OffloadKey], in_steps: bool) -> None:

@@ -191,8 +191,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         self._poll()
-        self._lookups.forget_found()
-        self._lookups.note_arrivals(self._clock(), ask_tiers=True)
+        self._lookups.end_step(self._clock())
         self._waiting.end_step()
         if self._promotions.queue:
             self._promotions.submit()
@@ -324,7 +323,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._costs.end_poll()
         now_s = self._clock()
         ended_s = max(now_s if job.ended_s is None else min(job.ended_s, now_s) for job in finished)
-        self._lookups.note_arrivals(ended_s, ask_tiers=False)
+        self._lookups.note_arrivals(ended_s)
         return True
 
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:

@@ -155,6 +155,8 @@ class Claims(Collection[OffloadKey]):
         self.max_per_request = max(1, min(ceil(num_blocks * claim_share), self.max_total))
         self._claimed: dict[OffloadKey, _Claimed] = {}
         self._new: dict[OffloadKey, None] = {}
+        self.have_changed = False
+        """Some block became ready, in flight or absent since the last step."""
 
     def __repr__(self) -> str:
         return f"Claims({len(self)} of {self.max_total}, max_per_request={self.max_per_request})"
@@ -200,9 +202,8 @@ class Claims(Collection[OffloadKey]):
 
     def note_changed(self, keys: Iterable[OffloadKey]) -> None:
         """Some of ``keys`` may be ready, in flight or absent now, and were not before: who claims them asks again."""
-        if not self._claimed:
-            return
         for key in keys:
+            self.have_changed = True
             claimed = self._claimed.get(key)
             if claimed is not None:
                 claimed.forget_heads()
@@ -230,6 +231,7 @@ class Claims(Collection[OffloadKey]):
 
     def end_promotion(self, key: OffloadKey, success: bool) -> list[RequestState]:
         """The promotion of ``key`` has ended. Returns the requests that claim it. If it failed, their claims end."""
+        self.have_changed = True
         claimed = self._claimed[key]
         claimed.forget_heads()
         claimed.promoting = False
@@ -249,6 +251,7 @@ class Claims(Collection[OffloadKey]):
 
     def clear(self) -> None:
         """Ends every claim of every request."""
+        self.have_changed = True
         for claimed in self._claimed.values():
             claimed.forget_heads()
             for request in claimed.claimants.values():
@@ -474,12 +477,21 @@ class Lookups:
         if request.waiting_since is not None:
             self._poll()  # what arrived since the last step took none of its patience
 
-    def note_arrivals(self, arrived_s: float, ask_tiers: bool) -> None:
-        """Some blocks may have arrived, the last of them at ``arrived_s``. Requests that have all of theirs now wait
-        for the engine. With ``ask_tiers``, tiers that were finding out are asked again: that is waited for too."""
+    def note_arrivals(self, arrived_s: float) -> None:
+        """Some blocks have arrived, the last of them at ``arrived_s``. Requests that have all of theirs now wait for
+        the engine."""
         for request in self._waiting.unanswered():
-            if self._has_all(request, ask_tiers):
+            if self._has_all(request, ask_tiers=False):
                 self._waiting.note_arrived(request, arrived_s)
+
+    def end_step(self, now_s: float) -> None:
+        """What the tiers answered holds no longer. Tiers that were finding out are asked again: requests wait for that
+        too."""
+        self.forget_found()
+        have_changed, self._claims.have_changed = self._claims.have_changed, False
+        for request in self._waiting.unanswered():
+            if (have_changed or request.unknown) and self._has_all(request, ask_tiers=True):
+                self._waiting.note_arrived(request, now_s)
 
     def _has_all(self, request: RequestState, ask_tiers: bool) -> bool:
         """Whether nothing that ``request`` had no answer for is on its way any more. O(1) while the next block is."""
@@ -499,7 +511,7 @@ class Lookups:
         return key in request.unknown and not (ask_tiers and self._tier_with(request, key)[1] is not None)
 
     def forget_found(self) -> None:
-        """What the tiers answered holds no longer: the step has ended, or the cache was reset."""
+        """What the tiers answered holds no longer."""
         self._asking = self._rest = None
         self._found.clear()
 
