@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import HAS_VLLM, Baseline, run_child, states_baseline
-from tests.engines.vllm.models import SmallModel, write_falcon_h1, write_gemma3, write_llama
+from tests.engines.vllm.models import SEED, SmallModel, write_falcon_h1, write_gemma3, write_llama
 
 from kvoffload.engines.vllm.versions import drafters_are_proven
 
@@ -43,6 +43,17 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 def llama_baseline(llama: SmallModel) -> Baseline:
     """What vLLM without a connector answers to every prompt of the Llama scenarios."""
     return Baseline(run_child("baseline", model=llama.path, family="llama"))
+
+
+@pytest.fixture(scope="session")
+def other_llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    """The Llama with other weights."""
+    return write_llama(tmp_path_factory.mktemp("other-llama"), seed=SEED + 1)
+
+
+@pytest.fixture(scope="session")
+def other_llama_baseline(other_llama: SmallModel) -> Baseline:
+    return Baseline(run_child("baseline", model=other_llama.path, family="llama"))
 
 
 @pytest.fixture(scope="session")

@@ -32,8 +32,8 @@ class SmallModel:
     num_groups: int
 
 
-def write_llama(directory: Path) -> SmallModel:
-    """Four layers of full attention: one KV group."""
+def write_llama(directory: Path, seed: int = SEED) -> SmallModel:
+    """Four layers of full attention: one KV group. Other seeds give other weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -49,7 +49,7 @@ def write_llama(directory: Path) -> SmallModel:
         bos_token_id=0,
         eos_token_id=VOCAB - 1,
     )
-    _write(LlamaForCausalLM, config, directory)
+    _write(LlamaForCausalLM, config, directory, seed)
     return SmallModel(str(directory), num_layers=4, kv_heads=2, num_groups=1)
 
 
@@ -201,10 +201,10 @@ def write_qwen3_next(directory: Path) -> SmallModel:
     return SmallModel(str(directory), num_layers=4, kv_heads=4, num_groups=4)
 
 
-def _write(model_class: Any, config: Any, directory: Path) -> None:
+def _write(model_class: Any, config: Any, directory: Path, seed: int = SEED) -> None:
     import torch
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model = model_class(config).to(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -386,6 +386,62 @@ def speculate(model: str, extra: dict[str, Any], speculative_config: dict[str, A
     return result
 
 
+def new_weights(model: str, other: str, extra: dict[str, Any], version_file: str | None = None) -> dict[str, Any]:
+    """Weights replaced in place while requests run: pause, new weights, reset, resume. Without a ``version_file`` first
+    without the connector's reset, as before a reset reached it."""
+    prompts = long_prompts()
+    if version_file is not None:
+        Path(version_file).write_text("first")
+        extra = extra | {"weights_version": {"file": version_file}}
+    engine = Engine(model, extra=extra, gpu_blocks=100)
+    result: dict[str, Any] = {}
+    result["first"], _ = engine.answers(prompts)
+    engine.drain()
+    if version_file is None:
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
+        engine.forget_device_cache()
+        result["stale"], result["stale cached"] = engine.answers(prompts[:4])
+        engine.drain()
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+        engine.forget_device_cache()
+
+    _replace_weights(engine, other, version_file, "second")
+    for name in ("replaced", "again"):
+        result[name], result[f"{name} cached"] = engine.answers(prompts)
+        engine.drain()
+        engine.forget_device_cache()
+    if version_file is not None:
+        _replace_weights(engine, model, version_file, "first")
+        result["back"], result["back cached"] = engine.answers(prompts)
+    result["metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def _replace_weights(engine: Engine, path: str, version_file: str | None, version: str) -> None:
+    """Pause, new weights, reset, resume. Requests that share prefixes with later ones run meanwhile."""
+    llm = engine.llm.llm_engine
+    for prompt in long_prompts(3):
+        parameters = engine.parameters(prompt)
+        llm.add_request(f"{prompt.name}-{version}", {"prompt_token_ids": list(prompt.token_ids)}, parameters)
+    states = {"WAITING_FOR_REMOTE_KVS"}
+    for _ in range(10_000):  # vLLM does not reset while a load is in flight
+        llm.step()
+        states = {request.status.name for request in engine.core.scheduler.requests.values()}
+        if "RUNNING" in states and "WAITING_FOR_REMOTE_KVS" not in states:
+            break
+    assert "RUNNING" in states
+    engine.core.pause_scheduler("keep", clear_cache=False)
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    if version_file is not None:
+        Path(version_file).write_text(version)
+    assert engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.core.resume_scheduler()
+    engine.drain()
+    engine.forget_device_cache()
+
+
 def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
     """What vLLM says at start to configurations that cannot work; of those for which it loads a model, after
     "loaded: "."""
