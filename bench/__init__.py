@@ -12,6 +12,7 @@ BENCHES: tuple[str, ...] = (
     "tiering",
     "simulator",
     "host_copies",
+    "device_copies",
     "disk_store",
     "slab_eviction",
     "fs_store",

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing two things against each other on a noisy machine, and the rows they give."""
+"""The rows of a report, and how their times are taken."""
 
 from __future__ import annotations
 
-import gc
-import statistics
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from kvoffload.doctor.timing import interleaved_medians, thread_medians
 
 __all__ = ["Row", "interleaved_medians", "thread_medians"]
 
@@ -33,31 +31,3 @@ class Row:
             return None
         sign, bound = self.target.split()
         return self.ratio <= float(bound) if sign == "<=" else self.ratio >= float(bound)
-
-
-def interleaved_medians(*work: Callable[[], object], repeats: int) -> list[float]:
-    """Median seconds of each callable, run in turn ``repeats`` times, so that a slow minute hits all of them."""
-    return _medians(work, repeats, time.perf_counter)
-
-
-def thread_medians(*work: Callable[[], object], repeats: int) -> list[float]:
-    """The same in processor time of this thread, which other processes disturb less. For work that no other thread
-    does a part of."""
-    return _medians(work, repeats, time.thread_time)
-
-
-def _medians(work: Sequence[Callable[[], object]], repeats: int, clock: Callable[[], float]) -> list[float]:
-    times: list[list[float]] = [[] for _ in work]
-    gc_was_on = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(repeats):
-            for log, call in zip(times, work, strict=True):
-                start = clock()
-                call()
-                log.append(clock() - start)
-            gc.collect()
-    finally:
-        if gc_was_on:
-            gc.enable()
-    return [statistics.median(log) for log in times]

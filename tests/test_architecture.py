@@ -31,6 +31,7 @@ FLOOR = {
     "connector": 5,
     "sim": 6,
     "engines": 6,
+    "doctor": 4,
     "demo": 7,
     "testing": 7,
     "cli": 8,

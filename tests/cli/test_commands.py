@@ -15,9 +15,17 @@ import typer
 
 import kvoffload
 from kvoffload import cli
-from kvoffload.cli import demo, explain, plan, simulate, store, top
+from kvoffload.cli import demo, doctor, explain, plan, simulate, store, top
 
-MODULES = {"demo": demo, "explain": explain, "plan": plan, "simulate": simulate, "store": store, "top": top}
+MODULES = {
+    "demo": demo,
+    "doctor": doctor,
+    "explain": explain,
+    "plan": plan,
+    "simulate": simulate,
+    "store": store,
+    "top": top,
+}
 
 
 def commands(module: ModuleType) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 __all__ = ["main"]
 
-_COMMANDS: tuple[str, ...] = ("demo", "simulate", "plan", "explain", "top", "store")
+_COMMANDS: tuple[str, ...] = ("demo", "doctor", "simulate", "plan", "explain", "top", "store")
 """Modules of this package that register a subcommand, in the order of ``--help``."""
 
 

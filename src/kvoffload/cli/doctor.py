@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload doctor``: does offloading work on this machine, and how fast?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvoffload.cli.output import check_json_target, progress, write_json
+from kvoffload.doctor.copies import (
+    DevicePlace,
+    HostPlace,
+    Place,
+    check_copies_under_load,
+    job_seconds,
+    matmul_slowdown,
+    page_speed,
+    pinning_speed,
+)
+from kvoffload.doctor.findings import Finding, Severity, findings, verdict
+from kvoffload.doctor.report import Checked, PageSpeed, Report
+from kvoffload.doctor.system import device_facts, host_facts, versions
+from kvoffload.errors import ConfigError
+from kvoffload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from kvoffload.cpu.copy.cuda import CudaDevice
+
+__all__ = ["Effort", "cuda_device", "examine", "register"]
+
+_PAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+_LAYERS = 8
+_MOST_THREADS = 4
+_MOST_PAGES = 8192
+"""Of one job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is copied."""
+
+    check_s: float = 10.0
+    pages: tuple[int, ...] = _PAGES
+    """Sizes to time. With none, nothing is timed."""
+    device_bytes: int = 128 << 20
+    """By one job."""
+    host_bytes: int = 32 << 20
+    pinned_bytes: int = 2 << 30
+    repeats: int = 7
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(doctor)
+
+
+def doctor(
+    cpu_bytes: Annotated[
+        str | None, typer.Option(help="Host memory that you want to offload to, for example 64GiB.")
+    ] = None,
+    device: Annotated[int, typer.Option(min=0, help="Number of the GPU, among those that this process sees.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Take some seconds: compare copies byte for byte, and time none.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="File to write all figures to.")
+    ] = None,
+) -> None:
+    """Check this machine for offloading: a minute of copies, compared byte for byte and timed, and what follows.
+
+    Without a GPU it checks the rest. The exit code is 1 if offloading does not work here.
+    """
+    wanted = None if cpu_bytes is None else parse_bytes(cpu_bytes, "--cpu-bytes")
+    check_json_target(json_file)
+    report = examine(device, wanted, Effort(check_s=1.0, pages=()) if quick else Effort())
+    found = findings(report)
+    _print(report, found)
+    write_json(_as_json(report, found), json_file)
+    if any(finding.severity is Severity.FAULT for finding in found):
+        raise typer.Exit(1)
+
+
+def examine(number: int, cpu_bytes: int | None, effort: Effort) -> Report:
+    """Raises ``ConfigError`` if the GPU of that number does not exist, unless it is the first."""
+    host = host_facts()
+    cuda, no_device = cuda_device(number)
+    place: Place = HostPlace(max(1, min(_MOST_THREADS, host.cores))) if cuda is None else DevicePlace(cuda)
+    job_bytes = effort.host_bytes if cuda is None else effort.device_bytes
+    pages = list[PageSpeed]()
+    job_s = side_by_side_job_s = pinned = slowdown = None
+    is_timed_device = cuda is not None and bool(effort.pages)
+    with progress({"checks": 1 + len(effort.pages) + 3 * is_timed_device}, "steps") as advance:
+        checked = check_copies_under_load(place, effort.check_s)
+        advance("checks")
+        if checked.wrong is None:
+            for page_bytes in effort.pages:
+                num_bytes = min(job_bytes, _MOST_PAGES * page_bytes)
+                pages.append(page_speed(place, page_bytes, num_bytes, _LAYERS, effort.repeats))
+                advance("checks")
+        if checked.wrong is None and cuda is not None and is_timed_device:
+            job_s, side_by_side_job_s = job_seconds(place, 64), job_seconds(place, 1)
+            advance("checks")
+            pinned = pinning_speed(cuda, _affordable(effort.pinned_bytes, host.available_bytes))
+            advance("checks")
+            slowdown = matmul_slowdown(place, 64 << 10, job_bytes, _LAYERS)
+            advance("checks")
+    return Report(
+        versions=versions(),
+        host=host,
+        cpu_bytes=cpu_bytes,
+        device=None if cuda is None else device_facts(cuda.driver, cuda.number),
+        no_device=no_device,
+        checked=checked,
+        pages=tuple(pages),
+        job_s=job_s,
+        side_by_side_job_s=side_by_side_job_s,
+        pinned_bytes_per_s=pinned,
+        matmul_slowdown=slowdown,
+    )
+
+
+def cuda_device(number: int) -> tuple[CudaDevice | None, str | None]:
+    """The device with an idle compute stream, or why there is none."""
+    try:
+        from kvoffload.cpu.copy.driver import load_driver
+
+        driver = load_driver()
+        if number >= driver.num_devices():
+            raise ConfigError(f"--device {number} does not exist: this process sees {driver.num_devices()} GPU(s).")
+        from kvoffload.cpu.copy.cuda import CudaDevice
+    except ConfigError as exc:
+        if number:
+            raise
+        return None, str(exc).rstrip(".")
+    except ImportError as exc:
+        return None, f"the CUDA path needs torch ({exc})"
+    driver.use_device(number)
+    idle = driver.create_stream()
+    return CudaDevice(driver, number, lambda: idle), None
+
+
+def _affordable(wanted: int, available: int | None) -> int:
+    """Of ``wanted``, at most an eighth of what is available, and whole pages."""
+    return wanted if available is None else max(1 << 20, min(wanted, available // 8)) & ~4095
+
+
+def _as_json(report: Report, found: list[Finding]) -> dict[str, Any]:
+    named = [{**asdict(finding), "severity": finding.severity.name.lower()} for finding in found]
+    return {"verdict": verdict(report), "findings": named, **asdict(report)}
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+def _print(report: Report, found: list[Finding]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in _facts(report):
+        facts.add_row(name, value)
+    console.print(facts, highlight=False)
+    if report.pages:
+        console.print()
+        console.print(_page_table(report), highlight=False)
+    for line in _figures(report):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print()
+    for finding in found:
+        console.print(f"{finding.severity.name.lower()}: {finding}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"[bold]{escape(verdict(report))}[/bold]", highlight=False, soft_wrap=True)
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    versions, host, device = report.versions, report.host, report.device
+    installed = [("torch", versions.torch), ("vLLM", versions.vllm)]
+    yield (
+        "versions",
+        ", ".join(
+            [
+                f"kvoffload {versions.kvoffload}",
+                f"Python {versions.python}",
+                *(f"{name} {number}" if number else f"no {name}" for name, number in installed),
+                f"Linux {versions.kernel}",
+            ]
+        ),
+    )
+    if device is None:
+        yield "device", f"none: {report.no_device}"
+    else:
+        numa = "unknown NUMA node" if device.numa_node is None else f"NUMA node {device.numa_node}"
+        number = f"NVIDIA {device.driver}, " if device.driver else ""
+        copies = "all pages of a job in one call" if device.has_batch else "one call for each page"
+        yield "device", f"{device.name}, {device.pci_bus_id}, {numa}"
+        yield "driver", f"{number}CUDA {device.cuda}: {copies}"
+        if device.link is not None:
+            most = (
+                "" if device.link_bytes_per_s is None else f"; at most {device.link_bytes_per_s / 1e9:.1f} GB/s a way"
+            )
+            yield "link", f"{device.link} now{most}"
+    limit = "no limit" if host.limit_bytes is None else f"a limit of {format_bytes(host.limit_bytes)}"
+    yield "memory", f"{_size(host.memory_bytes)}, {_size(host.available_bytes)} available, {limit} on this container"
+    yield "/dev/shm", f"{_size(host.shm_bytes)}, {_size(host.shm_free_bytes)} free"
+    yield "locked memory", "unlimited" if host.locked_bytes is None else f"at most {format_bytes(host.locked_bytes)}"
+    yield "huge pages", f"{host.huge_pages or 'unknown'} (transparent)"
+    nodes = f", memory of node {host.allowed_nodes} allowed" if host.allowed_nodes else ""
+    yield "processors", f"{host.cores} cores, {host.numa_nodes or 'unknown number of'} NUMA node(s){nodes}"
+    if report.cpu_bytes is not None:
+        yield "wanted", format_bytes(report.cpu_bytes)
+    if report.checked is not None:
+        yield "copies", _checked_text(report.checked)
+
+
+def _size(number: int | None) -> str:
+    return "unknown" if number is None else format_bytes(number)
+
+
+def _checked_text(checked: Checked) -> str:
+    seen = f"{checked.jobs:,} random jobs, {format_bytes(checked.num_bytes)}, and chains of conflicts beside compute"
+    return f"{seen}: every byte right" if checked.wrong is None else f"{seen}: {checked.wrong}"
+
+
+def _page_table(report: Report) -> Table:
+    where = "the device" if report.device is not None else "host memory"
+    table = Table(
+        title=f"Pages between {where} and the region; x: to one large copy", title_justify="left", min_width=72
+    )
+    for heading in ("page", "store GB/s", "x", "load GB/s", "x", "both GB/s", "x"):
+        table.add_column(heading, justify="right")
+    for page in report.pages:
+        speeds = [
+            text
+            for speed in (page.store, page.load, page.both)
+            for text in (f"{speed.bytes_per_s / 1e9:.1f}", f"{speed.ratio:.2f}")
+        ]
+        table.add_row(format_bytes(page.page_bytes), *speeds)
+    return table
+
+
+def _figures(report: Report) -> Iterator[str]:
+    if report.job_s is not None and report.side_by_side_job_s is not None:
+        yield (
+            f"Processor time of the engine's thread for 64 scattered blocks of 64 layers: {report.job_s * 1e3:.2f} ms "
+            f"for 4,096 copies; {report.side_by_side_job_s * 1e3:.2f} ms for 64, with the layers of a block side "
+            "by side (kv_cache_layout)."
+        )
+        speed = {page.page_bytes: page.load.bytes_per_s / 1e9 for page in report.pages}
+        if (64 << 10) in speed and (4 << 20) in speed:
+            yield (
+                f"In layers of 64 KiB a page these are loaded at {speed[64 << 10]:.1f} GB/s, side by side at "
+                f"{speed[4 << 20]:.1f} GB/s."
+            )
+    if report.pinned_bytes_per_s is not None:
+        means = (
+            ""
+            if report.cpu_bytes is None
+            else (
+                f": {report.cpu_bytes / report.pinned_bytes_per_s:.1f} s at the start of each rank for "
+                f"{format_bytes(report.cpu_bytes)}"
+            )
+        )
+        yield f"Pinning: {report.pinned_bytes_per_s / 1e9:.1f} GB/s{means}."
+    if report.device is not None and report.pages:
+        slowdown = report.matmul_slowdown
+        yield (
+            "Matrix product beside copies: not measured, since torch sees no device."
+            if slowdown is None
+            else f"Matrix product beside copies both ways: {slowdown:+.1%} time."
+        )

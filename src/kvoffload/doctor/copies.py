@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of blocks, timed and compared byte for byte, through the handlers that an engine's worker uses.
+
+``DevicePlace`` has its GPU blocks in a device's memory, ``HostPlace`` in host memory, as a CPU engine has. One thread
+calls all of this. torch is needed on a device alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy.host import MOVER, make_host_handlers
+from kvoffload.cpu.copy.plan import CopyLayout, PageRef
+from kvoffload.cpu.region import SharedOffloadRegion
+from kvoffload.doctor.report import Checked, PageSpeed, Speed
+from kvoffload.doctor.timing import interleaved_medians, thread_medians
+from kvoffload.errors import CapacityError, TransferError
+
+if TYPE_CHECKING:
+    from kvoffload.cpu.copy.cuda import CudaDevice
+
+__all__ = [
+    "DevicePlace",
+    "HostPlace",
+    "LargeCopies",
+    "Place",
+    "Rig",
+    "check_copies_under_load",
+    "job_seconds",
+    "matmul_slowdown",
+    "page_speed",
+    "pinning_speed",
+]
+
+Bytes = npt.NDArray[np.uint8]
+Handlers = dict[tuple[str, str], OffloadingHandler]
+
+
+@dataclass(slots=True)
+class Rig:
+    """A pool of GPU blocks, as many slots, and the handlers between them."""
+
+    store: OffloadingHandler
+    load: OffloadingHandler
+    view: memoryview
+    layout: CopyLayout
+    _num_jobs: int = 0
+    _open: dict[OffloadingHandler, list[int]] = field(default_factory=dict)
+
+    @property
+    def num_blocks(self) -> int:
+        """In the pool."""
+        return self.layout.num_slots
+
+    @property
+    def slots(self) -> Bytes:
+        """(num_blocks, block_bytes), the memory itself."""
+        return np.asarray(self.view)
+
+    def submit_store(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self._submit(self.store, (_gpu(blocks), CPULoadStoreSpec(slots)))
+
+    def submit_load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self._submit(self.load, (CPULoadStoreSpec(slots), _gpu(blocks)))
+
+    def finish(self) -> int:
+        """Waits for all jobs, and returns the bytes that they copied. Raises ``TransferError`` if one failed."""
+        results: list[TransferResult] = []
+        for handler, job_ids in self._open.items():
+            handler.wait(job_ids)
+            results += handler.get_finished()
+            job_ids.clear()
+        if not all(result.success for result in results):
+            raise TransferError("A copy failed.")
+        return sum(result.num_bytes for result in results)
+
+    def _submit(self, handler: OffloadingHandler, spec: tuple[GPULoadStoreSpec | CPULoadStoreSpec, ...]) -> None:
+        self._num_jobs += 1
+        self._open.setdefault(handler, []).append(self._num_jobs)
+        source, destination = spec
+        handler.transfer_async(self._num_jobs, (source, destination))
+
+
+def _gpu(blocks: Sequence[int]) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(blocks, [len(blocks)], [0])
+
+
+class LargeCopies(ABC):
+    """One copy of contiguous bytes in each direction: the most that the way between both memories gives."""
+
+    @abstractmethod
+    def store(self) -> None: ...
+
+    @abstractmethod
+    def load(self) -> None: ...
+
+    @abstractmethod
+    def both(self) -> None:
+        """At the same time."""
+
+
+class Place(ABC):
+    """Where GPU blocks lie."""
+
+    @contextmanager
+    def rig(self, layers: int, page_bytes: int, num_blocks: int) -> Iterator[Rig]:
+        """Every layer has an area of its own, so that no two pages of a block touch. All memory has been written."""
+        area_bytes, block_bytes = num_blocks * page_bytes, layers * page_bytes
+        region = SharedOffloadRegion.anonymous(num_blocks, block_bytes)
+        with ExitStack() as stack:
+            stack.callback(region.close)
+            address = stack.enter_context(self._allocated(layers * area_bytes))
+            view = region.create_kv_memoryview()
+            slots = np.asarray(view)
+            slots[:] = 1  # page faults are a matter of the first use, not of copying
+            pages = tuple(
+                PageRef(address + layer * area_bytes, page_bytes, num_blocks, page_bytes) for layer in range(layers)
+            )
+            layout = CopyLayout((pages,), 1, slots.ctypes.data, block_bytes, num_blocks)
+            handlers = self._make_handlers(view, layout)
+            for handler in handlers.values():
+                stack.callback(handler.shutdown)
+            rig = Rig(handlers["GPU", "CPU"], handlers["CPU", "GPU"], view, layout)
+            rig.submit_load(range(num_blocks), range(num_blocks))
+            rig.finish()
+            self._settle()
+            yield rig
+
+    @abstractmethod
+    def large_copies(self, num_bytes: int) -> AbstractContextManager[LargeCopies]: ...
+
+    @abstractmethod
+    def computing(self) -> AbstractContextManager[Callable[[], None]]:
+        """Yields what submits a while of compute that touches no block. It has all ended at the end."""
+
+    @abstractmethod
+    def _allocated(self, num_bytes: int) -> AbstractContextManager[int]:
+        """The address of memory for GPU blocks."""
+
+    @abstractmethod
+    def _make_handlers(self, view: memoryview, layout: CopyLayout) -> Handlers: ...
+
+    def _settle(self) -> None:
+        """After the first copy: returns when copies are as fast as they become."""
+
+
+def _pages(num_bytes: int) -> Bytes:
+    """Private memory from the start of a page on, as engines have it, and written once."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # kernels without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    pages: Bytes = np.frombuffer(memory, dtype=np.uint8)
+    pages[:] = 1
+    return pages
+
+
+# ------------------------------------------------------------------------------------------------------------- host
+
+
+class HostPlace(Place):
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    @contextmanager
+    def large_copies(self, num_bytes: int) -> Iterator[LargeCopies]:
+        with ThreadPoolExecutor(self._threads) as pool:
+            yield _LargeHostCopies(num_bytes, self._threads, pool)
+
+    def computing(self) -> AbstractContextManager[Callable[[], None]]:
+        return nullcontext(lambda: None)  # a CPU engine computes on the thread that submits
+
+    @contextmanager
+    def _allocated(self, num_bytes: int) -> Iterator[int]:
+        memory = _pages(num_bytes)
+        yield memory.ctypes.data
+
+    def _make_handlers(self, view: memoryview, layout: CopyLayout) -> Handlers:
+        return make_host_handlers(CanonicalKVCaches([], []), view, layout, self._threads)
+
+    def _settle(self) -> None:
+        MOVER.wait()
+
+
+class _LargeHostCopies(LargeCopies):
+    """Cut into a part for each thread."""
+
+    def __init__(self, num_bytes: int, threads: int, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._memory = [_pages(num_bytes) for _ in range(2)]
+        target, source = (memory.ctypes.data for memory in self._memory)
+        cuts = [num_bytes * part // threads for part in range(threads + 1)]
+        self._parts = [(target + low, source + low, high - low) for low, high in itertools.pairwise(cuts)]
+
+    def store(self) -> None:
+        list(self._pool.map(lambda part: ctypes.memmove(*part), self._parts))
+
+    load = store
+
+    def both(self) -> None:
+        self.store()
+        self.store()
+
+
+# ----------------------------------------------------------------------------------------------------------- device
+
+
+class DevicePlace(Place):
+    """``device.compute_stream`` may be idle: then copies wait for no compute."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        device.driver.use_device(device.number)
+
+    @contextmanager
+    def large_copies(self, num_bytes: int) -> Iterator[LargeCopies]:
+        driver = self._device.driver
+        with ExitStack() as stack:
+            on_device = [stack.enter_context(self._allocated(num_bytes)) for _ in range(2)]
+            on_host = [_pages(num_bytes) for _ in range(2)]
+            addresses = [memory.ctypes.data for memory in on_host]
+            for address in addresses:
+                driver.register(address, num_bytes)
+                stack.callback(driver.unregister, address)
+            streams = [driver.create_stream() for _ in range(2)]
+            for stream in streams:
+                stack.callback(driver.destroy_stream, stream)
+                stack.callback(driver.synchronize, stream)
+            ways = [(addresses[0], on_device[0]), (on_device[1], addresses[1])]
+
+            def run(*directions: int) -> None:
+                for number in directions:
+                    driver.copy(*ways[number], num_bytes, streams[number])
+                for number in directions:
+                    driver.synchronize(streams[number])
+
+            yield _LargeDeviceCopies(run)
+
+    @contextmanager
+    def computing(self) -> Iterator[Callable[[], None]]:
+        driver, num_bytes = self._device.driver, 16 << 20
+        with self._allocated(num_bytes) as address:
+
+            def fill() -> None:
+                for value in range(8):
+                    driver.fill(address, value, num_bytes, self._device.compute_stream())
+
+            try:
+                yield fill
+            finally:
+                driver.synchronize(self._device.compute_stream())
+
+    @contextmanager
+    def _allocated(self, num_bytes: int) -> Iterator[int]:
+        address = self._device.driver.allocate(num_bytes)
+        try:
+            yield address
+        finally:
+            self._device.driver.free(address)
+
+    def _make_handlers(self, view: memoryview, layout: CopyLayout) -> Handlers:
+        from kvoffload.cpu.copy.cuda import make_cuda_handlers
+
+        return make_cuda_handlers(CanonicalKVCaches([], []), view, layout, self._device)
+
+
+class _LargeDeviceCopies(LargeCopies):
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def store(self) -> None:
+        self._run(0)
+
+    def load(self) -> None:
+        self._run(1)
+
+    def both(self) -> None:
+        self._run(0, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------ speed
+
+
+def page_speed(place: Place, page_bytes: int, num_bytes: int, layers: int, repeats: int) -> PageSpeed:
+    """Jobs of ``num_bytes`` each, in scattered blocks, as medians against large copies in the same rounds. Planning and
+    submitting count as part of the copy."""
+    num_blocks = max(1, num_bytes // page_bytes // layers)
+    num_bytes = num_blocks * layers * page_bytes
+    with place.rig(layers, page_bytes, 4 * num_blocks) as rig, place.large_copies(num_bytes) as large:
+        store, load, both = _scattered_jobs(rig)
+        medians = interleaved_medians(large.store, store, large.load, load, large.both, both, repeats=repeats)
+    speeds = [
+        Speed(size / seconds, reference_s / seconds)
+        for size, (reference_s, seconds) in zip(
+            (num_bytes, num_bytes, 2 * num_bytes), zip(medians[::2], medians[1::2], strict=True), strict=True
+        )
+    ]
+    return PageSpeed(page_bytes, *speeds)
+
+
+def _scattered_jobs(rig: Rig) -> tuple[Callable[[], None], ...]:
+    """What runs a store, a load, or both at once: of a quarter of the pool each, and of blocks apart."""
+    order = np.random.default_rng(0).permutation(rig.num_blocks)
+    stored, loaded, into, out_of = (part.tolist() for part in np.array_split(order, 4))
+
+    def store() -> None:
+        rig.submit_store(stored, into)
+        rig.finish()
+
+    def load() -> None:
+        rig.submit_load(out_of, loaded)
+        rig.finish()
+
+    def both() -> None:
+        rig.submit_store(stored, into)
+        rig.submit_load(out_of, loaded)
+        rig.finish()
+
+    return store, load, both
+
+
+def job_seconds(place: Place, num_pages: int, num_blocks: int = 64, page_bytes: int = 4096, repeats: int = 9) -> float:
+    """Processor time of the engine's thread to submit a store of ``num_blocks`` scattered blocks of ``num_pages`` pages
+    each, and to take its result. The size of a page hardly matters to it."""
+    with place.rig(num_pages, page_bytes, 2 * num_blocks) as rig:
+        order = np.random.default_rng(0).permutation(rig.num_blocks).tolist()
+        blocks, slots = order[:num_blocks], order[num_blocks:]
+        times = []
+        for _ in range(repeats):
+            times += thread_medians(lambda: rig.submit_store(blocks, slots), repeats=1)
+            rig.finish()
+    return sorted(times)[len(times) // 2]
+
+
+def pinning_speed(device: CudaDevice, num_bytes: int) -> float:
+    """Bytes a second, of memory that was never touched before, as at start."""
+    from kvoffload.cpu.copy.numa import node_of_device
+    from kvoffload.cpu.copy.pinning import PinnedRegion
+
+    device.driver.use_device(device.number)
+    region = SharedOffloadRegion.anonymous(1, num_bytes)
+    node = node_of_device(device.driver.pci_bus_id(device.number))
+    start_s = time.perf_counter()
+    pinned = PinnedRegion(device.driver, region.create_kv_memoryview(), node)
+    seconds = time.perf_counter() - start_s
+    pinned.unpin()
+    region.close()
+    return num_bytes / seconds
+
+
+def matmul_slowdown(place: Place, page_bytes: int, num_bytes: int, layers: int) -> float | None:
+    """How much longer a matrix product takes while blocks are copied both ways: 0.03 is 3 %. ``None`` where torch sees
+    no device. The place's compute stream must be idle, and is not torch's current one."""
+    import torch
+
+    cuda: Any = torch.cuda  # its streams and events carry no annotations
+    if not cuda.is_available():
+        return None
+    side, products = 8192, 60
+    left, right = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(left)
+    stream = cuda.Stream()
+    num_blocks = max(1, num_bytes // page_bytes // layers)
+
+    def seconds(while_running: Callable[[], object]) -> float:
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        with cuda.stream(stream):
+            start.record()
+            for _ in range(products):
+                torch.mm(left, right, out=out)
+            end.record()
+        while not end.query():
+            while_running()
+        return float(start.elapsed_time(end)) / 1e3
+
+    with place.rig(layers, page_bytes, 4 * num_blocks) as rig:
+        _, _, copy = _scattered_jobs(rig)
+        rounds = [(seconds(lambda: time.sleep(1e-3)), seconds(copy)) for _ in range(5)]
+    cuda.synchronize()
+    alone, beside = (sorted(column)[len(rounds) // 2] for column in zip(*rounds, strict=True))
+    return float(beside / alone - 1)
+
+
+# ------------------------------------------------------------------------------------------------------ byte for byte
+
+
+def check_copies_under_load(place: Place, seconds: float, seed: int = 0) -> Checked:
+    """Chains of conflicting jobs and random jobs in turn, over pages of 4 KiB and 64 KiB, beside compute. Every byte
+    is compared. Makes at least one round of each, and ends early at the first wrong byte or failed copy."""
+    from kvoffload.cpu.copy.self_check import check_copies
+
+    end_s = time.monotonic() + seconds
+    jobs = num_bytes = 0
+    try:
+        with (
+            place.rig(4, 4 << 10, _BLOCKS) as small,
+            place.rig(4, 64 << 10, _BLOCKS) as large,
+            place.computing() as compute,
+        ):
+            for round_ in itertools.count():
+                for rig in (small, large):
+                    compute()
+                    check_copies(rig.store, rig.load, rig.view, rig.layout, seed=seed + round_)
+                    more = _random_jobs(rig, compute, np.random.default_rng([seed, round_]))
+                    jobs, num_bytes = jobs + more[0], num_bytes + more[1]
+                if time.monotonic() > end_s:
+                    break
+    except (TransferError, CapacityError) as exc:
+        return Checked(jobs, num_bytes, str(exc))
+    return Checked(jobs, num_bytes, None)
+
+
+_BLOCKS, _JOBS = 32, 16
+"""Few jobs a round: what one did wrong must not be written over by the others."""
+
+
+def _random_jobs(rig: Rig, compute: Callable[[], None], random: np.random.Generator) -> tuple[int, int]:
+    """Jobs and bytes. Raises ``TransferError`` unless every block ends up with the bytes that running one job after the
+    other leaves."""
+    contents = random.integers(0, 256, rig.slots.shape, dtype=np.uint8)
+    rig.slots[:] = contents
+    rig.submit_load(range(_BLOCKS), range(_BLOCKS))
+    in_slots, in_blocks = np.arange(_BLOCKS), np.arange(_BLOCKS)  # which of ``contents``
+    for number in range(_JOBS):
+        size = int(random.integers(1, 9))
+        blocks, slots = (random.permutation(_BLOCKS)[:size] for _ in range(2))
+        if number % 8 == 0:
+            compute()
+        if random.random() < 0.5:
+            rig.submit_store(blocks.tolist(), slots.tolist())
+            in_slots[slots] = in_blocks[blocks]
+        else:
+            rig.submit_load(slots.tolist(), blocks.tolist())
+            in_blocks[blocks] = in_slots[slots]
+    num_bytes = rig.finish()
+    is_right = np.array_equal(rig.slots, contents[in_slots])
+    rig.submit_store(range(_BLOCKS), range(_BLOCKS))
+    num_bytes += rig.finish()
+    if not (is_right and np.array_equal(rig.slots, contents[in_blocks])):
+        raise TransferError("Blocks that were copied out and back have wrong bytes.")
+    return _JOBS + 2, num_bytes

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing things against each other on a noisy machine."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+__all__ = ["interleaved_medians", "thread_medians"]
+
+
+def interleaved_medians(*work: Callable[[], object], repeats: int) -> list[float]:
+    """Median seconds of each callable, run in turn ``repeats`` times, so that a slow minute hits all of them."""
+    return _medians(work, repeats, time.perf_counter)
+
+
+def thread_medians(*work: Callable[[], object], repeats: int) -> list[float]:
+    """The same in processor time of this thread, which other processes disturb less. For work that no other thread
+    does a part of."""
+    return _medians(work, repeats, time.thread_time)
+
+
+def _medians(work: Sequence[Callable[[], object]], repeats: int, clock: Callable[[], float]) -> list[float]:
+    times: list[list[float]] = [[] for _ in work]
+    gc_was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for log, call in zip(times, work, strict=True):
+                start = clock()
+                call()
+                log.append(clock() - start)
+            gc.collect()
+    finally:
+        if gc_was_on:
+            gc.enable()
+    return [statistics.median(log) for log in times]

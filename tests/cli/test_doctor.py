@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``kvoffload doctor`` prints and writes: without a device, and over the fake driver in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cpu.copy import fake_cuda
+
+from kvoffload.cli import main
+from kvoffload.cli.doctor import Effort, examine
+
+TINY = Effort(check_s=0, pages=(4 << 10, 64 << 10), device_bytes=1 << 20, host_bytes=1 << 20, repeats=1)
+
+
+def doctor(*options: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvoffload", "doctor", *options],
+        env={**os.environ, "COLUMNS": "120", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def with_fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which a process takes the fake driver for NVIDIA's."""
+    if (reason := fake_cuda.missing()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("cuda")
+    fake_cuda.build(folder)
+    return {"LD_LIBRARY_PATH": str(folder)}
+
+
+def run_main(*options: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *options])
+    code = caught.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def test_without_a_device_it_says_so_and_checks_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.cli.doctor.cuda_device", lambda _: (None, "this machine has no driver"))
+    file = tmp_path / "doctor.json"
+    assert run_main("--quick", "--json", str(file)) == 0
+    said = capsys.readouterr()
+    assert "none: this machine has no driver" in said.out
+    assert "every byte right" in said.out
+    assert said.out.splitlines()[-1].startswith("Good: copies are right; their speed was not measured.")
+    assert "checks: 1 of 1 steps" in said.err
+    written: dict[str, Any] = json.loads(file.read_text())
+    assert written["verdict"] == said.out.splitlines()[-1]
+    assert written["device"] is None
+    assert written["checked"]["wrong"] is None
+    assert {finding["severity"] for finding in written["findings"]} == {"note"}
+
+
+def test_host_copies_are_timed_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.cli.doctor.cuda_device", lambda _: (None, "this machine has no driver"))
+    report = examine(0, None, TINY)
+    assert [page.page_bytes for page in report.pages] == [4 << 10, 64 << 10]
+    assert report.job_s is None
+
+
+def test_more_memory_than_there_is_ends_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.cli.doctor.cuda_device", lambda _: (None, "this machine has no driver"))
+    assert run_main("--quick", "--cpu-bytes", "900TiB") == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Fault: 900 TiB are wanted")
+    assert "lower cpu_bytes_to_use" in last
+
+
+def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("--cpu-bytes", "much") == 2
+    assert "--cpu-bytes: 'much' is not a size" in capsys.readouterr().err
+
+
+def test_over_the_fake_driver(with_fake: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    done = doctor("--quick", "--cpu-bytes", "1MiB", "--json", str(file), environment=with_fake)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fake device" in done.stdout
+    assert "all pages of a job in one call" in done.stdout
+    assert "every byte right" in done.stdout
+    assert json.loads(file.read_text())["device"]["name"] == "fake device"
+
+
+def test_a_device_that_does_not_exist(with_fake: dict[str, str]) -> None:
+    done = doctor("--device", "7", environment=with_fake)
+    assert done.returncode == 2
+    assert "--device 7 does not exist: this process sees" in done.stderr
+
+
+def test_speeds_of_a_device_are_measured(with_fake: dict[str, str]) -> None:
+    script = (
+        "from tests.cli.test_doctor import TINY; from kvoffload.cli.doctor import examine;"
+        "r = examine(0, 1 << 30, TINY);"
+        "print(len(r.pages), r.job_s > 0, r.side_by_side_job_s > 0, r.pinned_bytes_per_s > 0, r.matmul_slowdown)"
+    )
+    environment = {**os.environ, **with_fake, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), "."])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.split() == ["2", "True", "True", "True", "None"], done.stderr

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies are timed against large ones and compared byte for byte, within host memory and over the fake driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from tests.cpu.copy.fake_cuda import FakeCuda, cuda
+
+from kvoffload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy.plan import CopyLayout
+from kvoffload.doctor.copies import (
+    DevicePlace,
+    Handlers,
+    HostPlace,
+    Place,
+    check_copies_under_load,
+    job_seconds,
+    page_speed,
+    pinning_speed,
+)
+
+__all__ = ["cuda"]
+
+
+@pytest.fixture(params=["host", "device"])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    if request.param == "host":
+        yield HostPlace(2)
+        return
+    fake: FakeCuda = request.getfixturevalue("cuda")
+    idle = fake.driver.create_stream()
+    yield DevicePlace(fake.device(idle))
+    fake.driver.destroy_stream(idle)
+
+
+def test_what_is_right_is_right(place: Place) -> None:
+    checked = check_copies_under_load(place, seconds=0)
+    assert checked.wrong is None
+    assert checked.jobs == 2 * 18
+    assert checked.num_bytes > 1 << 20
+
+
+def test_speeds_are_those_of_all_bytes(place: Place) -> None:
+    speed = page_speed(place, 4096, num_bytes=1 << 20, layers=2, repeats=2)
+    assert speed.page_bytes == 4096
+    for one in (speed.store, speed.load, speed.both):
+        assert one.bytes_per_s > 0
+        assert one.ratio > 0
+
+
+def test_a_rig_copies_where_it_says(place: Place) -> None:
+    with place.rig(layers=3, page_bytes=4096, num_blocks=8) as rig:
+        rig.slots[:] = np.arange(8, dtype=np.uint8)[:, None]
+        rig.submit_load([1, 5], [6, 2])
+        rig.submit_store([2, 6], [0, 7])
+        assert rig.finish() == 4 * 3 * 4096
+        assert rig.slots[:, 0].tolist() == [5, 1, 2, 3, 4, 5, 6, 1]
+        assert (rig.slots == rig.slots[:, :1]).all()
+
+
+def test_the_engines_thread_is_timed(place: Place) -> None:
+    assert 0 < job_seconds(place, num_pages=2, num_blocks=4, repeats=3) < 60
+
+
+def test_pinning_is_timed_and_undone(cuda: FakeCuda) -> None:
+    idle = cuda.driver.create_stream()
+    assert pinning_speed(cuda.device(idle), 1 << 20) > 0
+    assert cuda.count("registrations") == 0
+    cuda.driver.destroy_stream(idle)
+
+
+def test_memory_that_cannot_be_pinned_is_what_is_wrong(cuda: FakeCuda) -> None:
+    idle = cuda.driver.create_stream()
+    cuda.limit_registrations(largest_bytes=1 << 60, most_bytes=4096)
+    checked = check_copies_under_load(DevicePlace(cuda.device(idle)), seconds=0)
+    assert checked.wrong is not None
+    assert "refused the rest" in checked.wrong
+    cuda.driver.destroy_stream(idle)
+
+
+# ------------------------------------------------------------------------------------------------------ wrong bytes
+
+Spec = tuple[LoadStoreSpec, LoadStoreSpec]
+
+
+class _Spoiled(OffloadingHandler):
+    """Passes jobs on, after ``spoil`` had a look at them."""
+
+    def __init__(self, handler: OffloadingHandler, spoil: _Spoil) -> None:
+        self._handler = handler
+        self._spoil = spoil
+
+    def transfer_async(self, job_id: int, spec: Spec) -> None:
+        self._handler.transfer_async(job_id, self._spoil(spec))
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._handler.get_finished()
+
+    def wait(self, job_ids: Sequence[int]) -> None:  # type: ignore[override]
+        self._handler.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._handler.shutdown()
+
+
+class _Spoil:
+    """The ``at``-th job of several blocks has the first of its slots where the second should be."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def __call__(self, spec: Spec) -> Spec:
+        cpu = next(each for each in spec if isinstance(each, CPULoadStoreSpec))
+        if len(cpu.block_ids) < 2:
+            return spec
+        self._left -= 1
+        if self._left:
+            return spec
+        ids = cpu.block_ids.tolist()
+        swapped = CPULoadStoreSpec([ids[1], ids[0], *ids[2:]])
+        source, destination = (swapped if each is cpu else each for each in spec)
+        assert isinstance(source, GPULoadStoreSpec) or isinstance(destination, GPULoadStoreSpec)
+        return source, destination
+
+
+@pytest.mark.parametrize("at", [2, 9, 15])
+def test_one_block_in_the_wrong_place_is_noticed(at: int) -> None:
+    class Place(HostPlace):
+        def _make_handlers(self, view: memoryview, layout: CopyLayout) -> Handlers:
+            spoil = _Spoil(at + 1)  # the first job of a rig is its own
+            return {way: _Spoiled(each, spoil) for way, each in super()._make_handlers(view, layout).items()}
+
+    assert check_copies_under_load(Place(1), seconds=0).wrong is not None

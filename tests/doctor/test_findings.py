@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From plain values to a verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvoffload.doctor.findings import Severity, findings, verdict
+from kvoffload.doctor.report import Checked, Device, Host, PageSpeed, Report, Speed, Versions
+
+GIB = 1 << 30
+
+HOST = Host(
+    cores=16,
+    memory_bytes=128 * GIB,
+    available_bytes=100 * GIB,
+    limit_bytes=None,
+    shm_bytes=64 * GIB,
+    shm_free_bytes=64 * GIB,
+    locked_bytes=None,
+    huge_pages="madvise",
+    numa_nodes=1,
+    allowed_nodes="0",
+)
+DEVICE = Device(
+    name="a device",
+    driver="570.86.15",
+    cuda="12.8",
+    has_batch=True,
+    pci_bus_id="0000:65:00.0",
+    numa_node=0,
+    link="PCIe, 32 GT/s x16",
+    link_bytes_per_s=63e9,
+)
+
+
+def page(size: int, ratio: float = 0.95, both: float = 0.9, bytes_per_s: float = 50e9) -> PageSpeed:
+    return PageSpeed(size, Speed(bytes_per_s, ratio), Speed(bytes_per_s, ratio), Speed(2 * bytes_per_s, both))
+
+
+GOOD = Report(
+    versions=Versions("0.1.0", "3.12.0", "6.8", "2.9.0", None),
+    host=HOST,
+    cpu_bytes=32 * GIB,
+    device=DEVICE,
+    no_device=None,
+    checked=Checked(1000, GIB, None),
+    pages=(page(4 << 10, ratio=0.6), page(64 << 10), page(4 << 20)),
+    job_s=0.4e-3,
+    side_by_side_job_s=0.1e-3,
+    pinned_bytes_per_s=10e9,
+    matmul_slowdown=0.01,
+)
+
+
+def test_a_machine_with_all_that_is_needed_is_good() -> None:
+    assert findings(GOOD) == []
+    assert verdict(GOOD) == "Good: copies are right, and as fast as this machine allows."
+
+
+def test_speed_that_was_not_measured_is_not_praised() -> None:
+    quick = replace(GOOD, pages=(), job_s=None, pinned_bytes_per_s=None, matmul_slowdown=None)
+    assert findings(quick) == []
+    assert verdict(quick) == "Good: copies are right; their speed was not measured."
+
+
+def test_a_machine_without_a_device_says_why() -> None:
+    reason = "NVIDIA's driver cannot be loaded"
+    found = findings(replace(GOOD, device=None, no_device=reason))
+    assert [finding.severity for finding in found] == [Severity.NOTE]
+    assert reason in str(found[0])
+    assert verdict(replace(GOOD, device=None, no_device=reason)).endswith("What needs a GPU was not checked.")
+
+
+@pytest.mark.parametrize(
+    ("change", "severity", "words"),
+    [
+        ({"checked": Checked(7, 9, "A copy failed.")}, Severity.FAULT, "A copy failed: serve without kvoffload"),
+        (
+            {"cpu_bytes": 101 * GIB},
+            Severity.FAULT,
+            "101 GiB are wanted and 100 GiB of host memory are available: lower",
+        ),
+        (
+            {"cpu_bytes": 40 * GIB, "host": replace(HOST, available_bytes=30 * GIB, limit_bytes=50 * GIB)},
+            Severity.FAULT,
+            "30 GiB of host memory are available, of a limit of 50 GiB",
+        ),
+        ({"cpu_bytes": 65 * GIB}, Severity.WARNING, "/dev/shm has 64 GiB"),
+        ({"pages": (page(64 << 10, ratio=0.89),)}, Severity.WARNING, "pages of 64 KiB reach 0.89"),
+        ({"pages": (page(4 << 10, ratio=0.49), page(64 << 10))}, Severity.NOTE, "pages of 4 KiB reach 0.49"),
+        ({"pages": (page(4 << 20, both=0.84),)}, Severity.WARNING, "both directions at once reach 0.84"),
+        ({"pages": (page(4 << 20, bytes_per_s=20e9),)}, Severity.WARNING, "reaches 21 GB/s where the device's link"),
+        ({"device": replace(DEVICE, has_batch=False, cuda="12.4")}, Severity.WARNING, "(CUDA 12.4) copies one page"),
+        (
+            {"device": replace(DEVICE, numa_node=None), "host": replace(HOST, numa_nodes=2)},
+            Severity.NOTE,
+            "has 2 NUMA nodes and the kernel does not say which the device is on",
+        ),
+        ({"job_s": 1.5e-3}, Severity.WARNING, "takes 1.5 ms of the engine's thread"),
+        ({"matmul_slowdown": 0.05}, Severity.WARNING, "takes 5% longer beside copies"),
+        ({"pinned_bytes_per_s": 0.5e9}, Severity.NOTE, "each rank takes 69 s to pin 32 GiB"),
+        ({"host": replace(HOST, cores=2)}, Severity.NOTE, "2 core(s)"),
+    ],
+)
+def test_a_finding_names_its_cause_and_its_remedy(change: dict[str, Any], severity: Severity, words: str) -> None:
+    (found,) = findings(replace(GOOD, **change))
+    assert found.severity is severity
+    assert words in str(found)
+    assert len(found.remedy.split()) > 3
+    said = verdict(replace(GOOD, **change))
+    assert ("Good" in said) == (severity is Severity.NOTE)
+    assert "\n" not in said
+
+
+def test_the_verdict_is_the_worst_finding_and_counts_the_others() -> None:
+    report = replace(GOOD, checked=Checked(7, 9, "A copy failed."), job_s=1.5e-3, matmul_slowdown=0.05)
+    assert [finding.severity for finding in findings(report)] == [Severity.FAULT, Severity.WARNING, Severity.WARNING]
+    assert verdict(report).startswith("Fault: A copy failed: ")
+    assert verdict(report).endswith(" 2 more above.")
+
+
+def test_what_is_unknown_gives_no_finding() -> None:
+    host = replace(HOST, available_bytes=None, shm_free_bytes=None, memory_bytes=None, huge_pages=None)
+    device = replace(DEVICE, link=None, link_bytes_per_s=None, numa_node=None)
+    report = replace(GOOD, host=host, device=device, matmul_slowdown=None, checked=None, cpu_bytes=None)
+    assert findings(report) == []
