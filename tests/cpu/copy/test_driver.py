@@ -165,9 +165,9 @@ ok(cuda.cuEventRecord(start, stream))
 ok(cuda.cuMemcpyAsync(int(device), host.ctypes.data, 65536, stream))
 attributes = cuda.CUmemcpyAttributes()
 attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-ok(cuda.cuMemcpyBatchAsync(
-    [host.ctypes.data, host.ctypes.data + 4096], [int(device) + 100, int(device) + 200], [50, 60], 2, [attributes],
-    [0], 1, stream))
+to = [cuda.CUdeviceptr(host.ctypes.data + offset) for offset in (0, 4096)]
+source = [cuda.CUdeviceptr(int(device) + offset) for offset in (100, 200)]
+ok(cuda.cuMemcpyBatchAsync(to, source, [50, 60], 2, [attributes], [0], 1, stream))
 ok(cuda.cuEventRecord(end, stream))
 ok(cuda.cuStreamWaitEvent(stream, end, 0))
 ok(cuda.cuEventSynchronize(end))

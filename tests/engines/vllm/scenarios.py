@@ -87,6 +87,31 @@ def evict_and_return(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def late_copies(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Every copy goes through the CUDA backend and a fake driver."""
+    from tests.cpu.copy import fake_cuda
+    from tests.engines.vllm.fake_cuda_spec import MARKS
+
+    prompts = long_prompts()
+    spec = {"spec_name": "FakeCudaSpec", "spec_module_path": "tests.engines.vllm.fake_cuda_spec"}
+    engine = Engine(model, extra={**extra, **spec}, gpu_blocks=100)
+    result: dict[str, Any] = {}
+    result["first"], _ = engine.answers(prompts)
+    engine.drain()
+    engine.forget_device_cache()
+    result["again"], result["again_cached"] = engine.answers(prompts)
+    result["waves"] = [_wave(engine, seed, reset=seed == 1, count=32) for seed in range(2)]
+    engine.drain()
+    result["metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+    fake = fake_cuda.load()
+    result["marks"] = len(MARKS)
+    result["driver"] = {what: fake.count(what) for what in ("batches", "copies", "pageable", "registrations")}
+    engine.close()
+    result["after_shutdown"] = {what: fake.count(what) for what in ("faults", "registrations")}
+    return result
+
+
 def _memory_of_kvoffload_after_waves(engine: Engine) -> list[int]:
     """Bytes of Python objects made by kvoffload's code that are alive after each of some equal waves."""
     tracemalloc.start()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cpu.copy import fake_cuda
 from tests.engines.vllm.harness import Baseline, run_child
 from tests.engines.vllm.models import SmallModel
 from tests.engines.vllm.scenarios import OUTCOMES
@@ -58,6 +59,31 @@ def test_evicted_prefixes_come_back_and_a_crowd_is_answered_right(llama: SmallMo
     assert max(memory[1:]) - min(memory[1:]) < 64 * 1024
     assert_idle(seen["idle_after_reset"])
     assert seen["idle_after_reset"]["used_blocks"] == 0
+
+
+def test_copies_through_a_fake_driver_that_is_late_and_keeps_no_order(
+    llama: SmallModel, llama_baseline: Baseline
+) -> None:
+    if (reason := fake_cuda.missing()) is not None:
+        pytest.skip(reason)
+    seen = run_child("late_copies", model=llama.path, extra=EXTRA)
+
+    assert llama_baseline.wrong(seen["first"]) == []
+    assert llama_baseline.wrong(seen["again"]) == []
+    assert set(seen["again_cached"].values()) == {992}
+    for wave in seen["waves"]:
+        assert llama_baseline.wrong(wave["answers"]) == []
+    metrics = seen["metrics"]
+    assert metrics["load_jobs|ok"] >= 8
+    assert metrics["fenced_jobs"] > 0
+    assert not any(count for name, count in metrics.items() if name.endswith("|failed"))
+    assert_idle(seen["idle"])
+    assert seen["marks"] > sum(wave["steps"] for wave in seen["waves"])  # in every step, by both handlers
+    assert seen["driver"]["batches"] >= metrics["load_jobs|ok"] + metrics["store_jobs|ok"]
+    assert seen["driver"]["copies"] > 1000
+    assert seen["driver"]["pageable"] == 0
+    assert seen["driver"]["registrations"] == 1
+    assert seen["after_shutdown"] == {"faults": 0, "registrations": 0}
 
 
 def test_failures_cost_a_recomputation_and_corruption_would_be_noticed(

@@ -115,6 +115,8 @@ class Runs:
     def cut_at(self, borders: Int64s) -> Runs:
         """The same bytes in runs that do not cross any of ``borders``, ascending addresses of the host side. A run may
         be cut more than once."""
+        if not len(borders):
+            return self
         first = np.searchsorted(borders, self.host, side="right")
         last = np.searchsorted(borders, self.host + self.lengths - 1, side="right")
         counts = last - first + 1
@@ -232,8 +234,9 @@ def _concatenate(parts: list[Int64s]) -> Int64s:
 def _merge(device: Int64s, host: Int64s, lengths: Int64s) -> Runs:
     if len(lengths) < 2:
         return Runs(device, host, lengths)
-    touches = (device[:-1] + lengths[:-1] == device[1:]) & (host[:-1] + lengths[:-1] == host[1:])
-    if not touches.any():
+    touches = device[1:] - device[:-1] == lengths[:-1]
+    if not touches.any():  # scattered, as most are
         return Runs(device, host, lengths)
+    touches &= host[1:] - host[:-1] == lengths[:-1]
     starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
     return Runs(device[starts], host[starts], np.add.reduceat(lengths, starts))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A spec whose copies go through the CUDA backend and a fake driver: named by ``spec_name`` and ``spec_module_path``.
+
+vLLM's CPU platform computes on the host, and its KV cache stands for the device's memory. So a real scheduler meets
+copies that end late, in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from tests.cpu.copy import fake_cuda
+
+from kvoffload.base import CanonicalKVCaches, OffloadingHandler
+from kvoffload.cpu.copy.cuda import make_cuda_handlers
+from kvoffload.cpu.gpu_worker import copy_layout
+from kvoffload.cpu.spec import CPUOffloadingSpec
+
+LONGEST_PAUSE_US = 1000
+MARKS: list[None] = []
+"""One for each call of ``mark_compute``."""
+
+
+class FakeCudaSpec(CPUOffloadingSpec):
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> dict[tuple[str, str], OffloadingHandler]:
+        fake = fake_cuda.load()
+        fake.reset()
+        fake.pace(seed=1, longest_pause_us=LONGEST_PAUSE_US)
+        storages = {tensor.tensor.untyped_storage().data_ptr(): tensor.tensor for tensor in kv_caches.tensors}
+        for address, tensor in storages.items():
+            fake.calls.fake_adopt(address, tensor.untyped_storage().nbytes())
+        view = self.region.create_kv_memoryview()
+        layout = copy_layout(kv_caches, view, self.block_size_factor, 0)
+        idle = fake.driver.create_stream()
+        self._handlers = make_cuda_handlers(kv_caches, view, layout, fake.device(idle))
+        for handler in self._handlers.values():
+            handler.flush = handler.wait  # type: ignore[method-assign]
+            handler.mark_compute = functools.partial(_mark, handler.mark_compute)  # type: ignore[method-assign]
+        return self._handlers
+
+
+def _mark(mark_compute: Callable[[], None]) -> None:
+    MARKS.append(None)
+    mark_compute()
