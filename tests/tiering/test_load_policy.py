@@ -703,61 +703,33 @@ def test_a_reset_forgets_what_was_queued() -> None:
     assert machine.manager.get_stats()["tier_read_queue_bytes", "tier0"] == 0
 
 
-# -------------------------------------------------------------------------------------------------------------- writes
+# ----------------------------------------------------------------------------------------------------- too slow a tier
 
 
-def probe(machine: Machine, name: str) -> None:
-    """A request for blocks that are declined, and what the manager reads on its account."""
-    machine.below(prefix(4, of=name))
-    machine.serve(4, of=name)
-    machine.step()
-    while machine.tier.jobs:
-        machine.read()
-    machine.clock.advance(load_policy.SURE_S / 3)
-
-
-@pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
-def test_a_tier_that_is_never_worth_reading_is_hardly_written_to(
-    cascade: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = Machine(num_blocks=16, cascade=[cascade])
-    machine.learn(read_s=5.0)
-    monkeypatch.setattr(load_policy, "PROBE_BYTES", 2 * BLOCK_BYTES)
-
-    def written(name: str) -> int:
-        before = len(machine.tier.calls("submit_store"))
-        for number in range(32):
-            context = machine.start(f"{name}-{number}")
-            machine.store(prefix(8, of=f"{name}{number}"), context)
-            machine.manager.on_request_finished(context)
-            machine.finish()
-        return len(machine.tier.calls("submit_store")) - before
-
-    at_first = written("at-first")
-    assert at_first >= 16, "nothing is sure yet"
-    for number in range(4):
-        probe(machine, f"slow{number}")
-    assert written("hopeless") <= at_first // 4
-    assert machine.manager.get_stats()["tier_unwritten_blocks", "tier0"] > 50
-    machine.read_s = 0.1
-    for number in range(4):
-        probe(machine, f"fast{number}")
-    assert written("recovered") >= at_first // 2
-    messages = [record.getMessage() for record in caplog.records if record.name.endswith("load_policy")]
-    assert len(messages) == 2, messages
-
-
-def test_tiers_that_want_whole_requests_get_them_however_slow_they_are() -> None:
+def test_a_tier_that_is_never_worth_reading_is_reported_once_and_written_to(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine()
     machine.learn(read_s=5.0)
-    machine.store(prefix(2, of="before"), machine.start("before"))
-    for number in range(4):
-        probe(machine, f"p{number}")
-    machine.tier.policy = OffloadPolicy.REQUEST_LEVEL
-    seen = len(machine.tier.calls("submit_store"))
-    for number in range(6):
-        machine.store(prefix(2, of=f"s{number}"), machine.start(f"s{number}"))
-    assert len(machine.tier.calls("submit_store")) == seen + 6
+    for name in "abc":
+        machine.below(prefix(4, of=name))
+        assert machine.serve(4, of=name) == 0
+        machine.step()
+        while machine.tier.jobs:
+            machine.read()  # the probe
+        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    assert machine.manager.get_stats()["tier_too_slow", "tier0"] == 1
+    machine.store(prefix(2, of="s"), machine.start("writer"))
+    assert machine.tier.calls("submit_store")[-1].keys == tuple(prefix(2, of="s"))
+    machine.read_s = 0.1
+    for name in "defg":
+        machine.below(prefix(4, of=name))
+        machine.serve(4, of=name)
+        machine.step()
+        while machine.tier.jobs:
+            machine.read()
+        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    assert machine.manager.get_stats()["tier_too_slow", "tier0"] == 0
+    messages = [record.getMessage() for record in caplog.records if record.name.endswith("load_policy")]
+    assert len(messages) == 1, messages
 
 
 # ---------------------------------------------------------------------------------------- where a part of a hit may end

@@ -45,15 +45,11 @@ PORTION_S = 0.1
 tier that has become slower is noticed soon ..."""
 LEAST_PORTION_BYTES = 4 << 20
 """... but not into smaller ones than this."""
-HOPELESS = 2.0
-"""A tier from which a block takes this many times as long as computing it, with nothing queued before it, is hardly
-written to, once that is sure."""
-SURE_S = 60.0
-"""It is sure when it was so for this time, ..."""
+TOO_SLOW = 2.0
+"""A tier from which a block takes this many times as long as computing it, with nothing queued before it, is reported
+as too slow, ..."""
 _SURE_SAMPLES = 3
-"""... and so many reads have confirmed it."""
-_WRITTEN_SHARE = 16
-"""One in so many writes is made even so: a tier can only be measured with blocks that requests ask for."""
+"""... in the log once this many reads have been measured."""
 STUCK_S = 30.0
 """A read that is later than this, and than so many times what was expected of it, is stuck, if others overtook it or
 nothing else ends either."""
@@ -130,12 +126,9 @@ class _TierReads:
         "ended",
         "ended_s",
         "estimator",
-        "hopeless_samples",
-        "hopeless_since_s",
+        "is_reported_slow",
         "last_read",
         "num_reads",
-        "num_unwritten",
-        "num_writes",
         "queued",
         "reads",
         "stuck",
@@ -160,11 +153,8 @@ class _TierReads:
         """Jobs that count no more: neither as queued, nor as a reason to wait for blocks of others."""
         self.num_reads = self.last_read = 0
         """Jobs submitted so far, and the number of the last one that has read something."""
-        self.hopeless_since_s: float | None = None
-        """Since when no block has been worth loading; with the samples seen at that time."""
-        self.hopeless_samples = 0
-        self.num_writes = self.num_unwritten = 0
-        """Writes wanted since that was sure, and blocks not written so far."""
+        self.is_reported_slow = False
+        """The log says that the tier is too slow."""
 
     def remaining_s(self, now_s: float, block_bytes: int) -> float:
         """Until all that is queued is there. What is late already is expected to be late by as much again."""
@@ -274,13 +264,33 @@ class LoadCosts:
 
     def end_poll(self) -> None:
         """All jobs that have ended were recorded."""
-        for reads in self._tiers:
+        for tier, reads in enumerate(self._tiers):
             if reads.ended_s <= reads.busy_since_s:
                 continue
             if reads.ended:
                 reads.estimator.add(reads.ended * self._block_bytes, reads.ended_s - reads.busy_since_s)
+                self._report_slow(tier)
             reads.ended = 0
             reads.busy_since_s = reads.ended_s
+
+    def _report_slow(self, tier: int) -> None:
+        reads = self._tiers[tier]
+        if reads.is_reported_slow or reads.estimator.num_samples < _SURE_SAMPLES or not self._is_too_slow(tier):
+            return
+        reads.is_reported_slow = True
+        speed = reads.estimator.speed
+        assert speed is not None
+        _log.warning(
+            "Tier %r is read at %.3g MB/s, and the engine computes the same blocks at %.3g MB/s: loading from it does "
+            "not pay. Give it a faster device, or remove it.",
+            self._names[tier],
+            1e-6 / speed.byte_s,
+            1e-6 * self._bytes_per_token / self._compute_s(1),
+        )
+
+    def _is_too_slow(self, tier: int) -> bool:
+        speed = self._tiers[tier].estimator.speed
+        return speed is not None and speed.byte_s * self._bytes_per_token >= TOO_SLOW * self._compute_s(1)
 
     def set_stuck_aside(self) -> None:
         """Jobs that are stuck are counted no more. To be called before a hit is surveyed."""
@@ -408,34 +418,6 @@ class LoadCosts:
         speed = self._tiers[tier].estimator.speed
         return self._num_blocks(max(LEAST_PORTION_BYTES, PORTION_S / speed.byte_s if speed is not None else 0.0))
 
-    def should_write(self, tier: int, num_blocks: int) -> bool:
-        """Whether blocks should be written to a tier: unless it is sure that loading them would never be worth it."""
-        reads = self._tiers[tier]
-        speed, now_s = reads.estimator.speed, self._clock()
-        if speed is None or speed.byte_s * self._bytes_per_token < HOPELESS * self._compute_s(1):
-            if reads.num_writes:
-                _log.warning("Tier %r is fast enough again, and is written to.", self._names[tier])
-            reads.hopeless_since_s, reads.num_writes = None, 0
-            return True
-        if reads.hopeless_since_s is None:
-            reads.hopeless_since_s, reads.hopeless_samples = now_s, reads.estimator.num_samples
-        num_samples = reads.estimator.num_samples - reads.hopeless_samples
-        if now_s - reads.hopeless_since_s < SURE_S or num_samples < _SURE_SAMPLES:
-            return True
-        if not reads.num_writes:
-            _log.warning(
-                "Tier %r is read at %.3g MB/s, and the engine computes the same blocks at %.3g MB/s: few blocks are "
-                "written to it from now on.",
-                self._names[tier],
-                1e-6 / speed.byte_s,
-                1e-6 * self._bytes_per_token / self._compute_s(1),
-            )
-        reads.num_writes += 1
-        if reads.num_writes % _WRITTEN_SHARE == 0:
-            return True
-        reads.num_unwritten += num_blocks
-        return False
-
     # ------------------------------------------------------------------------------------------------- metrics
 
     def count_declined(self, places: Sequence[tuple[Place, int]], num_loaded: int, num_counted: int) -> int:
@@ -466,12 +448,12 @@ class LoadCosts:
     def get_stats(self) -> Stats:
         stats: Stats = {("tier_declined_blocks", *labels): count for labels, count in self._declined.items()}
         stats |= self._wait_ratios.stats()
-        for name, reads in zip(self._names, self._tiers, strict=True):
+        for tier, (name, reads) in enumerate(zip(self._names, self._tiers, strict=True)):
             if reads.estimator.speed is not None:
                 stats["tier_read_bytes_per_second", name] = 1 / reads.estimator.speed.byte_s
                 stats["tier_read_latency_seconds", name] = reads.estimator.speed.latency_s
             stats["tier_read_queue_bytes", name] = reads.queued * self._block_bytes
-            stats["tier_unwritten_blocks", name] = reads.num_unwritten
+            stats["tier_too_slow", name] = int(self._is_too_slow(tier))
         if self._prefill.tokens_per_s is not None:
             stats[("prefill_tokens_per_second",)] = self._prefill.tokens_per_s
         if self._device.speed is not None:

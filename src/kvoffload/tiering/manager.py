@@ -346,7 +346,7 @@ class TieringOffloadingManager(OffloadingManager):
             if block is not None:
                 ready.append(key)
         for request, ready in written.values():
-            self._cascades.submit(self._tiers_to_store(request, len(ready)), ready, request.context)
+            self._cascades.submit(self._tiers_to_store(request), ready, request.context)
         unparked = self._cascades.retry_parked(keys) if self._cascades.parked else []
         for request in (*(request for request, _ in written.values()), *unparked):
             self._finalize(request)
@@ -373,25 +373,15 @@ class TieringOffloadingManager(OffloadingManager):
             tuple(tier for tier, mode in modes if mode == "on_evict"),
         )
 
-    def _tiers_to_store(self, request: RequestState, num_blocks: int) -> Sequence[GuardedTier]:
-        """The tiers that get so many blocks of ``request`` as soon as they are stored."""
-        if self._write_back is None and self._costs is None:
+    def _tiers_to_store(self, request: RequestState) -> Sequence[GuardedTier]:
+        """The tiers that get blocks of ``request`` as soon as they are stored."""
+        if self._write_back is None:
             return self._tiers
         whole = request.whole_request_tiers
-        return [
-            tier
-            for tier in self._tiers
-            if tier in whole or (tier in self._on_store_tiers and self._pays_to_write(tier, num_blocks))
-        ]
-
-    def _pays_to_write(self, tier: GuardedTier, num_blocks: int) -> bool:
-        return self._costs is None or not num_blocks or self._costs.should_write(tier.index, num_blocks)
+        return [tier for tier in self._tiers if tier in whole or tier in self._on_store_tiers]
 
     def _submit_write_back(self, tier: GuardedTier, keys: Sequence[OffloadKey], context: ReqContext) -> None:
         assert self._write_back is not None
-        if not self._pays_to_write(tier, len(keys)):
-            self._write_back.skip(tier, len(keys))
-            return
         for refused in self._cascades.submit([tier], keys, context):
             self._write_back.end(refused)
 

@@ -129,11 +129,6 @@ class WriteBack:
         target.skipped = 0
         target.reviews_to_skip = 0 if job.succeeded else min(2 * target.reviews_to_skip + 1, _MOST_SKIPPED)
 
-    def skip(self, tier: GuardedTier, num_blocks: int) -> None:
-        """Blocks that ``submit`` got are not written. They are not offered again while they stay watched."""
-        target = next(target for target in self._targets if target.tier is tier)
-        target.in_flight -= num_blocks
-
     def reset(self) -> None:
         """The primary tier was reset."""
         for target in self._targets:
