@@ -228,10 +228,6 @@ class StepWork(NamedTuple):
     """Prompt tokens of running requests that are left for later steps."""
     is_continued: bool = False
     """A request of an earlier step runs in this one, so the engine did not idle between the step before and this."""
-    loaded_bytes: int = 0
-    """Bytes of the loads to the device that have ended since the last step."""
-    load_seconds: float = 0.0
-    """Seconds that these loads took, one after the other, without their time in queues."""
 
 
 # ------------------------------------------------------------------------------------------------ control plane

@@ -314,7 +314,6 @@ METRICS: dict[str, Metric] = _table(
         Metric("tier_read_latency_seconds", _G, "Seconds believed to pass before the tier's first byte.", _TIER, ((),)),
         Metric("tier_read_queue_bytes", _G, "Bytes of promotions that are queued or being read.", _TIER, ((),)),
         Metric("prefill_tokens_per_second", _G, "Speed at which the engine is believed to compute prompts."),
-        Metric("device_load_bytes_per_second", _G, "Speed at which loads to the device are believed to go."),
         Metric(
             "promotion_wait_ratio",
             _H,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tests.connector.rig import BT, Request, Rig
+from tests.connector.rig import Request, Rig
 
 from kvoffload.base import StepWork
 from kvoffload.connector.engine import ScheduledRequest
@@ -33,24 +33,3 @@ def test_prompts_decodes_and_what_is_left() -> None:
         StepWork(15, 10, 0, is_continued=True),
         StepWork(),
     ]
-
-
-def test_loads_that_ended_are_reported_once() -> None:
-    rig = NotingRig(num_ranks=2)
-    first = Request("first", 4 * BT)
-    rig.arrive(first)
-    rig.ask(first)
-    rig.alloc(first, range(4))
-    (store,) = rig.step(ScheduledRequest("first", (range(4),), 0, 4 * BT, True)).stores
-    rig.end(store)
-    again = Request("again", 4 * BT + 1)
-    rig.arrive(again)
-    assert rig.ask(again) == (4 * BT, True)
-    rig.alloc(again, range(10, 15), external=4 * BT)
-    (load,) = rig.step().loads
-    rig.end(load)
-    rig.step()
-    rig.step()
-    # Two ranks of 10 bytes and half a second each, side by side.
-    loads = [(work.loaded_bytes, work.load_seconds) for work in rig.noted]
-    assert loads == [(0, 0.0), (0, 0.0), (20, 0.5), (0, 0.0)]

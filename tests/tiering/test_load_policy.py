@@ -521,22 +521,6 @@ def test_a_request_that_waits_probes_another_tier_once() -> None:
     assert machine.ask(blocks[:5], machine.start("next")) == [True] * 5
 
 
-def test_a_slow_link_to_the_device_is_avoided_and_measured_again() -> None:
-    machine = Machine()
-    machine.compute()
-    context = machine.start("writer")
-    machine.store(prefix(6, of="a"), context)
-    assert machine.serve(6, of="a") == 6
-    machine.manager.note_step(StepWork(loaded_bytes=6 * BLOCK_BYTES, load_seconds=30.0))
-    assert machine.serve(6, of="a") == 0
-    assert machine.declined() == {"slow": 6}
-    for _ in range(3):
-        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
-        assert machine.serve(6, of="a") == 6, "a probe"
-        machine.manager.note_step(StepWork(loaded_bytes=6 * BLOCK_BYTES, load_seconds=0.6))
-    assert machine.serve(6, of="a") == 6
-
-
 def test_each_tier_has_its_own_speed() -> None:
     machine = Machine(num_tiers=2)
     machine.compute()

@@ -18,15 +18,12 @@ SECONDS = st.one_of(st.just(0.0), st.integers(0, 40).map(lambda n: n / 8), st.fl
 PACES = st.builds(Pace, st.one_of(SECONDS, st.just(math.inf)), SECONDS)
 
 
-def first_token_s(
-    loaded: int, runs: list[Run], sources: list[Pace], block_compute_s: float, queue_s: float, to_device: Pace
-) -> float:
+def first_token_s(loaded: int, runs: list[Run], sources: list[Pace], block_compute_s: float, queue_s: float) -> float:
     """By the definition, block by block."""
     flat = [run.source for run in runs for _ in range(run.num_blocks)]
     counts = [flat[:loaded].count(source) for source in range(len(sources))]
     arrived_s = max((pace.first_s + n * pace.block_s for pace, n in zip(sources, counts) if n), default=0.0)
-    load_s = to_device.first_s + loaded * to_device.block_s if loaded else 0.0
-    return max(arrived_s, queue_s) + load_s + (len(flat) - loaded) * block_compute_s
+    return max(arrived_s, queue_s) + (len(flat) - loaded) * block_compute_s
 
 
 @st.composite
@@ -36,18 +33,15 @@ def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
     return runs, sources
 
 
-@given(
-    hits(), SECONDS, SECONDS, st.builds(Pace, SECONDS, SECONDS), st.one_of(st.none(), st.sets(st.integers(1, 7 * 9)))
-)
+@given(hits(), SECONDS, SECONDS, st.one_of(st.none(), st.sets(st.integers(1, 7 * 9))))
 @settings(max_examples=by_size(quick=300, thorough=5_000), deadline=None)
 def test_it_is_the_best_of_all(
     hit: tuple[list[Run], list[Pace]],
     block_compute_s: float,
     queue_s: float,
-    to_device: Pace,
     ends: set[int] | None,
 ) -> None:
-    assert_best(*hit, block_compute_s, queue_s, to_device, ends)
+    assert_best(*hit, block_compute_s, queue_s, ends)
 
 
 @pytest.mark.parametrize("fastest_s", [1e-6, 1e-3, 1.0])
@@ -64,8 +58,7 @@ def test_it_is_the_best_of_all_at_every_scale_of_time(fastest_s: float) -> None:
         runs = [Run(rng.randrange(len(sources)), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))]
         num_blocks = sum(run.num_blocks for run in runs)
         ends = rng.choice([None, {rng.randint(1, num_blocks) for _ in range(4)}])
-        to_device = Pace(0.0, rng.choice([0.0, fastest_s / 4]))
-        assert_best(runs, sources, seconds(), rng.uniform(0, num_blocks) * seconds(), to_device, ends)
+        assert_best(runs, sources, seconds(), rng.uniform(0, num_blocks) * seconds(), ends)
 
 
 def assert_best(
@@ -73,13 +66,12 @@ def assert_best(
     sources: list[Pace],
     block_compute_s: float,
     queue_s: float,
-    to_device: Pace,
     ends: set[int] | None,
 ) -> None:
-    pick = partial(choose, runs, sources, block_compute_s=block_compute_s, queue_s=queue_s, to_device=to_device)
+    pick = partial(choose, runs, sources, block_compute_s=block_compute_s, queue_s=queue_s)
     choice = pick(ends=None if ends is None else sorted(ends))
     times = {
-        loaded: first_token_s(loaded, runs, sources, block_compute_s, queue_s, to_device)
+        loaded: first_token_s(loaded, runs, sources, block_compute_s, queue_s)
         for loaded in range(sum(run.num_blocks for run in runs) + 1)
         if ends is None or loaded in ends or not loaded
     }
@@ -112,10 +104,6 @@ def test_a_few_slow_blocks_are_worth_the_fast_ones_behind_them() -> None:
     sources = [Pace(), Pace(0.5, 2.0)]
     assert choose([Run(0, 3), Run(1, 2)], sources, block_compute_s=1.0).num_blocks == 3
     assert choose([Run(0, 3), Run(1, 2), Run(0, 9)], sources, block_compute_s=1.0) == Choice(14, 4.5, 9.5)
-
-
-def test_a_slow_link_to_the_device_is_not_used() -> None:
-    assert choose([Run(0, 10)], [Pace()], block_compute_s=1.0, to_device=Pace(0.0, 1.5)).num_blocks == 0
 
 
 def test_a_part_ends_where_it_is_of_use() -> None:

@@ -65,7 +65,6 @@ class OffloadingConnectorScheduler:
     ) -> None:
         self._manager = manager
         self._clock = clock
-        self._num_ranks = layout.num_ranks
         self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
         self._is_hybrid = any(group.kind is not GroupKind.FULL_ATTENTION for group in self._geometry)
         self._unit_tokens = hit_unit_tokens(self._geometry)
@@ -93,8 +92,6 @@ class OffloadingConnectorScheduler:
         self._lookup_waits = Histogram("lookup_wait_seconds")
         self._loads_ended = EndedJobs(Direction.LOAD, self._geometry, layout.num_ranks)
         self._stores_ended = EndedJobs(Direction.STORE, self._geometry, layout.num_ranks)
-        self._loaded = (0, 0.0)
-        """Bytes and seconds of the loads that have ended since the last step."""
 
     def __repr__(self) -> str:
         return f"OffloadingConnectorScheduler({len(self._requests)} requests, {self._jobs})"
@@ -413,12 +410,8 @@ class OffloadingConnectorScheduler:
             stores += self._offers.retry()
         for group_state in named:
             group_state.states.clear()  # refused ones too: later the engine may write over them
-        loaded_bytes, load_seconds = self._loaded
-        self._loaded = (0, 0.0)
         is_continued = num_new_tables < len(step.scheduled)
-        self._manager.note_step(
-            StepWork(tokens, prompt_tokens, queued_tokens, is_continued, loaded_bytes, load_seconds)
-        )
+        self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, is_continued))
         self._manager.on_schedule_end()
         if not (stores or self._loads or self._lost_loads or self._final_stores or self._flushes):
             return _NOTHING
@@ -526,9 +519,6 @@ class OffloadingConnectorScheduler:
             self._stores_ended.count(job)
         else:
             self._loads_ended.count(job)
-            if job.success:
-                loaded_bytes, load_seconds = self._loaded
-                self._loaded = (loaded_bytes + job.num_bytes, load_seconds + job.seconds / self._num_ranks)
         if job.epoch is not self._epochs.current:
             self._count(("stale_jobs",))
 

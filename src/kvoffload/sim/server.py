@@ -164,11 +164,7 @@ class Server:
             self._device.admit(path, on_device, total_hit, asked.states_at(on_device), asked.states_at(total_hit))
         if loaded:
             manager.prepare_load(loaded, context)
-            begin_s = clock.now_s
-            clock.advance_to(self._load_link.queue(begin_s, len(loaded) * self._block_bytes))
-            manager.note_step(
-                StepWork(loaded_bytes=len(loaded) * self._block_bytes, load_seconds=clock.now_s - begin_s)
-            )
+            clock.advance_to(self._load_link.queue(clock.now_s, len(loaded) * self._block_bytes))
         if total_hit:
             manager.touch(path[:total_hit] + asked.states_at(total_hit), context)
         if loaded:

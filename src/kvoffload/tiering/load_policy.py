@@ -223,8 +223,6 @@ class LoadCosts:
         self._bytes_per_token = sum(worth.num_bytes / tokens for tokens in weighed)
         expected = itertools.chain(worth.read_bytes_per_s, itertools.repeat(None))
         self._tiers = tuple(_TierReads(clock, bytes_per_s) for _, bytes_per_s in zip(tiers, expected, strict=False))
-        self._device = LinkSpeedEstimator(clock)
-        self._device_probed_s = -math.inf
         self._prefill = PrefillSpeedEstimator(clock, worth.prefill_tokens_per_s)
         self._declined: Counter[tuple[str, str]] = Counter()
         self._wait_ratios = Histogram("promotion_wait_ratio")
@@ -237,8 +235,6 @@ class LoadCosts:
 
     def note_step(self, work: StepWork) -> None:
         self._prefill.note_step(work)
-        if work.loaded_bytes and work.load_seconds > 0:
-            self._device.add(work.loaded_bytes, work.load_seconds)
 
     def begun(self, tier: int, num_blocks: int) -> None:
         """Promotions were queued."""
@@ -345,7 +341,6 @@ class LoadCosts:
             sources=sources,
             block_compute_s=self._compute_s(tokens),
             queue_s=self._queue_s(),
-            to_device=self._device_pace(group_bytes),
             # Whoever waits for the first blocks of a tier, or for those before them, is weighed again, and may get the
             # rest.
             ends=None if ends is None else sorted({*ends, *first_blocks, before}),
@@ -397,18 +392,6 @@ class LoadCosts:
         is_old = now_s - reads.estimator.measured_s >= PROBE_INTERVAL_S
         return is_old and not reads.queued and not reads.is_stalled(now_s)
 
-    def device_is_slow(self, key: OffloadKey) -> bool:
-        """Whether even a block of host memory is computed sooner than it is loaded."""
-        tokens = self._tokens[get_offload_group_idx(key)]
-        return self._device_pace(tokens * self._bytes_per_token).block_s >= self._compute_s(tokens)
-
-    def take_device_probe(self) -> int:
-        """Blocks to load to a slow device, so that it is measured again; 0 unless that is due."""
-        if self._clock() - max(self._device.measured_s, self._device_probed_s) < PROBE_INTERVAL_S:
-            return 0
-        self._device_probed_s = self._clock()
-        return self._num_blocks(PROBE_BYTES)
-
     def probe_blocks(self, tier: int) -> int:
         speed = self._tiers[tier].estimator.speed
         return self._num_blocks(PROBE_BYTES if speed is None else min(PROBE_BYTES, PROBE_S / speed.byte_s))
@@ -456,8 +439,6 @@ class LoadCosts:
             stats["tier_too_slow", name] = int(self._is_too_slow(tier))
         if self._prefill.tokens_per_s is not None:
             stats[("prefill_tokens_per_second",)] = self._prefill.tokens_per_s
-        if self._device.speed is not None:
-            stats[("device_load_bytes_per_second",)] = 1 / self._device.speed.byte_s
         return stats
 
     def check_invariants(self, queued: Counter[int], submitted: Counter[int]) -> None:
@@ -507,10 +488,6 @@ class LoadCosts:
         if place.is_coming or speed is None:
             return Pace(queue_s)
         return Pace(queue_s + CAUTION * speed.latency_s, CAUTION * speed.byte_s * num_bytes)
-
-    def _device_pace(self, num_bytes: float) -> Pace:
-        speed: LinkSpeed | None = self._device.speed
-        return Pace() if speed is None else Pace(speed.latency_s, speed.byte_s * num_bytes)
 
     def _name(self, place: Place) -> str:
         return HOST if place.tier is None else self._names[place.tier]

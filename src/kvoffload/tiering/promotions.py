@@ -537,7 +537,7 @@ class Lookups:
         costs.set_stuck_aside()
         places = self._survey(request, keys)
         num_found = sum(num_blocks for _, num_blocks in places)
-        if all(place == HERE for place, _ in places) and not costs.device_is_slow(keys[0]):
+        if all(place == HERE for place, _ in places):
             self._rest = costs.plan_for_rest(keys[0], num_found, None)
             return self._walk(request, keys)
         useful = request.context.hit_ends
@@ -547,10 +547,8 @@ class Lookups:
         here = places[0][1] if places and places[0][0] == HERE else 0
         if limit == num_found:
             limit = len(keys)
-        elif ends is not None and limit < here and not costs.device_is_slow(keys[0]):
+        elif limit < here:
             limit = here  # nothing is saved by declining them, although the request can use only those up to an end
-        elif not limit and here:
-            limit = min(here, costs.take_device_probe())
         answers = self._walk_to(request, keys, limit)
         declined = keys[limit] if limit < len(keys) else None
         if request.waiting_since is not None:

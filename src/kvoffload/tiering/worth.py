@@ -51,17 +51,16 @@ def choose(
     *,
     block_compute_s: float,
     queue_s: float = 0.0,
-    to_device: Pace = Pace(),
     ends: Sequence[int] | None = None,
 ) -> Choice:
     """The number k of leading blocks for which the first token comes earliest, and of several such k the largest.
 
     With ``ends``, which rise, k is one of them, or 0.
     Sources work side by side, each in the order of the blocks. The engine is busy with other work for ``queue_s``,
-    during which loading costs nothing. Then it takes over the k blocks at the pace ``to_device``, and computes the
-    others in ``block_compute_s`` each. So the first token comes
+    during which loading costs nothing. Then it computes the other blocks in ``block_compute_s`` each. So the first
+    token comes
 
-        max(arrival of the first k blocks, queue_s) + to_device.seconds(k) + (number of blocks - k) * block_compute_s
+        max(arrival of the first k blocks, queue_s) + (number of blocks - k) * block_compute_s
 
     seconds from now, plus what does not depend on k. Within a run this is a convex function of k, with one bend: where
     the run's own source becomes later than the queue and the other sources. So its minimum lies at the bend or at an
@@ -90,7 +89,7 @@ def choose(
             own_s = max(arrived_s, pace.seconds(first + at))
             loaded = before + at
             delay_s = max(own_s, queue_s) - queue_s
-            saved_s = loaded * block_compute_s - to_device.seconds(loaded) - delay_s
+            saved_s = loaded * block_compute_s - delay_s
             if saved_s >= best.saved_s:
                 best = Choice(loaded, own_s, saved_s)
         before += num_blocks
