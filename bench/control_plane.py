@@ -180,7 +180,7 @@ def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> li
     walk without either books or histograms, which are otherwise always there."""
     walks = [Walk(num_blocks, partial(Managed, policy, by_prefix=True)) for _ in range(3)]
     assert isinstance(walks[1].stepper, Managed)
-    walks[1].stepper.manager.watch_losses(LostBlocks())
+    walks[1].stepper.manager.slots._lost = LostBlocks()
 
     def prepare_all() -> None:
         for walk in walks:

@@ -25,6 +25,7 @@ FLOOR = {
     "events": 3,
     "exporter": 2,
     "lost_blocks": 2,
+    "miss": 1,
     "specs": 3,
     "cpu": 3,
     "tiering": 4,

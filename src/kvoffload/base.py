@@ -9,7 +9,7 @@ loads neither torch nor an engine. The names here are stable: engines, tiers and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, NewType
@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.lost_blocks import NO_LOSSES, Loss, LostBlocks
+from kvoffload.miss import Miss
+
 if TYPE_CHECKING:
     import torch
 
     from kvoffload.config import OffloadingConfig
-    from kvoffload.lost_blocks import LostBlocks
     from kvoffload.metrics import Stats
 
 __all__ = [
@@ -42,7 +44,6 @@ __all__ = [
     "ReqContext",
     "RequestOffloadingContext",
     "StepWork",
-    "Trail",
     "TransferResult",
     "get_offload_block_hash",
     "get_offload_group_idx",
@@ -79,17 +80,6 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 
 @dataclass(slots=True)
-class Trail:
-    """What managers and tiers record of one request for those who want to know. It decides nothing."""
-
-    sources: dict[OffloadKey, str] = field(default_factory=dict)
-    """Blocks that were promoted while the request waited for them, with the tier that they came from."""
-    misses: dict[OffloadKey, str] = field(default_factory=dict)
-    """Blocks that it was refused although they may be somewhere, with the reason in a word or two. Blocks that it was
-    not refused in the end may be among them."""
-
-
-@dataclass(slots=True)
 class ReqContext:
     """What managers may know of a request: its id, and the parameters its client sent along for KV transfer."""
 
@@ -97,11 +87,6 @@ class ReqContext:
     kv_transfer_params: dict[str, Any] | None = None
     reads_cache: bool = True
     """``False``: the request wants all of its prompt computed. It looks nothing up, and its offers are no reuse."""
-    trail: Trail = field(default_factory=Trail, compare=False, repr=False)
-    hit_ends: Collection[OffloadKey] | None = field(default=None, compare=False, repr=False)
-    """Of the blocks that it looks up now: the last ones of hits that it could use, as far as is known. ``None``: each
-    may be the last. Where a model has states, a hit ends at one of them, and whoever loads a part of a hit would load
-    what is behind the last of them for nothing. ``in`` is O(1)."""
 
 
 class OffloadPolicy(Enum):
@@ -252,17 +237,26 @@ class OffloadingManager(ABC):
     and methods that give them back are all abstract, so that a subclass forgets neither. Only options have defaults.
     """
 
+    lost: LostBlocks = NO_LOSSES
+    """Where lost blocks are recorded, if a trace is."""
+
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """``True``: ready to load. ``False``: not here. ``None``: not yet; ask again in a later step."""
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
+    ) -> list[bool | None]:
         """Answers for ``keys`` in order, up to and including the first ``False``, each with the meaning it has in
         ``lookup``.
 
         ``lookup`` of a key equals ``lookup_prefix`` of that key alone, side effects included. A manager that decides
         block by block equals the loop of ``lookup``, and overrides this only to be faster. One that weighs the blocks
         of a call together may answer ``False`` earlier or later than the loop.
+
+        ``ends``: of the blocks that the request looks up now, the last ones of hits that it could use. ``None``: each
+        may be the last. Where a model has states, a hit ends at one of them, and whoever loads a part of a hit would
+        load what comes after the last of them for nothing. ``in`` is O(1).
         """
         answers: list[bool | None] = []
         for key in keys:
@@ -331,12 +325,21 @@ class OffloadingManager(ABC):
         """Current metric values (``kvoffload.metrics``): counters since start, gauges now."""
         return {}
 
-    def watch_losses(self, lost: LostBlocks) -> None:
-        """Records in ``lost``, from now on, the blocks that leave and those that are offered but not to be stored."""
-
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Which blocks are here or below, as far as that is known. Unlike a lookup it promotes nothing."""
         return [False] * len(keys)
+
+    def sources(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
+        """The blocks that were promoted while the request waits for them, with the tier that they came from. To be read
+        before they are loaded."""
+        return {}
+
+    def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
+        """Why the request did not get each of ``keys``; ``None``: the block is here or below. Only known in full while
+        losses are recorded (``lost``)."""
+        held = self.holds(keys)  # first: tiers record what they lost meanwhile
+        losses = self.lost.find(keys)
+        return [None if is_held else loss or Loss(Miss.NEW) for is_held, loss in zip(held, losses, strict=True)]
 
     def shutdown(self) -> None:
         """Releases threads and files. Idempotent."""

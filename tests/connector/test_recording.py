@@ -18,6 +18,7 @@ from kvoffload.connector import OffloadingConnectorScheduler
 from kvoffload.connector.recording import TraceRecorder
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.lost_blocks import LostBlocks
 from kvoffload.sim.explain import Machine, MachineTier
 from kvoffload.sim.trace_files import load_trace
 
@@ -25,7 +26,7 @@ from kvoffload.sim.trace_files import load_trace
 def scheduler_that_records(path: Path | str, **config: Any) -> OffloadingConnectorScheduler:
     values = {"cpu_bytes_to_use": 1 << 20, "record_trace": str(path), **config}
     layout = EngineLayout((FULL, SLIDING), BT, "rig")
-    return OffloadingConnectorScheduler(CPUOffloadingManager(64), layout, parse_config(values))
+    return OffloadingConnectorScheduler(CPUOffloadingManager(64, lost=LostBlocks()), layout, parse_config(values))
 
 
 def test_whole_blocks_of_prompts_and_lengths(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_a_story_has_all_tokens_of_its_prompt(factor: int, prompt_tokens: int, t
     """Also where offloaded blocks are larger than the device's."""
     values = {"cpu_bytes_to_use": 1 << 20, "record_trace": str(tmp_path / "t.jsonl"), "block_size": factor * BT}
     scheduler = OffloadingConnectorScheduler(
-        CPUOffloadingManager(64), EngineLayout((FULL,), BT, "rig"), parse_config(values)
+        CPUOffloadingManager(64, lost=LostBlocks()), EngineLayout((FULL,), BT, "rig"), parse_config(values)
     )
     request = Request("r", prompt_tokens)
     scheduler.on_new_request(request)

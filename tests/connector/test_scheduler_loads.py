@@ -333,14 +333,14 @@ def test_different_block_sizes() -> None:
 
 @pytest.mark.parametrize(("groups", "on_disk"), [((STATE, FULL), 4), ((STATE,), 8)])
 def test_blocks_are_counted_by_kind_and_hits_by_the_tier_of_attention(
-    groups: tuple[KVGroupLayout, ...], on_disk: int
+    groups: tuple[KVGroupLayout, ...], on_disk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(groups=groups)
     rig.store_prefix(8)
     request = rig.arrive(Request("r", 9))
     assert rig.ask(request) == (8, True)
     last_group = len(groups) - 1
-    rig.scheduler._requests["r"].context.trail.sources[key(1, last_group)] = "disk"
+    monkeypatch.setattr(rig.manager, "sources", lambda req_context: {key(1, last_group): "disk"})
     rig.alloc(request, *([NO_BLOCK, 1], [2, 3])[: len(groups)], external=8)
     rig.end(*rig.step().loads)
     stats = rig.scheduler.get_stats()
@@ -384,15 +384,15 @@ def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: py
     known: list[Any] = []
     lookup_prefix = rig.manager.lookup_prefix
 
-    def record(keys: Any, req_context: ReqContext) -> list[bool | None]:
-        known.append(req_context.hit_ends)
-        return lookup_prefix(keys, req_context)
+    def record(keys: Any, req_context: ReqContext, ends: Any = None) -> list[bool | None]:
+        known.append(ends)
+        return lookup_prefix(keys, req_context, ends)
 
     monkeypatch.setattr(rig.manager, "lookup_prefix", record)
     request = rig.arrive(Request("r", 17))
     assert rig.ask(request) == (16, True)
     assert known == [{key(1), key(3)}] * 2, "for attention, and for the state"
-    assert rig.scheduler._requests["r"].context.hit_ends is None
+    assert rig.scheduler._requests["r"].hit_ends is None
 
 
 def test_a_manager_that_does_not_say_what_it_holds_breaks_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:

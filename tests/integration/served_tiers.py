@@ -17,6 +17,7 @@ from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingC
 from kvoffload.connector import OffloadingConnectorWorker
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.exporter import PrometheusExporter
+from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.testing.fake_device import Bytes
 from kvoffload.testing.fake_engine import FakeEngine, FakeRequest, Status
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
@@ -38,8 +39,8 @@ class _Region:
 
 
 class ServedTiers:
-    """``num_blocks`` slots of host memory above the tier that ``make_tier`` makes over them, by default one called
-    ``disk``; ``None``: no tier. Call ``serve``, then ``close``.
+    """``num_blocks`` slots of host memory above the tier that ``make_tier(view, lost=…)`` makes over them, by default
+    one called ``disk``; ``None``: no tier. Call ``serve``, then ``close``.
 
     Every step publishes the stats, which are at ``/metrics`` of ``port``, with a label ``engine``. ``config`` are
     options of the configuration and of the tiering manager.
@@ -52,7 +53,7 @@ class ServedTiers:
         self,
         root: Path,
         num_blocks: int,
-        make_tier: Callable[[memoryview], SecondaryTierManager] | Literal["disk"] | None = "disk",
+        make_tier: Callable[..., SecondaryTierManager] | Literal["disk"] | None = "disk",
         clock: Callable[[], float] = time.monotonic,
         block_worth: BlockWorth | None = None,
         **config: Any,
@@ -62,13 +63,14 @@ class ServedTiers:
         if make_tier == "disk":
             config["secondary_tiers"] = ({"type": "disk", "max_bytes": self.disk_bytes},)
         parsed = OffloadingConfig(cpu_bytes_to_use=num_blocks * PAGE_BYTES, eviction_policy="lru", **config)
+        lost = LostBlocks(clock=clock) if parsed.record_trace else NO_LOSSES
         primary = CPUPrimaryTierOffloadingManager(
-            num_blocks, region, "lru", store_threshold=parsed.store_threshold, clock=clock
+            num_blocks, region, "lru", store_threshold=parsed.store_threshold, clock=clock, lost=lost
         )
         options = {"type": "disk", "path": str(root / "blocks"), "max_bytes": self.disk_bytes, "exclusive": True}
         if make_tier == "disk":
             make_tier = partial(build_tier, options)
-        self.tiers = [make_tier(primary.kv_view)] if make_tier is not None else []
+        self.tiers = [make_tier(primary.kv_view, lost=lost)] if make_tier is not None else []
         self.manager = TieringOffloadingManager(
             primary,
             self.tiers,

@@ -21,11 +21,10 @@ from kvoffload.sim.trace_files import load_trace
 from kvoffload.testing import GatedStore, ManualClock
 from kvoffload.testing.fake_engine import FakeRequest
 from kvoffload.tiering.base import SecondaryTierManager
-from kvoffload.tiering.load_policy import BlockWorth
+from kvoffload.tiering.load_policy import BlockWorth, Plan
 from kvoffload.tiering.options import build_tier
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
-from kvoffload.tiering.worth import Choice
 
 BLOCKS = 8
 WHOLE = BLOCKS * BLOCK_TOKENS
@@ -91,9 +90,10 @@ def make(tmp_path: Path) -> Iterator[MakeRecorded]:
         each.served.close()
 
 
-def files_tier(root: Path, **options: Any) -> Callable[[memoryview], SecondaryTierManager]:
+def files_tier(root: Path, **options: Any) -> Callable[..., SecondaryTierManager]:
     """A tier of plain files called ``fs``."""
-    return lambda view: build_tier({"type": "fs", "path": str(root / "blocks"), "exclusive": True} | options, view)
+    values = {"type": "fs", "path": str(root / "blocks"), "exclusive": True} | options
+    return lambda view, lost: build_tier(values, view, lost=lost)
 
 
 def test_blocks_that_nobody_had_stored_are_new(make: MakeRecorded) -> None:
@@ -243,7 +243,9 @@ def test_failed_stores_and_loads(make: MakeRecorded) -> None:
 
 
 def test_evicted_from_a_tier(make: MakeRecorded) -> None:
-    recorded = make(make_tier=lambda view: StoreTier(view, "small", MemoryStore(PAGE_BYTES, 24 * PAGE_BYTES)))
+    recorded = make(
+        make_tier=lambda view, lost: StoreTier(view, "small", MemoryStore(PAGE_BYTES, 24 * PAGE_BYTES), lost=lost)
+    )
     recorded.ask(1)
     for other in range(2 * OTHERS):
         recorded.ask(100 + other)
@@ -328,9 +330,9 @@ def test_declined_by_cost(make: MakeRecorded, tmp_path: Path, monkeypatch: pytes
     recorded = make(make_tier=files_tier(tmp_path), block_worth=worth)
     recorded.ask(1)
     recorded.fill()
-    costs = recorded.served.manager._costs
-    assert costs is not None
-    monkeypatch.setattr(costs, "choose", lambda key, places, ends: Choice(0, 0.0, 0.0))
+    planner = recorded.served.manager._planner
+    monkeypatch.setattr(planner, "plan", lambda survey, key, ends: Plan(0))
+    monkeypatch.setattr(planner, "weighs", lambda key: True)
     recorded.ask(1)
     story = recorded.last()
     assert story["found"] == {"device": 0}
@@ -341,7 +343,7 @@ def test_out_of_patience(make: MakeRecorded) -> None:
     clock = ManualClock()
     gate = GatedStore(MemoryStore(PAGE_BYTES))
     limits = TierLimits(threads=1, timeout_s=1e6, drain_timeout_s=30)
-    recorded = make(clock=clock, make_tier=lambda view: StoreTier(view, "slow", gate, limits, clock=clock))
+    recorded = make(clock=clock, make_tier=lambda view, lost: StoreTier(view, "slow", gate, limits, clock=clock))
     recorded.ask(1)
     recorded.fill()
     gate.close_gate("read_into")

@@ -43,6 +43,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         self.waiting: dict[str, tuple[ReqContext, list[OffloadKey], float | None, float]] = {}
         """By id: the request, its blocks, since when it waits, and the work of the engine at that time."""
         self.queued_tokens = 0
+        self.ends: dict[str, set[OffloadKey] | None] = {}
         self.num_chains = 0
 
     # ---------------------------------------------------------------------------------------------- the world
@@ -117,8 +118,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
             self._finish(writer)
             self.step()
         context = self.rig.start(f"r{self.num_chains}")
-        if ends is not None:
-            context.hit_ends = {blocks[min(end, length) - 1] for end in ends}
+        self.ends[context.req_id] = None if ends is None else {blocks[min(end, length) - 1] for end in ends}
         self.waiting[context.req_id] = (context, blocks, self.rig.clock(), self.queued_tokens / TOKENS * COMPUTE_S)
         return self._ask(context.req_id)
 
@@ -128,7 +128,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
             since_s, queue_s = self.rig.clock(), self.queued_tokens / TOKENS * COMPUTE_S
             self.waiting[req_id] = (context, blocks, since_s, queue_s)
         answers = list[bool | None]()
-        self._submitting(lambda: answers.extend(self.rig.ask(blocks, context)))
+        self._submitting(lambda: answers.extend(self.rig.ask(blocks, context, self.ends[req_id])))
         if None in answers:
             knows_speed = ("prefill_tokens_per_second",) in self.rig.manager.get_stats()
             waited_s = self.rig.clock() - since_s

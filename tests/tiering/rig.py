@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, make_offload_key
@@ -125,8 +125,10 @@ class Rig:
         self.manager.on_schedule_end()
         self.manager.check_invariants()
 
-    def ask(self, blocks: Sequence[OffloadKey], context: ReqContext) -> list[bool | None]:
-        answers = self.manager.lookup_prefix(blocks, context)
+    def ask(
+        self, blocks: Sequence[OffloadKey], context: ReqContext, ends: Collection[OffloadKey] | None = None
+    ) -> list[bool | None]:
+        answers = self.manager.lookup_prefix(blocks, context, ends)
         assert False not in answers[:-1], "the first miss ends the answers"
         assert len(answers) == len(blocks) or answers[-1] is False
         self.manager.check_invariants()

@@ -8,8 +8,8 @@ from tests.tiering.rig import Memory, content, keys
 from kvoffload.base import ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing import FakeTier
-from kvoffload.tiering.manager import Cascades
-from kvoffload.tiering.promotions import RequestState
+from kvoffload.tiering.cascades import Cascades
+from kvoffload.tiering.requests import Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 
 REQUEST = ReqContext("r")
@@ -25,7 +25,7 @@ class Parts:
         self.tiers = [GuardedTier(index, fake) for index, fake in enumerate(self.fakes)]
         self.jobs = TierJobs()
         self.cascades = Cascades(self.primary, self.jobs)
-        self.request = RequestState(REQUEST, 1.0, whole_request_tiers=(self.tiers[0],))
+        self.request = Request(REQUEST, 1.0, whole_request_tiers=(self.tiers[0],))
 
     def reserve(self, *numbers: int) -> None:
         output = self.primary.prepare_store(keys(*numbers), REQUEST)
@@ -64,11 +64,11 @@ def test_a_block_being_written_is_parked_and_cascaded_once_it_is_ready() -> None
     parts = Parts()
     parts.reserve(1)
     parts.cascades.submit_or_park(parts.request, keys(1, 9))
-    assert (parts.cascades.num_parked, parts.request.parked) == (1, 1)
+    assert (parts.cascades.num_parked, parts.request.open_work) == (1, 1)
     assert parts.cascades.retry_parked() == []
     parts.publish(1)
     assert parts.cascades.retry_parked(keys(1)) == [parts.request]
-    assert parts.request.parked == 0
+    assert parts.request.open_work == 0
     parts.finish()
     assert set(parts.fakes[0].blocks) == {*keys(1)}
     assert not parts.fakes[1].blocks

@@ -9,6 +9,8 @@ import pytest
 from tests.tiering.rig import BLOCK_BYTES, Rig, prefix
 
 from kvoffload.base import OffloadingManager, OffloadPolicy, ReqContext, StepWork, make_offload_key
+from kvoffload.lost_blocks import Loss
+from kvoffload.miss import Miss
 from kvoffload.tiering import load_policy
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
@@ -110,6 +112,7 @@ def test_what_was_measured_replaces_what_the_user_expected(monkeypatch: pytest.M
     machine = Machine(block_worth=worth)
     machine.below(prefix(8, of="a"))
     assert machine.serve(8, of="a") == 0
+    machine.step()
     while machine.tiers[0].jobs:
         machine.read()  # the probe
     machine.below(prefix(8, of="b"))
@@ -227,7 +230,7 @@ def test_blocks_that_no_tier_has_are_not_late() -> None:
         assert machine.ask(blocks, context) == [True] * 12 + [False]
         machine.step()
     assert machine.declined() == {}
-    assert not context.trail.misses
+    assert machine.manager.explain(blocks[12:], context) == [Loss(Miss.NEW)] * 88
     machine.load(blocks[:12], context)
 
 
@@ -284,7 +287,7 @@ def test_a_refused_probe_is_no_reason_of_the_requests_own() -> None:
     machine.write(prefix(64, of="busy"), machine.start("writer"))  # leaves no slot to probe with
     context = machine.start("r")
     assert machine.ask(prefix(4, of="a"), context) == [False]
-    assert context.trail.misses == {prefix(1, of="a")[0]: "declined by cost"}
+    assert machine.manager.explain(prefix(1, of="a"), context) == [Loss(Miss.DECLINED)]
     assert not machine.tier.jobs
 
 
@@ -304,10 +307,10 @@ def test_a_tier_with_one_read_that_hangs_is_loaded_from_again() -> None:
     """Its queue looked longer with every minute, and it was not probed."""
     machine = Machine()
     machine.learn(read_s=0.1)
-    stuck = prefix(4, of="stuck")
-    machine.below(stuck)
+    hung_keys = prefix(4, of="hung")
+    machine.below(hung_keys)
     first = machine.start("first")
-    assert machine.ask(stuck, first) == [None] * 4
+    assert machine.ask(hung_keys, first) == [None] * 4
     machine.step()
     (hung,) = machine.tier.jobs
     machine.manager.on_request_finished(first)
@@ -325,43 +328,35 @@ def test_a_tier_with_one_read_that_hangs_is_loaded_from_again() -> None:
         assert machine.ask(prefix(4, of=name), machine.start(name)) == [None] * 4
         machine.step()
         read_others()
-        assert machine.ask(stuck, machine.start(f"stuck-{name}")) == [False], "nobody waits for what hangs"
+        assert machine.ask(hung_keys, machine.start(f"hung-{name}")) == [False], "no request waits for what hangs"
         machine.clock.advance(60.0)
-    assert machine.manager.get_stats()["tier_read_queue_bytes", "tier0"] == 0
     speed = machine.manager.get_stats()["tier_read_bytes_per_second", "tier0"]
     machine.tier.finish([hung])
     machine.step()
     machine.manager.check_invariants()
     stats = machine.manager.get_stats()
     assert stats["tier_read_queue_bytes", "tier0"] == 0
-    assert stats["tier_read_bytes_per_second", "tier0"] == speed
-    assert machine.ask(stuck, machine.start("last")) == [True] * 4
+    assert stats["tier_read_bytes_per_second", "tier0"] == speed, "an overdue read says nothing of the speed"
+    assert machine.ask(hung_keys, machine.start("last")) == [True] * 4
 
 
-def test_a_tier_that_stands_still_is_tried_ever_more_rarely() -> None:
+def test_of_a_tier_that_stands_still_one_request_in_half_a_minute_waits() -> None:
     machine = Machine()
     machine.learn(read_s=0.1)
-    for minute in range(64):
-        machine.below(prefix(4, of=f"m{minute}-"))
-        context = machine.start(f"m{minute}")
-        is_tried = minute in (0, 1, 2, 4, 8, 16, 32)
-        assert machine.ask(prefix(4, of=f"m{minute}-"), context) == ([None] * 4 if is_tried else [False])
+    tried = 0
+    for number in range(40):
+        machine.below(prefix(4, of=f"n{number}-"))
+        context = machine.start(f"n{number}")
+        tried += machine.ask(prefix(4, of=f"n{number}-"), context)[0] is None
         machine.step()
         machine.manager.on_request_finished(context)
         machine.manager.check_invariants()
-        machine.clock.advance(60.0)
-    assert len(machine.tier.jobs) == 7
+        machine.clock.advance(4.0)
+    assert 4 <= tried <= 6, "in 160 s; the tier's own deadline ends it"
     while machine.tier.jobs:
         machine.read()
-    machine.read_s = 0.1
-    for number in range(4):
-        machine.clock.advance(load_policy.PROBE_INTERVAL_S)
-        machine.below(prefix(4, of=f"after{number}-"))
-        hit = machine.serve(4, of=f"after{number}-")
-        machine.step()
-        while machine.tier.jobs:
-            machine.read()
-    assert hit == 4
+    machine.below(prefix(4, of="after"))
+    assert machine.serve(4, of="after") == 4
 
 
 def test_jobs_of_a_slow_tier_that_reads_on_are_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +372,7 @@ def test_jobs_of_a_slow_tier_that_reads_on_are_not_stuck(monkeypatch: pytest.Mon
         machine.clock.advance(5.0)
         machine.below(prefix(4, of=f"b{left}-"))
         assert machine.ask(prefix(4, of=f"b{left}-"), machine.start(f"b{left}")) == [False]
-        assert machine.manager.get_stats()["tier_read_queue_bytes", "tier0"] == left * BLOCK_BYTES
+        assert machine.manager.get_stats()["tier_read_queue_bytes", "tier0"] >= left * BLOCK_BYTES
 
 
 def test_an_unmeasured_tier_is_read_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,34 +382,7 @@ def test_an_unmeasured_tier_is_read_a_little(monkeypatch: pytest.MonkeyPatch) ->
     machine.below(prefix(9, of="b"))
     assert machine.ask(prefix(9, of="a"), machine.start("first")) == [None] * 5 + [False]
     assert machine.ask(prefix(9, of="b"), machine.start("second")) == [False]
-    assert machine.declined() == {"unmeasured": 9}, "the first will be weighed again"
-
-
-@pytest.mark.parametrize(("read_s", "loaded"), [(0.1, 12), (2.0, 4)])
-def test_who_waited_for_the_first_blocks_of_a_tier_is_weighed_again(
-    monkeypatch: pytest.MonkeyPatch, read_s: float, loaded: int
-) -> None:
-    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
-    machine = Machine()
-    machine.compute()
-    machine.read_s = read_s
-    machine.below(prefix(12, of="a"))
-    context = machine.start("r")
-    assert machine.ask(prefix(12, of="a"), context) == [None] * 4 + [False]
-    machine.step()
-    assert machine.read() == 4
-    rest = [None] * 8 if loaded == 12 else [False]
-    for _ in range(2):
-        assert machine.ask(prefix(12, of="a"), context) == [True] * 4 + rest
-        machine.step()
-    while machine.tier.jobs:
-        machine.read()
-    assert machine.ask(prefix(12, of="a"), context) == [True] * loaded + [False] * (loaded < 12)
-    assert machine.declined() == ({} if loaded == 12 else {"slow": 8})
-    machine.load(prefix(loaded, of="a"), context)
-    machine.finish()
-    machine.manager.on_request_finished(context)
-    machine.manager.check_invariants()
+    assert machine.declined() == {"unmeasured": 4 + 9}
 
 
 def test_jobs_and_probes_of_a_slow_tier_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -727,9 +695,9 @@ def test_a_part_of_a_hit_ends_at_a_state(ends: tuple[int, ...], num_loaded: int)
     machine.below(blocks)
     machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=3 * TOKENS))
     context = machine.start("r")
-    context.hit_ends = {blocks[end - 1] for end in ends}
+    useful = {blocks[end - 1] for end in ends}
     for _ in range(2):  # while it waits, its choice stands
-        assert machine.ask(blocks, context) == [None] * num_loaded + [False]
+        assert machine.ask(blocks, context, useful) == [None] * num_loaded + [False]
         machine.step()
 
 
@@ -741,8 +709,7 @@ def test_blocks_in_host_memory_behind_the_last_state_are_not_declined() -> None:
     context = machine.start("writer")
     machine.store(blocks[:4], context)
     request = machine.start("r")
-    request.hit_ends = {blocks[2], blocks[9]}
-    assert machine.ask(blocks, request) == [True] * 4 + [False]
+    assert machine.ask(blocks, request, {blocks[2], blocks[9]}) == [True] * 4 + [False]
     assert machine.declined() == {"slow": 6}
 
 
@@ -754,62 +721,18 @@ def test_blocks_in_host_memory_before_the_first_state_are_no_reason_not_to_load(
     machine.below(blocks)
     machine.store(blocks[:4], machine.start("writer"))
     request = machine.start("r")
-    request.hit_ends = {blocks[9]}
-    assert machine.ask(blocks, request) == [True] * 4 + [None] * 6
+    assert machine.ask(blocks, request, {blocks[9]}) == [True] * 4 + [None] * 6
 
 
-def test_the_first_blocks_of_a_tier_need_not_end_at_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for them is weighed again."""
+def test_a_tier_whose_first_state_lies_far_back_is_measured_by_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
     machine = Machine()
     machine.compute()
     blocks = prefix(12, of="a")
     machine.below(blocks)
     context = machine.start("r")
-    context.hit_ends = {blocks[11]}
-    assert machine.ask(blocks, context) == [None] * 4 + [False]
+    assert machine.ask(blocks, context, {blocks[11]}) == [False], "four blocks alone are of no use"
     machine.step()
     assert machine.read() == 4
-    assert machine.ask(blocks, context) == [True] * 4 + [None] * 8
-
-
-@pytest.mark.parametrize("ends", [(12,), (2, 12)])
-def test_who_waits_for_the_first_blocks_of_a_tier_that_another_reads_is_weighed_again_too(
-    monkeypatch: pytest.MonkeyPatch, ends: tuple[int, ...]
-) -> None:
-    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
-    machine = Machine()
-    machine.compute()
-    blocks = prefix(12, of="a")
-    machine.below(blocks)
-    contexts = [machine.start("first"), machine.start("second")]
-    for context in contexts:
-        context.hit_ends = {blocks[end - 1] for end in ends}
-        assert machine.ask(blocks, context) == [None] * 4 + [False]
-    machine.step()
-    assert machine.read() == 4
-    for context in contexts:
-        assert machine.ask(blocks, context) == [True] * 4 + [None] * 8
-    assert machine.declined() == {}
-
-
-def test_who_waits_for_a_store_is_weighed_again_when_the_tier_behind_it_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(load_policy, "PROBE_BYTES", 4 * BLOCK_BYTES)
-    machine = Machine()
-    machine.compute()
-    blocks, others = prefix(12, of="a"), prefix(4, of="b")
-    machine.below(blocks)
-    machine.below(others)
-    writer = machine.start("writer")
-    machine.write(blocks[:4], writer)
-    assert machine.ask(others, machine.start("other")) == [None] * 4
-    machine.step()
-    request = machine.start("r")
-    request.hit_ends = {blocks[1], blocks[11]}
-    assert machine.ask(blocks, request) == [None] * 4 + [False]
-    assert machine.read() == 4
-    machine.manager.complete_store(blocks[:4], writer)
-    assert machine.ask(blocks, request) == [True] * 4 + [None] * 8
-    assert machine.declined() == {}
+    later = machine.start("later")
+    assert machine.ask(blocks, later, {blocks[11]}) == [True] * 4 + [None] * 8

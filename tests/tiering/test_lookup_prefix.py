@@ -13,6 +13,8 @@ from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqCont
 from kvoffload.cpu import POLICIES, BlockStatus
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.tiering import JobMetadata, promotions
+from kvoffload.tiering.lookups import Lookups
+from kvoffload.tiering.requests import Request
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -109,20 +111,20 @@ def test_a_prefix_is_reserved_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None
     assert evictions == [40]
 
 
-def test_a_long_prefix_is_read_while_the_rest_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prefix_is_read_while_slots_of_the_rest_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotions, "_READ_AT", 16)
     rig = Rig(64)
     rig.below(prefix(40))
     request, seen = rig.start("r"), list[int]()
-    lookup = rig.tier.lookup
+    prepare_write = rig.primary.prepare_write
 
-    def look(key: OffloadKey, context: ReqContext) -> bool | None:
+    def reserve(*arguments: object) -> object:
         seen.append(sum(len(job.keys) for job in rig.tier.jobs.values()))
-        return lookup(key, context)
+        return prepare_write(*arguments)
 
-    monkeypatch.setattr(rig.tier, "lookup", look)
+    monkeypatch.setattr(rig.primary, "prepare_write", reserve)
     assert rig.ask(prefix(40), request) == [None] * 40
-    assert seen == [0] * 16 + [16] * 16 + [32] * 8
+    assert seen == [0, 16, 32]
     rig.step()
     jobs = [job.keys for job in rig.tier.jobs.values()]
     assert [len(keys) for keys in jobs] == [16, 16, 8]
@@ -144,7 +146,7 @@ def test_a_job_that_is_refused_during_a_lookup_is_a_miss_of_its_blocks(monkeypat
         submit(job)
 
     monkeypatch.setattr(rig.tier, "submit_load", refuse_the_second)
-    assert rig.ask(prefix(40), request) == [None] * 40
+    assert rig.ask(prefix(40), request) == [None] * 16 + [False]
     rig.step()
     rig.finish()
     assert rig.ask(prefix(40), request) == [True] * 16 + [False]
@@ -259,23 +261,17 @@ def test_a_prefix_ends_with_the_first_block_that_the_policy_has_no_room_for(
 
 
 class Asked:
-    """How many blocks the primary tier was asked for since ``count`` was last called."""
+    """How many blocks were looked at since ``count`` was last called, in the primary tier and below."""
 
-    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._num_asked = 0
-        lookup, lookup_prefix = rig.primary.lookup, rig.primary.lookup_prefix
+        survey = Lookups._survey
 
-        def one(key: OffloadKey, context: ReqContext) -> bool | None:
-            self._num_asked += 1
-            return lookup(key, context)
+        def counted(lookups: Lookups, request: Request, keys: list[OffloadKey], *first: int) -> object:
+            self._num_asked += len(keys)
+            return survey(lookups, request, keys, *first)
 
-        def prefix(keys: list[OffloadKey], context: ReqContext) -> list[bool | None]:
-            answers = lookup_prefix(keys, context)
-            self._num_asked += len(answers)
-            return answers
-
-        monkeypatch.setattr(rig.primary, "lookup", one)
-        monkeypatch.setattr(rig.primary, "lookup_prefix", prefix)
+        monkeypatch.setattr(Lookups, "_survey", counted)
 
     def count(self) -> int:
         asked, self._num_asked = self._num_asked, 0
@@ -286,41 +282,34 @@ def test_a_request_that_waits_does_not_ask_again_for_what_has_not_changed(monkey
     rig = Rig(64)
     rig.below(prefix(40))
     request, other = rig.start("r"), rig.start("other")
-    asked = Asked(rig, monkeypatch)
+    asked = Asked(monkeypatch)
     assert rig.ask(prefix(40), request) == [None] * 40
     assert asked.count() == 40
-    rig.step()
-    assert rig.ask(prefix(40), request) == [None] * 40
-    assert asked.count() == 40, "its promotions are its claims now"
     for _ in range(20):
         rig.step()
         rig.store(keys(*range(3), of="q"), other, finish=False)  # what others do is no change
         assert rig.ask(prefix(40), request) == [None] * 40
-    assert asked.count() == 0
-    assert rig.ask(prefix(30), request) == [None] * 30, "another question"
-    assert asked.count() == 30
-    rig.ask(prefix(40), request)
-    assert asked.count() == 10, "only what was not asked with the last question"
+    assert rig.ask(prefix(30), request) == [None] * 30, "a part of it"
     rig.tier.finish()
-    assert rig.ask(prefix(40), request) == [True] * 40
-    assert asked.count() == 40
-    rig.step()
-    assert rig.ask(prefix(40), request) == [True] * 40
+    assert rig.ask(prefix(40), request) == [True] * 40, "what arrives changes the answers where they are"
     assert asked.count() == 0
+    longer = rig.ask(prefix(41), request)
+    assert longer == [True] * 40 + [False]
+    assert asked.count() == 1, "what was not asked before"
     rig.load(prefix(40), request)
     assert rig.ask(prefix(40), request) == [True] * 40
     assert asked.count() == 40, "it does not wait any more"
 
 
-def test_with_a_reuse_filter_every_lookup_counts_and_none_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(64, primary_options={"store_threshold": 2})
+def test_with_a_reuse_filter_every_lookup_counts_and_none_is_left_out() -> None:
+    rig = Rig(64, primary_options={"store_threshold": 4})
     rig.below(prefix(10))
-    request = rig.start("r")
-    asked = Asked(rig, monkeypatch)
+    unknown, writer = ReqContext("never announced"), rig.start("writer")
     for _ in range(3):
-        assert rig.ask(prefix(10), request) == [None] * 10
-        assert asked.count() == 10
+        assert rig.ask(prefix(10), unknown) == [None] * 10
         rig.step()
+    rig.manager.reset_cache()
+    assert rig.write(prefix(10), writer) == prefix(10), "asked for three times, and offered once"
 
 
 def test_a_claimed_block_that_is_evicted_or_written_is_asked_for_again() -> None:

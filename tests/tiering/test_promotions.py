@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tests.tiering.rig import Memory, content, keys
 
-from kvoffload.base import ReqContext
+from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.miss import Miss
 from kvoffload.testing import FakeTier
-from kvoffload.tiering.promotions import Claims, Promotions, RequestState
+from kvoffload.testing.clock import ManualClock
+from kvoffload.tiering.load_policy import LoadAlways
+from kvoffload.tiering.promotions import Promotions
+from kvoffload.tiering.requests import Claims, Prefix, Request, Waits
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 
 
@@ -21,74 +27,122 @@ class Parts:
         self.fake = FakeTier(self.primary.kv_view)
         self.tier = GuardedTier(0, self.fake)
         self.jobs = TierJobs()
-        self.claims = Claims(8, claim_share=3 / 8, promotion_share=4 / 8)
-        self.promotions = Promotions(self.primary, self.claims, self.jobs)
+        self.clock = ManualClock()
+        self.claims = Claims(8, claim_share=3 / 8, promotion_share=4 / 8, clock=self.clock)
+        self.waits = Waits(self.claims, self.clock)
+        self.requests: list[Request] = []
+        self.promotions = Promotions(
+            self.primary, self.claims, self.waits, self.jobs, LoadAlways(), self.note_reservation
+        )
         self.fake.put(keys(*range(10)), map(content, keys(*range(10))))
 
-    def begin(self, request: RequestState, *numbers: int) -> list[bool]:
-        return [self.promotions.begin(request, key, self.tier) for key in keys(*numbers)]
+    def note_reservation(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
+        self.claims.left(evicted)
+
+    def request(self, name: str) -> Request:
+        self.requests.append(Request(ReqContext(name), patience_s=1.0))
+        return self.requests[-1]
+
+    def begin(self, request: Request, *numbers: int) -> int:
+        """How many of these blocks are begun."""
+        prefix = Prefix(request, keys(*numbers))
+        self.waits.add(prefix)
+        begun = self.promotions.begin(self.tier, prefix, 0, len(numbers))
+        self.check_invariants()
+        return begun
 
     def finish(self, **how: object) -> None:
         self.fake.finish(**how)  # type: ignore[arg-type]
         for job in self.jobs.take_finished():
             self.promotions.end(job)
+        self.check_invariants()
+
+    def check_invariants(self) -> None:
         self.promotions.check_invariants()
-
-
-def request(name: str) -> RequestState:
-    return RequestState(ReqContext(name), patience_s=1.0)
+        self.waits.check_invariants(self.requests)
+        self.claims.check_invariants(self.requests, set(self.promotions), self.primary.slots.get)
 
 
 def test_one_batch_per_request_reserves_at_once_and_publishes_what_arrives() -> None:
     parts = Parts()
-    first, second = request("a"), request("b")
-    assert parts.begin(first, 1, 2) == [True, True]
-    assert parts.begin(second, 3) == [True]
+    first, second = parts.request("a"), parts.request("b")
+    assert parts.begin(first, 1, 2) == 2
+    assert parts.begin(second, 3) == 1
     assert parts.primary.slots.num_in_flight == 3
     assert not parts.fake.jobs
     parts.promotions.submit()
     assert [len(job.keys) for job in parts.fake.jobs.values()] == [2, 1]
+    parts.clock.advance(0.5)
     parts.finish()
     assert [parts.primary.lookup(key, first.context) for key in keys(1, 2, 3)] == [True] * 3
     assert parts.memory.read(parts.primary.slots.pin(keys(2))[0]) == content(keys(2)[0])
     assert parts.promotions.outcomes == {"ok": 3, "failed": 0}
+    assert first.wait is not None
+    assert [prefix.answers for prefix in first.wait.prefixes.values()] == [[True, True]]
+    parts.clock.advance(9.0)
+    assert first.wait.waited_s(parts.clock()) == 0.5, "it was answered when its blocks arrived"
 
 
-def test_limits_refuse_by_reason() -> None:
+def test_limits_refuse_by_reason_and_as_much_of_the_head_as_fits_is_begun() -> None:
     parts = Parts()
-    assert parts.begin(request("a"), 1, 2, 3, 4) == [True, True, True, False]
-    assert parts.begin(request("b"), 5, 6) == [True, False]
+    first, second = parts.request("a"), parts.request("b")
+    assert parts.begin(first, 1, 2, 3, 4) == 3
+    assert parts.begin(second, 5, 6) == 1
     assert parts.promotions.refused == {"claim_share": 1, "promotion_share": 1, "no_room": 0}
+    assert first.verdicts == {keys(4)[0]: Miss.CLAIM_SHARE}
+    assert second.verdicts == {keys(6)[0]: Miss.PROMOTION_SHARE}
 
 
 def test_without_room_nothing_is_begun() -> None:
     parts = Parts()
     parts.primary.prepare_store(keys(*range(10, 18)), ReqContext("writer"))
-    assert parts.begin(request("a"), 1) == [False]
+    request = parts.request("a")
+    assert parts.begin(request, 1) == 0
     assert parts.promotions.refused["no_room"] == 1
+    assert request.wait is None
     assert len(parts.promotions) == len(parts.claims) == 0
 
 
 def test_a_block_that_does_not_arrive_is_a_miss_for_every_waiter() -> None:
     parts = Parts()
-    first, second = request("a"), request("b")
+    first, second = parts.request("a"), parts.request("b")
     parts.begin(first, 1, 2)
-    parts.claims.claim(second, keys(1)[0])
+    parts.begin(second, 3)
+    assert second.wait is not None
+    joined = Prefix(second, keys(1))
+    parts.waits.add(joined)
+    joined.answers.append(None)
+    assert parts.claims.claim(second.wait, joined, 0)
     parts.promotions.submit()
     parts.finish(lose=keys(1), tear=True)
-    assert first.failed == second.failed == {*keys(1)}
+    assert first.verdicts == second.verdicts == {keys(1)[0]: Miss.PROMOTION_FAILED}
+    assert joined.answers == [False]
     assert parts.primary.slots.num_in_flight == 0
     assert parts.primary.lookup(keys(1)[0], first.context) is False
 
 
+def test_a_probe_has_no_waiter_and_what_it_brings_may_be_evicted() -> None:
+    parts = Parts()
+    parts.promotions.probe(parts.tier, keys(1, 2), parts.request("a"))
+    parts.check_invariants()
+    assert len(parts.claims) == 2, "while it is in flight"
+    parts.promotions.submit()
+    parts.finish()
+    assert len(parts.claims) == 0
+    assert parts.primary.lookup(keys(1)[0], ReqContext("b")) is True
+    parts.promotions.close()
+    assert [call.req_id for call in parts.fake.calls("on_request_finished")] == ["kvoffload:probe"]
+
+
 def test_a_reset_begins_nothing_that_was_queued_and_waits_for_what_was_submitted() -> None:
     parts = Parts()
-    asking = request("a")
+    asking = parts.request("a")
     parts.begin(asking, 1)
     parts.promotions.submit()
     parts.begin(asking, 2)
-    parts.claims.clear()
+    parts.waits.reset()
     parts.promotions.reset()
+    parts.claims.clear()
     parts.primary.reset_cache()
     parts.jobs.mark_stale()
     parts.promotions.submit()

@@ -379,8 +379,7 @@ def test_blocks_that_the_store_evicts_are_removed(make) -> None:
 
 def test_losses_are_recorded_with_their_causes(make) -> None:
     rig = make(max_blocks=2).start()
-    lost = LostBlocks(clock=rig.clock)
-    rig.tier.watch_losses(lost)
+    lost = rig.tier._lost_blocks = LostBlocks(clock=rig.clock)
 
     def causes(keys: Sequence[OffloadKey]) -> list[str | None]:
         return [loss and loss.cause for loss in lost.find(keys)]
@@ -401,8 +400,7 @@ def test_what_a_server_with_a_policy_of_its_own_no_longer_has_was_evicted(make) 
         server_evicts = True
 
     rig = make(limits=ServerLimits()).start()
-    lost = LostBlocks(clock=rig.clock)
-    rig.tier.watch_losses(lost)
+    lost = rig.tier._lost_blocks = LostBlocks(clock=rig.clock)
     rig.store_blocks(keys_of(1, 2))
     rig.inner.discard(keys_of(1))
     rig.load_blocks(keys_of(1))

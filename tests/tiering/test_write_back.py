@@ -12,14 +12,12 @@ from tests.tiering.rig import BLOCK_BYTES, Memory, Rig, content, keys, prefix, q
 
 from kvoffload.base import OffloadPolicy, ReqContext
 from kvoffload.cpu import POLICIES
-from kvoffload.errors import ConfigError, StoreError
-from kvoffload.testing import FakeTier, FaultyStore
+from kvoffload.errors import ConfigError
+from kvoffload.testing import FakeTier
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
-from kvoffload.tiering.stores.memory import MemoryStore
-from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.write_back import WriteBack
 
@@ -309,36 +307,6 @@ def test_modes_are_per_tier() -> None:
     fill(rig, 0, 4)
     rig.finish()
     assert len(rig.tiers[0].blocks) == 4 and not rig.tiers[1].blocks
-
-
-def test_a_tier_whose_reads_are_off_leaves_nothing_behind_in_memory() -> None:
-    """It notes in the trail of whoever asks that it has the block, and write-back asks for as long as it lives."""
-    primary = CPUPrimaryTierOffloadingManager(64, Memory(64))
-    store = FaultyStore(MemoryStore(BLOCK_BYTES, 100 * BLOCK_BYTES))
-    tier = StoreTier(primary.kv_view, "memory", store, TierLimits(threads=1))
-    manager = TieringOffloadingManager(primary, [tier], cascade=["on_evict"])
-    context = ReqContext("r")
-    manager.prepare_store(prefix(64), context)
-    manager.complete_store(prefix(64), context)
-    for _ in range(3):
-        manager.on_schedule_end()
-        quiesce(tier)
-    manager.touch(prefix(64)[-2:], None)  # what was written leaves the window, and comes back to it later
-    store.broken = {"contains": StoreError("EIO")}
-    for number in range(3):
-        tier.lookup(keys(900 + number)[0], context)
-        manager.on_schedule_end()
-        quiesce(tier)
-    assert not tier.get_stats()["tier_healthy", "memory"]
-    write_back = manager._write_back
-    assert write_back is not None
-    for number in range(100, 200):
-        manager.prepare_store(keys(number), context)
-        manager.complete_store(keys(number), context)
-        manager.on_schedule_end()
-        quiesce(tier)
-        assert not write_back.context.trail.misses
-    manager.shutdown()
 
 
 def test_a_clean_end_leaves_below_what_was_above() -> None:

@@ -296,7 +296,8 @@ def possible_hit(
     max_tokens: int,
 ) -> tuple[int | None, set[OffloadKey] | None]:
     """The longest hit of a hybrid model by what is anywhere (``find_hit``), found by ``peek``, which promotes nothing;
-    and where it could be cut off (``ReqContext.hit_ends``), which is ``None`` without states and without a hit."""
+    and where it could be cut off (the ``ends`` of ``OffloadingManager.lookup_prefix``), which is ``None`` without
+    states and without a hit."""
     hit = find_hit(groups, keys, peek, computed_tokens, max_tokens)
     if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
         return hit, None

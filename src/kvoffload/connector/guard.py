@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from kvoffload.base import (
@@ -20,7 +20,7 @@ from kvoffload.base import (
 )
 from kvoffload.errors import TransferError
 from kvoffload.logs import RateLimitedLog
-from kvoffload.lost_blocks import LostBlocks
+from kvoffload.lost_blocks import Loss
 from kvoffload.metrics import Stats
 
 __all__ = ["GuardedManager"]
@@ -42,6 +42,7 @@ class GuardedManager(OffloadingManager):
         self, manager: OffloadingManager, log_every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.manager = manager
+        self.lost = manager.lost
         self._log = RateLimitedLog(logger, log_every_s, clock)
 
     def __repr__(self) -> str:
@@ -63,12 +64,15 @@ class GuardedManager(OffloadingManager):
         miss: bool | None = False
         return self._guard(miss, self.manager.lookup, key, req_context)
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
+    ) -> list[bool | None]:
         return self._guard(
             [False] if keys else [],
             self.manager.lookup_prefix,
             keys,
             req_context,
+            *([] if ends is None else [ends]),
             is_answer=lambda answers: _reaches_a_miss(answers, keys),
         )
 
@@ -131,11 +135,20 @@ class GuardedManager(OffloadingManager):
     def get_stats(self) -> Stats:
         return self._guard({}, self.manager.get_stats)
 
-    def watch_losses(self, lost: LostBlocks) -> None:
-        self._guard(None, self.manager.watch_losses, lost)
-
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._guard([False] * len(keys), self.manager.holds, keys, is_answer=lambda held: len(held) == len(keys))
+
+    def sources(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
+        return self._guard({}, self.manager.sources, req_context)
+
+    def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
+        return self._guard(
+            [None] * len(keys),
+            self.manager.explain,
+            keys,
+            req_context,
+            is_answer=lambda losses: len(losses) == len(keys),
+        )
 
     def shutdown(self) -> None:
         self._guard(None, self.manager.shutdown)

@@ -29,6 +29,7 @@ from kvoffload.connector.jobs import JobRecord
 from kvoffload.connector.requests import RequestOffloadState
 from kvoffload.connector.story import StoryTeller
 from kvoffload.errors import ConfigError
+from kvoffload.miss import Miss
 from kvoffload.units import parse_bytes
 
 __all__ = ["RequestRecording", "TraceRecorder"]
@@ -221,7 +222,7 @@ class RequestRecording:
         if job.direction is Direction.LOAD:
             self._stories.load_ended(job.request, job.success)
         elif not job.success:
-            self._stories.lost.record(job.keys, "store failed")
+            self._stories.lost.record(job.keys, Miss.STORE_FAILED)
 
     def finished(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
         """The request ended. Of it, ``most_tokens`` could be stored, and ``has_no_room`` says whether some found no

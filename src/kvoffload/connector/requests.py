@@ -88,6 +88,8 @@ class RequestOffloadState:
     """The engine asked for hits, and has not reported yet which GPU blocks it allocated upon the answer."""
     possible_hit: int | None = None
     """The most tokens that a hit can have, by what is anywhere, while its lookup has no answer; ``None``: not known."""
+    hit_ends: set[OffloadKey] | None = None
+    """Where such a hit may end, if not everywhere (``OffloadingManager.lookup_prefix``)."""
     deferred_since_s: float | None = None
     """When the lookup that has no answer yet was made first."""
     lookup_wait_s: float = 0.0
@@ -125,7 +127,7 @@ class RequestOffloadState:
         for state in self.groups:
             state.keys, state.cursor, state.num_owned = [], 0, 0
         self.failed_keys, self._own_keys, self._stored_keys = set(), set(), set()
-        self.possible_hit = self.context.hit_ends = None
+        self.possible_hit = self.hit_ends = None
 
     def _follow_session(self, geometry: Sequence[GroupGeometry]) -> None:
         """The next part of a session's input came. The engine has put it in place of the last token that it generated,

@@ -212,7 +212,7 @@ class OffloadingConnectorScheduler:
 
     def _record_wait(self, state: RequestOffloadState) -> None:
         """The lookup has an answer."""
-        state.possible_hit = state.context.hit_ends = None
+        state.possible_hit = state.hit_ends = None
         if state.deferred_since_s is not None:
             state.lookup_wait_s += self._clock() - state.deferred_since_s
             state.deferred_since_s = None
@@ -231,16 +231,18 @@ class OffloadingConnectorScheduler:
         if state.load_failed:
             return computed_tokens
         state.extend_keys(self._geometry)
-        ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=state.context)
         most = min(state.request.num_tokens - 1, computed_tokens + self._max_load_tokens(state))
         keys = [group.keys for group in state.groups]
         if self._is_hybrid:
             if state.possible_hit is None:
                 peek: AskBlocks = functools.partial(self._manager.peek, req_context=state.context)
-                state.possible_hit, state.context.hit_ends = possible_hit(
+                state.possible_hit, state.hit_ends = possible_hit(
                     self._geometry, keys, peek, self._manager.holds, computed_tokens, most
                 )
             most = most if state.possible_hit is None else min(most, state.possible_hit)
+        ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=state.context)
+        if state.hit_ends is not None:  # a manager of others may not know it
+            ask = functools.partial(self._manager.lookup_prefix, req_context=state.context, ends=state.hit_ends)
         hit = find_hit(self._geometry, keys, ask, computed_tokens, most)
         if hit is not None and hit > computed_tokens and self._should_await_load(state, computed_tokens, hit):
             return None
@@ -304,14 +306,13 @@ class OffloadingConnectorScheduler:
         """The tokens of a hit by the tier in which their blocks lay when the request came. With several groups, those
         of the group with the smallest blocks count; a state, which is one for all tokens, where there is nothing else.
         """
-        first, sources = state.computed_tokens, state.context.trail.sources
+        first, sources = state.computed_tokens, self._manager.sources(state.context)
         if not sources:
             return {HOST: hit_tokens - first}
         attention = [group for group in self._geometry if group.kind is not GroupKind.SINGLE_STATE]
         if not attention:
             (last,) = self._geometry[0].blocks_for_hit(first, hit_tokens)
             tier = sources.get(state.groups[0].keys[last], HOST)
-            sources.clear()
             return {tier: hit_tokens - first}
         finest = min(attention, key=lambda group: group.block_tokens)
         keys, size = state.groups[finest.index].keys, finest.block_tokens
@@ -320,8 +321,6 @@ class OffloadingConnectorScheduler:
             tier = sources.get(keys[block], HOST)
             count = min(hit_tokens, (block + 1) * size) - max(first, block * size)
             tokens[tier] = tokens.get(tier, 0) + count
-        # Blocks of a later hit of this request, after a preemption, lie in host memory.
-        sources.clear()
         return tokens
 
     def _touch(self, state: RequestOffloadState, hit_tokens: int) -> None:

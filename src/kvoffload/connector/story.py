@@ -14,12 +14,12 @@ from kvoffload.config import GroupKind
 from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
 from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
-from kvoffload.lost_blocks import Loss, LostBlocks
+from kvoffload.lost_blocks import Loss
+from kvoffload.miss import Miss
 
 __all__ = ["DEVICE", "Story", "StoryTeller"]
 
 DEVICE = "device"
-_NEW, _TAIL = "new", "tail"
 
 
 @dataclass(slots=True)
@@ -57,10 +57,9 @@ class Story:
 class StoryTeller:
     """Keeps the ``story`` of each request, and the books of lost blocks that explain what is missing.
 
-    The scheduler side reports what becomes of a request; the manager and its tiers report lost blocks to the books, and
-    to ``Trail`` what they refuse a request. The cause of a missing block is the first of these that is known: what
-    refused it to this request, the block's last loss, and ``new`` without one. A block that is here although it was not
-    used lies behind a missing one, and has its cause.
+    The scheduler side reports what becomes of a request. The manager explains why it did not get a block
+    (``OffloadingManager.explain``). A block that is here although it was not used lies after a missing one, and has its
+    cause.
     """
 
     def __init__(
@@ -75,8 +74,7 @@ class StoryTeller:
         self._geometry = tuple(geometry)
         self._finest = min(geometry, key=lambda group: group.block_tokens)
         self._clock = clock
-        self.lost = LostBlocks(clock=clock)
-        manager.watch_losses(self.lost)
+        self.lost = manager.lost
         self._before: Epoch | None = None
         """The epoch that the last reset ended."""
         self._reset_s = 0.0
@@ -110,17 +108,20 @@ class StoryTeller:
         """The cache was reset, and ``ended`` is over."""
         self._before, self._reset_s = ended, self._clock()
 
-    def _losses(self, keys: Sequence[OffloadKey], epoch: Epoch) -> list[Loss | None]:
-        """The last loss of each of ``keys``, which are of ``epoch``. What the tiers kept of the epoch before the reset
-        was lost by it."""
-        losses = self.lost.find(keys)
-        if self._before is None or self._before.seed == epoch.seed:
+    def _losses(self, keys: Sequence[OffloadKey], state: RequestOffloadState) -> list[Loss | None]:
+        """Why the request did not get each of ``keys``; ``None``: it is here or below. What the tiers kept of the epoch
+        before the reset was lost by it."""
+        losses = self._manager.explain(keys, state.context)
+        if self._before is None or self._before.seed == state.epoch.seed:
             return losses
-        old = self._before.engine_keys(epoch.engine_keys(keys))
-        by_reset = Loss("reset", self._clock() - self._reset_s)
+        old = self._before.engine_keys(state.epoch.engine_keys(keys))
+        by_reset = Loss(Miss.RESET, seconds_ago=self._clock() - self._reset_s)
         held = self._manager.holds(old)
         before = [by_reset if is_held else loss for loss, is_held in zip(self.lost.find(old), held, strict=True)]
-        return [loss or old_loss for loss, old_loss in zip(losses, before, strict=True)]
+        return [
+            old_loss if old_loss is not None and loss is not None and loss.miss is Miss.NEW else loss
+            for loss, old_loss in zip(losses, before, strict=True)
+        ]
 
     def load_ended(self, state: RequestOffloadState, success: bool) -> None:
         story = state.story
@@ -130,7 +131,7 @@ class StoryTeller:
         if not success:
             lost = sum(story.found.values()) - story.found[DEVICE]
             story.found = {DEVICE: story.found[DEVICE]}
-            story.missed["load failed"] = story.missed.get("load failed", 0) + lost
+            story.missed[Miss.LOAD_FAILED] = story.missed.get(Miss.LOAD_FAILED, 0) + lost
 
     def ended(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
         """The request ended. Blocks of it that were not accepted for store are lost; those from ``most_tokens`` on were
@@ -138,13 +139,13 @@ class StoryTeller:
         if state.story is not None:
             state.story.enter(None, self._clock())
         limit = state.limits.max_offload_tokens
-        beyond = "request limit" if limit is not None and limit <= most_tokens else "prompt only"
+        beyond = Miss.REQUEST_LIMIT if limit is not None and limit <= most_tokens else Miss.PROMPT_ONLY
         if state.is_outdated:
-            beyond = "reset"
-        short = "too long" if state.portions.evicts_itself else None
+            beyond = Miss.RESET
+        short = Miss.TOO_LONG if state.portions.evicts_itself else None
         if has_no_room:
             # Its own stores may have kept all slots.
-            short = "too long" if self._surely_stored(state) > self._num_slots else "refused"
+            short = Miss.TOO_LONG if self._surely_stored(state) > self._num_slots else Miss.REFUSED
         ready_tokens = state.ready_tokens()
         for group, own in zip(self._geometry, state.groups, strict=True):
             ready = min(ready_tokens // group.block_tokens, len(own.keys))
@@ -170,59 +171,46 @@ class StoryTeller:
         longest = [group.longest_hit(len(own.keys)) for group, own in zip(self._geometry, state.groups, strict=True)]
         end = max(min(prompt_tokens - 1, *longest) // unit * unit, begin)
         if tail := prompt_tokens - end:
-            story.missed[_TAIL] = tail
+            story.missed[Miss.TAIL] = tail
         if end == begin:
             return
         if not state.context.reads_cache:
-            story.missed["not read"] = end - begin
+            story.missed[Miss.NOT_READ] = end - begin
             return
         blocks = range(begin // size, min(-(-end // size), len(keys)))
         wanted = keys[blocks.start : blocks.stop]
-        held = self._manager.holds(wanted)  # first, as tiers record there what they lost meanwhile
-        losses = self._losses(wanted, state.epoch)
+        losses = self._losses(wanted, state)
         loadable = UNLIMITED
         if state.limits.max_load_tokens is not None:
             loadable = (state.computed_tokens + state.limits.max_load_tokens) // unit * unit
-        cause, seconds = _NEW, None
+        loss = Loss(Miss.NEW)
         is_first = True
-        for block, key, loss, is_held in zip(blocks, wanted, losses, held, strict=True):
+        for block, key, own in zip(blocks, wanted, losses, strict=True):
             if max(begin, block * size) >= loadable:
-                cause, seconds = "load limit", None
-            elif (refusal := state.context.trail.misses.get(key)) is not None:
-                # A promotion fails for a reason that the tier may have found out meanwhile.
-                is_known = refusal == "promotion failed" and loss is not None and not loss.cause.startswith("evicted")
-                cause, seconds = _of(loss) if is_known else (refusal, None)
-            elif key in state.failed_keys:
-                cause, seconds = "load failed", None
-            elif not is_held:
-                cause, seconds = _of(loss)
+                loss = Loss(Miss.LOAD_LIMIT)
+            elif key in state.failed_keys and (own is None or own.seconds_ago is not None):
+                loss = Loss(Miss.LOAD_FAILED)
+            elif own is not None:
+                loss = own
             elif is_first:
-                cause, seconds = self._why_no_longer_hit(state, (begin // unit + 1) * unit)
+                loss = self._why_no_longer_hit(state, (begin // unit + 1) * unit)
             is_first = False
             tokens = min(end, (block + 1) * size) - max(begin, block * size)
-            before = story.missed.get(cause, 0)
-            story.missed[cause] = before + tokens
-            if seconds is not None:
-                mean_s = story.lost_s.get(cause, 0.0)
-                story.lost_s[cause] = (mean_s * before + seconds * tokens) / (before + tokens)
+            before = story.missed.get(loss.cause, 0)
+            story.missed[loss.cause] = before + tokens
+            if loss.seconds_ago is not None:
+                mean_s = story.lost_s.get(loss.cause, 0.0)
+                story.lost_s[loss.cause] = (mean_s * before + loss.seconds_ago * tokens) / (before + tokens)
 
-    def _why_no_longer_hit(self, state: RequestOffloadState, hit_tokens: int) -> tuple[str, float | None]:
+    def _why_no_longer_hit(self, state: RequestOffloadState, hit_tokens: int) -> Loss:
         """Why there was no hit of ``hit_tokens``, the least beyond the one there was, although the group with the
         smallest blocks has the next one: it needs a block that another group lacks, or that it looks ahead to. After a
         failed load there is no other."""
         if state.load_failed:
-            return "load failed", None
+            return Loss(Miss.LOAD_FAILED)
         for group, own in zip(self._geometry, state.groups, strict=True):
             blocks = group.blocks_to_find(state.computed_tokens, hit_tokens)
-            keys = own.keys[blocks.start : blocks.stop]
-            held, losses = self._manager.holds(keys), self._losses(keys, state.epoch)
-            for key, loss, is_held in zip(keys, losses, held, strict=True):
-                if (refusal := state.context.trail.misses.get(key)) is not None:
-                    return refusal, None
-                if not is_held:
-                    return _of(loss)
-        return "unknown", None
-
-
-def _of(loss: Loss | None) -> tuple[str, float | None]:
-    return (_NEW, None) if loss is None else (loss.cause, loss.seconds_ago)
+            for loss in self._losses(own.keys[blocks.start : blocks.stop], state):
+                if loss is not None:
+                    return loss
+        return Loss(Miss.UNKNOWN)

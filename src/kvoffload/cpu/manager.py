@@ -25,8 +25,9 @@ from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Unio
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
 from kvoffload.events import PendingEvents
-from kvoffload.lost_blocks import LostBlocks
+from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.metrics import HOST, Histogram, Stats
+from kvoffload.miss import Miss
 
 __all__ = ["CPUOffloadingManager", "CPUPrimaryTierOffloadingManager", "KVMemory", "SlotTable"]
 
@@ -60,7 +61,7 @@ class SlotTable:
     (``kvoffload.cpu.orphans``).
 
     With ``enable_events`` the table records what appears and what leaves, in the order in which it becomes true.
-    ``clock`` gives seconds and never goes back; blocks have their age from it.
+    ``clock`` gives seconds and never goes back; blocks have their age from it. ``lost`` gets the blocks that leave.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class SlotTable:
         make_policy: type[CachePolicy],
         enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        lost: LostBlocks = NO_LOSSES,
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}: give the primary tier more memory.")
@@ -95,8 +97,7 @@ class SlotTable:
         self._num_in_flight = 0
         self._num_read = 0
         self._clock = clock
-        self.lost: LostBlocks | None = None
-        """Where to record the blocks that leave, if anybody wants to know."""
+        self._lost = lost
         self._allocations = Histogram("primary_allocation_blocks")
         self._eviction_ages = Histogram("primary_eviction_age_seconds")
 
@@ -245,8 +246,7 @@ class SlotTable:
             self.num_evicted += num_victims
             if self._events is not None:
                 self._events.add(list(evicted), removed=True)
-            if self.lost is not None:
-                self.lost.record(evicted, f"evicted {HOST}")
+            self._lost.record(evicted, Miss.EVICTED, HOST)
         if num_victims == len(missing):
             blocks = [block for _, block in victims]
             blocks.reverse()
@@ -358,8 +358,7 @@ class SlotTable:
         self._give_back(reversed(idle))
         if self._events is not None:
             self._events.add(list(resident), removed=True)
-        if self.lost is not None:
-            self.lost.record(resident, "reset")
+        self._lost.record(resident, Miss.RESET)
 
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call; none without ``enable_events``."""
@@ -418,7 +417,8 @@ class CPUOffloadingManager(OffloadingManager):
     ``cache_policy`` names a registered policy (``UnknownNameError`` lists the choices). ``enable_events`` records what
     appears and leaves, for ``take_events``. With a ``store_threshold`` of 2 or more, a block is not stored before that
     many requests have asked for it; ``max_tracker_size`` bounds the keys counted (``ReuseFilter``). Raises
-    ``ConfigError`` for numbers that cannot work. ``clock`` gives seconds and never goes back.
+    ``ConfigError`` for numbers that cannot work. ``clock`` gives seconds and never goes back. ``lost`` gets the blocks
+    that leave, and those that are not to be stored.
 
     A block is *in flight* from ``prepare_store`` to ``complete_store``: ``lookup`` returns ``None``, and the block is
     neither loaded nor evicted. Each ``prepare_load`` pins a block until its ``complete_load``. A pinned block is not
@@ -440,9 +440,11 @@ class CPUOffloadingManager(OffloadingManager):
         max_tracker_size: int = 64_000,
         *,
         clock: Callable[[], float] = time.monotonic,
+        lost: LostBlocks = NO_LOSSES,
     ) -> None:
+        self.lost = lost
         self._filter = ReuseFilter.or_none(store_threshold, max_tracker_size)
-        self.slots = SlotTable(num_blocks, POLICIES.get(cache_policy), enable_events, clock)
+        self.slots = SlotTable(num_blocks, POLICIES.get(cache_policy), enable_events, clock, lost)
         """Slots, pins and readiness; tiers below the primary one use it too."""
         self.num_blocks = num_blocks
         self.medium = CPULoadStoreSpec.medium()
@@ -454,11 +456,6 @@ class CPUOffloadingManager(OffloadingManager):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.slots!r})"
-
-    @property
-    def counts_lookups(self) -> bool:
-        """Whether a lookup has an effect, so that it may not be left out."""
-        return self._filter is not None
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -481,7 +478,9 @@ class CPUOffloadingManager(OffloadingManager):
             return False
         return True if block.pins >= 0 else None
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
+    ) -> list[bool | None]:
         # The policy looks up runs of keys, but the filter counts only up to and including the first miss, as a loop of
         # ``lookup`` would.
         get_all, reuse = self.slots.get_all, self._filter
@@ -513,6 +512,12 @@ class CPUOffloadingManager(OffloadingManager):
             answers += [True] * len(blocks)
         self.count_peek(keys[: len(answers)], req_context)
         return answers
+
+    def count_lookups(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """The request has looked up ``keys``, here or in a tier below."""
+        if self._filter is not None:
+            for key in keys:
+                self._filter.looked_up(key, req_context)
 
     def count_peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """The request has peeked at ``keys``, here or in a tier below. Those that are nowhere it need not look up, and
@@ -575,8 +580,7 @@ class CPUOffloadingManager(OffloadingManager):
         if wanted is not keys and len(wanted) != len(keys):
             absent = [key for key in set(keys).difference(wanted) if self.slots.get(key) is None]
             self._filtered += len(absent)
-            if self.slots.lost is not None:
-                self.slots.lost.record(absent, "filtered")
+            self.lost.record(absent, Miss.FILTERED)
         return reserved
 
     def complete_store(
@@ -599,9 +603,6 @@ class CPUOffloadingManager(OffloadingManager):
             ("reuse_filtered_blocks",): self._filtered,
             **self._reuse_ages.stats(),
         }
-
-    def watch_losses(self, lost: LostBlocks) -> None:
-        self.slots.lost = lost
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return [block is not None for block in self.slots.get_all(keys)]
@@ -644,8 +645,11 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         max_tracker_size: int = 64_000,
         *,
         clock: Callable[[], float] = time.monotonic,
+        lost: LostBlocks = NO_LOSSES,
     ) -> None:
-        super().__init__(num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock=clock)
+        super().__init__(
+            num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock=clock, lost=lost
+        )
         self._kv_view = mmap_region.create_kv_memoryview()
 
     @property

@@ -12,6 +12,7 @@ from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import ConfigError, LayoutError
+from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.units import format_bytes
 
 __all__ = ["CPUOffloadingSpec"]
@@ -30,6 +31,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.check_config(config)
         self.config = config
         self.layout = layout
+        self.lost = LostBlocks() if config.record_trace else NO_LOSSES
+        """What its managers and tiers record of lost blocks."""
         self.block_size_factor = layout.block_size_factor(config)
         self.block_bytes = layout.block_bytes(self.block_size_factor)
         self.num_blocks = config.cpu_bytes // self.block_bytes
@@ -118,6 +121,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             enable_events=self.layout.events_enabled,
             store_threshold=self.config.store_threshold,
             max_tracker_size=self.config.max_tracker_size,
+            lost=self.lost,
         )
         manager.slots.make_records()
         return manager

@@ -14,6 +14,7 @@ from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import HOST
+from kvoffload.miss import Miss
 from kvoffload.sim.driver import SimConfig, SimResult
 from kvoffload.sim.sweep import sweep
 from kvoffload.sim.trace import Trace, TraceError
@@ -23,7 +24,6 @@ from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import STORES, default_cascade
 
 __all__ = [
-    "ADVICE",
     "Machine",
     "MachineTier",
     "Stories",
@@ -40,39 +40,11 @@ __all__ = [
 _INTERVALS = 48
 """Parts of the trace's time for which the course is kept."""
 
-UNAVOIDABLE = frozenset({"new", "tail", "not read", "prompt only", "request limit", "load limit"})
-"""Causes that no other sizes or speeds would have changed."""
-
-ADVICE = {
-    "new": "No request of this process had stored these before.",
-    "tail": "The last token and the last partial block: never part of a hit.",
-    "not read": "The requests asked not to read the cache.",
-    "prompt only": "Generated tokens: offload_prompt_only leaves them out.",
-    "request limit": "max_offload_tokens of an earlier request.",
-    "load limit": "max_load_tokens of the request.",
-    "filtered": "store_threshold: too few requests had asked before.",
-    "refused": "No slot of host memory was free when they were computed.",
-    "too long": "The prompt was longer than host memory.",
-    "evicted": "There was no room for them: more memory, disk or servers.",
-    "removed": "Somebody else, or a rule of the store, deleted them from the tier.",
-    "corrupt": "Their bytes were wrong; look at the disk.",
-    "reset": "The cache was reset.",
-    "store failed": "Copies from the device failed; see the log.",
-    "load failed": "Copies to the device failed; see the log.",
-    "promotion failed": "The tier could not read them; see its health.",
-    "out of patience": "The tier was too slow for max_wait_s.",
-    "tier off": "The tier's circuit breaker was open.",
-    "no room": "All slots were in use when they were to be promoted.",
-    "claim_share": "The request may claim no more of host memory.",
-    "promotion_share": "Waiting requests may claim no more of host memory.",
-    "declined by cost": "Loading them would have taken longer than computing.",
-    "unknown": "The books do not say.",
-}
-"""What a cause means; of those with a tier's name, by their first word."""
-
 
 def advice_on(cause: str) -> str:
-    return ADVICE.get(cause) or ADVICE.get(cause.split(" ")[0]) or ""
+    """What a cause of a trace means; empty for one of another version."""
+    miss = Miss.of(cause)
+    return miss.advice if miss is not None else ""
 
 
 # ------------------------------------------------------------------------------------------------------------- stories
@@ -156,7 +128,9 @@ class Stories:
     @property
     def avoidable(self) -> int:
         """Computed tokens that were missing for a cause that could have been otherwise."""
-        return sum(tokens for cause, tokens in self.missed.items() if cause not in UNAVOIDABLE)
+        return sum(
+            tokens for cause, tokens in self.missed.items() if (miss := Miss.of(cause)) is None or miss.is_avoidable
+        )
 
 
 def read_stories(path: Path) -> Stories:

@@ -206,10 +206,11 @@ class Server:
     def _found_below(self, asked: _Prompt, on_device: int, usable: int, context: ReqContext) -> tuple[int, int]:
         """(blocks that host memory had at first, blocks of the whole hit once all promotions have ended)."""
         in_host: int | None = None
+        ends: set[OffloadKey] | None = None
 
         def ask(keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
             nonlocal in_host
-            answers = self._manager.lookup_prefix(keys, context)
+            answers = self._manager.lookup_prefix(keys, context, ends)
             if in_host is None:  # attention is asked first
                 in_host = next((at for at, answer in enumerate(answers) if answer is not True), len(answers))
             return answers
@@ -219,9 +220,7 @@ class Server:
         most = usable * tokens
         if asked.states:
             peek = partial(self._manager.peek, req_context=context)
-            possible, context.hit_ends = possible_hit(
-                self._groups, keys, peek, self._manager.holds, on_device * tokens, most
-            )
+            possible, ends = possible_hit(self._groups, keys, peek, self._manager.holds, on_device * tokens, most)
             most = most if possible is None else possible
         while (hit := find_hit(self._groups, keys, ask, on_device * tokens, most)) is None:
             self._manager.on_schedule_end()

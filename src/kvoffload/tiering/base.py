@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
-from kvoffload.lost_blocks import LostBlocks
 from kvoffload.metrics import Stats
 
 __all__ = ["CascadeMode", "JobMetadata", "JobResult", "SecondaryTierManager"]
@@ -125,8 +124,9 @@ class SecondaryTierManager(ABC):
         """Current metric values."""
         return {}
 
-    def watch_losses(self, lost: LostBlocks) -> None:
-        """Records in ``lost``, from now on, the blocks that leave the tier."""
+    def is_readable(self) -> bool:
+        """Whether its blocks are looked up and loaded now. ``False``: its circuit breaker is open, say."""
+        return True
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Which blocks are known to be here; the losses of the others are recorded by now. Asks for nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import get_args
 
 from kvoffload.base import (
@@ -22,15 +22,19 @@ from kvoffload.base import (
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.lost_blocks import LostBlocks
+from kvoffload.lost_blocks import Loss
 from kvoffload.metrics import Stats, add_stats
+from kvoffload.miss import Miss
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
-from kvoffload.tiering.load_policy import BlockWorth, LoadCosts
-from kvoffload.tiering.promotions import Claims, Lookups, Promotions, RequestState, WaitingRequests
-from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
+from kvoffload.tiering.cascades import Cascades
+from kvoffload.tiering.load_policy import BlockWorth, LoadAlways, LoadByCost, LoadPlanner
+from kvoffload.tiering.lookups import Lookups
+from kvoffload.tiering.promotions import Promotions
+from kvoffload.tiering.requests import Claims, Phase, Request, Waits
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 from kvoffload.tiering.write_back import WriteBack
 
-__all__ = ["Cascades", "TieringOffloadingManager"]
+__all__ = ["TieringOffloadingManager"]
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +76,7 @@ class TieringOffloadingManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.primary_tier = primary_tier
+        self.lost = primary_tier.lost
         self.secondary_tiers: tuple[SecondaryTierManager, ...] = tuple(secondary_tiers or ())
         self._tiers = tuple(GuardedTier(index, tier) for index, tier in enumerate(self.secondary_tiers))
         self._max_wait_s = max_wait_s
@@ -79,21 +84,20 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs = TierJobs()
         self._cascades = Cascades(primary_tier, self._jobs)
         self._on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
-        self._write_back: WriteBack | None = None
-        if on_evict_tiers:
-            self._write_back = WriteBack(primary_tier, on_evict_tiers, self._submit_write_back)
-        self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share)
-        self._waiting = WaitingRequests(self._claims, clock)
-        self._costs: LoadCosts | None = None
+        self._write_back = WriteBack(primary_tier, on_evict_tiers, self._submit_write_back)
+        self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share, clock)
+        self._waits = Waits(self._claims, clock)
+        self._planner: LoadPlanner = LoadAlways()
         if block_worth is not None:
-            self._costs = LoadCosts([tier.name for tier in self._tiers], block_worth, clock)
-        on_reserved = self._write_back.on_reserved if self._write_back is not None else None
-        self._promotions = Promotions(primary_tier, self._claims, self._jobs, on_reserved, self._costs)
-        self._lookups = Lookups(
-            primary_tier, self._tiers, self._claims, self._promotions, self._waiting, self._poll, self._costs
+            self._planner = LoadByCost([tier.name for tier in self._tiers], block_worth, clock)
+        self._promotions = Promotions(
+            primary_tier, self._claims, self._waits, self._jobs, self._planner, self._on_reserved
         )
-        self._requests: dict[str, RequestState] = {}
-        self._storing: dict[OffloadKey, RequestState] = {}
+        self._lookups = Lookups(
+            primary_tier, self._tiers, self._claims, self._waits, self._promotions, self._planner, self._poll, clock
+        )
+        self._requests: dict[str, Request] = {}
+        self._storing: dict[OffloadKey, Request] = {}
 
     def __repr__(self) -> str:
         names = [tier.name for tier in self._tiers]
@@ -115,35 +119,32 @@ class TieringOffloadingManager(OffloadingManager):
         if request is None:
             return  # it ended before, or was never announced: tiers are informed of each end once
         if self._promotions.queue:
-            self._promotions.submit(request)
-        self._waiting.end(request)
-        request.finished = True
-        self._finalize(request)
+            self._promotions.submit(req_context)
+        self._waits.end(request)
+        request.phase = Phase.ENDED
+        self._close_if_done(request)
 
     # -------------------------------------------------------------------------------------------------- reading
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if not self._tiers:
-            return self.primary_tier.lookup(key, req_context)
-        return self._lookups.one(self._request(req_context), key)
+        return self.lookup_prefix([key], req_context)[0]
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if not self._tiers:
-            return self.primary_tier.lookup_prefix(keys, req_context)
-        return self._lookups.prefix(self._request(req_context), keys)
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
+    ) -> list[bool | None]:
+        return self._lookups.prefix(self._request(req_context), keys, ends)
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if not self._tiers:
-            return self.primary_tier.peek(keys, req_context)
         return self._lookups.peek(self._request(req_context), keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         # Pinned now: no claims are needed any more.
         request = self._request(req_context)
-        if self._costs is not None and request.plan is not None:
-            self._costs.count_wait(request.plan, request.answered_since)
-        self._waiting.end(request)
+        if (wait := request.wait) is not None:
+            end_s = self._clock() if wait.answered_s is None else wait.answered_s
+            self._planner.count_wait(wait.expected_s, end_s - wait.planned_s)
+        self._waits.end(request)
         return spec
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
@@ -159,17 +160,15 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         request = self._request(req_context)
         self._poll()
-        self._waiting.end(request)  # it runs
+        self._waits.end(request)  # it runs
         keys = list(keys)
         output = self.primary_tier.prepare_store(keys, req_context, self._claims)
         if output is None:
             return None
-        self._claims.note_changed(output.evicted_keys)  # a claim is no pin
-        if self._write_back is not None:
-            self._write_back.on_reserved(len(output.keys_to_store), output.evicted_keys)
+        self._on_reserved(len(output.keys_to_store), output.evicted_keys)
         for key in output.keys_to_store:
             self._storing[key] = request
-        request.stores_in_flight += len(output.keys_to_store)
+        request.open_work += len(output.keys_to_store)
         if request.whole_request_tiers:
             # Blocks that this very request is writing are cascaded in its name when they are complete.
             others = [key for key in dict.fromkeys(keys) if self._storing.get(key) is not request]
@@ -186,27 +185,25 @@ class TieringOffloadingManager(OffloadingManager):
     # ----------------------------------------------------------------------------------------------------- steps
 
     def note_step(self, work: StepWork) -> None:
-        if self._costs is not None:
-            self._costs.note_step(work)
+        self._planner.note_step(work)
 
     def on_schedule_end(self) -> None:
         self._poll()
-        self._lookups.end_step(self._clock())
-        self._waiting.end_step()
+        self._waits.end_step(self._lookups.is_answered)
+        self._lookups.end_step()
         if self._promotions.queue:
             self._promotions.submit()
         if self._cascades.parked:
             for request in self._cascades.retry_parked():
-                self._finalize(request)
-        if self._write_back is not None:
-            self._write_back.step()
+                self._close_if_done(request)
+        self._write_back.step()
         for tier in self._tiers:
             tier.on_schedule_end()
 
     def has_pending_work(self) -> bool:
         return (
             bool(self._promotions.queue or self._cascades.parked)
-            or (self._write_back is not None and self._write_back.has_queued)
+            or self._write_back.has_queued
             or any(tier.has_pending_work() for tier in self._tiers)
         )
 
@@ -223,40 +220,33 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.drain_jobs()
         self._poll()
-        self._lookups.forget_found()
-        self._waiting.reset()
+        self._lookups.end_step()
+        self._waits.reset()
         self._promotions.reset()
         self._jobs.mark_stale()
         self._claims.clear()
-        if self._write_back is not None:
-            self._write_back.reset()
+        self._write_back.reset()
         touched = self._cascades.drop_parked()
         for request in self._storing.values():
-            request.stores_in_flight = 0
+            request.open_work -= 1
             touched.append(request)
         self._storing.clear()
         self.primary_tier.reset_cache()
         for request in touched:
-            self._finalize(request)
+            self._close_if_done(request)
 
     def get_stats(self) -> Stats:
         own: Stats = {("lookups_out_of_patience",): self._lookups.out_of_patience}
         own |= {("promotions", outcome): count for outcome, count in self._promotions.outcomes.items()}
         own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
         own |= {("cascades", outcome): count for outcome, count in self._cascades.outcomes.items()}
-        own["cascades", "dropped"] = self._write_back.dropped if self._write_back is not None else 0
+        own["cascades", "dropped"] = self._write_back.dropped
         own[("cascades_parked",)] = self._cascades.num_parked
         own[("promotions_in_flight",)] = len(self._promotions)
         own[("claimed_blocks",)] = len(self._claims)
-        own |= self._waiting.waits.stats()
-        if self._costs is not None:
-            own |= self._costs.get_stats()
+        own |= self._waits.lengths.stats()
+        own |= self._planner.get_stats()
         return add_stats([self.primary_tier.get_stats(), own, *(tier.get_stats() for tier in self._tiers)])
-
-    def watch_losses(self, lost: LostBlocks) -> None:
-        self.primary_tier.watch_losses(lost)
-        for tier in self._tiers:
-            tier.watch_losses(lost)
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         found = self.primary_tier.holds(keys)
@@ -266,12 +256,27 @@ class TieringOffloadingManager(OffloadingManager):
                 found = [is_here or next(below, False) for is_here in found]
         return found
 
+    def sources(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
+        wait = self._request(req_context).wait
+        return {} if wait is None else wait.sources
+
+    def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
+        losses = super().explain(keys, req_context)
+        verdicts = self._request(req_context).verdicts
+        off = [tier for tier in self._tiers if not tier.is_readable()]
+        for at, (key, loss) in enumerate(zip(keys, losses)):
+            verdict = verdicts.get(key)
+            if verdict is None and loss is None and off and self.primary_tier.slots.get(key) is None:
+                verdict = Miss.TIER_OFF if any(any(tier.holds([key])) for tier in off) else None
+            # A promotion fails for a reason that the tier may have found out meanwhile.
+            is_known = verdict is Miss.PROMOTION_FAILED and loss and loss.miss not in (Miss.NEW, Miss.EVICTED)
+            if verdict is not None and not is_known:
+                losses[at] = Loss(verdict)
+        return losses
+
     def shutdown(self) -> None:
-        if self._write_back is not None:
-            for tier in self._tiers:
-                tier.drain_jobs()
-            self._poll()
-            self._write_back.close(self._poll, self._clock, self._max_wait_s)
+        self._write_back.close(self._poll, self._clock, self._max_wait_s)
+        self._promotions.close()
         for tier in self._tiers:
             tier.shutdown()
         self.primary_tier.shutdown()
@@ -281,25 +286,24 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.check_invariants()
         self._promotions.check_invariants()
         self._cascades.check_invariants()
-        if self._write_back is not None:
-            self._write_back.check_invariants(self._jobs.in_flight.values())
+        self._write_back.check_invariants(self._jobs.in_flight.values())
         ending = {id(request): request for request in self._storing.values()}
         requests = {id(request): request for request in self._requests.values()} | ending
         for request in requests.values():
-            assert request.stores_in_flight == sum(storing is request for storing in self._storing.values())
-        self._waiting.check_invariants(requests.values())
-        self._lookups.check_invariants(requests.values())
+            parked = sum(each is request for parked in self._cascades.parked.values() for each in parked)
+            assert request.open_work == parked + sum(each is request for each in self._storing.values())
+        self._waits.check_invariants(requests.values())
         for key in self._storing:
             block = self.primary_tier.slots.get(key)
             assert block is not None
             assert not block.is_ready
             assert key not in self._promotions
-        self._claims.check_invariants(list(requests.values()), set(self._promotions))
+        self._claims.check_invariants(requests.values(), set(self._promotions), self.primary_tier.slots.get)
 
-    def _request(self, req_context: ReqContext) -> RequestState:
+    def _request(self, req_context: ReqContext) -> Request:
         request = self._requests.get(req_context.req_id)
         if request is None:
-            request = self._requests[req_context.req_id] = RequestState(req_context, self._max_wait_s)
+            request = self._requests[req_context.req_id] = Request(req_context, self._max_wait_s)
         return request
 
     # ------------------------------------------------------------------------------------------------- job ends
@@ -315,16 +319,14 @@ class TieringOffloadingManager(OffloadingManager):
             else:
                 self._promotions.end(job)
                 self._end_stores(job.metadata.keys)
-            if self._write_back is not None:
-                self._write_back.end(job)
-        if not finished:
-            return False
-        if self._costs is not None:
-            self._costs.end_poll()
-        now_s = self._clock()
-        ended_s = max(now_s if job.ended_s is None else min(job.ended_s, now_s) for job in finished)
-        self._lookups.note_arrivals(ended_s)
-        return True
+            self._write_back.end(job)
+        self._planner.end_poll()
+        return bool(finished)
+
+    def _on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
+        """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
+        self._claims.left(evicted)  # a claim is no pin
+        self._write_back.on_reserved(num_blocks, evicted)
 
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored.
@@ -333,15 +335,17 @@ class TieringOffloadingManager(OffloadingManager):
         before a reset overlaps with it, the primary tier publishes neither until both have ended. The last of them may
         be a late promotion.
         """
-        self._claims.note_changed(keys)
-        written: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
+        blocks = self.primary_tier.slots.get_all(keys)
+        self._claims.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
+        self._claims.left([key for key, block in zip(keys, blocks) if block is None])
+        written: dict[int, tuple[Request, list[OffloadKey]]] = {}
         ending = [key for key in dict.fromkeys(keys) if key in self._storing]
-        blocks = self.primary_tier.slots.get_all(ending) if ending else ()
-        for key, block in zip(ending, blocks):
-            if block is not None and block.pins < 0:
+        for key in ending:
+            block = self.primary_tier.slots.get(key)
+            if block is not None and not block.is_ready:
                 continue  # still in flight
             request = self._storing.pop(key)
-            request.stores_in_flight -= 1
+            request.open_work -= 1
             ready = written.setdefault(id(request), (request, []))[1]
             if block is not None:
                 ready.append(key)
@@ -349,7 +353,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascades.submit(self._tiers_to_store(request), ready, request.context)
         unparked = self._cascades.retry_parked(keys) if self._cascades.parked else []
         for request in (*(request for request, _ in written.values()), *unparked):
-            self._finalize(request)
+            self._close_if_done(request)
 
     def _split_by_mode(
         self, cascade: Sequence[CascadeMode] | None
@@ -373,127 +377,19 @@ class TieringOffloadingManager(OffloadingManager):
             tuple(tier for tier, mode in modes if mode == "on_evict"),
         )
 
-    def _tiers_to_store(self, request: RequestState) -> Sequence[GuardedTier]:
+    def _tiers_to_store(self, request: Request) -> Sequence[GuardedTier]:
         """The tiers that get blocks of ``request`` as soon as they are stored."""
-        if self._write_back is None:
-            return self._tiers
         whole = request.whole_request_tiers
         return [tier for tier in self._tiers if tier in whole or tier in self._on_store_tiers]
 
     def _submit_write_back(self, tier: GuardedTier, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        assert self._write_back is not None
         for refused in self._cascades.submit([tier], keys, context):
             self._write_back.end(refused)
 
-    def _finalize(self, request: RequestState) -> None:
-        """Informs the tiers of the request's end, once it has ended and nothing more can be submitted for it."""
-        if not request.finished or request.may_still_submit:
+    def _close_if_done(self, request: Request) -> None:
+        """Informs the tiers of the request's end, once nothing more can be submitted for it."""
+        if request.phase is not Phase.ENDED or request.open_work:
             return
-        request.finished = False  # only once
+        request.phase = Phase.CLOSED
         for tier in self._tiers:
             tier.on_request_finished(request.context)
-
-
-# ------------------------------------------------------------------------------------------------------------- cascades
-
-
-class Cascades:
-    """Pins blocks, once per tier, and submits them; the end of each job gives its own pins back.
-
-    A request-level tier may ask for a block that is still being written. Such a block is *parked* here until it is
-    ready, and then cascaded, or until it is gone, and then dropped.
-    """
-
-    def __init__(self, primary: CPUPrimaryTierOffloadingManager, jobs: TierJobs) -> None:
-        self._primary = primary
-        self._jobs = jobs
-        self.parked: dict[OffloadKey, list[RequestState]] = {}
-        """Blocks that are being written, with the requests they will be cascaded for. Others only read it."""
-        self._blocks_written = 0
-        self._blocks_failed = 0
-
-    def __repr__(self) -> str:
-        return f"Cascades(parked={self.num_parked})"
-
-    @property
-    def num_parked(self) -> int:
-        return sum(map(len, self.parked.values()))
-
-    @property
-    def outcomes(self) -> dict[str, int]:
-        """Blocks whose cascade ended, by outcome."""
-        return {"ok": self._blocks_written, "failed": self._blocks_failed}
-
-    def submit(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], context: ReqContext) -> list[TierJob]:
-        """Submits ready blocks to each of ``tiers``, as one job per tier. Returns the jobs that were not taken."""
-        not_taken: list[TierJob] = []
-        if not keys:
-            return not_taken
-        for tier in tiers:
-            spec = self._primary.prepare_read(keys, context)
-            refused = self._jobs.submit(tier, keys, spec.block_ids, context, is_promotion=False)
-            if refused is not None:
-                self.end(refused)
-                not_taken.append(refused)
-        return not_taken
-
-    def end(self, job: TierJob) -> None:
-        """Gives back the pins of a job that has ended."""
-        self._blocks_written += len(job.succeeded)
-        self._blocks_failed += len(job.failed)
-        self._primary.complete_read(job.metadata.keys, job.metadata.req_context)
-
-    def submit_or_park(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
-        """Submits the ready ones of ``keys`` to the tiers that want the whole of ``request``, and parks those that are
-        being written. Absent blocks are skipped: there is nothing to read."""
-        ready: list[OffloadKey] = []
-        for key in keys:
-            block = self._primary.slots.get(key)
-            if block is None:
-                continue
-            if block.is_ready:
-                ready.append(key)
-            else:
-                self.parked.setdefault(key, []).append(request)
-                request.parked += 1
-        self.submit(request.whole_request_tiers, ready, request.context)
-
-    def retry_parked(self, keys: Iterable[OffloadKey] | None = None) -> list[RequestState]:
-        """Looks again at the parked blocks (those of ``keys``, or all); returns the requests that have fewer now."""
-        if not self.parked:
-            return []
-        again: dict[int, tuple[RequestState, list[OffloadKey]]] = {}
-        for key in list(self.parked) if keys is None else keys:
-            if key not in self.parked:
-                continue
-            block = self._primary.slots.get(key)
-            if block is not None and not block.is_ready:
-                continue
-            for request in self.parked.pop(key):
-                request.parked -= 1
-                again.setdefault(id(request), (request, []))[1].append(key)
-        for request, ready in again.values():
-            self.submit_or_park(request, ready)
-        return [request for request, _ in again.values()]
-
-    def drop_parked(self) -> list[RequestState]:
-        """Forgets every parked block; returns the requests that had any."""
-        requests = {id(request): request for parked in self.parked.values() for request in parked}
-        for request in requests.values():
-            request.parked = 0
-        self.parked.clear()
-        return list(requests.values())
-
-    def check_invariants(self) -> None:
-        """Every parked block is being written, and every request counts its own."""
-        counts: dict[int, int] = {}
-        for key, requests in self.parked.items():
-            block = self._primary.slots.get(key)
-            assert block is not None
-            assert not block.is_ready, f"{key!r} is parked although it is ready"
-            for request in requests:
-                assert request.whole_request_tiers
-                counts[id(request)] = counts.get(id(request), 0) + 1
-        for requests in self.parked.values():
-            for request in requests:
-                assert request.parked == counts[id(request)]

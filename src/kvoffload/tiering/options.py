@@ -19,6 +19,7 @@ import msgspec
 from kvoffload.base import OffloadPolicy
 from kvoffload.config import parse_struct
 from kvoffload.errors import ConfigError
+from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.registry import Registry
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.stores.base import BlockStore
@@ -141,8 +142,9 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         """The store for blocks of ``block_bytes``. ``namespace`` covers everything besides the key that changes a
         block's bytes; a persistent store keeps namespaces apart."""
 
-    def build(self, primary_kv_view: memoryview, namespace: str) -> SecondaryTierManager:
-        """The tier over ``primary_kv_view``. Override it for a tier that is not built on a ``BlockStore``."""
+    def build(self, primary_kv_view: memoryview, namespace: str, lost: LostBlocks = NO_LOSSES) -> SecondaryTierManager:
+        """The tier over ``primary_kv_view``, which records in ``lost`` the blocks that leave it. Override it for a tier
+        that is not built on a ``BlockStore``."""
         shape = primary_kv_view.shape
         assert shape is not None
         self.check(shape[1])
@@ -153,6 +155,7 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
             self,
             offload_policy=OffloadPolicy(self.offload_policy),
             exclusive=self.exclusive,
+            lost=lost,
         )
 
 
@@ -284,8 +287,11 @@ def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = No
 
 
 def build_tier(
-    options: Mapping[str, Any] | StoreOptions, primary_kv_view: memoryview, namespace: str = ""
+    options: Mapping[str, Any] | StoreOptions,
+    primary_kv_view: memoryview,
+    namespace: str = "",
+    lost: LostBlocks = NO_LOSSES,
 ) -> SecondaryTierManager:
     """Builds the tier that ``options`` describes over the primary tier's memory (num_blocks, block_bytes)."""
     parsed = options if isinstance(options, StoreOptions) else parse_tier(options)
-    return parsed.build(primary_kv_view, namespace)
+    return parsed.build(primary_kv_view, namespace, lost)

@@ -100,7 +100,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         tiers: list[SecondaryTierManager] = []
         try:
             for options in self.tier_options:
-                tiers.append(options.build(primary.kv_view, self.namespace))  # noqa: PERF401 - the handler below needs those made
+                tiers.append(options.build(primary.kv_view, self.namespace, self.lost))  # noqa: PERF401 - the handler below needs those made
         except BaseException:
             for tier in tiers:
                 tier.shutdown()

@@ -19,8 +19,9 @@ import numpy.typing as npt
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.errors import ConfigError
 from kvoffload.logs import RateLimitedLog
-from kvoffload.lost_blocks import LostBlocks
+from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.metrics import Histogram, Sample, Stats
+from kvoffload.miss import Miss
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.presence import PresenceIndex
@@ -42,6 +43,7 @@ _SCAN_SHARE = 4
 _PROBED_BLOCKS = 3
 _SLICE_BYTES = 4 << 20
 _MAX_SLICE_BLOCKS = 64
+_MISSES: dict[LossCause, Miss] = {"evicted": Miss.EVICTED, "corrupt": Miss.CORRUPT, "removed": Miss.REMOVED}
 
 
 def default_max_backlog(num_slots: int) -> int:
@@ -116,6 +118,7 @@ class StoreTier(SecondaryTierManager):
         offload_policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
         exclusive: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        lost: LostBlocks = NO_LOSSES,
     ) -> None:
         super().__init__(primary_kv_view, tier_type)
         limits = limits or TierLimits()
@@ -169,7 +172,7 @@ class StoreTier(SecondaryTierManager):
         self._num_store_failures = self._num_load_failures = self._num_corrupt = 0
         self._io = {direction: _IoCounts(tier_type, direction) for direction in ("read", "write")}
         self._corruption_log = RateLimitedLog(_log, clock=clock)
-        self._lost_blocks: LostBlocks | None = None
+        self._lost_blocks = lost
         if not self._index.is_exact:
             self._submit_scan()
 
@@ -186,8 +189,6 @@ class StoreTier(SecondaryTierManager):
                 # The store may have answered since the last step; otherwise the request would wait for one step more.
                 self._take_results()
                 return self.lookup(key, req_context)
-        elif key in self._index:
-            req_context.trail.misses[key] = "tier off"
         self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
 
@@ -312,8 +313,7 @@ class StoreTier(SecondaryTierManager):
     def _record_loss(self, keys: Collection[OffloadKey], cause: LossCause) -> None:
         if cause == "removed" and self._limits.server_evicts:
             cause = "evicted"
-        if self._lost_blocks is not None:
-            self._lost_blocks.record(keys, f"{cause} {self.tier_type}")
+        self._lost_blocks.record(keys, _MISSES[cause], self.tier_type)
 
     def _log_corruption(self, missing: Sequence[OffloadKey]) -> None:
         """``missing`` could not be read; whether a block was corrupt, the store's count says."""
@@ -406,8 +406,8 @@ class StoreTier(SecondaryTierManager):
         except BaseException as exc:  # noqa: BLE001 - in a thread of its own, where nobody else would report it
             _log.warning("Tier %r: its store failed to close: %s", self.tier_type, exc)
 
-    def watch_losses(self, lost: LostBlocks) -> None:
-        self._lost_blocks = lost
+    def is_readable(self) -> bool:
+        return self._reads.is_closed
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         # A store may lose blocks without a call: what is explained next shall have the cause.

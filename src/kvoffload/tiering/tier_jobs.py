@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext
-from kvoffload.lost_blocks import LostBlocks
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
@@ -95,8 +94,8 @@ class GuardedTier:
     def get_stats(self) -> Stats:
         return self._call("get_stats", self.tier.get_stats, {})
 
-    def watch_losses(self, lost: LostBlocks) -> None:
-        self._call("watch_losses", lambda: self.tier.watch_losses(lost), None)
+    def is_readable(self) -> bool:
+        return self._call("is_readable", self.tier.is_readable, True)
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._call("holds", lambda: self.tier.holds(keys), [False] * len(keys))

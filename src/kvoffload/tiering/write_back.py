@@ -89,6 +89,8 @@ class WriteBack:
 
     def on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
+        if not self._targets:
+            return
         self._reserved += num_blocks
         self._is_due |= self._reserved * 4 >= self.window
         for target in self._targets:
@@ -144,6 +146,9 @@ class WriteBack:
             return
         self._is_closed = True
         end_s = clock() + seconds
+        for target in self._targets:
+            target.tier.drain_jobs()
+        poll()
         for target in self._targets:
             target.queue.clear()
             idle = self._primary.slots.policy.next_victims(self._primary.num_blocks) or []
@@ -217,4 +222,3 @@ class WriteBack:
             self._submit(target.tier, keys, self.context)
         if present:
             target.tier.touch(present[::-1], self.context)
-        self.context.trail.misses.clear()  # no request's story tells of them

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reads of one tier: which are outstanding, how fast earlier ones were, and when a new one would be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvoffload.tiering.speeds import LinkSpeed, LinkSpeedEstimator
+
+__all__ = ["OVERDUE_S", "Link"]
+
+OVERDUE_S = 30.0
+"""A read is overdue once it is later than this, and than four times what was expected of it."""
+_OVERDUE = 4.0
+
+
+class _Read(NamedTuple):
+    """A promotion's job in the hands of the tier."""
+
+    number: int
+    """Among those of its tier."""
+    slots: Sequence[int]
+    overdue_s: float
+    """From when on it is overdue."""
+
+
+class Link:
+    """Measures one tier by its own reads. Times are those of ``clock``; one thread.
+
+    Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. An overdue read is skipped: it
+    delays no other read, and its own blocks are not waited for. If a later read ended before it, it says nothing of the
+    tier's speed.
+    """
+
+    def __init__(self, name: str, block_bytes: int, expected_bytes_per_s: float | None, clock: Callable[[], float]):
+        self.name = name
+        self._block_bytes = block_bytes
+        self._clock = clock
+        expected = LinkSpeed(0.0, 1 / expected_bytes_per_s) if expected_bytes_per_s else None
+        self.estimator = LinkSpeedEstimator(clock, expected)
+        self._num_queued = 0
+        """Blocks that were begun and not submitted."""
+        self._reads: dict[int, _Read] = {}
+        """Outstanding reads by their first slots: no other job gets a slot before its read ends."""
+        self._busy_since_s = self._last_end_s = 0.0
+        """Since when the tier has been reading, or when it last ended a read. And when the last read ended."""
+        self._num_ended = 0
+        """Blocks read since then."""
+        self._num_reads = self._newest_ended = 0
+        """Reads so far, and the number of the newest that has ended."""
+
+    def __repr__(self) -> str:
+        return f"Link({self.name!r}, {self.estimator.speed}, outstanding={self.num_outstanding})"
+
+    @property
+    def speed(self) -> LinkSpeed | None:
+        """``None``: it was never measured, and nothing was expected."""
+        return self.estimator.speed
+
+    @property
+    def num_outstanding(self) -> int:
+        """Blocks that were begun and have not ended, overdue ones included."""
+        return self._num_queued + sum(len(read.slots) for read in self._reads.values())
+
+    @property
+    def num_due(self) -> int:
+        """The same without overdue ones."""
+        return self._num_queued + sum(len(read.slots) for read in self._due_reads())
+
+    def _due_reads(self) -> list[_Read]:
+        now_s = self._clock()
+        return [read for read in self._reads.values() if now_s <= read.overdue_s]
+
+    def begin(self, num_blocks: int) -> None:
+        self._num_queued += num_blocks
+
+    def drop(self, num_blocks: int) -> None:
+        self._num_queued -= num_blocks
+
+    def submit(self, slots: Sequence[int]) -> None:
+        """The tier reads blocks into ``slots``."""
+        now_s = self._clock()
+        due = sum(len(read.slots) for read in self._due_reads())
+        if not due:
+            self._busy_since_s, self._num_ended = now_s, 0
+        self._num_queued -= len(slots)
+        expected_s = 0.0 if self.speed is None else self.speed.seconds((due + len(slots)) * self._block_bytes)
+        overdue_s = now_s + expected_s + max(_OVERDUE * expected_s, OVERDUE_S)
+        self._num_reads += 1
+        self._reads[slots[0]] = _Read(self._num_reads, slots, overdue_s)
+
+    def end(self, slots: Sequence[int], num_read: int, ended_s: float | None) -> None:
+        """A read has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks arrived. ``measure``
+        takes the sample, since reads whose ends are seen together were read side by side."""
+        read = self._reads.pop(slots[0])
+        now_s = self._clock()
+        if now_s > read.overdue_s and read.number < self._newest_ended:
+            return
+        self._newest_ended = max(self._newest_ended, read.number)
+        self._num_ended += num_read
+        self._last_end_s = max(self._last_end_s, now_s if ended_s is None else min(ended_s, now_s))
+
+    def measure(self) -> None:
+        """All reads that have ended were recorded."""
+        if self._last_end_s <= self._busy_since_s:
+            return
+        if self._num_ended:
+            self.estimator.add(self._num_ended * self._block_bytes, self._last_end_s - self._busy_since_s)
+        self._num_ended, self._busy_since_s = 0, self._last_end_s
+
+    def is_overdue(self, slot: int) -> bool:
+        """Whether the block that is to come into ``slot`` is in an overdue read."""
+        now_s = self._clock()
+        return any(now_s > read.overdue_s and slot in read.slots for read in self._reads.values())
+
+    def queue_s(self) -> float:
+        """Until all that is due has arrived. What is late already is expected to be late by as much again."""
+        num_due = self.num_due
+        if not num_due or self.speed is None:
+            return 0.0
+        needed_s = self.speed.seconds(num_due * self._block_bytes)
+        elapsed_s = self._clock() - self._busy_since_s if num_due > self._num_queued else 0.0
+        return abs(needed_s - elapsed_s)
+
+    def check_invariants(self, num_queued: int, num_reading: int) -> None:
+        """``num_queued`` and ``num_reading``: blocks of promotions that are not submitted, and that the tier reads."""
+        assert self._num_queued == num_queued
+        assert sum(len(read.slots) for read in self._reads.values()) == num_reading

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups: the answers that a request gets for its blocks, and the promotions that these begin.
+
+An ask goes through three steps. *Survey* says where each block is. *Plan* says how many of them to load. *Reserve*
+begins the promotions, and leaves the answers in the request's ``Prefix``. A request that waits and asks again gets its
+answers as a slice, and only what no claim keeps up to date is surveyed again. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from kvoffload.base import OffloadKey
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.miss import Miss
+from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place, Plan, Segment
+from kvoffload.tiering.promotions import Promotions
+from kvoffload.tiering.requests import Claims, Prefix, Request, Wait, Waits
+from kvoffload.tiering.tier_jobs import GuardedTier
+
+__all__ = ["Lookups"]
+
+
+class _Survey(NamedTuple):
+    """Where blocks are."""
+
+    segments: list[Segment]
+    is_end: bool
+    """The next block is nowhere."""
+
+
+class Lookups:
+    """Answers from the primary tier. A block that it lacks is looked up in ``tiers``, in order, and promoted from the
+    first that has it, as far as ``planner`` says. ``poll`` takes in the jobs that have ended."""
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        tiers: Sequence[GuardedTier],
+        claims: Claims,
+        waits: Waits,
+        promotions: Promotions,
+        planner: LoadPlanner,
+        poll: Callable[[], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self._primary = primary
+        self._tiers = tiers
+        self._claims = claims
+        self._waits = waits
+        self._promotions = promotions
+        self._planner = planner
+        self._poll = poll
+        self._clock = clock
+        self._places = [Place(tier.index) for tier in tiers]
+        self._unknown_places = [Place(tier.index, is_unknown=True) for tier in tiers]
+        self._asking: Request | None = None
+        """The request that asked last, in this step."""
+        self._found: dict[OffloadKey, Place | None] = {}
+        """Where it peeked at blocks that it has not looked up since. So each block is looked up once."""
+        self._plan: Plan | None = None
+        """Its plan, in case it will wait for blocks of other groups."""
+        self.out_of_patience = 0
+
+    def prefix(
+        self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
+    ) -> list[bool | None]:
+        """The answers for ``keys`` in order, up to the first ``False``. With ``ends``, a hit that is cut off is of use
+        only if its last block is one of them."""
+        if not keys:
+            return []
+        self._take_turn(request)
+        self._poll()
+        if self._waits.is_over(request):
+            answers = self._answer_at_once(request, keys)
+        else:
+            answers = self._answer(request, keys, ends)
+        self._primary.count_lookups(keys[: len(answers)], request.context)
+        return answers
+
+    def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """What is somewhere of ``keys``, up to the first ``False``. Only tiers and the reuse filter notice. A block on
+        its way is there."""
+        self._take_turn(request)
+        may_wait = not self._waits.is_over(request)
+        answers: list[bool | None] = []
+        for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
+            answer: bool | None = block is not None
+            if not answer and may_wait:
+                place = self._found[key] = self._below(request, key)
+                answer = place is not None and (None if place.is_unknown else True)
+            answers.append(answer)
+            if answer is False:
+                break
+        self._primary.count_peek(keys[: len(answers)], request.context)
+        return answers
+
+    def end_step(self) -> None:
+        """What was found holds no longer: the step has ended, or the cache was reset."""
+        self._asking = self._plan = None
+        self._found.clear()
+
+    def is_answered(self, prefix: Prefix) -> bool:
+        """Whether all untracked blocks of ``prefix`` have an answer by now. Tiers answer for the last of them last."""
+        for at in reversed(prefix.untracked):
+            block = self._primary.slots.get(prefix.keys[at])
+            if block is not None:
+                if not block.is_ready:
+                    return False
+            elif any(tier.lookup(prefix.keys[at], prefix.request.context) is None for tier in self._tiers):
+                return False
+        return True
+
+    def _take_turn(self, request: Request) -> None:
+        if request is self._asking:
+            return
+        self.end_step()
+        self._asking = request
+        if request.wait is not None:  # what it does not ask for again in this step it does not wait for
+            for prefix in request.wait.prefixes.values():
+                request.wait.set_untracked(prefix, (), self._clock())
+
+    # -------------------------------------------------------------------------------------------------- answers
+
+    def _answer_at_once(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """For a request that may not wait: what is not ready is a miss."""
+        answers: list[bool | None] = []
+        for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
+            if block is None or not block.is_ready:
+                self.out_of_patience += block is not None or request.wait is not None
+                if block is not None:
+                    request.verdicts[key] = Miss.OUT_OF_PATIENCE
+                self._waits.give_up(request)
+                return [*answers, False]
+            answers.append(True)
+        return answers
+
+    def _answer(
+        self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
+    ) -> list[bool | None]:
+        prefix, survey, wait = self._prefix_of(request, keys), None, request.wait
+        if prefix is None:
+            prefix = Prefix(request, [*keys])
+            self._waits.add(prefix)
+            if wait is None or wait.deadline_s is None:
+                survey = self._survey(request, keys)
+                self._make_plan(prefix, survey, ends)
+        if wait is not None and wait.deadline_s is not None and self._clock() >= wait.deadline_s:
+            self._stop_late(prefix, wait)
+        stop = len(keys) if prefix.stop is None else min(prefix.stop, len(keys))
+        end = stop if prefix.head >= stop else self._reserve(prefix, stop, survey)
+        if self._plan is not None and request.wait is not None and request.wait.deadline_s is None:
+            now_s = request.wait.planned_s = self._clock()
+            request.wait.expected_s = self._plan.wait_s
+            request.wait.deadline_s = now_s + self._plan.deadline_s
+        if survey is not None and self._plan is not None:
+            self._probe(prefix, self._plan)
+        answers = prefix.answers[:end]
+        if False in answers:  # a tier refused a job at once
+            return answers[: answers.index(False) + 1]
+        return answers if end == len(keys) else [*answers, False]
+
+    def _prefix_of(self, request: Request, keys: Sequence[OffloadKey]) -> Prefix | None:
+        """The range with the same first block that the waiting request asked for before, which now goes on as ``keys``
+        does."""
+        wait = request.wait
+        prefix = None if wait is None else wait.prefixes.get(keys[0])
+        if wait is None or prefix is None:
+            return None
+        common = min(len(prefix.keys), len(keys))
+        if prefix.keys[:common] != [*keys[:common]]:
+            common = next(at for at, (old, new) in enumerate(zip(prefix.keys, keys)) if old != new)
+            self._claims.split(wait, prefix, common)
+            wait.set_untracked(prefix, (), self._clock())
+            prefix.keys += keys[common:]
+        elif common < len(keys):
+            prefix.keys += keys[common:]
+        return prefix
+
+    def _make_plan(self, prefix: Prefix, survey: _Survey, ends: Collection[OffloadKey] | None) -> None:
+        """Decides how much of ``prefix`` is loaded. The rest is declined."""
+        keys, verdicts = prefix.keys, prefix.request.verdicts
+        useful = None if ends is None else [at for at, key in enumerate(keys, 1) if key in ends]
+        plan = self._planner.plan(survey.segments, keys[0], useful)
+        if self._planner.weighs(keys[0]):
+            self._plan = plan
+        if plan.stop < sum(segment.num_blocks for segment in survey.segments):
+            prefix.stop = plan.stop
+            for place, reason, blocks in plan.declined:
+                new = [key for key in keys[blocks.start : blocks.stop] if verdicts.get(key) is not Miss.DECLINED]
+                self._planner.count_declined(place.tier, reason, len(new))
+                verdicts.update(dict.fromkeys(new, Miss.DECLINED))
+            verdicts[keys[plan.stop]] = Miss.DECLINED
+
+    def _stop_late(self, prefix: Prefix, wait: Wait) -> None:
+        """The deadline has passed: the request takes what has arrived."""
+        ready = 0
+        for block in self._primary.slots.get_all(prefix.keys[: prefix.stop]):
+            if block is None or not block.is_ready:
+                break
+            ready += 1
+        if ready == (len(prefix.keys) if prefix.stop is None else prefix.stop):
+            return
+        key = prefix.keys[ready]
+        is_here = self._primary.slots.get(key) is not None
+        place = self._promotions.place_of(key) if is_here else self._below(prefix.request, key)
+        if place is not None:
+            self._planner.count_declined(place.tier, "late", prefix.answers[ready:].count(None))
+            prefix.request.verdicts[key] = Miss.DECLINED
+        prefix.stop = ready
+        self._claims.release(wait, prefix, ready)
+        wait.set_untracked(prefix, (), self._clock())
+
+    # -------------------------------------------------------------------------------------------- survey, reserve
+
+    def _survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> _Survey:
+        """Where ``keys`` are, up to the first that is nowhere. They are the blocks of a range from ``first`` on.
+        Changes nothing but what the tiers note of their lookups.
+
+        Ends where the request could claim no more: what comes after may be evicted while it waits. Blocks before the
+        first that must be waited for need no claims.
+        """
+        own = request.wait.num_claims if request.wait is not None else 0
+        most = own + min(self._claims.room_of(request)) - first
+        segments: list[Segment] = []
+        last, count = HERE, 0
+        is_end = False
+        for at, (key, block) in enumerate(zip(keys, self._primary.slots.get_all(keys), strict=True)):
+            if at >= most and (segments or last != HERE):
+                break
+            if block is not None:
+                place: Place | None = HERE if block.is_ready else self._promotions.place_of(key)
+            else:
+                place = self._below(request, key)
+            if place is None:
+                is_end = True
+                break
+            if place is not last and place != last:
+                if count:
+                    segments.append(Segment(last, count))
+                last, count = place, 0
+            count += 1
+        if count:
+            segments.append(Segment(last, count))
+        return _Survey(segments, is_end)
+
+    def _below(self, request: Request, key: OffloadKey) -> Place | None:
+        """The first tier that has ``key``; without one, the first that is still finding out. ``None``: no tier has it,
+        or it is a miss for this request."""
+        if request.verdicts.get(key) is Miss.PROMOTION_FAILED:
+            return None
+        if request.wait is not None and key in request.wait.lost:
+            request.verdicts[key] = Miss.NO_ROOM
+            return None
+        if key in self._found:
+            return self._found.pop(key)
+        unknown: Place | None = None
+        for tier in self._tiers:
+            found = tier.lookup(key, request.context)
+            if found:
+                return self._places[tier.index]
+            if found is None and unknown is None:
+                unknown = self._unknown_places[tier.index]
+        return unknown
+
+    def _reserve(self, prefix: Prefix, stop: int, survey: _Survey | None) -> int:
+        """Answers for the blocks of ``prefix`` from its head up to ``stop``, and begins their promotions. Returns how
+        many blocks have an answer before the first miss."""
+        at = prefix.head
+        untracked: list[int] = []
+        while at < stop:
+            if survey is None:
+                survey = self._survey(prefix.request, prefix.keys[at:stop], at)
+            for place, num_blocks in survey.segments:
+                end = min(at + num_blocks, stop)
+                if place.is_unknown:
+                    self._waits.begin(prefix)
+                    prefix.answers[at:end] = [None] * (end - at)
+                    untracked += range(at, end)
+                    at = end
+                elif place.tier is None or place.is_arriving:
+                    at = self._take_resident(prefix, at, end, untracked)
+                else:
+                    absent = self._end_of_absent(prefix.keys, at, end)
+                    at = self._promotions.begin(self._tiers[place.tier], prefix, at, absent)
+                    if at < absent:
+                        return self._settle(prefix, at, untracked)
+                if at < end:
+                    break  # a promotion begun meanwhile has changed where the next block is
+            else:
+                if survey.is_end:
+                    return self._settle(prefix, at, untracked)
+            survey = None
+        return self._settle(prefix, at, untracked)
+
+    def _settle(self, prefix: Prefix, end: int, untracked: list[int]) -> int:
+        """The first ``end`` blocks of ``prefix`` have answers, and the next one is a miss."""
+        wait = prefix.request.wait
+        if wait is not None:
+            wait.set_untracked(prefix, untracked, self._clock())
+        return end
+
+    def _take_resident(self, prefix: Prefix, start: int, stop: int, untracked: list[int]) -> int:
+        """Answers for blocks of the primary tier, ready or on their way. Returns the first that is no longer there."""
+        wait = prefix.request.wait
+        for at, block in enumerate(self._primary.slots.get_all(prefix.keys[start:stop]), start):
+            if block is None:
+                return at
+            prefix.answers[at : at + 1] = [block.is_ready or None]
+            if wait is None and not block.is_ready:
+                wait = self._waits.begin(prefix)
+            if wait is not None:
+                if self._claims.claim(wait, prefix, at):
+                    prefix.head += prefix.head == at
+                elif not block.is_ready and not self._claims.is_held(prefix, at):
+                    untracked.append(at)
+        return stop
+
+    def _end_of_absent(self, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
+        """The first of these blocks that the primary tier has by now, or that is named twice."""
+        blocks = self._primary.slots.get_all(keys[start:stop])
+        stop = next((at for at, block in enumerate(blocks, start) if block is not None), stop)
+        if len(set(keys[start:stop])) == stop - start:
+            return stop
+        seen: set[OffloadKey] = set()
+        return next(at for at, key in enumerate(keys[start:stop], start) if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+    def _probe(self, prefix: Prefix, plan: Plan) -> None:
+        """Measures each tier of which blocks are declined, if that is due, with the first of them."""
+        probed: set[int] = set()
+        for place, _, blocks in plan.declined:
+            if place.tier is not None and place.tier not in probed and not place.is_unknown:
+                probed.add(place.tier)
+                keys = prefix.keys[blocks.start : blocks.stop][: self._planner.probe_blocks(place.tier)]
+                keys = [key for key in dict.fromkeys(keys) if self._primary.slots.get(key) is None]
+                self._promotions.probe(self._tiers[place.tier], keys, prefix.request)

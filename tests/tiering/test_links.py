@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A link's reads: its queue, its samples, and reads that are overdue."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.testing.clock import ManualClock
+from kvoffload.tiering.links import OVERDUE_S, Link
+
+BLOCK = 100
+
+
+def make_link(clock: ManualClock, expected: float | None = None) -> Link:
+    return Link("disk", BLOCK, expected, clock)
+
+
+def read(link: Link, clock: ManualClock, slots: list[int], seconds: float) -> None:
+    link.begin(len(slots))
+    link.submit(slots)
+    clock.advance(seconds)
+    link.end(slots, len(slots), None)
+    link.measure()
+
+
+def test_reads_that_end_together_are_one_sample() -> None:
+    clock = ManualClock()
+    link = make_link(clock)
+    assert link.speed is None
+    link.begin(3)
+    link.submit([0])
+    link.submit([1, 2])
+    link.check_invariants(0, 3)
+    clock.advance(3.0)
+    link.end([0], 1, None)
+    link.end([1, 2], 2, None)
+    link.measure()
+    assert link.speed is not None
+    assert link.speed.seconds(BLOCK) == pytest.approx(1.0)
+    link.check_invariants(0, 0)
+
+
+def test_the_queue_counts_what_is_outstanding_and_lateness_twice() -> None:
+    clock = ManualClock()
+    link = make_link(clock, BLOCK / 1.0)
+    assert link.queue_s() == 0.0
+    link.begin(2)
+    assert link.queue_s() == pytest.approx(2.0)
+    link.submit([0, 1])
+    clock.advance(0.5)
+    assert link.queue_s() == pytest.approx(1.5)
+    clock.advance(2.5)
+    assert link.queue_s() == pytest.approx(1.0), "a second late, and expected to be late by as much again"
+    link.begin(1)
+    link.drop(1)
+    link.check_invariants(0, 2)
+
+
+def test_an_overdue_read_delays_no_other_and_is_not_waited_for() -> None:
+    clock = ManualClock()
+    link = make_link(clock, BLOCK / 0.1)
+    link.begin(2)
+    link.submit([4, 5])
+    assert not link.is_overdue(4)
+    clock.advance(OVERDUE_S + 1)
+    assert link.is_overdue(4)
+    assert not link.is_overdue(6)
+    assert link.queue_s() == 0.0
+    assert (link.num_due, link.num_outstanding) == (0, 2)
+
+
+@pytest.mark.parametrize("is_overtaken", [True, False])
+def test_an_overdue_read_is_a_sample_unless_a_later_one_ended_before_it(is_overtaken: bool) -> None:
+    clock = ManualClock()
+    link = make_link(clock)
+    link.begin(1)
+    link.submit([9])
+    clock.advance(OVERDUE_S + 1)
+    if is_overtaken:
+        read(link, clock, [1], 0.1)
+        clock.advance(50.0)
+    link.end([9], 1, None)
+    link.measure()
+    assert link.speed is not None
+    assert link.speed.seconds(BLOCK) == pytest.approx(0.1 if is_overtaken else OVERDUE_S + 1)
+
+
+def test_a_read_that_brought_nothing_is_no_sample() -> None:
+    clock = ManualClock()
+    link = make_link(clock)
+    link.begin(1)
+    link.submit([3])
+    clock.advance(1.0)
+    link.end([3], 0, None)
+    link.measure()
+    assert link.speed is None
