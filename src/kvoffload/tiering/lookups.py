@@ -146,7 +146,7 @@ class Lookups:
             if wait is None or wait.deadline_s is None:
                 survey = self._survey(request, keys)
                 self._make_plan(prefix, survey, ends)
-        if wait is not None and wait.deadline_s is not None and self._clock() >= wait.deadline_s:
+        if wait is not None and wait.is_late(self._clock()):
             self._stop_late(prefix, wait)
         stop = len(keys) if prefix.stop is None else min(prefix.stop, len(keys))
         end = stop if prefix.head >= stop else self._reserve(prefix, stop, survey)
