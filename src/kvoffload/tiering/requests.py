@@ -117,7 +117,8 @@ class Wait:
 
     def is_late(self, now_s: float) -> bool:
         """Whether it waited for answers beyond its deadline."""
-        return self.deadline_s is not None and (now_s if self.answered_s is None else self.answered_s) >= self.deadline_s
+        waited_until_s = now_s if self.answered_s is None else self.answered_s
+        return self.deadline_s is not None and waited_until_s >= self.deadline_s
 
     def add_open(self, count: int, now_s: float) -> None:
         """More answers are ``None`` than before, or with a negative ``count`` fewer."""
