@@ -24,6 +24,7 @@ from tests.stateful.chaos import HASH, LAYOUTS, LENGTHS, MAX_NEW
 from kvoffload.base import CanonicalKVCaches, OffloadKey, OffloadPolicy, get_offload_block_hash, get_offload_group_idx
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector import OffloadingConnectorWorker
+from kvoffload.connector.epochs import Epoch
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.fake_device import Bytes, page_of
@@ -35,7 +36,8 @@ from kvoffload.tiering import TieringOffloadingManager, promotions
 from kvoffload.tiering.load_policy import BlockWorth
 
 ROUNDS = 80
-WRITE_BACK = "kvoffload:write-back"
+OWN = {"kvoffload:write-back", "kvoffload:probe"}
+"""Requests of the manager's own, which end at its shutdown."""
 LIMITS = (0, 1, 3, 4, 7, 8, 12, 15, 30)
 
 
@@ -106,6 +108,7 @@ class Whole:
             self.manager,
             self.layout,
             OffloadingConfig(
+                reset_tiers=seed % 2 == 0,
                 cpu_bytes_to_use=num_slots * self.layout.block_bytes(factor),
                 block_size=min(group.block_tokens for group in groups) * factor,
                 offload_prompt_only=chance.random() < 0.2,
@@ -123,6 +126,7 @@ class Whole:
         self.engine.pool.reuses_newest = chance.random() < 0.5
         self.copies_take, self.jobs_take = chance.choice([1, 2, 5]), chance.choice([1, 2, 8])
         self.reading = chance.choice([1024, 1, 3])
+        self.epochs: list[Epoch] = []
         self.resident: set[OffloadKey] = set()
         self.count = 0
 
@@ -240,7 +244,7 @@ class Whole:
         for gauge in ("jobs_in_flight", "requests_tracked", "requests_waiting", "primary_blocks_pinned"):
             assert stats[(gauge,)] == 0, gauge
         for tier in self.tiers:
-            begun = Counter(call.req_id for call in tier.calls("on_new_request") if call.req_id != WRITE_BACK)
+            begun = Counter(call.req_id for call in tier.calls("on_new_request") if call.req_id not in OWN)
             assert Counter(call.req_id for call in tier.calls("on_request_finished")) == begun
 
     # -------------------------------------------------------------------------------------------------- what holds
@@ -253,14 +257,20 @@ class Whole:
             for key in event.keys if event.medium == "CPU" else ():
                 assert (key in self.resident) is event.removed, "an event for nothing"
                 self.resident ^= {key}
+        epoch = engine.connector._epochs.current
+        if epoch not in self.epochs:
+            self.epochs.append(epoch)
         for key in self.resident:
-            block = self.primary.slots.get(key)
+            (stored,) = epoch.engine_keys([key])  # its own inverse
+            block = self.primary.slots.get(stored)
             assert block is not None
             assert block.is_ready
             self._judge_block(key, self.memory.rows[block.block_id])
         for tier in self.tiers:
-            for key, content in tier.blocks.items():
-                self._judge_block(key, np.frombuffer(content, np.uint8))
+            for stored, content in tier.blocks.items():
+                keys = [key for each in self.epochs for key in each.engine_keys([stored])]
+                (known,) = [key for key in keys if get_offload_block_hash(key) in engine._prefixes]
+                self._judge_block(known, np.frombuffer(content, np.uint8))
         stats = engine.connector.get_stats()
         hits = stats.get(("hit_tokens",), 0)
         assert sum(count for name, count in stats.items() if name[0] == "tier_hit_tokens") == hits
