@@ -11,6 +11,7 @@ import re
 from kvoffload.base import OffloadingManager
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.cpu.policies.base import with_options
 from kvoffload.cpu.spec import CPUOffloadingSpec
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.base import SecondaryTierManager
@@ -100,7 +101,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         tiers: list[SecondaryTierManager] = []
         try:
             for options in self.tier_options:
-                tiers.append(options.build(primary.kv_view, self.namespace, self.lost))  # noqa: PERF401 - the handler below needs those made
+                build = with_options(options.build, "lost")
+                tiers.append(build(primary.kv_view, self.namespace, lost=self.lost))
         except BaseException:
             for tier in tiers:
                 tier.shutdown()
