@@ -736,3 +736,22 @@ def test_a_tier_whose_first_state_lies_far_back_is_measured_by_a_probe(monkeypat
     assert machine.read() == 4
     later = machine.start("later")
     assert machine.ask(blocks, later, {blocks[11]}) == [True] * 4 + [None] * 8
+
+
+def test_only_blocks_of_the_declined_prefix_are_read_to_measure_their_tier() -> None:
+    """Another group was asked for after it in the same step, and its blocks were taken for the declined ones."""
+    machine = Machine(block_worth=BlockWorth(BLOCK_BYTES, (TOKENS, 0)))
+    machine.learn(read_s=2.0)
+    machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    attention, states = prefix(4, of="a"), [make_offload_key(b"state%d" % at, 1) for at in range(4)]
+    machine.below(attention)
+    writer, context = machine.start("writer"), machine.start("r")
+    busy = machine.write(prefix(64, of="busy"), writer)
+    assert machine.ask(attention, context) == [False], "and no slot is left to measure the tier with"
+    machine.manager.complete_store(busy, writer)
+    num_reads = len(machine.tier.calls("submit_load"))
+    for tier in machine.tiers:
+        tier.finish()  # its cascade, so that slots are idle again
+    assert machine.ask(states, context) == [False], "which no tier has"
+    machine.step()
+    assert machine.tier.calls("submit_load")[num_reads:] == []

@@ -139,13 +139,15 @@ class Lookups:
     def _answer(
         self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
-        prefix, survey, wait = self._prefix_of(request, keys), None, request.wait
+        prefix, wait = self._prefix_of(request, keys), request.wait
+        survey: _Survey | None = None
+        declined: Plan | None = None
         if prefix is None:
             prefix = Prefix(request, [*keys])
             self._waits.add(prefix)
             if wait is None or wait.deadline_s is None:
                 survey = self._survey(request, keys)
-                self._make_plan(prefix, survey, ends)
+                declined = self._make_plan(prefix, survey, ends)
         if wait is not None and wait.is_late(self._clock()):
             self._stop_late(prefix, wait)
         stop = len(keys) if prefix.stop is None else min(prefix.stop, len(keys))
@@ -154,8 +156,8 @@ class Lookups:
             now_s = request.wait.planned_s = self._clock()
             request.wait.expected_s = self._plan.wait_s
             request.wait.deadline_s = now_s + self._plan.deadline_s
-        if survey is not None and self._plan is not None:
-            self._probe(prefix, self._plan)
+        if declined is not None:
+            self._probe(prefix, declined)
         answers = prefix.answers[:end]
         if False in answers:  # a tier refused a job at once
             return answers[: answers.index(False) + 1]
@@ -178,20 +180,22 @@ class Lookups:
             prefix.keys += keys[common:]
         return prefix
 
-    def _make_plan(self, prefix: Prefix, survey: _Survey, ends: Collection[OffloadKey] | None) -> None:
-        """Decides how much of ``prefix`` is loaded. The rest is declined."""
+    def _make_plan(self, prefix: Prefix, survey: _Survey, ends: Collection[OffloadKey] | None) -> Plan | None:
+        """Decides how much of ``prefix`` is loaded. Returns the plan if it declines the rest."""
         keys, verdicts = prefix.keys, prefix.request.verdicts
         useful = None if ends is None else [at for at, key in enumerate(keys, 1) if key in ends]
         plan = self._planner.plan(survey.segments, keys[0], useful)
         if self._planner.weighs(keys[0]):
             self._plan = plan
-        if plan.stop < sum(segment.num_blocks for segment in survey.segments):
-            prefix.stop = plan.stop
-            for place, reason, blocks in plan.declined:
-                new = [key for key in keys[blocks.start : blocks.stop] if verdicts.get(key) is not Miss.DECLINED]
-                self._planner.count_declined(place.tier, reason, len(new))
-                verdicts.update(dict.fromkeys(new, Miss.DECLINED))
-            verdicts[keys[plan.stop]] = Miss.DECLINED
+        if plan.stop == sum(segment.num_blocks for segment in survey.segments):
+            return None
+        prefix.stop = plan.stop
+        for place, reason, blocks in plan.declined:
+            new = [key for key in keys[blocks.start : blocks.stop] if verdicts.get(key) is not Miss.DECLINED]
+            self._planner.count_declined(place.tier, reason, len(new))
+            verdicts.update(dict.fromkeys(new, Miss.DECLINED))
+        verdicts[keys[plan.stop]] = Miss.DECLINED
+        return plan
 
     def _stop_late(self, prefix: Prefix, wait: Wait) -> None:
         """The deadline has passed: the request takes what has arrived."""
