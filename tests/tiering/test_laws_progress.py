@@ -236,7 +236,7 @@ def test_tiny_primary_tiers_promote_too(cache_policy: str, num_blocks: int) -> N
 
 def test_promoting_a_long_prefix_does_not_step_over_its_head_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Half of the prefix is resident and would be evicted next; each eviction for the other half must not walk past it.
-    from kvoffload.tiering.requests import Claims
+    from kvoffload.tiering.claims import Claims
 
     asked = 0
     contains = Claims.__contains__

@@ -12,10 +12,12 @@ from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
 from kvoffload.testing import FakeTier
 from kvoffload.testing.clock import ManualClock
+from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import LoadAlways
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Claims, Prefix, Request, Waits
+from kvoffload.tiering.requests import Prefix, Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
+from kvoffload.tiering.waits import Waits
 
 
 class Parts:

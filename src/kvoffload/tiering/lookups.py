@@ -14,10 +14,12 @@ from typing import NamedTuple
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
+from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place, Plan, Segment
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Claims, Prefix, Request, Wait, Waits
+from kvoffload.tiering.requests import Prefix, Request, Wait
 from kvoffload.tiering.tier_jobs import GuardedTier
+from kvoffload.tiering.waits import Waits
 
 __all__ = ["Lookups"]
 

@@ -27,11 +27,13 @@ from kvoffload.metrics import Stats, add_stats
 from kvoffload.miss import Miss
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
+from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import BlockWorth, LoadAlways, LoadByCost, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Claims, Phase, Request, Waits
+from kvoffload.tiering.requests import Phase, Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
+from kvoffload.tiering.waits import Waits
 from kvoffload.tiering.write_back import WriteBack
 
 __all__ = ["TieringOffloadingManager"]

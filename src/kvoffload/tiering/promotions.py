@@ -12,9 +12,11 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.cpu.policies.base import Union
 from kvoffload.miss import Miss
+from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place
-from kvoffload.tiering.requests import Claims, Prefix, Request, Waits
+from kvoffload.tiering.requests import Prefix, Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
+from kvoffload.tiering.waits import Waits
 
 __all__ = ["Promotions"]
 
