@@ -268,7 +268,7 @@ class OffloadingManager(ABC):
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Whether lookups may find ``keys`` in the end, in order, up to the first ``False``; ``None``: not known (yet).
-        Unlike a lookup it promotes nothing, makes nobody wait and is no use of a block. ``False`` only if a lookup
+        Unlike a lookup it promotes nothing, makes no request wait and does not use a block. ``False`` only if a lookup
         would say so too. A request that peeks at a block and looks it up in the same step has asked for it once."""
         return [None] * len(keys)
 

@@ -192,8 +192,8 @@ class KVGroupLayout:
     sliding_window_tokens: int | None = None
     """The window, for ``SLIDING_WINDOW`` groups; ``None`` for all others."""
     lookahead_tokens: int = 0
-    """So many tokens behind a token are part of its KV. 1 where layers of a speculative head are in the group: they see
-    the next token, which the hash of a full block does not cover."""
+    """This many tokens after a token are part of its KV. 1 where layers of a speculative head are in the group: they
+    see the next token, which the hash of a full block does not cover."""
 
     def __post_init__(self) -> None:
         if self.lookahead_tokens < 0:

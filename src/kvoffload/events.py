@@ -13,7 +13,7 @@ _MIN_KEYS = 65_536
 class PendingEvents:
     """The events of one ``medium`` since they were last taken, in the order in which they became true. One thread.
 
-    Where nobody takes the events they are *folded*, again and again: what is left of them is only how the medium
+    Events that are not taken are *folded*, again and again: what is left of them is only how the medium
     differs from what was taken last. That is at most the blocks that it held then and those that it holds now, and a
     taker who comes late still folds to the resident set.
     """
@@ -63,5 +63,5 @@ class PendingEvents:
         self._num_keys = len(gone) + len(new)
         changes = ((gone, True), (new, False))
         self._events = [OffloadingEvent(keys, self._medium, removed) for keys, removed in changes if keys]
-        # Twice what cannot be folded: each key is looked at twice on average, however long nobody comes.
+        # Twice what cannot be folded: each key is looked at twice on average, however late a taker comes.
         self._fold_at = max(self._min_keys, 2 * self._num_keys)

@@ -52,7 +52,7 @@ class Miss(StrEnum):
     CLAIM_SHARE = "claim_share", "The request may claim no more of host memory."
     PROMOTION_SHARE = "promotion_share", "Waiting requests may claim no more of host memory."
     DECLINED = "declined by cost", "Loading them would have taken longer than computing."
-    UNKNOWN = "unknown", "The books do not say."
+    UNKNOWN = "unknown", "No loss was recorded."
 
     @classmethod
     def of(cls, cause: str) -> Miss | None:

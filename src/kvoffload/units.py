@@ -47,10 +47,10 @@ def parse_seconds(value: float | str, name: str = "time") -> float:
         match = _SIZE.fullmatch(value)
         factor = match and _SECONDS.get(match[2].lower())
         if not match or not factor:
-            raise ConfigError(f"{name}: {value!r} is no span of time; write seconds or a unit, for example '24h'.")
+            raise ConfigError(f"{name}: {value!r} is not a span of time; write seconds or a unit, for example '24h'.")
         number = float(match[1]) * factor
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise ConfigError(f"{name}: {value!r} is no span of time; write seconds or a unit, for example '24h'.")
+        raise ConfigError(f"{name}: {value!r} is not a span of time; write seconds or a unit, for example '24h'.")
     if not number > 0:
         raise ConfigError(f"{name} must be positive, not {value!r}.")
     return float(number)

@@ -85,4 +85,4 @@ def test_mistakes_are_one_sentence(trace: Path, tmp_path: Path, capsys: pytest.C
     other = tmp_path / "other.jsonl"
     other.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n')
     assert explain(str(other)) == 2
-    assert "has no stories" in capsys.readouterr().err
+    assert "has no explanations" in capsys.readouterr().err

@@ -135,8 +135,8 @@ def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: 
 
 def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
     for args, said in [
-        (("ls", tmp_path / "nowhere"), "is no directory"),
-        (("verify", tmp_path / CONTROL_DIR), "is no kvoffload store"),
+        (("ls", tmp_path / "nowhere"), "is not a directory"),
+        (("verify", tmp_path / CONTROL_DIR), "is not a kvoffload store"),
         (("clear", tmp_path, "org/modle@[bf16]"), f"Did you mean '{MODEL}'"),
         (("verify", tmp_path, "nope"), "has no namespace 'nope'"),
         (("gc", tmp_path, "--max-bytes", "much"), "is not a size"),

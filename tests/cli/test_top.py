@@ -137,9 +137,9 @@ def main_of(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("url", "what"),
     [
-        ("ftp://here", "no address"),
-        ("localhost:abc", "no address"),
-        ("http://[::1", "no address"),
+        ("ftp://here", "not the address"),
+        ("localhost:abc", "not the address"),
+        ("http://[::1", "not the address"),
         ("http://127.0.0.1:1", "cannot be read"),
         ("127.0.0.1:1/metrics", "cannot be read"),
     ],
@@ -211,7 +211,7 @@ def test_a_server_that_dies_in_the_middle_of_an_answer_does_not_end_the_view(
 
 def test_a_page_without_kvoffload_or_without_metrics() -> None:
     assert parse("# nothing\nup 1\n", 0, 0).series == {}
-    with pytest.raises(ConfigError, match="no page of metrics"):
+    with pytest.raises(ConfigError, match="not a page of metrics"):
         parse("<html>\n", 0, 0)
     assert metrics_url("localhost:8000") == "http://localhost:8000/metrics"
     assert metrics_url("https://here/prometheus/") == "https://here/prometheus/"

@@ -16,7 +16,7 @@ from tests.tiering.rig import quiesce
 
 from kvoffload.base import ReqContext, make_offload_key
 from kvoffload.connector.story import DEVICE
-from kvoffload.sim.explain import read_stories
+from kvoffload.sim.explain import read_explanations
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.testing import GatedStore, ManualClock
 from kvoffload.testing.fake_engine import FakeRequest
@@ -66,10 +66,10 @@ class Recorded:
         for line in lines:
             told = line["story"]
             assert sum(told["found"].values()) + sum(told["missed"].values()) == line["input_length"]
-        total = read_stories(self.path)
+        total = read_explanations(self.path)
         assert total.tokens == sum(line["input_length"] for line in lines)
         assert sum(total.found.values()) + sum(total.missed.values()) == total.tokens
-        assert total.told == total.requests == len(lines) == len(load_trace(self.path))
+        assert total.explained == total.requests == len(lines) == len(load_trace(self.path))
         story: Story = lines[-1]["story"]
         return story
 
@@ -113,7 +113,7 @@ def test_hits_by_where_they_were(make: MakeRecorded, tmp_path: Path) -> None:
     assert story["missed"] == {"tail": 1}
     assert story["waited_s"]["tiers"] > 0
     assert story["waited_s"]["load"] > 0
-    assert read_stories(recorded.path).found["CPU"] == WHOLE
+    assert read_explanations(recorded.path).found["CPU"] == WHOLE
 
 
 def test_evicted_from_host_memory_and_when(make: MakeRecorded) -> None:
@@ -238,7 +238,7 @@ def test_failed_stores_and_loads(make: MakeRecorded) -> None:
     recorded.ask(2)
     story = recorded.last()
     assert story["missed"] == {"load failed": WHOLE, "tail": 1}
-    stories = read_stories(recorded.path)
+    stories = read_explanations(recorded.path)
     assert stories.missed["store failed"] == WHOLE
 
 

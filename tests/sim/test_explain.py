@@ -18,7 +18,7 @@ from kvoffload.sim.explain import (
     advice_on,
     ask_what_if,
     base_config,
-    read_stories,
+    read_explanations,
     what_ifs,
 )
 from kvoffload.sim.explain_page import as_page, write_explanation
@@ -59,8 +59,8 @@ def test_tokens_causes_and_times_add_up(tmp_path: Path) -> None:
         line(4000, {"device": 0}, {"evicted CPU": 60, "tail": 4}, lost_s={"evicted CPU": 30}, waited_s={"queue": 3}),
         {name: value for name, value in line(5000, {}, {"new": 16}).items() if name != "story"},
     )
-    stories = read_stories(path)
-    assert (stories.requests, stories.told, stories.tokens) == (4, 3, 264)
+    stories = read_explanations(path)
+    assert (stories.requests, stories.explained, stories.tokens) == (4, 3, 264)
     assert stories.found == {"device": 50, "CPU": 30}
     assert list(stories.missed.items()) == [("new", 95), ("evicted CPU", 80), ("tail", 9)]
     assert stories.avoidable == 80
@@ -73,7 +73,7 @@ def test_tokens_causes_and_times_add_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ('{"timestamp": 0, "input_length": 9}\n', "has no stories"),
+        ('{"timestamp": 0, "input_length": 9}\n', "has no explanations"),
         (
             '{"timestamp": 0, "input_length": 9, "story": {"found": {"a": 4}, "missed": {"new": 4}}}\n',
             "line 1: the tokens",
@@ -85,7 +85,7 @@ def test_files_that_cannot_be_explained(tmp_path: Path, text: str, what: str) ->
     path = tmp_path / "t.jsonl"
     path.write_text(text)
     with pytest.raises(TraceError, match=what):
-        read_stories(path)
+        read_explanations(path)
 
 
 def test_the_machine_of_the_trace_and_what_overrides_it() -> None:
@@ -197,7 +197,7 @@ def test_the_page_needs_nothing_else_and_escapes_names(tmp_path: Path) -> None:
         ),
         line(200_000, {"device": 30}, {"tail": 2}),
     )
-    stories = read_stories(path)
+    stories = read_explanations(path)
     trace = synthesize("chat", 40, 1)
     asked = ask_what_if(
         trace, what_ifs(base_config(MACHINE, footprint_blocks=700, prefill_tokens_per_s=1000)), processes=1

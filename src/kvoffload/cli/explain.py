@@ -16,13 +16,13 @@ from kvoffload.cli.simulate import GPU_BLOCKS_HELP
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SPEEDS
 from kvoffload.sim.explain import (
-    Stories,
+    Explanations,
     WhatIf,
     advice_on,
     ask_what_if,
     base_config,
     percentiles,
-    read_stories,
+    read_explanations,
     what_ifs,
     where_names,
 )
@@ -54,7 +54,7 @@ def explain(
     plot: Annotated[Path | None, typer.Option(help="File to draw the plots to: .png.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
 ) -> None:
-    """Sum up the stories of a recorded trace: what was found where, why the rest was computed, what would save most."""
+    """Sum up a recorded trace: what was found where, why the rest was computed, what would save most."""
     positive(prefill_speed, "--prefill-speed")
     check_json_target(json_file)
     for path, option, suffix in ((page, "--html", ".html"), (plot, "--plot", ".png")):
@@ -62,10 +62,10 @@ def explain(
             if path.suffix.lower() != suffix:
                 raise ConfigError(f"{option} is a {suffix} file, not {path.name!r}.")
             check_target(path)
-    stories = read_stories(trace)
+    summary = read_explanations(trace)
     loaded = load_trace(trace)
     base = base_config(
-        stories.machine,
+        summary.machine,
         cpu_bytes=None if cpu is None else parse_bytes(cpu, "--cpu"),
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),
         block_bytes=None if kv_bytes is None else parse_bytes(kv_bytes, "--kv-bytes-per-token") * loaded.block_tokens,
@@ -73,28 +73,28 @@ def explain(
         footprint_blocks=loaded.whole_blocks().num_unique,
         prefill_tokens_per_s=prefill_speed,
     )
-    has_unbounded_disk = disk is None and stories.machine is not None and stories.machine.has_unbounded_tier
+    has_unbounded_disk = disk is None and summary.machine is not None and summary.machine.has_unbounded_tier
     changes = what_ifs(base, has_unbounded_disk=has_unbounded_disk)
     with progress({loaded.name: len(changes)}, "runs") as advance:
         asked = ask_what_if(loaded, changes, processes, lambda _: advance(loaded.name))
-    _print(loaded.name, stories, asked, prefill_speed)
-    write_json(_as_json(stories, asked), json_file)
+    _print(loaded.name, summary, asked, prefill_speed)
+    write_json(_as_json(summary, asked), json_file)
     for path in (page, plot):
         if path is not None:
-            write_explanation(path, loaded.name, stories, asked, prefill_speed)
+            write_explanation(path, loaded.name, summary, asked, prefill_speed)
 
 
-def _as_json(stories: Stories, asked: list[WhatIf]) -> dict[str, Any]:
+def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
     return {
-        "requests": stories.requests,
-        "with_story": stories.told,
-        "tokens": stories.tokens,
-        "found": stories.found,
-        "missed": stories.missed,
-        "avoidable": stories.avoidable,
-        "lost_s": stories.lost_s,
+        "requests": summary.requests,
+        "with_story": summary.explained,
+        "tokens": summary.tokens,
+        "found": summary.found,
+        "missed": summary.missed,
+        "avoidable": summary.avoidable,
+        "lost_s": summary.lost_s,
         "waits_s": {
-            phase: {"requests": len(seconds), **percentiles(seconds)} for phase, seconds in stories.waits_s.items()
+            phase: {"requests": len(seconds), **percentiles(seconds)} for phase, seconds in summary.waits_s.items()
         },
         "what_if": [
             {"change": each.change, "more_tokens": each.more_tokens, "saved_s": each.saved_s, **asdict(each.result)}
@@ -103,34 +103,34 @@ def _as_json(stories: Stories, asked: list[WhatIf]) -> dict[str, Any]:
     }
 
 
-def _print(name: str, stories: Stories, asked: list[WhatIf], prefill_speed: float) -> None:
+def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed: float) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
 
     def percent(tokens: int) -> str:
-        return f"{100 * tokens / stories.tokens:.1f} %"
+        return f"{100 * tokens / summary.tokens:.1f} %"
 
     console.print(
-        f"{name}: {stories.requests:,} requests, {stories.told:,} with a story; {stories.tokens:,} prompt tokens.",
+        f"{name}: {summary.requests:,} requests, {summary.explained:,} explained; {summary.tokens:,} prompt tokens.",
         highlight=False,
     )
     where = Table(title="Where the tokens came from", title_justify="left")
     for heading in ("", "tokens", "share", ""):
         where.add_column(heading, justify="right" if heading else "left")
-    rows = [(word, stories.found[key]) for key, word in where_names(stories.found)]
-    for word, tokens in (*rows, ("computed", sum(stories.missed.values()))):
-        where.add_row(word, f"{tokens:,}", percent(tokens), "█" * round(40 * tokens / stories.tokens))
+    rows = [(word, summary.found[key]) for key, word in where_names(summary.found)]
+    for word, tokens in (*rows, ("computed", sum(summary.missed.values()))):
+        where.add_row(word, f"{tokens:,}", percent(tokens), "█" * round(40 * tokens / summary.tokens))
     console.print(where)
     why = Table(title="Why the rest was computed", title_justify="left")
     for heading in ("cause", "tokens", "share", "lost before", "what it means"):
         why.add_column(heading, justify="left" if heading in ("cause", "what it means") else "right")
-    for cause, tokens in stories.missed.items():
-        lost = f"{stories.lost_s[cause]:,.0f} s" if cause in stories.lost_s else ""
+    for cause, tokens in summary.missed.items():
+        lost = f"{summary.lost_s[cause]:,.0f} s" if cause in summary.lost_s else ""
         why.add_row(cause, f"{tokens:,}", percent(tokens), lost, advice_on(cause))
     console.print(why)
     console.print(
-        f"{stories.avoidable:,} of these tokens could have been found: {stories.avoidable / prefill_speed:,.0f} s of "
+        f"{summary.avoidable:,} of these tokens could have been found: {summary.avoidable / prefill_speed:,.0f} s of "
         f"prefill at {prefill_speed:,.0f} tokens/s.",
         highlight=False,
     )
@@ -138,12 +138,12 @@ def _print(name: str, stories: Stories, asked: list[WhatIf], prefill_speed: floa
     for heading in ("change", "found", "more tokens", "saved prefill", "machine"):
         save.add_column(heading, justify="left" if heading in ("change", "machine") else "right")
     for each in asked:
-        save.add_row(*what_if_text(each, stories.tokens))
+        save.add_row(*what_if_text(each, summary.tokens))
     console.print(save)
     waits = Table(title="What requests waited for", title_justify="left")
     for heading in ("for", "requests", "p50", "p90", "longest"):
         waits.add_column(heading, justify="left" if heading == "for" else "right")
-    for phase, seconds in sorted(stories.waits_s.items(), key=lambda item: -sum(item[1])):
+    for phase, seconds in sorted(summary.waits_s.items(), key=lambda item: -sum(item[1])):
         shown = [f"{value:.3g} s" for value in percentiles(seconds).values()]
         waits.add_row(phase, f"{len(seconds):,}", *shown)
     console.print(waits)

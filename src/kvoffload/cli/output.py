@@ -20,7 +20,7 @@ from kvoffload.sim.plot import check_folder
 __all__ = ["check_json_target", "positive", "progress", "write_json"]
 
 _LINES = 10
-"""Lines per task where the output is no terminal."""
+"""Lines per task where the output is not a terminal."""
 
 
 @contextmanager

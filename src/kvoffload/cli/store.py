@@ -127,7 +127,7 @@ def gc(
         typer.Option(help="Quota to enforce, for example 200GiB. Evicts the least recently used blocks."),
     ] = None,
 ) -> None:
-    """Enforce a quota on the files that are there now, and delete what killed writers left behind.
+    """Enforce a quota on the existing files, and delete what killed writers left.
 
     If no server is at work, also correct the count of bytes in use.
     """

@@ -93,7 +93,7 @@ def top(
 
 
 class _Plain:
-    """Prints each refresh below the last, where the output is no terminal."""
+    """Prints each refresh below the last, where the output is not a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console if console.is_terminal else Console(width=140)
@@ -109,14 +109,14 @@ class _Plain:
 
 
 def metrics_url(url: str) -> str:
-    """The address of the metrics of the server at ``url``. Raises ``ConfigError`` if it is no HTTP address."""
+    """The address of the metrics of the server at ``url``. Raises ``ConfigError`` if it is not an HTTP address."""
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # half an IPv6 address, or a port that is none
         is_address = False
     if not is_address:
-        raise ConfigError(f"{url!r} is no address of a server; write it as http://localhost:8000.")
+        raise ConfigError(f"{url!r} is not the address of a server; write it as http://localhost:8000.")
     path = parts.path if parts.path.strip("/") else "/metrics"
     return parts._replace(path=path).geturl()
 
@@ -174,7 +174,7 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
                 join = _JOIN.get(name, _add)
                 values[key] = join(values[key], sample.value) if key in values else sample.value
     except (ValueError, KeyError, IndexError) as exc:
-        raise ConfigError(f"This is no page of metrics: {exc}.") from exc
+        raise ConfigError(f"This is not a page of metrics: {exc}.") from exc
     return Snapshot(at_s, unix_s, series)
 
 

@@ -57,7 +57,7 @@ class SlotTable:
 
     ``reset`` forgets all blocks at once. A slot of a transfer in flight is used again only after that transfer has
     ended, and the transfer publishes nothing. A forgotten key may be reserved again at once. While old and new
-    transfers of one key and kind overlap, nobody can say whose end it is, so the last of them ends them all
+    transfers of one key and kind overlap, an end cannot be matched to its transfer, so the last of them ends them all
     (``kvoffload.cpu.orphans``).
 
     With ``enable_events`` the table records what appears and what leaves, in the order in which it becomes true.
@@ -626,11 +626,11 @@ class KVMemory(Protocol):
 
 
 class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
-    """``CPUOffloadingManager`` with the memory behind its slots, and with names for transfers to and from lower tiers.
+    """``CPUOffloadingManager`` with the memory of its slots, and with names for transfers to and from lower tiers.
 
     *Load* and *store* move blocks between device and primary tier, *read* and *write* between the primary tier and the
     tiers below. ``prepare_read`` pins blocks for a cascade, ``prepare_write`` reserves slots for a promotion. Neither
-    comes from a client: the reuse filter neither counts nor stops them, and reading for a cascade is no use of a block.
+    comes from a client: the reuse filter neither counts nor stops them, and reading for a cascade does not use a block.
 
     ``mmap_region`` is asked for its view once. The other parameters are those of ``CPUOffloadingManager``.
     """

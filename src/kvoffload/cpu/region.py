@@ -2,10 +2,10 @@
 """The primary tier's memory: slots of bytes, private to a process or shared by the processes of one engine.
 
 A shared region has a name on the shared-memory mount only while processes still have to find it. The last process to
-map it unlinks the name, so a crash afterwards leaves nothing behind.
+map it unlinks the name, so a crash afterwards leaves no file.
 
 Every process that has mapped the file holds a shared lock on it, and the kernel drops the lock when the process dies.
-So a file that nobody locks belongs to a start that never finished, and the next start reclaims it. A file that is not
+So a file without a lock belongs to a start that never finished, and the next start reclaims it. A file that is not
 this user's alone is neither joined nor removed.
 """
 
@@ -161,8 +161,8 @@ def _is_named(path: Path, descriptor: int) -> bool:
 
 
 def _open_own(path: Path, flags: int = 0) -> int:
-    """Opens a file that nobody else may touch, never through a link. Raises ``FileNotFoundError`` if there is none, and
-    ``ConfigError`` for anything else in its place."""
+    """Opens a file that no other user may touch, never through a link. Raises ``FileNotFoundError`` if there is none,
+    and ``ConfigError`` for anything else in its place."""
     flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums up the stories that ``record_trace`` wrote, and asks the simulator what would have changed them."""
+"""Sums up the explanations that ``record_trace`` wrote, and asks the simulator what would have changed them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import STORES, default_cascade
 
 __all__ = [
+    "Explanations",
     "Machine",
     "MachineTier",
-    "Stories",
     "WhatIf",
     "advice_on",
     "ask_what_if",
     "base_config",
     "percentiles",
-    "read_stories",
+    "read_explanations",
     "what_ifs",
     "where_names",
 ]
@@ -47,7 +47,7 @@ def advice_on(cause: str) -> str:
     return miss.advice if miss is not None else ""
 
 
-# ------------------------------------------------------------------------------------------------------------- stories
+# ------------------------------------------------------------------------------------------------------- explanations
 
 
 class MachineTier(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class Machine(msgspec.Struct, frozen=True):
         return "on_evict" if modes == {"on_evict"} else None
 
 
-class _Story(msgspec.Struct):
+class _Explanation(msgspec.Struct):
     found: dict[str, int]
     missed: dict[str, int]
     lost_s: dict[str, float] = {}
@@ -99,20 +99,20 @@ class _Story(msgspec.Struct):
 class _Line(msgspec.Struct):
     timestamp: float
     input_length: int
-    story: _Story | None = None
+    explanation: _Explanation | None = msgspec.field(name="story", default=None)
     machine: Machine | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Stories:
-    """The stories of a trace, added up."""
+class Explanations:
+    """The explanations of a trace, added up."""
 
     requests: int
     """All of the trace."""
-    told: int
-    """Those with a story; the others were never admitted, or the recording ended before."""
+    explained: int
+    """Those with an explanation; the others were never admitted, or the recording ended before."""
     tokens: int
-    """Prompt tokens of the requests with a story: ``found`` and ``missed`` together."""
+    """Prompt tokens of the requests with an explanation: ``found`` and ``missed`` together."""
     found: dict[str, int]
     """By where they were: the device, host memory, tiers."""
     missed: dict[str, int]
@@ -133,8 +133,8 @@ class Stories:
         )
 
 
-def read_stories(path: Path) -> Stories:
-    """The stories in a file that ``record_trace`` wrote.
+def read_explanations(path: Path) -> Explanations:
+    """The explanations in a file that ``record_trace`` wrote.
 
     Raises ``TraceError`` for a file that has none, and for one whose tokens do not add up.
     """
@@ -145,47 +145,47 @@ def read_stories(path: Path) -> Stories:
             line = decoder.decode(text)
         except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise TraceError(f"{path}, line {number}: no line of record_trace ({exc}).") from exc
-        story = line.story
-        if story is not None and sum(story.found.values()) + sum(story.missed.values()) != line.input_length:
-            raise TraceError(f"{path}, line {number}: the tokens of its story are not those of its prompt.")
+        each = line.explanation
+        if each is not None and sum(each.found.values()) + sum(each.missed.values()) != line.input_length:
+            raise TraceError(f"{path}, line {number}: the tokens of its explanation are not those of its prompt.")
         lines.append(line)
-    told = [(line.timestamp / 1000, line.story) for line in lines if line.story is not None]
-    if not told:
-        raise TraceError(f"{path} has no stories; record_trace of this version of kvoffload writes them.")
+    timed = [(line.timestamp / 1000, line.explanation) for line in lines if line.explanation is not None]
+    if not timed:
+        raise TraceError(f"{path} has no explanations; record_trace of this version of kvoffload writes them.")
     found: dict[str, int] = {}
     missed: dict[str, int] = {}
     lost: dict[str, float] = {}
     waits: dict[str, list[float]] = {}
-    for _, story in told:
-        for where, tokens in story.found.items():
+    for _, each in timed:
+        for where, tokens in each.found.items():
             found[where] = found.get(where, 0) + tokens
-        for cause, tokens in story.missed.items():
+        for cause, tokens in each.missed.items():
             missed[cause] = missed.get(cause, 0) + tokens
-            if cause in story.lost_s:
-                lost[cause] = lost.get(cause, 0.0) + tokens * story.lost_s[cause]
-        for phase, seconds in story.waited_s.items():
+            if cause in each.lost_s:
+                lost[cause] = lost.get(cause, 0.0) + tokens * each.lost_s[cause]
+        for phase, seconds in each.waited_s.items():
             waits.setdefault(phase, []).append(seconds)
-    return Stories(
+    return Explanations(
         requests=len(lines),
-        told=len(told),
+        explained=len(timed),
         tokens=sum(found.values()) + sum(missed.values()),
         found=found,
         missed=dict(sorted(missed.items(), key=lambda item: -item[1])),
         lost_s={cause: total / missed[cause] for cause, total in lost.items()},
         waits_s=waits,
-        course=_course(told),
+        course=_course(timed),
         machine=lines[0].machine,
     )
 
 
-def _course(told: Sequence[tuple[float, _Story]]) -> list[tuple[float, dict[str, int]]]:
-    end_s = max(told[-1][0], 1e-3)
+def _course(timed: Sequence[tuple[float, _Explanation]]) -> list[tuple[float, dict[str, int]]]:
+    end_s = max(timed[-1][0], 1e-3)
     course: list[tuple[float, dict[str, int]]] = [(end_s * (at + 1) / _INTERVALS, {}) for at in range(_INTERVALS)]
-    for at_s, story in told:
+    for at_s, each in timed:
         tokens = course[min(int(at_s / end_s * _INTERVALS), _INTERVALS - 1)][1]
-        for where, count in story.found.items():
+        for where, count in each.found.items():
             tokens[where] = tokens.get(where, 0) + count
-        tokens["computed"] = tokens.get("computed", 0) + sum(story.missed.values())
+        tokens["computed"] = tokens.get("computed", 0) + sum(each.missed.values())
     return course
 
 

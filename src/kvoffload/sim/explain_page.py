@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffload.sim.explain import Stories, WhatIf, advice_on, percentiles, where_names
+from kvoffload.sim.explain import Explanations, WhatIf, advice_on, percentiles, where_names
 from kvoffload.sim.plot import COLOURS, check_target, pyplot, save_small_png
 from kvoffload.units import format_bytes
 
@@ -37,15 +37,17 @@ border-radius:.5em}
 """
 
 
-def write_explanation(path: Path, name: str, stories: Stories, asked: Sequence[WhatIf], prefill_speed: float) -> None:
+def write_explanation(
+    path: Path, name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_speed: float
+) -> None:
     """Writes the page (.html) or its plots side by side (.png). The whole file or nothing."""
     check_target(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if path.suffix.lower() == ".html":
-            temporary.write_text(as_page(name, stories, asked, prefill_speed))
+            temporary.write_text(as_page(name, summary, asked, prefill_speed))
         else:
-            plots = _plots(stories, asked)
+            plots = _plots(summary, asked)
             figure, axes = pyplot().subplots(1, len(plots), figsize=(6.2 * len(plots), 3.8), layout="constrained")
             for axis, draw in zip(axes, plots, strict=True):
                 draw(axis)
@@ -56,30 +58,30 @@ def write_explanation(path: Path, name: str, stories: Stories, asked: Sequence[W
         temporary.unlink(missing_ok=True)
 
 
-def as_page(name: str, stories: Stories, asked: Sequence[WhatIf], prefill_speed: float) -> str:
+def as_page(name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_speed: float) -> str:
     """The whole page."""
-    found = sum(tokens for where, tokens in stories.found.items())
-    avoidable_s = stories.avoidable / prefill_speed
+    found = sum(tokens for where, tokens in summary.found.items())
+    avoidable_s = summary.avoidable / prefill_speed
     title = f"Why prompts were computed: {name}"
     best = next((each for each in asked[1:] if each.more_tokens > 0), None)
     cards = [
-        (f"{100 * found / stories.tokens:.1f} %", "of the prompt tokens were found"),
-        (f"{stories.tokens:,}", f"prompt tokens of {stories.told:,} requests"),
-        (f"{stories.avoidable:,}", "computed tokens that could have been found"),
+        (f"{100 * found / summary.tokens:.1f} %", "of the prompt tokens were found"),
+        (f"{summary.tokens:,}", f"prompt tokens of {summary.explained:,} requests"),
+        (f"{summary.avoidable:,}", "computed tokens that could have been found"),
         (_seconds(avoidable_s), f"of prefill they cost, at {prefill_speed:,.0f} tokens/s"),
     ]
     if best is not None:
-        cards.append((f"+{100 * best.more_tokens / stories.tokens:.1f} %", f"most, with {best.change}"))
+        cards.append((f"+{100 * best.more_tokens / summary.tokens:.1f} %", f"most, with {best.change}"))
     parts = [
         "<!doctype html><html lang=en><head><meta charset=utf-8>",
         '<meta name=viewport content="width=device-width, initial-scale=1">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
-        f"<p class=lead>{stories.requests:,} requests, {stories.told:,} of them with a story. What was found ",
+        f"<p class=lead>{summary.requests:,} requests, {summary.explained:,} of them explained. What was found ",
         "came from the device, host memory or a tier; the rest was computed.</p><div class=cards>",
         *(f"<div class=card><b>{html.escape(big)}</b><span>{html.escape(small)}</span></div>" for big, small in cards),
         "</div><h2>Where the tokens came from</h2>",
-        *_bar(stories),
+        *_bar(summary),
         "<h2>Why the rest was computed</h2>",
         *_table(
             ("cause", "tokens", "share", "lost before", "what it means"),
@@ -87,29 +89,29 @@ def as_page(name: str, stories: Stories, asked: Sequence[WhatIf], prefill_speed:
                 (
                     cause,
                     f"{tokens:,}",
-                    f"{100 * tokens / stories.tokens:.1f} %",
-                    _seconds(stories.lost_s[cause]) if cause in stories.lost_s else "",
+                    f"{100 * tokens / summary.tokens:.1f} %",
+                    _seconds(summary.lost_s[cause]) if cause in summary.lost_s else "",
                     advice_on(cause),
                 )
-                for cause, tokens in stories.missed.items()
+                for cause, tokens in summary.missed.items()
             ],
         ),
         "<h2>What would have saved most</h2><p class=lead>The simulator's figures for the same trace. ",
         "It serves one request at a time, so compare its lines with each other.</p>",
         *_table(
             ("change", "found", "more tokens", "saved prefill", ""),
-            [what_if_text(each, stories.tokens) for each in asked],
+            [what_if_text(each, summary.tokens) for each in asked],
         ),
         "<h2>What requests waited for</h2>",
         *_table(
             ("for", "requests", "p50", "p90", "longest"),
             [
                 (phase, f"{len(seconds):,}", *map(_seconds, percentiles(seconds).values()))
-                for phase, seconds in sorted(stories.waits_s.items(), key=lambda item: -sum(item[1]))
+                for phase, seconds in sorted(summary.waits_s.items(), key=lambda item: -sum(item[1]))
             ],
         ),
         "<h2>Plots</h2><div class=plots>",
-        *(f"<div>{_svg(draw)}</div>" for draw in _plots(stories, asked)),
+        *(f"<div>{_svg(draw)}</div>" for draw in _plots(summary, asked)),
         "</div></body></html>\n",
     ]
     return "".join(parts)
@@ -131,19 +133,19 @@ def what_if_text(asked: WhatIf, tokens: int) -> tuple[str, str, str, str, str]:
     )
 
 
-def _bar(stories: Stories) -> list[str]:
+def _bar(summary: Explanations) -> list[str]:
     pieces = [
-        (word, stories.found[key], colour) for (key, word), colour in zip(where_names(stories.found), COLOURS * 3)
+        (word, summary.found[key], colour) for (key, word), colour in zip(where_names(summary.found), COLOURS * 3)
     ]
-    pieces.append(("computed", sum(stories.missed.values()), _COMPUTED))
+    pieces.append(("computed", sum(summary.missed.values()), _COMPUTED))
     parts = ["<div class=bar role=img aria-label='shares of the prompt tokens'>"]
     parts += [
-        f'<i style="width:{100 * tokens / stories.tokens:.4f}%;background:{colour}"></i>'
+        f'<i style="width:{100 * tokens / summary.tokens:.4f}%;background:{colour}"></i>'
         for _, tokens, colour in pieces
     ]
     parts.append("</div><div class=legend>")
     parts += [
-        f'<span><i style="background:{colour}"></i>{html.escape(word)} {100 * tokens / stories.tokens:.1f} %</span>'
+        f'<span><i style="background:{colour}"></i>{html.escape(word)} {100 * tokens / summary.tokens:.1f} %</span>'
         for word, tokens, colour in pieces
     ]
     return [*parts, "</div>"]
@@ -170,11 +172,11 @@ def _seconds(value: float) -> str:
 # --------------------------------------------------------------------------------------------------------------- plots
 
 
-def _plots(stories: Stories, asked: Sequence[WhatIf]) -> list[Callable[[Any], None]]:
+def _plots(summary: Explanations, asked: Sequence[WhatIf]) -> list[Callable[[Any], None]]:
     return [
-        lambda axis: _draw_course(axis, stories),
-        lambda axis: _draw_causes(axis, stories),
-        lambda axis: _draw_what_ifs(axis, stories, asked),
+        lambda axis: _draw_course(axis, summary),
+        lambda axis: _draw_causes(axis, summary),
+        lambda axis: _draw_what_ifs(axis, summary, asked),
     ]
 
 
@@ -195,13 +197,13 @@ def _plain(axis: Any, title: str) -> None:
     axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
 
 
-def _draw_course(axis: Any, stories: Stories) -> None:
-    keys = where_names(stories.found)
-    ends = [end_s for end_s, _ in stories.course]
+def _draw_course(axis: Any, summary: Explanations) -> None:
+    keys = where_names(summary.found)
+    ends = [end_s for end_s, _ in summary.course]
     unit, name = (3600.0, "hours") if ends[-1] >= 7200 else (60.0, "minutes") if ends[-1] >= 120 else (1.0, "seconds")
-    totals = [max(sum(tokens.values()), 1) for _, tokens in stories.course]
+    totals = [max(sum(tokens.values()), 1) for _, tokens in summary.course]
     shares = [
-        [100 * tokens.get(key, 0) / total for (_, tokens), total in zip(stories.course, totals, strict=True)]
+        [100 * tokens.get(key, 0) / total for (_, tokens), total in zip(summary.course, totals, strict=True)]
         for key in (*(key for key, _ in keys), "computed")
     ]
     axis.stackplot(
@@ -219,17 +221,17 @@ def _draw_course(axis: Any, stories: Stories) -> None:
     _plain(axis, "where tokens came from")
 
 
-def _draw_causes(axis: Any, stories: Stories) -> None:
-    shown = list(stories.missed.items())[:9][::-1]
-    axis.barh([cause for cause, _ in shown], [100 * tokens / stories.tokens for _, tokens in shown], color=COLOURS[1])
+def _draw_causes(axis: Any, summary: Explanations) -> None:
+    shown = list(summary.missed.items())[:9][::-1]
+    axis.barh([cause for cause, _ in shown], [100 * tokens / summary.tokens for _, tokens in shown], color=COLOURS[1])
     axis.grid(axis="x", color="#e9ecef")
     axis.set_xlabel("% of the prompt tokens")
     _plain(axis, "why the rest was computed")
 
 
-def _draw_what_ifs(axis: Any, stories: Stories, asked: Sequence[WhatIf]) -> None:
+def _draw_what_ifs(axis: Any, summary: Explanations, asked: Sequence[WhatIf]) -> None:
     shown = list(asked[1:])[::-1]
-    values = [100 * each.more_tokens / stories.tokens for each in shown]
+    values = [100 * each.more_tokens / summary.tokens for each in shown]
     colours = [COLOURS[2] if value >= 0 else COLOURS[4] for value in values]
     axis.barh([each.change for each in shown], values, color=colours)
     axis.axvline(0, color="#495057", linewidth=0.8)

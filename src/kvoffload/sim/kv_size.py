@@ -32,11 +32,11 @@ class ModelKV:
     state_bytes: int = 0
     """The recurrent state of all layers; 0 without."""
     state_groups: int = 0
-    """Layers with a state for each layer with keys and values, rounded up. An engine makes so many groups of them, and
-    a group's state takes a slot of its own."""
+    """Layers with a state for each layer with keys and values, rounded up. An engine makes this many groups of them,
+    and a group's state takes a slot of its own."""
 
     def state_slots(self, block_bytes: int) -> int:
-        """Slots that a state takes, if a slot holds a block of so many bytes of keys and values."""
+        """Slots that a state takes, if a slot holds a block of ``block_bytes`` of keys and values."""
         return max(self.state_groups, -(-self.state_bytes // block_bytes))
 
 

@@ -54,7 +54,7 @@ class Goal:
 @dataclass(frozen=True, slots=True)
 class Prices:
     """Prices per GiB, in any currency: only their ratio decides. Raises ``ConfigError`` for negative prices
-    and what is no number."""
+    and what is not a number."""
 
     cpu_per_gib: float
     disk_per_gib: float

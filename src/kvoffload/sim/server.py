@@ -4,8 +4,8 @@
 Only whole blocks count, and the last token is never part of a hit. Hits are touched and loaded. Computed blocks are
 offered chunk by chunk, in portions by the connector's own rule. Refused ones are offered again in each later step and
 at the end, when the whole prefix is touched.
-A model with recurrent states keeps one at the last whole block of each prompt, as vLLM does unless it is told to keep
-more, and a hit ends where there is one.
+A model with recurrent states keeps one at the last whole block of each prompt, as vLLM does unless it is configured to
+keep more, and a hit ends where there is one.
 ``tests/integration/test_simulator_agrees.py`` compares it with the reference engine and the connector, block for block.
 The caller supplies clock and manager: with virtual ones it is a simulator (``driver.py``), with a real manager over
 real memory it is a replay (``bench/placement.py``).
@@ -65,7 +65,7 @@ class _Prompt:
     states: tuple[_StateKeys, ...]
     """By group of states."""
     ends: list[int]
-    """Numbers of blocks, ascending, behind which a state may have been kept: those where some prompt ended. Empty for
+    """Numbers of blocks, ascending, after which a state may have been kept: those where some prompt ended. Empty for
     models with attention alone."""
 
     @property
@@ -75,7 +75,7 @@ class _Prompt:
 
     @property
     def keys(self) -> list[OffloadKey]:
-        """Group after group, without those of states that nobody kept."""
+        """Group after group, without those of states that were not kept."""
         return [*self.path, *(group[end - 1] for group in self.states for end in self.ends)]
 
     def states_at(self, num_blocks: int) -> list[OffloadKey]:
@@ -302,7 +302,7 @@ class _Offers:
         self._manager, self._path, self._context = manager, asked.path, context
         self._in_use, self._num_in_use = asked.keys, asked.num_keys
         self._states = asked.states_at(len(asked.path)) if first < len(asked.path) else []
-        self._cursor = first
+        self._next_block = first
         self._turnover = turnover
         self._portions = PortionState()
         turnover.admitted(self._portions)
@@ -310,7 +310,7 @@ class _Offers:
 
     @property
     def is_done(self) -> bool:
-        return self._portions.evicts_itself or self._cursor >= len(self._path)
+        return self._portions.evicts_itself or self._next_block >= len(self._path)
 
     @property
     def in_flight(self) -> bool:
@@ -325,11 +325,11 @@ class _Offers:
         """Offers the blocks before ``stop`` that were not accepted yet."""
 
         def plan(max_blocks: int) -> _Portion | None:
-            keys = self._path[self._cursor : min(self._cursor + max_blocks, stop)]
-            with_states = self._states if self._cursor + len(keys) == len(self._path) else []
+            keys = self._path[self._next_block : min(self._next_block + max_blocks, stop)]
+            with_states = self._states if self._next_block + len(keys) == len(self._path) else []
             if not keys and not with_states:
                 return None
-            return _Portion(keys, max(len(keys), 1), self._cursor + len(keys) == stop, with_states)
+            return _Portion(keys, max(len(keys), 1), self._next_block + len(keys) == stop, with_states)
 
         num_in_flight = len(self._in_flight)
         offer_in_portions(self._portions, self._manager, self._context, plan, self._accept)
@@ -339,7 +339,7 @@ class _Offers:
 
     def _accept(self, portion: _Portion, output: PrepareStoreOutput | None) -> bool:
         assert output is not None, "every portion of a trace has keys"
-        self._cursor += len(portion.blocks)
+        self._next_block += len(portion.blocks)
         if portion.states:
             self._states = []
         self._in_flight += output.keys_to_store

@@ -84,7 +84,7 @@ class DevicePool:
             self._name[block_id] = (prefix_hash, group)
 
     def move_cached(self) -> tuple[int, int] | None:
-        """Lets another free block stand for a cached one that nobody uses: (from, to), for the caller to copy.
+        """Lets another free block stand for a cached one that is not in use: (from, to), for the caller to copy.
 
         It is the one freed last, which is hardest on transfers that still use it.
         """

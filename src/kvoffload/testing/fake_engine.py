@@ -226,7 +226,7 @@ class FakeEngine:
         for request in tuple(self.waiting):
             if request.status is Status.LOADING or len(self.running) >= self._max_running:
                 continue
-            # A request that cannot be admitted delays those behind it, but none that has loaded blocks already.
+            # A request that cannot be admitted delays those after it, but none that has loaded blocks already.
             if pool_is_short and not request.has_blocks:
                 continue
             external = 0

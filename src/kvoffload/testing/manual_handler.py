@@ -31,7 +31,7 @@ class ManualHandler(OffloadingHandler):
 
     ``gpu`` is (GPU blocks, page bytes), ``slots`` is (slots, bytes of this rank's slice). A transfer reads and writes
     in ``run`` or ``wait``, not when it is started. So bytes that were overwritten in between are wrong, as with a
-    device queue that lags behind.
+    slow device queue.
     """
 
     def __init__(self, gpu: Bytes, slots: Bytes, page_bytes: tuple[int, ...], factor: int) -> None:

@@ -34,7 +34,7 @@ class Claims(Collection[OffloadKey]):
     A block is claimed while a waiting request has hit it or has it promoted, and while its promotion is in flight, even
     if no request waits for it any more. Each request that waits for a shared block claims it; it counts once. There are
     two limits, in blocks: ``max_per_request`` on the claims of one request, ``max_total`` on all claimed blocks. A
-    claim is no pin: when a running request's store finds no other room it may evict a claimed block, since waiting
+    claim is not a pin: when a running request's store finds no other room it may evict a claimed block, since waiting
     requests must never starve running ones.
 
     Claims also ensure that each wait makes progress. Blocks that a request has hit stay until it has its whole prefix
@@ -68,7 +68,7 @@ class Claims(Collection[OffloadKey]):
     # Limits.
 
     def room_of(self, request: Request | None, hits: Collection[OffloadKey] = ()) -> tuple[int, int]:
-        """Blocks that nobody claims yet, and that may be promoted for ``request``: by its own limit, and by that of
+        """Blocks that no request claims yet, and that may be promoted for ``request``: by its own limit, and by that of
         all. ``hits`` are ready blocks that it claims when it begins to wait. ``None``: no request waits."""
         total = self.max_total - len(self._claims)
         if request is None:

@@ -241,7 +241,7 @@ class LoadPlanner(ABC):
         """Promotions were queued."""
 
     def drop(self, tier: int, num_blocks: int) -> None:
-        """Queued promotions were given up before their submit."""
+        """Queued promotions were dropped before their submit."""
 
     def submit(self, tier: int, slots: Sequence[int]) -> None:
         """A promotion's job was submitted, which reads into ``slots``."""
@@ -265,7 +265,7 @@ class LoadPlanner(ABC):
         return 0
 
     def count_declined(self, tier: int | None, reason: Declined, num_blocks: int) -> None:
-        """So many blocks of a tier, or with ``None`` of host memory, were found and not loaded."""
+        """Blocks of a tier, or with ``None`` of host memory, were found and not loaded."""
 
     def count_wait(self, expected_s: float, waited_s: float) -> None:
         """A wait has ended with its blocks."""
@@ -320,7 +320,7 @@ class LoadByCost(LoadPlanner):
         return plan(survey, self.speeds(self._tokens[get_offload_group_idx(key)]), ends)
 
     def speeds(self, tokens: int) -> Speeds:
-        """What is known now, for blocks of so many tokens."""
+        """What is known now, for blocks of ``tokens`` tokens."""
         tokens_per_s = self._prefill.tokens_per_s
         queue_s = 0.0 if tokens_per_s is None else self._prefill.queued_tokens / tokens_per_s
         # Each token is charged for the blocks of all weighed groups.

@@ -50,8 +50,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     Eight laws hold (``docs/design/0006-tiering.md``). Every stored block is cascaded to every tier. A miss that a tier
     can serve is promoted once, whoever asks. Tiers that want whole requests get them. A tier is informed of a request's
-    end after its last job. A failed promotion is a miss. Nobody waits longer than ``max_wait_s``. What a waiting
-    request hit stays until it loads. Slots under I/O are nobody else's.
+    end after its last job. A failed promotion is a miss. No request waits longer than ``max_wait_s``. What a waiting
+    request hit stays until it loads. A slot under I/O is not used for another block.
 
     ``claim_share`` and ``promotion_share`` (of the primary tier's blocks) bound what one waiting request, and all of
     them together, may claim. ``cascade`` has a mode for each secondary tier (default ``"on_store"`` for all, which is
@@ -327,7 +327,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
-        self._claims.left(evicted)  # a claim is no pin
+        self._claims.left(evicted)  # a claim is not a pin
         self._write_back.on_reserved(num_blocks, evicted)
 
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:

@@ -176,7 +176,7 @@ class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
     path: str
     durability: Literal["none", "fsync"] = "none"
     mode: Literal["private", "group"] = "private"
-    """Who may read and write the blocks besides this user: nobody, or the group of ``path``."""
+    """Who may read and write the blocks besides this user: no one, or the group of ``path``."""
 
     @property
     def directory(self) -> str:

@@ -21,7 +21,7 @@ from kvoffload.tiering.waits import Waits
 __all__ = ["Promotions"]
 
 _READ_AT = 1024
-"""So many blocks of a long prefix are read while slots of the rest are being reserved."""
+"""This many blocks of a long prefix are read while slots of the rest are being reserved."""
 _REFUSALS = {Miss.CLAIM_SHARE: "claim_share", Miss.PROMOTION_SHARE: "promotion_share", Miss.NO_ROOM: "no_room"}
 """Why a promotion was not begun, as metrics name it."""
 
@@ -245,7 +245,7 @@ class Promotions:
             self._probed.pop().on_request_finished(self.probe_context)
 
     def check_invariants(self) -> None:
-        """Every promotion is queued or in a job, once, and its slot is reserved and nobody else's."""
+        """Every promotion is queued or in a job, once, and its slot is reserved for it alone."""
         moving = [(key, slot) for batch in self.queue.values() for key, slot in batch.slots.items()]
         reading: Counter[int] = Counter()
         for job in self._jobs.in_flight.values():

@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The answer: load so many blocks from the head on, and compute the rest."""
+    """The answer: load this many blocks from the head on, and compute the rest."""
 
     num_blocks: int
     wait_s: float
@@ -82,8 +82,8 @@ def choose(
             tried = [at for at in (bend, bend + 1) if 0 < at < num_blocks] + [num_blocks]
         else:
             low, high = bisect_right(ends, before), bisect_right(ends, before + num_blocks)
-            behind = bisect_right(ends, before + bend)
-            near = sorted({low, behind - 1, behind, high - 1})
+            after = bisect_right(ends, before + bend)
+            near = sorted({low, after - 1, after, high - 1})
             tried = [ends[at] - before for at in near if low <= at < high]
         for at in tried:
             own_s = max(arrived_s, pace.seconds(first + at))

@@ -19,7 +19,7 @@ from kvoffload.cli import main
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams
 from kvoffload.errors import StoreError
-from kvoffload.sim.explain import read_stories
+from kvoffload.sim.explain import read_explanations
 from kvoffload.testing import FaultyStore, GatedStore
 from kvoffload.tiering.options import STORES, FileSystemOptions
 from kvoffload.tiering.stores.base import BlockStore
@@ -119,8 +119,8 @@ class Recorded:
         for line in lines:
             told = line["story"]
             assert sum(told["found"].values()) + sum(told["missed"].values()) == line["input_length"]
-        total = read_stories(self.path)
-        assert total.told == total.requests == len(lines)
+        total = read_explanations(self.path)
+        assert total.explained == total.requests == len(lines)
         assert sum(total.found.values()) + sum(total.missed.values()) == total.tokens
         numbers = [int(request.request_id.removeprefix("request-")) for request in requests]
         return [lines[number]["story"] for number in numbers]
@@ -188,7 +188,7 @@ def test_a_prompt_that_evicts_its_own_blocks_is_too_long(make: MakeRecorded) -> 
     recorded.ask(1, num_blocks=2 * SLOTS)
     (asked,) = recorded.ask(1, num_blocks=2 * SLOTS)
     (story,) = recorded.stories(asked)
-    # The third portion evicts the last two blocks of the second, and is worth nothing behind them.
+    # The third portion evicts the last two blocks of the second, and is worth nothing after them.
     assert story["found"] == {"device": 0, "CPU": 10 * BLOCK_TOKENS}
     assert story["missed"] == {"evicted CPU": 8 * BLOCK_TOKENS, "too long": 14 * BLOCK_TOKENS, "tail": 1}
 
@@ -227,7 +227,7 @@ def test_the_device_in_the_trace_is_the_one_that_served(tmp_path: Path, make: Ma
         recorded.add(token)
         recorded.engine.drain()
     recorded.engine.shutdown()
-    on_device = read_stories(recorded.path).found["device"]
+    on_device = read_explanations(recorded.path).found["device"]
     assert 3 * WHOLE <= on_device < 7 * WHOLE
     figures = tmp_path / "figures.json"
     with pytest.raises(SystemExit) as ended:

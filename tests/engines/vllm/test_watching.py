@@ -15,7 +15,7 @@ from tests.engines.vllm.prompts import Prompt, long_prompts
 from tests.engines.vllm.server import Server, ask
 
 from kvoffload.cli import main
-from kvoffload.sim.explain import read_stories
+from kvoffload.sim.explain import read_explanations
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -79,8 +79,8 @@ def test_a_served_disk_tier_is_seen_by_top_by_prometheus_and_in_stories(
     assert [tier["name"] for tier in view["tiers"]] == ["host memory", "disk"]
 
     server.stop()
-    stories = read_stories(tmp_path / "trace.jsonl")
-    assert stories.told == 2 * len(prompts) + 3
+    stories = read_explanations(tmp_path / "trace.jsonl")
+    assert stories.explained == 2 * len(prompts) + 3
     assert stories.found["disk"] == metrics["tier_hit_tokens|disk"]
     assert stories.missed["new"] >= len(prompts) * 992
     assert stories.machine is not None

@@ -172,7 +172,7 @@ class Sweep:
         for rank, (key, block) in zip(self._ranks, skipped, strict=True):
             recency.skip(key, block, rank)
         # The rank of a block that this sweep stepped over is its position among all that the sweep met in ``blocks``.
-        # So the other victims get the ranks between. Those behind the last gap are more recent than every skipped
+        # So the other victims get the ranks between. Those after the last gap are more recent than every skipped
         # block, and return to ``blocks``.
         gaps = set(self._gaps)
         last_gap = self._gaps[-1] if self._gaps else -1

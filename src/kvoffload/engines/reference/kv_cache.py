@@ -28,7 +28,7 @@ class KVCache:
     that leave the window while a request runs are kept until it ends: that is simpler, and costs only memory.
 
     Of a step's tokens, a group of states has one GPU block for the state at the last full block's end, and one for the
-    state behind the last token if that is another. Its table has ``NO_BLOCK`` for all blocks before them.
+    state after the last token if that is another. Its table has ``NO_BLOCK`` for all blocks before them.
     """
 
     def __init__(self, groups: tuple[KVGroupLayout, ...], num_blocks: int, prefix_caching: bool = True) -> None:

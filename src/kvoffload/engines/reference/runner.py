@@ -88,7 +88,7 @@ class ModelRunner:
             input_ids=torch.tensor([ids], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
             use_cache=False,
-            # If no request yields a token, compute one row that nobody reads: not every model accepts an empty choice.
+            # If no request yields a token, compute one row that is not read: not every model accepts an empty choice.
             logits_to_keep=torch.tensor(last or [0], device=self._device),
             **step,
         )

@@ -57,8 +57,8 @@ class _Step:
 class Scheduler:
     """First come, first served. Running requests go before waiting ones.
 
-    When GPU blocks run out, the request admitted last is preempted: it gives up its blocks, and later finds them in a
-    cache or computes them again. A request that loads, or that the connector asks to wait, does not delay those behind
+    When GPU blocks run out, the request admitted last is preempted: it releases its blocks, and later finds them in a
+    cache or computes them again. A request that loads, or that the connector asks to wait, does not delay those after
     it.
     """
 

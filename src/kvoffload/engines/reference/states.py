@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent states in a paged pool, for the mixers of transformers' models.
 
-A mixer reads the state before its tokens and leaves the state behind them. A GPU block holds the state of one position,
+A mixer reads the state before its tokens and leaves the state after them. A GPU block holds the state of one position,
 all layers together. A request's last state is written in place while it moves through a block. At a block's end the
 request goes on in another GPU block, so the state at that end stays, for the prefix cache and for the connector.
 """
@@ -56,7 +56,7 @@ class StateSegment:
     source: int | None
     """GPU block of the state before them; ``None`` at the request's first token."""
     destination: int
-    """GPU block of the state behind them."""
+    """GPU block of the state after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class StateStep:
 
 
 def plan_states(scheduled: Sequence[Scheduled], group: int, block_tokens: int, views: StateViews) -> StateStep:
-    """Cuts each request's tokens behind the last full block, whose state is kept."""
+    """Cuts each request's tokens after the last full block, whose state is kept."""
     segments = []
     first = 0
     for each in scheduled:

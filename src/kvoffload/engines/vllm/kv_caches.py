@@ -138,7 +138,7 @@ def _runs_of_tensor(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterato
 
 
 def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
-    """The dimension that counts GPU blocks (or kernel blocks): the first, or the second behind keys and values."""
+    """The dimension that counts GPU blocks (or kernel blocks): the first, or the second, after keys and values."""
     shape = tuple(tensor.shape)
     first = bool(shape) and shape[0] > 0 and shape[0] % num_blocks == 0
     split = len(shape) > 1 and shape[0] == 2 and shape[1] > 0 and shape[1] % num_blocks == 0

@@ -22,7 +22,7 @@ class _ToVLLM(logging.Handler):
 def log_with_vllm() -> None:
     """Lets vLLM's handlers write what kvoffload logs, from vLLM's level on.
 
-    Changes nothing where the user has configured a handler for ``kvoffload`` or for all loggers, or has told vLLM to
+    Changes nothing where the user has configured a handler for ``kvoffload`` or for all loggers, or has set vLLM to
     configure none. A level that the user has set for ``kvoffload`` stays. Idempotent.
     """
     ours, theirs = logging.getLogger("kvoffload"), logging.getLogger("vllm")

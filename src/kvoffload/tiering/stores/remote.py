@@ -28,7 +28,7 @@ _SHORTEST_SEAL_KEY = 16
 
 
 def check_age(seconds: float | None, what: str) -> None:
-    """Raises ``ConfigError`` unless blocks may expire after so many seconds; ``None``: never."""
+    """Raises ``ConfigError`` unless blocks may expire after ``seconds``; ``None``: never."""
     if seconds is not None and not 1 <= seconds <= _LONGEST_S:
         raise ConfigError(f"{what} must be a second at least, and {_LONGEST_S:.0f} at most, not {seconds:g} s.")
 
@@ -63,10 +63,10 @@ def read_secret(secret: Secret, what: str) -> str:
 
 def check_credentials(url: str, what: str) -> None:
     """Raises ``ConfigError`` if an ``@`` of ``url`` ends no user and password: these have a character that ends them
-    before it, and what is behind that would count as no secret."""
+    before it, and what comes after that would not count as a secret."""
     if _has_stray_at(url):
         raise ConfigError(
-            f"{what} has an @ behind the first /, ? or #: write / as %2F, ? as %3F, # as %23 and @ as %40 in a user, "
+            f"{what} has an @ after the first /, ? or #: write / as %2F, ? as %3F, # as %23 and @ as %40 in a user, "
             "a password or a path."
         )
 
@@ -95,7 +95,7 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
     required: bool = False
     """Refuse to start if the store cannot be used. Otherwise the engine starts, and the tier is used once it works."""
     seal_key: Secret | None = None
-    """A secret that all engines of the fleet share. Nobody who lacks it can make a block that is served."""
+    """A secret that all engines of the fleet share. Only who has it can make a block that is served."""
 
     @property
     def place(self) -> str:

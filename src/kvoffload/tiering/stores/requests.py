@@ -28,7 +28,7 @@ class _Batch(Generic[T]):
     def do(self, index: int) -> None:
         try:
             self.results[index] = self.call(index)
-        except BaseException as exc:  # noqa: BLE001 - a native client's panic is no Exception, and must not end the thread
+        except BaseException as exc:  # noqa: BLE001 - a native client's panic is not an Exception, and must not end the thread
             self.results[index] = exc
         with self._lock:
             self._num_open -= 1

@@ -99,7 +99,7 @@ def find_directory(namespace: str, known: Sequence[str], root: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Modes of new files and directories, whatever the umask, and who else may own what is there.
+    """Modes of new files and directories, whatever the umask, and who else may own existing ones.
 
     In ``"private"`` mode everything belongs to ``owner``, the user id that the file system gives to our files. It is
     not our own id on mounts that map ids. In ``"group"`` mode directories hand their group on, and any owner will do.
@@ -130,7 +130,7 @@ PRIVATE = Access()
 
 
 def check_root(root: str, mode: Literal["private", "group"]) -> Access:
-    """Makes ``root`` and its control directory unless they are there. Raises ``ConfigError`` if either is unfit."""
+    """Makes ``root`` and its control directory if they are absent. Raises ``ConfigError`` if either cannot be used."""
     access = Access(mode)
     try:
         if not os.path.isdir(root):
@@ -197,7 +197,7 @@ def try_lock(fd: int) -> bool:
 
 
 def make_directory(path: str, access: Access) -> None:
-    """Makes one directory unless it is there; what is there keeps its mode. Raises ``OSError``."""
+    """Makes one directory unless it is there; an existing one keeps its mode. Raises ``OSError``."""
     try:
         os.mkdir(path, access.directory_mode & 0o777)
     except FileExistsError:

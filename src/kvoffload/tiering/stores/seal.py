@@ -47,7 +47,7 @@ class Sealer:
         identity = self._prefix + len(key).to_bytes(4, "big") + key
         if self._secret is not None:
             return hmac.digest(hmac.digest(self._secret, identity, "sha256"), block, "sha256")[:SEAL_BYTES]
-        # The block first and alone: behind some other bytes all of it would be read unaligned, a third more slowly.
+        # The block first and alone: after some other bytes all of it would be read unaligned, a third more slowly.
         return xxhash.xxh3_128_digest(identity + xxhash.xxh3_128_digest(block))
 
     def fits(self, seal: bytes | bytearray | memoryview, key: OffloadKey, block: memoryview) -> bool:

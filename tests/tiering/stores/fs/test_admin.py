@@ -61,7 +61,7 @@ def test_a_namespace_is_cleared_by_its_name(root: StoreRoot) -> None:
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no kvoffload store"):
+    with pytest.raises(ConfigError, match="not a kvoffload store"):
         StoreRoot(tmp_path)
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         StoreRoot(tmp_path / "none")

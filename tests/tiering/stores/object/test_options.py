@@ -35,7 +35,7 @@ def parse(**options: Any) -> ObjectOptions:
         ({"url": "s3://bucket/y?a=b"}, "no credentials or settings"),
         ({"url": "s3://id:hush/x@bucket/y"}, "no credentials"),
         ({"url": "s3://[::1/p"}, "s3://bucket/prefix"),
-        ({"config": {"endpoint": "http://[::1"}}, "endpoint of the 'object' tier is no URL"),
+        ({"config": {"endpoint": "http://[::1"}}, "endpoint of the 'object' tier is not a URL"),
         ({"config": {"endpoint": "http://id:1/hush@host"}}, "endpoint of the 'object' tier has no credentials"),
         ({"request_timeout_s": float("inf")}, "request_timeout_s of the 'object' tier must be positive, and at most"),
         ({"requests": 0}, "requests of the 'object' tier"),

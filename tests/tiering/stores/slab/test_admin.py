@@ -119,7 +119,7 @@ def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: 
 
 def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
     for args, said in [
-        (("ls", tmp_path / "nowhere"), "is no directory"),
+        (("ls", tmp_path / "nowhere"), "is not a directory"),
         (("clear", tmp_path, "org/modle@[bf16]"), f"Did you mean '{MODEL}'"),
         (("verify", tmp_path, "nope"), "has no namespace 'nope'"),
     ]:
@@ -127,7 +127,7 @@ def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
         assert (code, out) == (2, "")
         assert said in err
         assert err.count("\n") == 1
-    with pytest.raises(ConfigError, match="is no kvoffload store"):
+    with pytest.raises(ConfigError, match="is not a kvoffload store"):
         SlabRoot(tmp_path / "nowhere")
 
 

@@ -271,7 +271,7 @@ def fill(store):
 def say(store):
     os.close(os.open("/dev/null", os.O_RDONLY))  # there are files left for others
     slots = sum(slab.file.num_slots for slab in store._slabs.open.values())
-    print(len(store._slabs.open), slots * 4096 * 100 // (32 << 20), len(store._slabs.unfit), flush=True)
+    print(len(store._slabs.open), slots * 4096 * 100 // (32 << 20), len(store._slabs.quarantined), flush=True)
 """
 
     def run(self, root: Path, soft: int, hard: int, script: str) -> list[str]:

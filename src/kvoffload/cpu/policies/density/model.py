@@ -28,7 +28,7 @@ RISEN = [
 ]
 """``RISEN[draw][class]``: the class after one more use. Beyond 4 uses only some uses raise the class, at random
 (R. Morris, "Counting large numbers of events in small registers", 1978), so blocks need no counters. Where a class
-rises, all below it rise too: with one draw for all blocks of a path, a head never falls behind its tail."""
+rises, all below it rise too: with one draw for all blocks of a path, a head never has a lower class than its tail."""
 CERTAIN = 1
 """The draw in which only those classes rise that rise in every draw."""
 
@@ -235,7 +235,7 @@ def densities(
     were last seen unused at it.
 
     Both have shape (classes, buckets); ``widths`` is the length of each bucket. ``prior``: the hazard of a class is
-    its own as far as it has more than so many blocks at risk. Otherwise it is that of all classes together, times how
+    its own as far as it has more blocks at risk than this. Otherwise it is that of all classes together, times how
     much more often the class was used than that predicts at the ages where it was seen.
     """
     # Those who left a bucket were at risk for half of it, on average.

@@ -38,9 +38,9 @@ class StoreRoot:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ConfigError(f"{path} is no directory; give the 'path' of an 'fs' tier.")
+            raise ConfigError(f"{path} is not a directory; give the 'path' of an 'fs' tier.")
         if not (path / CONTROL_DIR).is_dir():
-            raise ConfigError(f"{path} is no kvoffload store: it has no {CONTROL_DIR} directory.")
+            raise ConfigError(f"{path} is not a kvoffload store: it has no {CONTROL_DIR} directory.")
         self.path = path
         self._root = str(path.absolute())
 

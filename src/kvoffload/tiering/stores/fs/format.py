@@ -71,7 +71,7 @@ class Header:
 
     @classmethod
     def parse(cls, start: bytes) -> Header | None:
-        """From the first page of a file, or all of a shorter one. ``None`` if that is no valid header."""
+        """From the first page of a file, or all of a shorter one. ``None`` if that is not a valid header."""
         if len(start) < _SMALL_HEADER_BYTES:
             return None
         magic, version, zero, header_bytes, block_bytes, identity, digest = _FIELDS.unpack_from(start)

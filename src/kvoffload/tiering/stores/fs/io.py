@@ -72,7 +72,7 @@ class FileIO:
         self, temporary: str, path: str, key: OffloadKey, payload: memoryview, stamp_ns: int, *, replaces: bool = False
     ) -> bool:
         """Writes a block to ``temporary`` (absolute; absent, or a file of the right size) and publishes it as
-        ``path``. Sets its mtime to ``stamp_ns``. ``replaces``: what is there now cannot be read.
+        ``path``. Sets its mtime to ``stamp_ns``. ``replaces``: the existing file cannot be read.
 
         Returns whether the bytes reserved for the file are in use now. They are not if another writer was first. If
         it raises ``OSError``, ``temporary`` is gone.
@@ -106,7 +106,7 @@ class FileIO:
             return ReadOutcome.ABSENT, 0
         except OSError as exc:
             if exc.errno == errno.ELOOP:
-                return ReadOutcome.ABSENT, 0  # a link is no block; the next write of the block replaces it
+                return ReadOutcome.ABSENT, 0  # a link is not a block; the next write of the block replaces it
             raise
         try:
             outcome, inode = self._read_open(fd, key, payload)

@@ -36,11 +36,11 @@ _WALK_TIMEOUT_S = 20.0
 _WALK_SHARE = 10
 """A walk that found no room is not repeated for this many times its own duration."""
 _STEP_FILES = 512
-"""A walk lets the usage file go after so many files, once it has finished a fan."""
+"""A walk lets the usage file go after this many files, once it has finished a fan."""
 _PAUSE_S = 0.003
 """For so long, so that everybody who waits for the usage file gets it."""
 _MAX_FAILURES = 64
-"""An eviction gives up after so many files in a row that cannot be deleted."""
+"""An eviction stops after this many files in a row that cannot be deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Reservation:
         return self.file_bytes * len(self.temporaries)
 
     def keep(self, count: int) -> None:
-        """Gives up all but the first ``count`` files, and deletes the evicted files among them."""
+        """Drops all but the first ``count`` files, and deletes the evicted files among them."""
         while self.num_recycled > count:
             self.num_recycled -= 1
             unlink_quietly(self.temporaries[self.num_recycled])
@@ -107,7 +107,7 @@ class Quota:
     ``Recency``, is only a hint: eviction looks at the mtime first, and a file that another process has used since goes
     to the back. Without ``max_bytes`` nothing is kept there, and nothing is evicted.
 
-    Nobody waits for the usage file longer than ``_LOCK_TIMEOUT_S``, and readers not at all: what they have to change
+    No thread waits for the usage file longer than ``_LOCK_TIMEOUT_S``, and readers not at all: what they have to change
     waits for the next holder of this process. A walk holds it for one step at a time.
 
     Paths are relative to the root. Lock order: ``_walking``, the usage file, then ``_lock``, which is never held during
@@ -466,9 +466,9 @@ class Quota:
     def _walk(self) -> Iterator[list[FileSeen]]:
         """Yields all files. Afterwards ``_recency`` is complete and, unless somebody else was counting, ``used_bytes``
         as well."""
-        # The invariant: the count is never below what is on the disk and reserved. Nobody reserves or deletes while the
-        # usage file is held. What happens between two steps in a fan that was passed is added to the recount by whoever
-        # does it (see ``Account``); what happens in a fan to come will be seen there.
+        # The invariant: the count is never below what is on the disk and reserved. No process reserves or deletes while
+        # the usage file is held. What happens between two steps in a fan that was passed is added to the recount by its
+        # author (see ``Account``); what happens in a fan to come will be seen there.
         chunks, odd_sizes = list[list[tuple[int, str]]](), dict[str, int]()
         counts = self._begin_recount()
         with self._lock:
@@ -537,7 +537,7 @@ class Quota:
         return {file.path: file.size_bytes for file in files if file.size_bytes != layout.file_bytes}
 
     def _end_recount(self, odd_sizes: dict[str, int]) -> None:
-        """Takes over what the recount has found; a recount that was not finished is given up."""
+        """Takes over what the recount has found; a recount that was not finished is dropped."""
         try:
             with self._hold() as held:
                 self._bury_the_dead(held.account)

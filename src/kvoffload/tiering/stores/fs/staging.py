@@ -47,7 +47,7 @@ class StagingDirectory:
         """Eight bytes that name this writer in the usage file; empty until the first ``new_paths``."""
 
     def new_paths(self, count: int) -> list[str]:
-        """Absolute paths for ``count`` temporary files, which nobody else uses. Raises ``OSError``.
+        """Absolute paths for ``count`` temporary files, for this thread alone. Raises ``OSError``.
 
         Makes the directory unless it is there.
         """

@@ -44,7 +44,7 @@ class FileSystemStore(BlockStore):
     read and write as well. Links under the root are never followed, and a root of another user is refused.
 
     A block that the disk cannot read is a miss until it is written anew. A disk that is full below ``max_bytes`` makes
-    room as a full quota does. Nobody waits longer than 10 s for a lock, and no reader waits for one at all.
+    room as a full quota does. No writer waits longer than 10 s for a lock, and no reader waits for one at all.
 
     Several processes of one host may share a root, but not several hosts: locks on directories often end at the host,
     and who sees no lock sweeps another's temporary files. Its file system must have locks. It is made only here: if it
@@ -140,7 +140,7 @@ class FileSystemStore(BlockStore):
             with self._lock:
                 self._bad += bad
                 self._num_bad += len(bad)
-            self._quota.remove(bad.values(), timeout_s=0)  # readers wait for nobody
+            self._quota.remove(bad.values(), timeout_s=0)  # readers wait for no lock
         errors.raise_unless_any(answers)
         return answers
 
@@ -283,7 +283,7 @@ class FileSystemStore(BlockStore):
 
     def _own_keys(self, paths: Iterable[str]) -> list[OffloadKey]:
         """The keys of this namespace's files, where the names have them. Files in other places than their own are
-        nobody's."""
+        skipped."""
         own = self._layout.directory + "/"
         named = ((path, parse_name(os.path.basename(path))) for path in paths if path.startswith(own))
         return [key for path, key in named if key is not None and self._layout.path_of(key) == path]

@@ -49,7 +49,7 @@ class FileSeen:
 def walk(root: str, directory: str | None = None) -> Iterator[list[FileSeen]]:
     """Yields every block file of one namespace's ``directory``, or of all, one list per directory of files.
 
-    Reads directories and inodes only. Skips what cannot be read and what is no block file.
+    Reads directories and inodes only. Skips what cannot be read and what is not a block file.
     """
     for _, directories in directories_by_fan(root, [directory] if directory is not None else None):
         for one in directories:
@@ -393,7 +393,7 @@ class UsageFile:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or not self._access.admits(status):
             os.close(fd)
-            raise PermissionError(errno.EPERM, "is no file, or belongs to another user", self._path)
+            raise PermissionError(errno.EPERM, "is not a file, or belongs to another user", self._path)
         return fd
 
     def _close(self) -> None:

@@ -76,7 +76,7 @@ class MooncakeStore(BlockStore):
         self._memory: npt.NDArray[np.uint8] | None = None
         self._staging = np.zeros((_STAGED_BLOCKS, 0), np.uint8)
         self._staging_lock = threading.Lock()
-        # Rows for the seals of one call each. A call that hangs keeps its row, and the memory behind it.
+        # Rows for the seals of one call each. A call that hangs keeps its row, and its memory.
         self._seals = np.zeros((_MOST_CALLS, _BATCH_BLOCKS, SEAL_BYTES), np.uint8)
         self._free_rows: queue.SimpleQueue[int] = queue.SimpleQueue()
         for row in range(_MOST_CALLS):

@@ -76,7 +76,7 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
         return obstore, from_url(url, config=settings, client_options=options, retry_config=retries)  # type: ignore[call-overload]
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as exc:  # noqa: BLE001 - a panic of obstore's is no Exception
+    except BaseException as exc:  # noqa: BLE001 - a panic of obstore's is not an Exception
         # Its cause must not be shown: the message may have a setting's value.
         raise ConfigError(
             f"config of the 'object' tier is not what obstore takes ({type(exc).__name__}): it has {sorted(settings)}."
@@ -106,7 +106,7 @@ def _may_be_http(config: Mapping[str, str], environment: Mapping[str, str]) -> b
 def _check_endpoint(name: str, value: str) -> None:
     parts = _split(value)
     if parts is None:
-        raise ConfigError(f"{name} of the 'object' tier is no URL that can be read.")
+        raise ConfigError(f"{name} of the 'object' tier is not a URL that can be read.")
     if "@" in value or parts.query or parts.fragment:
         raise ConfigError(
             f"{name} of the 'object' tier has no credentials or settings: give them in the other settings of 'config'."

@@ -37,7 +37,7 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
             check_secret(value, f"config of the 'object' tier: {name}")
         if isinstance(self.url, str):
             known = {name: value if isinstance(value, str) else "unread" for name, value in (self.config or {}).items()}
-            self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and asks nobody anything
+            self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and sends no request
 
     def _open(self, block_bytes: int, namespace: str) -> BlockStore:
         config = {

@@ -146,8 +146,8 @@ class ObjectStore(BlockStore):
         return StoreStats(corrupt_blocks=self._num_bad)
 
     def check(self) -> None:
-        """Raises ``StoreError``, in one sentence, if the bucket cannot be used. A missing block alone cannot be told
-        from a missing bucket."""
+        """Raises ``StoreError``, in one sentence, if the bucket cannot be used. A missing block alone looks like a
+        missing bucket."""
         with self._errors_in_words():
             next(self._client.list(self._objects, self._directory + "/", chunk_size=1), None)
 
@@ -197,7 +197,7 @@ class ObjectStore(BlockStore):
             yield
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as exc:  # a panic of obstore's is no Exception
+        except BaseException as exc:  # a panic of obstore's is not an Exception
             raise self._failed(exc) from exc
 
     def _failed(self, exc: BaseException) -> StoreError:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
-from kvoffload.tiering.stores.redis.nodes import Address, Connector, Learned, Node
+from kvoffload.tiering.stores.redis.nodes import Address, Connector, DiscoveredServers, Node
 from kvoffload.tiering.stores.redis.wire import ErrorReply
 
 __all__ = ["Cluster", "slot_of"]
@@ -31,7 +31,7 @@ class _Slots(NamedTuple):
     owners: Sequence[Address | None]
 
 
-class Cluster(Learned):
+class Cluster(DiscoveredServers):
     """The primaries of a cluster. The one that the URL names tells which others there are.
 
     A node that fails is left alone for a second, then for longer, with one exchange now and then as a probe. The keys
@@ -157,7 +157,7 @@ class Cluster(Learned):
             for start, stop, primary, *_ in sorted(ranges, key=lambda entry: int(entry[0])):
                 if int(start) > next_slot:
                     starts.append(next_slot)
-                    owners.append(None)  # slots that nobody serves
+                    owners.append(None)  # slots that no node serves
                 host = primary[0].decode() if primary[0] else ""
                 starts.append(int(start))
                 owners.append(Address(asked.host if host in ("", "?") else host, int(primary[1])))

@@ -68,7 +68,7 @@ class Ask(Pipelined):
 
 
 class Put(Pipelined):
-    """``SET NX``: a block from its slot, and its seal behind it. The outcome is ``True`` also if the key is there."""
+    """``SET NX``: a block from its slot, and its seal after it. The outcome is ``True`` also if the key is there."""
 
     def __init__(
         self,

@@ -21,14 +21,14 @@ from kvoffload.tiering.stores.redis.greeting import greet
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, open_wire, without_arguments
 from kvoffload.tiering.stores.remote import check_credentials
 
-__all__ = ["Address", "Connector", "Learned", "Node", "Nodes", "Server", "Timeouts"]
+__all__ = ["Address", "Connector", "DiscoveredServers", "Node", "Nodes", "Server", "Timeouts"]
 
 T = TypeVar("T")
 
 _REFRESH_INTERVAL_S = 1.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""After so many seconds without a byte the kernel asks, so often, so many times: what stands between does not forget an
-idle connection, and one that it forgot is found out."""
+"""Seconds without a byte before the kernel asks, seconds between its probes, and their number. They keep firewalls from
+dropping an idle connection, and find one that was dropped."""
 _MOST_CHARACTERS = 300
 
 
@@ -86,7 +86,7 @@ class Connector:
             raise ConfigError("url of the 'redis' tier has a '?': give these settings as options of the tier instead.")
         if parts.scheme != "unix" and not re.fullmatch(r"/?|/[0-9]+/?", parts.path):
             raise ConfigError(
-                "url of the 'redis' tier has something other than the number of a database behind the '/'."
+                "url of the 'redis' tier has something other than the number of a database after the '/'."
             )
         tls = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "tls_verify: false": not tls_verify}
         if parts.scheme != "rediss" and any(tls.values()):
@@ -292,7 +292,7 @@ class Nodes(ABC):
         return False
 
     def redirect(self, reply: ErrorReply) -> Node | None:
-        """Where to repeat a request that was answered by ``reply``; ``None`` if that is no redirection."""
+        """Where to repeat a request that was answered by ``reply``; ``None`` if that is not a redirection."""
         return None
 
     def may_ask(self, node: Node) -> bool:
@@ -331,10 +331,10 @@ class Server(Nodes):
         self._node.close()
 
 
-class Learned(Nodes):
-    """Servers that others tell of. Who has which keys is read when it is first needed, and again once it is stale: at
-    most once a second, by the thread that needs it. Whoever comes meanwhile goes on with what was known before. If
-    nothing was, it waits for that thread, and fails if that one does."""
+class DiscoveredServers(Nodes):
+    """Servers that are found by asking servers. Which server has which keys is read when it is first needed, and again
+    once it is stale: at most once a second, by the thread that needs it. Other threads meanwhile use what was
+    known before. If nothing was, they wait for that thread, and fail if it does."""
 
     def __init__(self, connector: Connector, clock: Callable[[], float] = time.monotonic) -> None:
         self._connector = connector

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.redis.nodes import Address, Connector, Learned, Node
+from kvoffload.tiering.stores.redis.nodes import Address, Connector, DiscoveredServers, Node
 from kvoffload.tiering.stores.remote import check_credentials
 
 __all__ = ["Primary", "SentinelUrl", "parse_sentinel_url"]
@@ -31,7 +31,7 @@ def parse_sentinel_url(url: str) -> SentinelUrl | None:
     if scheme not in _SCHEMES:
         return None
     check_credentials(url, "url of the 'redis' tier")
-    # Not by urllib: some of its releases refuse brackets behind a comma.
+    # Not by urllib: some of its releases refuse brackets after a comma.
     netloc, _, path = rest.partition("/")
     credentials, at, hosts = netloc.rpartition("@")
     service, _, database = path.strip("/").partition("/")
@@ -54,7 +54,7 @@ def _address(text: str) -> Address | None:
     return Address(host, int(port)) if host and port.isdigit() else None
 
 
-class Primary(Learned):
+class Primary(DiscoveredServers):
     """The primary of ``service``, by the first of ``sentinels`` that knows one which is up. They are asked again when
     it fails, or answers that it is one no longer. A sentinel that fails in any way hides none of the others."""
 

@@ -50,7 +50,7 @@ class RedisStore(BlockStore):
     ``redis+sentinel://host:26379,host:26379/service`` name.
 
     The constructor does no I/O. The server's ``maxmemory`` bounds what it holds, and its own policy evicts. ``ttl_s``
-    is the age at which a block expires. ``secret`` makes the seals keyed, so that nobody who lacks it can make a block
+    is the age at which a block expires. ``secret`` makes the seals keyed, so that only who has it can make a block
     that is served.
 
     A server that cannot be reached, or does not answer a window of some 4 MiB in time, costs the keys it has: the batch

@@ -33,8 +33,8 @@ _MOST_REPLIES = 1 << 16
 _DEEPEST_LIST = 8
 """Bounds on a reply that moves no block, so that no server makes the engine take much memory."""
 _PRECISION = 8
-"""A deadline is kept to an eighth of the time that it allows: the kernel is told anew how long it may wait whenever so
-much has passed, and not before each call."""
+"""A deadline is kept to an eighth of the time that it allows: the kernel's timeout is set anew whenever that much
+has passed, and not before each call."""
 
 
 class ErrorReply(str):
@@ -79,7 +79,7 @@ class Wire(ABC):
         self._left = memoryview(b"")
         """Received, and not taken yet."""
         self._lines_place = memoryview(bytearray(_LINES_BYTES))
-        # The line before a value of so many bytes, and where it is received.
+        # The line before a value, and where it is received.
         self._num_bytes, self._head, self._head_place = 0, b"", bytearray()
         self._end_place = bytearray(2)
 
@@ -155,7 +155,7 @@ class Wire(ABC):
         if line == b"$-1":
             return None
         if line[:1] != b"$" or not line[1:].isdigit():
-            raise ConnectionError("the server's answer is no value")
+            raise ConnectionError("the server's answer is not a value")
         size = int(line[1:])
         if size != num_bytes:
             self._skip(size + 2)
@@ -172,7 +172,7 @@ class Wire(ABC):
         if kind == b"-":
             return error_reply(line)
         if not re.fullmatch(rb"-?[0-9]{1,19}", rest):
-            raise ConnectionError("the server's answer is no reply")
+            raise ConnectionError("the server's answer is not a reply")
         number = int(rest)
         if kind == b":":
             return number
@@ -185,7 +185,7 @@ class Wire(ABC):
             return bytes(text)
         if kind == b"*" and 0 <= number <= _MOST_REPLIES and depth < _DEEPEST_LIST:
             return [self.read_reply(depth + 1) for _ in range(number)]
-        raise ConnectionError("the server's answer is no reply")
+        raise ConnectionError("the server's answer is not a reply")
 
     def _ended(self) -> bool:
         if self._end_place != b"\r\n":

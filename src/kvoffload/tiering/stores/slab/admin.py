@@ -80,7 +80,7 @@ class SlabRoot:
 
     def __init__(self, path: Path) -> None:
         if not is_slab_root(path):
-            raise ConfigError(f"{path} is no kvoffload store of a 'disk' tier.")
+            raise ConfigError(f"{path} is not a kvoffload store of a 'disk' tier.")
         self.path = path
         self._root = str(path.absolute())
         check_locks(self._root)

@@ -24,14 +24,14 @@ _FREE = 0
 _BUSY = np.iinfo(np.int64).max
 """As a time of use: being written, or out of use. Never evicted."""
 _PLAN_SHARE = 64
-"""One in so many slots, the least recently used, are looked at together for runs of neighbours."""
+"""One in this many slots, the least recently used, are looked at together for runs of neighbours."""
 _GRAIN_SHARE = 64
 _MAX_GRAIN = 64
 
 
 @dataclass(slots=True, order=True)
 class Run:
-    """Neighbouring slots of one slab. Nobody changes one; frozen, it would take three times as long to make."""
+    """Neighbouring slots of one slab. Never changed; frozen, it would take three times as long to make."""
 
     start: int
     count: int
@@ -173,7 +173,7 @@ class Allocator:
         return max(count, min(_MAX_GRAIN, self._num_slots // _GRAIN_SHARE))
 
     def evict(self, count: int, before_ns: int) -> list[Run]:
-        """Gives up at least ``count`` slots if that many were used before ``before_ns`` at the latest. They are busy
+        """Evicts at least ``count`` slots if that many were used before ``before_ns`` at the latest. They are busy
         afterwards: ``release`` makes them free."""
         evicted, lacking, is_new_plan = list[Run](), count, False
         while lacking > 0:

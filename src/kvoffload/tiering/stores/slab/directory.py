@@ -26,9 +26,9 @@ __all__ = ["LOCK_NAME", "SlabDirectory", "SlabSeen", "namespaces_in", "root_lock
 
 LOCK_NAME = "slabs"
 _LEAST_SHARE = 8
-"""A quota's rest is worth a slab of its own from one in so many slots of a whole slab on."""
+"""A quota's rest is worth a slab of its own from one in this many slots of a whole slab on."""
 _FREE_SHARE = 10
-"""Without a quota, one in so many bytes of the disk stays free."""
+"""Without a quota, one in this many bytes of the disk stays free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def slabs_in(dir_fd: int) -> list[SlabSeen]:
 
 @contextmanager
 def root_lock(root: str, access: Access) -> Iterator[bool]:
-    """Who holds it may make and remove slabs. Yields ``False`` if somebody else does: nobody waits for it, as its
+    """Who holds it may make and remove slabs. Yields ``False`` if somebody else does: no process waits for it, as its
     holder may be stopped. Raises ``OSError``."""
     control = open_control(root, access)
     try:
@@ -90,7 +90,7 @@ def try_remove(name: str, dir_fd: int) -> bool:
     try:
         fd = os.open(name + TABLE_SUFFIX, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     except FileNotFoundError:
-        fd = -1  # only a payload, which nobody uses without its table
+        fd = -1  # only a payload, which is not used without its table
     try:
         if fd >= 0:
             if not try_lock(fd):
@@ -195,7 +195,7 @@ class SlabDirectory:
             return SlabFile.create(name, self._layout, num_slots, self._fd, self.access)
 
     def excess_bytes(self) -> int | None:
-        """How far the root is above its quota, after slabs that nobody uses were removed, and all that is left of slabs
+        """How far the root is above its quota, after unused slabs were removed, and all that is left of slabs
         in the making. ``None`` if somebody else has the root's lock. Raises ``OSError``."""
         with root_lock(self.root, self.access) as is_locked:
             if not is_locked:
@@ -257,7 +257,7 @@ class SlabDirectory:
         return disk.f_frsize * (disk.f_bavail - disk.f_blocks // _FREE_SHARE - 2)  # two files, each in whole blocks
 
     def _take_over(self, num_bytes: int) -> int:
-        """Removes slabs that nobody uses, the oldest first: of namespaces without a process, and of another block size
+        """Removes unused slabs, the oldest first: of namespaces without a process, and of another block size
         in ours. Returns the bytes that this freed."""
         freed_bytes = 0
         unused = list[tuple[int, str, SlabSeen]]()

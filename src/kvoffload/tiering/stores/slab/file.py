@@ -68,7 +68,7 @@ class SlabFile:
 
     @classmethod
     def create(cls, name: str, layout: SlabFormat, num_slots: int, dir_fd: int, access: Access) -> SlabFile:
-        """A new slab, preallocated and locked. Raises ``OSError``, with nothing left behind if that is possible."""
+        """A new slab, preallocated and locked. Raises ``OSError``, with nothing left if that is possible."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE
         fds = list[int]()
         new_names = [NEW_PREFIX + name + suffix for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX)]

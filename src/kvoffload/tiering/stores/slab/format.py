@@ -185,8 +185,8 @@ class SlabFormat:
         return min(num_slots, MAX_SLAB_SLOTS)
 
     def slots_per_slab(self, max_bytes: int, max_slabs: int = _MAX_SLABS) -> int:
-        """How large a slab to make under a quota: so many slabs that processes and namespaces can share it, and not so
-        many that each of them is small, or that a process cannot open ``max_slabs`` of them. At least one slot."""
+        """How large a slab to make under a quota: enough slabs that processes and namespaces can share it, too few
+        for each of them to be small, or that a process cannot open ``max_slabs`` of them. At least one slot."""
         least_bytes = max(max_bytes // min(max_slabs, _MAX_SLABS), _MIN_SLAB_BYTES)
         wanted_bytes = max(min(_MAX_SLAB_BYTES, max_bytes // _SLABS_WANTED), least_bytes)
         return max(1, self.slots_in(min(max_bytes, wanted_bytes)))

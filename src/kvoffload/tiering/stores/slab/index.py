@@ -102,7 +102,7 @@ class SlotIndex:
             at = (at + 1) & mask
         self._count -= 1
         self._moves += 1
-        # Close the gap: a later cell moves into it, unless its home lies behind the gap.
+        # Close the gap: a later cell moves into it, unless its home lies after the gap.
         gap = at
         while True:
             at = (at + 1) & mask

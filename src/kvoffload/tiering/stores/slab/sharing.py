@@ -2,7 +2,7 @@
 """How processes share a quota that is used up: who has more slabs gives one to who asks.
 
 A process that finds no room for another slab posts a request, an empty file in the control directory whose name has all
-that there is to say. It holds a lock on the file, which the kernel drops when it dies. Nobody waits for an answer.
+that there is to say. It holds a lock on the file, which the kernel drops when it dies. No process waits for an answer.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Slabs:
         self.open: dict[int, Slab] = {}
         """By number."""
         self.by_name: dict[str, Slab] = {}
-        self.unfit: set[str] = set()
+        self.quarantined: set[str] = set()
         """Names of slabs that are not ours, or failed."""
         self.long_keys: dict[bytes, OffloadKey] = {}
         """By what entries have of them: the keys that are too long for an entry, of blocks that this process wrote.
@@ -298,7 +298,7 @@ class Slabs:
             if slab.is_dropped:
                 return
             self.drop(slab, "corrupt")
-            self.unfit.add(slab.file.name)
+            self.quarantined.add(slab.file.name)
         _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
 
     def note_limit(self, error: OSError) -> None:
@@ -314,8 +314,9 @@ class Slabs:
             )
 
     def clear(self, slabs: dict[int, Slab], runs: Sequence[Run]) -> None:
-        """Empties the entries of busy slots on the disk, and makes the slots free. In this order: nobody may write to a
-        slot before its old entry is gone, or a crash or a neighbour would take the new bytes for the old block's."""
+        """Empties the entries of busy slots on the disk, and makes the slots free. In this order: a slot may be
+        written only after its old entry is gone, or a crash or a neighbour would take the new bytes for the old
+        block's."""
         for run in runs:
             slab = slabs[run.slab]
             try:

@@ -53,7 +53,7 @@ class _NewBlock:
 
 @dataclass(slots=True, eq=False)
 class _WrittenRun:
-    """A run on the disk, of which nobody knows yet."""
+    """A run on the disk, which is not yet in the index."""
 
     slab: Slab
     run: Run
@@ -79,7 +79,7 @@ class SlabStore(BlockStore):
 
     Several processes of one host may share a root; its file system must have locks. Each writes to slabs of its own,
     which the kernel unlocks when it dies, and reads all slabs of its namespace. A neighbour's new block is found within
-    a second. Slabs of the dead are adopted with their blocks. Nobody waits for anybody.
+    a second. Slabs of the dead are adopted with their blocks. No process waits for another's lock.
 
     Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
     read and write as well. Links under the root are never followed, and a root of another user is refused.
@@ -246,7 +246,7 @@ class SlabStore(BlockStore):
 
     def check_invariants(self) -> None:
         """Recomputes the state from the tables. Raises ``AssertionError`` if it differs. For tests, between calls."""
-        with self._upkeep.lock:  # its own I/O is no call's, but keeps slabs open too
+        with self._upkeep.lock:  # its own I/O is not part of a call, but keeps slabs open too
             self._slabs.check_invariants()
 
     # ---------------------------------------------------------------------------------------------------- writing

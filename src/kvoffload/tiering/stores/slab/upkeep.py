@@ -23,7 +23,7 @@ __all__ = ["Growth", "Upkeep"]
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.4
-"""How often neighbours are told of our new blocks, and asked for theirs: both within a second."""
+"""How often neighbours learn of our new blocks, and we of theirs: both within a second."""
 _USES_S = 10.0
 """How often times of use are written down."""
 _GROW_S = 1.0
@@ -172,7 +172,7 @@ class Upkeep:
 
     def _is_unknown(self, name: str) -> bool:
         # In this order: a slab that is being made is registered before it is no longer being made.
-        return name != self._growth.making and name not in self._slabs.by_name and name not in self._slabs.unfit
+        return name != self._growth.making and name not in self._slabs.by_name and name not in self._slabs.quarantined
 
     def _take_in(self, name: str) -> int | None:
         """Opens a slab and learns its blocks. Returns how many slots it has, ``None`` if no slab can be opened now."""
@@ -191,13 +191,13 @@ class Upkeep:
         except FileNotFoundError:
             pass  # removed meanwhile
         except SlabUnfit:
-            self._slabs.unfit.add(name)
+            self._slabs.quarantined.add(name)
         except OSError as exc:
             if exc.errno in TOO_MANY_FILES:
                 self._slabs.note_limit(exc)
                 return None
             _log.warning("The slab %s at %s is left out: %s", name, self._root, exc)
-            self._slabs.unfit.add(name)
+            self._slabs.quarantined.add(name)
         return 0
 
     def poll(self) -> None:
@@ -214,7 +214,7 @@ class Upkeep:
             self._shrink()
         self._share()
         names = [seen.name for seen in self._directory.slabs()]
-        self._slabs.unfit.intersection_update(names)
+        self._slabs.quarantined.intersection_update(names)
         can_open = True
         for name in names:
             if self._is_unknown(name):
@@ -258,7 +258,7 @@ class Upkeep:
             if is_removed:
                 self._directory.remove(slab.file.name)
             else:
-                slab.file.write_changes(slab.changes + 1)  # also what was not told yet
+                slab.file.write_changes(slab.changes + 1)  # also what was not announced yet
                 slab.file.unlock()
 
     def _poll_neighbour(self, slab: Slab) -> None:
