@@ -320,7 +320,7 @@ def test_a_tier_that_is_off(make: MakeRecorded, tmp_path: Path) -> None:
     recorded.ask(1)
     recorded.fill()
     (tier,) = recorded.served.tiers
-    tier._record_failure(tier._reads, "test", "The test says so.", is_grave=True)
+    tier._reads.record_failure("test", "The test says so.", is_grave=True)
     recorded.ask(1)
     assert recorded.last()["missed"] == {"tier off": WHOLE, "tail": 1}
 

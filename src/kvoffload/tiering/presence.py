@@ -16,7 +16,7 @@ __all__ = ["PresenceIndex"]
 _MAX_ASKING = 262_144
 _SHARD_BLOCKS = 4_096
 _FORGOTTEN_AT_ONCE = 64
-"""The part of a full shard that is forgotten to make room: one in so many keys."""
+"""The part of a full shard that is forgotten to make room: one key in this many."""
 _UNSEEN_AT_ONCE = 256
 _MIN_EVENT_KEYS = 65_536
 _EVENT_SHARE = 8
@@ -31,8 +31,8 @@ class PresenceIndex:
     ``absent_ttl_s``. Events name the store by ``medium``.
 
     A store that knows its own keys gives them as ``resident`` (``BlockStore.resident``). Then nothing is remembered
-    here, nothing is asked, and a key is present or absent as the store has it at that moment. Nor are changes recorded
-    before somebody takes them: ``begin_events``.
+    here, nothing is asked, and a key is present or absent as the store has it at that moment. Changes are recorded only
+    once they are taken: ``begin_events``.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PresenceIndex:
 
     @property
     def is_exact(self) -> bool:
-        """The store itself says what it has: no key is unknown, and no scan is needed to learn what is there."""
+        """The store itself says what it has: no key is unknown, and no scan is needed."""
         return self._present.is_exact
 
     # -------------------------------------------------------------------------------------------------- questions
@@ -177,7 +177,7 @@ class PresenceIndex:
         return self._events is not None
 
     def begin_events(self) -> None:
-        """Somebody takes events. A scan of the store follows, which adds what is there already."""
+        """Events are taken from now on. A scan of the store follows, which adds the existing keys."""
         self._events = PendingEvents(self._medium)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -189,8 +189,8 @@ class PresenceIndex:
         if self._events is None:
             return
         self._events.add(keys, removed=removed)
-        # The keys of an exact index are in no memory but the store's, and nobody shall keep them in events that are not
-        # taken. Whoever comes later is told everything anew.
+        # Only the store remembers the keys of an exact index: events that are not taken must not pile them up here.
+        # Whoever takes events later gets all keys anew.
         if self.is_exact and len(self._events) > max(_MIN_EVENT_KEYS, len(self._present) // _EVENT_SHARE):
             self._events = None
 

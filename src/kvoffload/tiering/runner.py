@@ -54,6 +54,8 @@ class IoTask:
     work: Callable[[int, int], list[bool]]
     keys: Sequence[OffloadKey] = ()
     """The blocks that are the items, if they are blocks."""
+    ended: Callable[[IoResult], None] = lambda result: None
+    """What whoever takes results does with the end of a slice. The runner does not call it."""
     outcomes: list[bool] = field(init=False, default_factory=list)
     """Of each item, once the task is submitted; ``False`` until its slice is done."""
     num_open_slices: int = field(init=False, default=0)
@@ -111,7 +113,7 @@ class TierRunner:
     always have threads that stores cannot occupy. Tasks are cut into slices, so that several threads share one task.
 
     One thread submits tasks and takes results; neither call blocks. A running slice ends only when its work returns
-    or raises, however late: nobody may reuse memory that it still touches. A slice that is queued for longer than
+    or raises, however late: memory that it still touches may not be reused. A slice that is queued for longer than
     ``timeout_s`` is cancelled. ``clock`` gives seconds and never goes back; only ``drain`` and ``shutdown`` wait, in
     real time.
     """
@@ -120,7 +122,7 @@ class TierRunner:
         self, name: str, threads: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_threads = threads
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
         self._slice_ended = threading.Condition(self._lock)
@@ -203,8 +205,8 @@ class TierRunner:
         now_s = self._clock()
         if now_s < self._next_check_s:
             return []
-        self._next_check_s = now_s + self._timeout_s / 20
-        late_since_s = now_s - self._timeout_s
+        self._next_check_s = now_s + self.timeout_s / 20
+        late_since_s = now_s - self.timeout_s
         with self._lock:
             overdue = [
                 part

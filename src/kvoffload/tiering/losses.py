@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks that a tier's store lost, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from kvoffload.base import OffloadKey
+from kvoffload.logs import RateLimitedLog
+from kvoffload.lost_blocks import LostBlocks
+from kvoffload.miss import Miss
+from kvoffload.tiering.presence import PresenceIndex
+from kvoffload.tiering.stores.base import BlockStore, LossCause
+
+__all__ = ["StoreLosses"]
+
+_log = logging.getLogger(__name__)
+
+_MISSES: dict[LossCause, Miss] = {"evicted": Miss.EVICTED, "corrupt": Miss.CORRUPT, "removed": Miss.REMOVED}
+
+
+class StoreLosses:
+    """Removes what ``store`` lost from ``index``, and records it in ``lost``. If the ``server_evicts``, a block that it
+    no longer has was evicted. Every method but ``queue`` runs on the scheduler's thread."""
+
+    def __init__(
+        self,
+        tier_type: str,
+        store: BlockStore,
+        index: PresenceIndex,
+        lost: LostBlocks,
+        *,
+        server_evicts: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._tier_type = tier_type
+        self._store = store
+        self._index = index
+        self._lost = lost
+        self._server_evicts = server_evicts
+        self._queued: deque[dict[OffloadKey, LossCause]] = deque()
+        self._num_corrupt = 0
+        self._corruption_log = RateLimitedLog(_log, clock=clock)
+
+    def queue(self) -> None:
+        """After a call of the store, on any thread: what it lost waits for ``take_in``."""
+        if lost := self._store.take_lost():
+            self._queued.append(lost)
+
+    def take_in(self) -> None:
+        while self._queued:
+            lost = self._queued.popleft()
+            self._index.remove(list(lost))
+            for cause in dict.fromkeys(lost.values()):
+                self.record([key for key in lost if lost[key] == cause], cause)
+
+    def forget(self, missing: Sequence[OffloadKey]) -> None:
+        """The store lacks these, whatever the index says: the next lookup asks the store."""
+        if not self._index.is_exact:  # those that the store lost itself are not in the index any more
+            self.record([key for key in missing if key in self._index], "removed")
+        self._index.remove(missing)
+
+    def record(self, keys: Collection[OffloadKey], cause: LossCause) -> None:
+        if cause == "removed" and self._server_evicts:
+            cause = "evicted"
+        self._lost.record(keys, _MISSES[cause], self._tier_type)
+
+    def log_corruption(self, missing: Sequence[OffloadKey]) -> None:
+        """``missing`` could not be read; whether a block was corrupt, the store's count says."""
+        num_corrupt = self._store.stats().corrupt_blocks
+        if num_corrupt > self._num_corrupt:
+            self._num_corrupt = num_corrupt
+            self._corruption_log.warning(
+                f"Tier {self._tier_type!r} found corrupt blocks, {num_corrupt} since its start; each is a miss. Last "
+                f"while reading {missing[-1].hex()} in {self._store!r}."
+            )
