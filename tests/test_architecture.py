@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "kvoffload"
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 
 FLOOR = {
     "errors": 0,
@@ -143,3 +146,32 @@ def test_every_module_is_imported_by_a_test() -> None:
     names = {name_of(path) for path in modules() if path.name not in ("__init__.py", "__main__.py")}
     reached = names & set(imported_by_tests())
     assert names - reached == set(), "test these, or fold them into their callers"
+
+
+# ------------------------------------------------------------------------------------------- definitions are in use
+
+
+def defined_in(path: Path) -> Iterator[str]:
+    """The names that a module defines for itself: functions, classes and constants."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+
+
+def test_every_definition_is_referred_to() -> None:
+    """By a word in the sources, tests, benchmarks, pages or build files besides its definition and ``__all__``."""
+    exported = re.compile(r"^__all__ = \[.*?\]$", re.MULTILINE | re.DOTALL)
+    texts = [path.read_text() for top in ("src", "tests", "bench") for path in (ROOT / top).rglob("*.py")]
+    texts += [path.read_text() for path in (*(ROOT / "docs").rglob("*.md"), ROOT / "pyproject.toml")]
+    words = Counter(word for text in texts for word in re.findall(r"\w+", exported.sub("", text)))
+    words.subtract(name for path in modules() for name in defined_in(path))
+    dead = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in modules()
+        for name in defined_in(path)
+        if words[name] <= 0 and not name.startswith("__")
+    ]
+    assert not dead, "\n".join(["delete these, or use them:", *dead])
