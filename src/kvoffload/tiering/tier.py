@@ -236,7 +236,7 @@ class StoreTier(SecondaryTierManager):
             num_hung = int(closing.is_alive())
         if num_hung:
             _log.warning(
-                "Tier %r: %d threads hang in the store and are left behind; its memory stays mapped.",
+                "Tier %r: %d threads hang in the store and are abandoned; its memory stays mapped.",
                 self.tier_type,
                 num_hung,
             )

@@ -211,7 +211,7 @@ class TestHung:
             assert rig.ask(*K[11:17]) == [True] * 5 + [False]
             assert rig.is_in_use
             rig.tier.shutdown()
-            assert "left behind" in caplog.text
+            assert "are abandoned" in caplog.text
             rig.disk.go_on()
         neighbour.close()
 
@@ -220,7 +220,7 @@ class TestHung:
         rig.submit(K[12], load=False)
         rig.until(lambda: rig.disk.num_waiting >= 1)
         rig.tier.shutdown()
-        assert "left behind" in caplog.text
+        assert "are abandoned" in caplog.text
 
 
 class TestRoot:
