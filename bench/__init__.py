@@ -20,7 +20,6 @@ BENCHES: tuple[str, ...] = (
     "remote_store",
     "lmcache_adapters",
     "placement",
-    "crossings",
     "policies_mixed",
     "worth_loading",
     "worth_loading_engine",
