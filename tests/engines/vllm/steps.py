@@ -207,9 +207,11 @@ class Steps:
         request = self.request("judge", [*tokens, 1], 1)
         size = self.block_tokens[group]
         per_block = size // min(self.block_tokens)
+        epoch = self.scheduler.connector.scheduler.core._epochs.current
         found = []
         for block in range(len(tokens) // size):
-            key = make_offload_key(request.block_hashes[(block + 1) * per_block - 1], group)
+            block_hash = epoch.mask(request.block_hashes[(block + 1) * per_block - 1])
+            key = make_offload_key(block_hash, group)
             state = self.manager.slots.get(key)
             if state is None:
                 continue
