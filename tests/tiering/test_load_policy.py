@@ -755,3 +755,19 @@ def test_only_blocks_of_the_declined_prefix_are_read_to_measure_their_tier() -> 
     assert machine.ask(states, context) == [False], "which no tier has"
     machine.step()
     assert machine.tier.calls("submit_load")[num_reads:] == []
+
+
+def test_measuring_a_tier_evicts_nothing_that_the_request_was_just_answered() -> None:
+    machine = Machine(num_blocks=8)
+    machine.learn(read_s=2.0)
+    blocks, others = prefix(6, of="a"), prefix(3, of="q")
+    machine.store(blocks[:2], machine.start("writer"))
+    machine.store(others, machine.start("other"))
+    machine.below(blocks[2:])
+    machine.manager.touch([*prefix(3, of="learnt"), *others])  # the least recently used blocks are those of the hit
+    machine.clock.advance(load_policy.PROBE_INTERVAL_S)
+    context = machine.start("r")
+    assert machine.ask(blocks, context) == [True, True, False]
+    machine.load(blocks[:2], context)
+    machine.step()
+    assert machine.tier.jobs, "the tier is measured all the same"

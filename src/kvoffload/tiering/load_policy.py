@@ -303,7 +303,6 @@ class LoadByCost(LoadPlanner):
         self._reported_slow: set[int] = set()
         self._declined: Counter[tuple[str, Declined]] = Counter()
         self._wait_ratios = Histogram("promotion_wait_ratio")
-        self.note_step = self._prefill.note_step  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         return f"LoadByCost(prefill={self._prefill.tokens_per_s}, {self._links})"
@@ -359,6 +358,9 @@ class LoadByCost(LoadPlanner):
         return self._num_blocks(PROBE_BYTES if link.speed is None else min(PROBE_BYTES, PROBE_S / link.speed.byte_s))
 
     # --------------------------------------------------------------------------------------------- measurements
+
+    def note_step(self, work: StepWork) -> None:
+        self._prefill.note_step(work)
 
     def begin(self, tier: int, num_blocks: int) -> None:
         self._links[tier].begin(num_blocks)

@@ -259,12 +259,13 @@ class TieringOffloadingManager(OffloadingManager):
         return found
 
     def sources(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
-        wait = self._request(req_context).wait
-        return {} if wait is None else wait.sources
+        request = self._requests.get(req_context.req_id)
+        return {} if request is None or request.wait is None else request.wait.sources
 
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
         losses = super().explain(keys, req_context)
-        verdicts = self._request(req_context).verdicts
+        request = self._requests.get(req_context.req_id)
+        verdicts = {} if request is None else request.verdicts
         off = [tier for tier in self._tiers if not tier.is_readable()]
         for at, (key, loss) in enumerate(zip(keys, losses)):
             verdict = verdicts.get(key)
