@@ -68,8 +68,8 @@ class Claims(Collection[OffloadKey]):
     # Limits.
 
     def room_of(self, request: Request | None, hits: Collection[OffloadKey] = ()) -> tuple[int, int]:
-        """Blocks that no request claims yet, and that may be promoted for ``request``: by its own limit, and by that of
-        all. ``hits`` are ready blocks that it claims when it begins to wait. ``None``: no request waits."""
+        """How many unclaimed blocks may be promoted for ``request``: (by its own limit, by the limit of all). ``hits``
+        are the ready blocks that it will claim when it begins to wait. ``None``: no request waits for them."""
         total = self.max_total - len(self._claims)
         if request is None:
             return self.max_total, total
@@ -108,8 +108,8 @@ class Claims(Collection[OffloadKey]):
         return claim is not None and prefix in claim.prefixes
 
     def begin_promotions(self, keys: Sequence[OffloadKey], wait: Wait | None, prefix: Prefix | None, at: int) -> None:
-        """``keys`` are being promoted, for the blocks of ``prefix`` from ``at`` on, whose answers are ``None``. No
-        limit refuses any of them, and no request claims them."""
+        """Promotions of ``keys`` begin. They are the blocks of ``prefix`` from ``at`` on, with answers ``None``; without
+        a ``prefix`` no request waits for them. The caller checked the limits, and that nothing claims them yet."""
         claims = self._claims
         for index, key in enumerate(keys, at):
             claim = claims[key] = _Claim()

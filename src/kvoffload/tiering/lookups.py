@@ -166,8 +166,8 @@ class Lookups:
         return answers if end == len(keys) else [*answers, False]
 
     def _prefix_of(self, request: Request, keys: Sequence[OffloadKey]) -> Prefix | None:
-        """The range with the same first block that the waiting request asked for before, which now goes on as ``keys``
-        does."""
+        """The waiting request's range that begins with the first of ``keys``, extended to all of them; ``None``: it has
+        none. Where it went on with other blocks, those become a range of their own."""
         wait = request.wait
         prefix = None if wait is None else wait.prefixes.get(keys[0])
         if wait is None or prefix is None:
