@@ -108,8 +108,9 @@ class Claims(Collection[OffloadKey]):
         return claim is not None and prefix in claim.prefixes
 
     def begin_promotions(self, keys: Sequence[OffloadKey], wait: Wait | None, prefix: Prefix | None, at: int) -> None:
-        """Promotions of ``keys`` begin. They are the blocks of ``prefix`` from ``at`` on, with answers ``None``; without
-        a ``prefix`` no request waits for them. The caller checked the limits, and that nothing claims them yet."""
+        """Promotions of ``keys`` begin. They are the blocks of ``prefix`` from ``at`` on, with answers ``None``.
+        Without a ``prefix`` no request waits for them. The caller checked the limits, and that no request claims them
+        yet."""
         claims = self._claims
         for index, key in enumerate(keys, at):
             claim = claims[key] = _Claim()
