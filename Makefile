@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-all test-remote test-vllm test-everything soak mutants lint format bench dist clean
+.PHONY: help demo test test-all test-remote test-vllm test-everything soak mutants lint format bench docs dist clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 17
 
@@ -56,8 +56,13 @@ format: $(STAMP) ## rewrite the tree the way ruff wants it
 bench: $(STAMP)  ## the benchmarks, with ratios against their references
 	@$(PY) -m bench $(ARGS)
 
+DOCS := .venv-docs
+docs:            ## the site in build/site, from mkdocs.yml; a broken link fails
+	@[ -x $(DOCS)/bin/zensical ] || { scripts/bootstrap $(DOCS) && $(DOCS)/bin/python -m pip install --quiet '.[docs]'; }
+	@$(DOCS)/bin/zensical build --strict
+
 dist: $(STAMP)   ## build the wheel and the sdist in dist/
 	@rm -rf dist && $(PY) -m build --no-isolation --outdir dist
 
 clean:           ## remove environments and caches
-	@rm -rf $(VENV) .venv-vllm* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf $(VENV) .venv-vllm* $(DOCS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

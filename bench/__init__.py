@@ -17,6 +17,7 @@ BENCHES: tuple[str, ...] = (
     "slab_eviction",
     "fs_store",
     "scan",
+    "single_blocks",
     "remote_store",
     "lmcache_adapters",
     "placement",

@@ -259,7 +259,7 @@ def states_row(running: int, rounds: int, repeats: int) -> Row:
 
 def watching_rows(running: int, decoded: int, rounds: int, repeats: int) -> list[Row]:
     """Requests from their arrival to their end: prompts of 1,000 tokens, the first half of which is loaded, and
-    ``decoded`` tokens. With a trace and its stories against the usual, which has histograms, and the usual against
+    ``decoded`` tokens. With a trace and its explanations against the usual, which has histograms, and the usual against
     histograms that do nothing. Times are per request."""
     with tempfile.TemporaryDirectory() as folder:
         benches = [Decoding(0), Decoding(0, record_trace=f"{folder}/trace.jsonl"), Decoding(0)]

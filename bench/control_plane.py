@@ -23,7 +23,7 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.cpu.policies.arc import ARCCachePolicy
 from kvoffload.cpu.policies.density import DensityCachePolicy
-from kvoffload.lost_blocks import LostBlocks
+from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.metrics import Histogram
 
 BATCH = 64
@@ -94,8 +94,15 @@ class Bare:
 class Managed:
     """The walk through ``CPUOffloadingManager``."""
 
-    def __init__(self, policy: str, num_blocks: int, keys: Sequence[Sequence[OffloadKey]], by_prefix: bool) -> None:
-        self.manager = CPUOffloadingManager(num_blocks, policy)
+    def __init__(
+        self,
+        policy: str,
+        num_blocks: int,
+        keys: Sequence[Sequence[OffloadKey]],
+        by_prefix: bool,
+        lost: LostBlocks = NO_LOSSES,
+    ) -> None:
+        self.manager = CPUOffloadingManager(num_blocks, policy, lost=lost)
         self.by_prefix = by_prefix
         for batch in keys:
             self.manager.prepare_store(batch, REQ)
@@ -176,11 +183,12 @@ def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
 
 
 def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> list[Row]:
-    """The walk while a trace is recorded, so that every evicted block is written into the books of lost blocks; and the
-    walk without either books or histograms, which are otherwise always there."""
-    walks = [Walk(num_blocks, partial(Managed, policy, by_prefix=True)) for _ in range(3)]
-    assert isinstance(walks[1].stepper, Managed)
-    walks[1].stepper.manager.slots._lost = LostBlocks()
+    """The walk while a trace is recorded, so that the loss of every evicted block is recorded; and the walk without
+    losses and histograms, of which the latter are otherwise always there."""
+    walks = [
+        Walk(num_blocks, partial(Managed, policy, by_prefix=True, lost=lost))
+        for lost in (NO_LOSSES, LostBlocks(), NO_LOSSES)
+    ]
 
     def prepare_all() -> None:
         for walk in walks:
@@ -197,10 +205,10 @@ def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> li
     return [
         Row(
             "control_plane",
-            f"{policy}, lookup_prefix, books of lost blocks, {name}",
+            f"{policy}, lookup_prefix, losses recorded, {name}",
             kept * scale,
             "ns/block",
-            "without books",
+            "losses not recorded",
             kept / usual,
             "<= 1.05",
         ),
@@ -258,7 +266,7 @@ def _tracked_bytes(name: str, batches: int, rounds: int) -> tuple[float, int]:
 
 
 def _bare_bytes(num_blocks: int) -> float:
-    """Bytes per block of the bare walk's books after as many insertions again as it holds."""
+    """Bytes per block of the bare walk's table after as many insertions again as it holds."""
     tracemalloc.start()
     try:
         blocks: OrderedDict[OffloadKey, Record] = OrderedDict()

@@ -18,7 +18,7 @@ import torch
 from tests.cpu.copy import fake_cuda
 
 from bench.core import Row, thread_medians
-from kvoffload.base import GPULoadStoreSpec
+from kvoffload.base import Direction, GPULoadStoreSpec
 from kvoffload.cli.doctor import Effort, examine
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, plan_runs
@@ -57,7 +57,7 @@ def _planning() -> Row:
     layout = CopyLayout((pages,), 1, 1 << 50, 64 * page_bytes, 2 * blocks)
     order = np.random.default_rng(0).permutation(2 * blocks)
     gpu, cpu = GPULoadStoreSpec(order[:blocks], [blocks], [0]), CPULoadStoreSpec(order[blocks:])
-    (seconds,) = thread_medians(lambda: plan_runs(layout, gpu, cpu), repeats=9)
+    (seconds,) = thread_medians(lambda: plan_runs(layout, gpu, cpu, Direction.STORE), repeats=9)
     return _row(f"planning, {_JOB}", seconds * 1e3, "ms", "1 ms", seconds / 1e-3, "<= 1")
 
 

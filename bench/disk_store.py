@@ -7,6 +7,8 @@ blocks are scattered, one call each. *Runs* are parts of a prefix as ``StoreTier
 and so does the slab store without its checksums, and, where vLLM is installed, the file tier of vLLM, which has neither
 checksums nor a quota.
 The start is that of a store with a million slots, and the memory that of such a store and its tier.
+*Pool* is the same store in ``/dev/shm``, quota full, against one large memcpy with the same threads, as in
+``host_copies``; once with checksums and once without.
 ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
 """
 
@@ -34,8 +36,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench.core import Row
+from bench.core import Row, interleaved_medians
 from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.cpu.memory_limits import memory_file_system
+from kvoffload.doctor.copies import HostPlace
 from kvoffload.testing.keys import keys as make_keys
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import directory_of
@@ -44,6 +48,7 @@ from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, PAGE_BYTES, PAYLOA
 from kvoffload.tiering.tier import StoreTier
 
 THREADS = 4
+_SHM = "/dev/shm"
 RUN_BLOCKS, RUN_BYTES = 64, 4 << 20
 TARGETS = {
     64 << 10: ("0.8", "0.7", "2.0", "1.2"),
@@ -60,7 +65,8 @@ def run(short: bool) -> list[Row]:
         rows = [
             row for size in sizes for row in _against_fio(Path(name), size, 16 << 20 if short else 256 << 20, short)
         ]
-        return [*rows, *_start(Path(name) / "start", 10_000 if short else 1_000_000)]
+        rows += _start(Path(name) / "start", 10_000 if short else 1_000_000)
+    return [*rows, *_pool(short)]
 
 
 @dataclass
@@ -151,10 +157,11 @@ class _Blocks:
 def _in_threads(
     call: Call,
     batches: list[tuple[list[OffloadKey], list[memoryview]]],
+    num_threads: int = THREADS,
 ) -> _Speed:
-    """``call`` over all batches, which ``THREADS`` threads take in turn."""
+    """``call`` over all batches, which the threads take in turn."""
     left, lock = iter(batches), threading.Lock()
-    start, failed = threading.Barrier(THREADS + 1), []
+    start, failed = threading.Barrier(num_threads + 1), []
 
     def work() -> None:
         start.wait()
@@ -166,7 +173,7 @@ def _in_threads(
             if not all(call(*batch)):
                 failed.append(batch)
 
-    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     start.wait()
@@ -251,6 +258,58 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
         _rows(case, found[case.label], blocks.count, target) for case, target in zip(cases, TARGETS[size], strict=True)
     ]
     return [row for part in rows for row in part]
+
+
+class _Pool:
+    """A store in memory whose quota is full, and blocks to move in batches of ``batch``."""
+
+    def __init__(self, root: Path, size: int, total: int, batch: int, threads: int, *, is_checked: bool) -> None:
+        store = SlabStore(root, size, max_bytes=8 * total)
+        self.store = store if is_checked else _Unchecked(store)
+        self._blocks, self._batch, self._threads = _Blocks(size, total), batch, threads
+        for _ in range(9):
+            self.write()
+
+    def write(self) -> None:
+        self._keys = self._blocks.keys()
+        self._move(self.store.write, is_scattered=False)
+
+    def read(self) -> None:
+        self._move(self.store.read_into, is_scattered=self._batch == 1)
+
+    def _move(self, call: Call, *, is_scattered: bool) -> None:
+        batches = _batches(self._keys, self._blocks.rows, self._batch, is_scattered=is_scattered)
+        with self.store.in_use() if isinstance(self.store, _Unchecked) else nullcontext():
+            _in_threads(call, batches, self._threads)
+
+
+def _pool(short: bool) -> list[Row]:
+    """Blocks that are copied to and from a memory file system."""
+    if memory_file_system(_SHM) != "tmpfs":
+        return []
+    rows, threads = [], max(1, min(THREADS, os.cpu_count() or 1))
+    total = 8 << 20 if short else 128 << 20
+    for size in (256 << 10, 1 << 20):
+        for what, batch in (("single blocks", 1), ("runs", RUN_BYTES // size)):
+            with tempfile.TemporaryDirectory(dir=_SHM) as name, HostPlace(threads).large_copies(total) as memcpy:
+                checked, bare = (
+                    _Pool(Path(name) / str(is_checked), size, total, batch, threads, is_checked=is_checked)
+                    for is_checked in (True, False)
+                )
+                calls = {
+                    "write": checked.write,
+                    "read": checked.read,
+                    "write without checksums": bare.write,
+                    "read without checksums": bare.read,
+                }
+                reference_s, *seconds = interleaved_medians(memcpy.store, *calls.values(), repeats=2 if short else 9)
+                checked.store.close()
+                bare.store.close()
+            speed = f"one large memcpy, {total / reference_s / 1e9:.1f} GB/s"
+            for call, taken_s in zip(calls, seconds, strict=True):
+                case = f"pool, {call}, {what}, {size >> 10} KiB, {threads} threads"
+                rows.append(Row("disk_store", case, total / taken_s / 1e9, "GB/s", speed, reference_s / taken_s))
+    return rows
 
 
 def _rows(case: _Case, found: list[dict[str, _Speed]], num_blocks: int, target: str) -> list[Row]:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """When blocks go down to a disk as large as host memory, on the real thing: a trace is replayed through the real
-managers over real memory and a ``FileSystemStore``, with I/O threads, at a pace of so many computed blocks a second.
+managers over real memory and a ``MemoryStore``, which evicts as the simulator's disk does, with I/O threads, at a pace
+of computed blocks per second.
 
 Every stored block is filled with bytes that are a function of its key, and every loaded one is compared with them.
 Beside each run stands the simulator's hit rate for the same machine, with links as fast as they can be.
 
 ``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``); without one the traces are made up.
-``KVOFFLOAD_BENCH_DIR`` is where the store goes (default: the working directory).
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import CascadeMode
-from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 
 MODES: tuple[CascadeMode, ...] = ("on_store", "on_evict")
 CHUNK_TOKENS = 8192
@@ -136,7 +133,6 @@ class PacedClock:
 
 def replay(
     trace: Trace,
-    folder: str,
     cascade: CascadeMode,
     num_blocks: int,
     block_bytes: int,
@@ -149,8 +145,8 @@ def replay(
     """
     memory = Memory(num_blocks, block_bytes)
     primary = CPUPrimaryTierOffloadingManager(num_blocks, memory, "lru")
-    quota = num_blocks * BlockFormat("", block_bytes).file_bytes + USAGE_FILE_BYTES
-    tier = build_tier({"type": "fs", "path": folder, "max_bytes": quota, "exclusive": True}, primary.kv_view)
+    quota = num_blocks * block_bytes
+    tier = build_tier({"type": "memory", "max_bytes": quota, "exclusive": True}, primary.kv_view)
     manager = FilledManager(memory, primary, [tier], cascade=[cascade])
     server = Server(
         trace,
@@ -172,7 +168,7 @@ def replay(
             hit = server.serve(request)
             host += hit.host
             disk += hit.disk
-            used = max(used, int(tier.get_stats()["tier_bytes", "fs"]))
+            used = max(used, int(tier.get_stats()["tier_bytes", "memory"]))
             check(manager)
         seconds = time.monotonic() - start_s
         tier.drain_jobs()
@@ -183,10 +179,10 @@ def replay(
             host_hits=host,
             disk_hits=disk,
             wrong=manager.wrong,
-            written=int(stats["tier_blocks_stored", "fs"]),
-            dropped=int(stats["cascades", "dropped"] + stats["tier_dropped_blocks", "fs"]),
-            store_failures=int(stats["tier_store_failures", "fs"]),
-            most_used_bytes=max(used, int(stats["tier_bytes", "fs"])),
+            written=int(stats["tier_blocks_stored", "memory"]),
+            dropped=int(stats["cascades", "dropped"] + stats["tier_dropped_blocks", "memory"]),
+            store_failures=int(stats["tier_store_failures", "memory"]),
+            most_used_bytes=max(used, int(stats["tier_bytes", "memory"])),
             quota_bytes=quota,
             seconds=seconds,
         )
@@ -225,9 +221,8 @@ def run(short: bool) -> list[Row]:
         num_blocks = max(16, int(trace.num_unique * (10 if short else case.cpu_percent) / 100))
         written = 0
         for mode in MODES:
-            with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as folder:
-                pace = 1e9 if short else case.blocks_per_s
-                found = replay(trace, folder, mode, num_blocks, case.block_bytes, pace)
+            pace = 1e9 if short else case.blocks_per_s
+            found = replay(trace, mode, num_blocks, case.block_bytes, pace)
             assert not found.wrong, f"{found.wrong} loaded blocks had wrong bytes"
             name = f"{trace.name}, {num_blocks} blocks, {mode}"
             expected = simulated_hit_rate(trace, mode, num_blocks)

@@ -6,16 +6,19 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+from kvoffload.tiering.stores.slab.sharing import BULLETIN_NAME
+
 __all__ = ["disk_bytes"]
 
 
 def disk_bytes(root: Path) -> int:
-    """The size of all files under ``root``. One that a store's own thread removes meanwhile does not count."""
+    """The size of all files under ``root`` that its quota bounds: all but a disk store's bulletin, which has 4 KiB. One
+    that a store's own thread removes meanwhile does not count."""
     total = 0
     for path in root.rglob("*"):
         try:
             status = path.lstat()
         except FileNotFoundError:
             continue
-        total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        total += status.st_size if stat.S_ISREG(status.st_mode) and path.name != BULLETIN_NAME else 0
     return total

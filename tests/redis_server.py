@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tests.ports import free_port
 
-from kvoffload.tiering.stores.redis.nodes import Timeouts
+from kvoffload.tiering.stores.redis.connector import Timeouts
 
 PATIENCE_S = 120.0
 PATIENT = Timeouts(connect_s=30.0, window_s=60.0)

@@ -19,6 +19,11 @@ def test_a_config_has_defaults_and_leaves_its_mapping_alone() -> None:
     assert mapping == {"cpu_bytes_to_use": "1GiB"}
 
 
+def test_a_request_need_not_wait_at_all() -> None:
+    assert parse_config({"cpu_bytes_to_use": 1, "max_wait_s": 0}).max_wait_s == 0
+    assert parse_config({"cpu_bytes_to_use": 1, "max_wait_s": "2 min"}).max_wait_s == 120
+
+
 def test_the_managers_fixed_signatures_have_the_configurations_defaults() -> None:
     for manager in (CPUOffloadingManager, CPUPrimaryTierOffloadingManager):
         parameters = inspect.signature(manager).parameters
@@ -46,7 +51,7 @@ def test_the_managers_fixed_signatures_have_the_configurations_defaults() -> Non
         ({"cpu_bytes_to_use": 1, "prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s"),
         ({"cpu_bytes_to_use": 1, "max_wait_s": -1}, "max_wait_s"),
         ({"cpu_bytes_to_use": 1, "max_wait_s": float("nan")}, "max_wait_s"),
-        ({"cpu_bytes_to_use": 1, "secondary_tiers": [{"path": "/x"}]}, "type"),
+        ({"cpu_bytes_to_use": 1, "max_wait_s": "soon"}, "not a span of time"),
     ],
 )
 def test_mistakes_are_one_sentence(mapping: dict[str, Any], message: str) -> None:

@@ -38,6 +38,36 @@ def test_imports_work(page: Path) -> None:
         assert hasattr(importlib.import_module(module), name), f"{page.name} imports {name} from {module}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs" / "design").glob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """To a file, and to a heading in it. Outside of code."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in headings_of(file), f"{page.name} links to {target}"
+
+
+def headings_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown renderers make them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found}
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    docs = ROOT / "docs"
+    assert listed == {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
+
+
+def test_the_package_is_not_said_to_be_on_an_index() -> None:
+    for page in [*PAGES, *(ROOT / "src").rglob("*.py")]:
+        assert "pip install kvoffload" not in page.read_text().replace("'", ""), page
+
+
 def test_there_are_imports_to_check() -> None:
     assert sum(len(imports_of(page)) for page in PAGES) > 20
 

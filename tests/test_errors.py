@@ -53,6 +53,6 @@ def test_mistakes_of_the_caller_are_config_errors_and_value_errors(kind: type[Ex
 
 
 def test_suggestions() -> None:
-    assert suggest("lur", ["lru", "arc"]) == " Did you mean 'lru'? Choices: arc, lru."
+    assert suggest("lur", ["lru", "arc"]) == " Did you mean 'lru'?"
     assert suggest("xyz", ["lru", "arc"]) == " Choices: arc, lru."
     assert suggest("xyz", []) == " Choices: none."

@@ -11,12 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.load_tiers import LoadTiers
 from kvoffload.lost_blocks import NO_LOSSES, Loss, LostBlocks
 from kvoffload.miss import Miss
 
@@ -34,6 +35,7 @@ __all__ = [
     "Direction",
     "GPULoadStoreSpec",
     "LoadStoreSpec",
+    "NextUse",
     "OffloadKey",
     "OffloadPolicy",
     "OffloadingEvent",
@@ -43,6 +45,7 @@ __all__ = [
     "PrepareStoreOutput",
     "ReqContext",
     "RequestOffloadingContext",
+    "SharedPage",
     "StepWork",
     "TransferResult",
     "get_offload_block_hash",
@@ -79,6 +82,27 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 # ----------------------------------------------------------------------------------------------------- requests
 
 
+class NextUse(IntEnum):
+    """What a client says of a request's blocks: when it will use them again. A hint, which may be wrong."""
+
+    UNKNOWN = 0
+    """It said nothing."""
+    SOON = 1
+    """Within a minute."""
+    LATER = 2
+    """Within ten minutes."""
+    NEVER = 3
+    """The client is done with them. Others may still use what they share."""
+
+    @classmethod
+    def named(cls, name: object) -> NextUse | None:
+        """``"soon"``, ``"later"`` or ``"never"``; ``None`` for anything else."""
+        return _NEXT_USES.get(name) if isinstance(name, str) else None
+
+
+_NEXT_USES = {use.name.lower(): use for use in NextUse if use is not NextUse.UNKNOWN}
+
+
 @dataclass(slots=True)
 class ReqContext:
     """What managers may know of a request: its id, and the parameters its client sent along for KV transfer."""
@@ -87,6 +111,10 @@ class ReqContext:
     kv_transfer_params: dict[str, Any] | None = None
     reads_cache: bool = True
     """``False``: the request wants all of its prompt computed. It looks nothing up, and its offers are no reuse."""
+    load_tiers: LoadTiers | None = None
+    """The tiers below the primary one that it may load from; ``None``: all."""
+    next_use: NextUse = NextUse.UNKNOWN
+    """When the client says that it will use the request's blocks again."""
 
 
 class OffloadPolicy(Enum):
@@ -415,11 +443,26 @@ class CanonicalKVCacheTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPage:
+    """A page of a slot that several ranks fill, each with the bytes of its own KV heads."""
+
+    start: int
+    """Bytes of a GPU block before this page, all ranks together."""
+    num_bytes: int
+    """Of the page, all ranks together."""
+    offset: int
+    """From the page's start to this rank's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
     """A part of a group's GPU block: the first ``page_size_bytes`` of a page in tensor ``tensor_idx``."""
 
     tensor_idx: int
     page_size_bytes: int
+    shared: SharedPage | None = None
+    """Where these bytes lie in a page of all ranks. ``None``: they are a page of this rank's slice alone, after those
+    of the refs before."""
 
 
 @dataclass(frozen=True, slots=True)

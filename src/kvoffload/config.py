@@ -7,16 +7,18 @@ with a suggestion.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from kvoffload.errors import ConfigError, LayoutError, suggest
-from kvoffload.units import parse_bytes
+from kvoffload.errors import ConfigError, LayoutError, Problems, suggest
+from kvoffload.units import parse_bytes, parse_seconds
 
 __all__ = [
     "DEFAULTS",
@@ -24,8 +26,11 @@ __all__ = [
     "GroupKind",
     "KVGroupLayout",
     "OffloadingConfig",
+    "RankSlice",
     "parse_config",
     "parse_struct",
+    "read_config_values",
+    "read_struct",
 ]
 
 
@@ -45,14 +50,16 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Store a block at the n-th request that asks for it; 0 and 1 store it at the first."""
     max_tracker_size: int = 64_000
     """Keys that the reuse filter counts requests for; used with a ``store_threshold`` of 2 or more."""
-    spec_name: str = "CPUOffloadingSpec"
-    """Name of a registered offloading spec, or of a class in ``spec_module_path``."""
+    spec_name: str | None = None
+    """Name of a registered offloading spec, or of a class in ``spec_module_path``. Default: ``TieringOffloadingSpec``
+    where there are ``secondary_tiers``, else ``CPUOffloadingSpec``."""
     spec_module_path: str | None = None
     """Module that holds ``spec_name``, for specs that are not installed as plug-ins."""
     offload_prompt_only: bool = False
     """Do not offload blocks that hold generated tokens."""
-    self_describing_kv_events: bool = False
-    """Include token ids and block sizes in the engine's events of stored blocks, for routers that need them."""
+    self_describing_kv_events: bool = True
+    """Include token ids and block sizes in the engine's events of stored blocks, where it has events on. Some routers
+    drop events without."""
     kv_cache_layout: str | None = None
     """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine chooses."""
     record_trace: str | None = None
@@ -117,53 +124,153 @@ DEFAULTS = OffloadingConfig(cpu_bytes_to_use=0)
 from here. ``CPUOffloadingManager`` has a fixed signature that states two of them again; a test compares them."""
 
 
-def parse_struct(kind: type[Any], values: Mapping[str, Any], what: str) -> Any:
-    """``values`` as an instance of the msgspec struct ``kind``.
+def parse_struct(
+    kind: type[Any], values: Mapping[str, Any], what: str, elsewhere: Mapping[str, str] | None = None
+) -> Any:
+    """``values`` as an instance of the msgspec struct ``kind``. A key in ``_s`` takes text such as ``"10s"``, too.
 
-    Raises ``ConfigError`` for an unknown key or a wrong type, in one sentence that calls the mapping ``what``.
+    Raises ``ConfigError`` for all unknown keys, missing keys and wrong types at once, in a sentence each that calls the
+    mapping ``what``. ``elsewhere`` has what to do instead of a key that another system has. The value of a key that
+    takes text is never shown: it may be a secret.
     """
-    known = kind.__struct_fields__
+    known, _, problems = read_struct(kind, values, what, elsewhere or {})
+    problems.raise_found()
+    return kind(**known)
+
+
+def read_struct(
+    kind: type[Any], values: Mapping[str, Any], what: str, elsewhere: Mapping[str, str]
+) -> tuple[dict[str, Any], set[str], Problems]:
+    """The good values of ``parse_struct``, the keys that are missing or bad, and the problems with ``values``."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    problems = Problems()
+    good: dict[str, Any] = {}
+    bad: set[str] = set()
     for name in values:
-        if name not in known:
-            raise ConfigError(f"Unknown key {name!r} in {what}.{suggest(str(name), known)}")
-    try:
-        return msgspec.convert(dict(values), kind)
-    except msgspec.ValidationError as exc:
-        raise ConfigError(f"Bad value in {what}: {exc}.") from exc
+        if name not in fields:
+            hint = f" {elsewhere[name]}" if name in elsewhere else suggest(str(name), fields)
+            problems.add(f"Unknown key {name!r} in {what}.{hint}")
+    for name, known in fields.items():
+        if name not in values:
+            if known.required:
+                bad.add(name)
+                needs = _NEEDED.get(name, "")
+                problems.add(f"{what[:1].upper()}{what[1:]} lacks {name!r}{needs}.")
+            continue
+        value = values[name]
+        try:
+            if isinstance(value, str) and name.endswith("_s") and not name.endswith("_per_s"):
+                value = parse_seconds(value, f"{name} of {what}")
+            good[name] = msgspec.convert(value, known.type)
+        except msgspec.ValidationError:
+            bad.add(name)
+            shown = _show(value, known.type)
+            near = difflib.get_close_matches(str(value), _literals(known.type), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            problems.add(f"{name} of {what} must be {_describe(known.type)}, not {shown}.{hint}")
+        except ConfigError as exc:
+            bad.add(name)
+            problems.add(str(exc))
+    return good, bad, problems
+
+
+_MANY: dict[Any, str] = {dict: "mappings", str: "texts", int: "whole numbers", float: "numbers"}
+_NEEDED = {"cpu_bytes_to_use": ", the host memory for offloaded KV, for example '8GiB'"}
+"""What keys are that each configuration needs."""
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "a mapping",
+    tuple: "a list",
+    list: "a list",
+}
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """What ``kind`` is a union of; ``None`` left out."""
+    if get_origin(kind) in (Union, UnionType):
+        return tuple(choice for part in get_args(kind) for choice in _choices(part))
+    return () if kind is NoneType else (kind,)
+
+
+def _literals(kind: Any) -> tuple[Any, ...]:
+    """The values that a ``Literal`` in ``kind`` allows."""
+    return tuple(value for choice in _choices(kind) if get_origin(choice) is Literal for value in get_args(choice))
+
+
+def _describe(kind: Any) -> str:
+    """What a value of the type ``kind`` is, for people."""
+    words = []
+    for choice in _choices(kind):
+        origin = get_origin(choice) or choice
+        if origin is Literal:
+            words.append(f"one of {', '.join(repr(value) for value in get_args(choice))}")
+        elif origin in (list, tuple):
+            words.append(f"a list of {_MANY[get_origin(get_args(choice)[0]) or get_args(choice)[0]]}")
+        else:
+            words.append(_WORDS[origin])
+    return " or ".join(words)
+
+
+def _show(value: Any, kind: Any) -> str:
+    """``value``, which is not a ``kind``, for people; only its type where a text might be a secret."""
+    takes_text = any((get_origin(choice) or choice) in (str, dict, tuple, list) for choice in _choices(kind))
+    if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and not takes_text):
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    word = next((word for known, word in _WORDS.items() if isinstance(value, known)), f"a {type(value).__name__}")
+    takes_lists = any(get_origin(choice) in (tuple, list) for choice in _choices(kind))
+    return "a list with other things" if word == "a list" and takes_lists else word
+
+
+_FROM_VLLM = {
+    "blocks_per_chunk": "Here it is block_size, in tokens: that many times the engine's block size.",
+    "canonical_layout": "Leave it out.",
+    "backpressure": "Leave it out: a tier that cannot keep up drops writes by itself (max_backlog_blocks).",
+    "lmcache_config_file": "docs/moving.md has kvoffload's key for each of LMCache's.",
+}
+"""Keys of vLLM's own connectors and of LMCache, and what to do instead."""
 
 
 def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
     """Validates a user's mapping, the keys of which are the fields of ``OffloadingConfig``.
 
-    Raises ``ConfigError`` with one sentence that says what to change. Allocates nothing. Names of policies, specs and
-    tier types are checked where they are used.
+    Raises ``ConfigError`` with a sentence for each problem, which says what to change. Allocates nothing. Names of
+    policies, specs and tier types are checked where they are used, and with them in ``specs.read_config``.
     """
-    config: OffloadingConfig = parse_struct(OffloadingConfig, values, "the kvoffload configuration")
-    parse_bytes(config.cpu_bytes_to_use, "cpu_bytes_to_use")
-    _at_least("block_size", config.block_size if config.block_size is not None else 1, 1)
-    _at_least("store_threshold", config.store_threshold, 0)
-    _at_least("max_tracker_size", config.max_tracker_size, 1)
-    config.read_weights_version()
-    if config.prefill_tokens_per_s is not None and not 1e-3 <= config.prefill_tokens_per_s <= 1e12:
-        raise ConfigError(
-            f"prefill_tokens_per_s must be a number from 0.001 to 1e12, not {config.prefill_tokens_per_s}."
-        )
-    if not config.max_wait_s >= 0:
-        raise ConfigError(f"max_wait_s must be 0 or more seconds, not {config.max_wait_s}.")
-    for name in ("claim_share", "promotion_share"):
-        if not 0 < getattr(config, name) <= 1:
-            raise ConfigError(f"{name} must be above 0 and at most 1, not {getattr(config, name)}.")
-    if config.record_trace is not None and not Path(config.record_trace).parent.is_dir():
-        raise ConfigError(f"record_trace names a file in {Path(config.record_trace).parent}, which is not a directory.")
-    for tier in config.secondary_tiers:
-        if not isinstance(tier.get("type"), str):
-            raise ConfigError(f"Each of secondary_tiers needs a 'type' such as 'disk'; this one has {sorted(tier)}.")
+    config, problems = read_config_values(values)
+    problems.raise_found()
     return config
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, not {value}.")
+def read_config_values(values: Mapping[str, Any]) -> tuple[OffloadingConfig, Problems]:
+    """The problems with ``values``, and a configuration of what is good in them, with defaults for the rest."""
+    good, bad, problems = read_struct(OffloadingConfig, values, "the kvoffload configuration", _FROM_VLLM)
+    config = OffloadingConfig(**{"cpu_bytes_to_use": 1, **good})
+    if "cpu_bytes_to_use" not in bad:
+        with problems:
+            parse_bytes(config.cpu_bytes_to_use, "cpu_bytes_to_use")
+    for name, value, least in (
+        ("block_size", config.block_size, 1),
+        ("store_threshold", config.store_threshold, 0),
+        ("max_tracker_size", config.max_tracker_size, 1),
+    ):
+        if value is not None and value < least:
+            problems.add(f"{name} must be at least {least}, not {value}.")
+    with problems:
+        config.read_weights_version()
+    if config.prefill_tokens_per_s is not None and not 1e-3 <= config.prefill_tokens_per_s <= 1e12:
+        problems.add(f"prefill_tokens_per_s must be a number from 0.001 to 1e12, not {config.prefill_tokens_per_s}.")
+    if not config.max_wait_s >= 0:
+        problems.add(f"max_wait_s must be 0 or more seconds, not {config.max_wait_s}.")
+    for name in ("claim_share", "promotion_share"):
+        if not 0 < getattr(config, name) <= 1:
+            problems.add(f"{name} must be above 0 and at most 1, not {getattr(config, name)}.")
+    if config.record_trace is not None and not Path(config.record_trace).parent.is_dir():
+        problems.add(f"record_trace names a file in {Path(config.record_trace).parent}, which is not a directory.")
+    return config, problems
 
 
 # ------------------------------------------------------------------------------------------------------- layout
@@ -207,6 +314,25 @@ class KVGroupLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSlice:
+    """The part of every slot that one rank stores and loads. Raises ``LayoutError`` for values that make no sense."""
+
+    index: int
+    """Of the slice in the slot, from 0."""
+    num_slices: int
+    """Slices of a slot, which are of equal size."""
+    replica: int = 0
+    """Of this rank among those with the same slice, from 0."""
+    num_replicas: int = 1
+    """Ranks with the same slice, because they hold the same KV. Each of them loads every slot. Slot s is stored by
+    replica s modulo ``num_replicas`` alone."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.num_slices or not 0 <= self.replica < self.num_replicas:
+            raise LayoutError(f"A rank has one of the slices, and is one of its replicas: {self!r}.")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLayout:
     """How an engine lays out its KV cache: everything that both planes must agree on.
 
@@ -220,16 +346,22 @@ class EngineLayout:
     instance_id: str
     """Names this engine instance among the processes of the host; the same in all of its processes."""
     num_ranks: int = 1
-    """Workers of this node that hold slices of the same blocks (tensor parallelism)."""
+    """Workers that hold slices of the same blocks (tensor parallelism)."""
     rank: int = 0
     """Of this worker, from 0; 0 in the scheduler process."""
+    rank_slice: RankSlice | None = None
+    """This worker's part of a slot; ``None``: each rank has a slice of its own. Read ``slice``."""
+    rank_free: bool = False
+    """A slot has the same bytes however many slices it is divided into: its pages are of all ranks (``SharedPage``).
+    Then engines with other numbers of ranks may use it."""
     num_processes: int = 1
     """Processes of this node that map the primary tier: 1 where scheduler and worker are one process; otherwise one
-    for the scheduler and one for each rank."""
+    for each rank of the node, and one for the scheduler where it runs."""
     events_enabled: bool = False
     """Whether the engine takes events. Without this the manager records none."""
     identity: Mapping[str, str] = field(default_factory=dict)
-    """Everything besides a block's key that changes its bytes: model, revision, dtype, layout, parallel sizes."""
+    """Everything besides a block's key that changes its bytes: model, revision, dtype, layout. The number of ranks
+    is not among it."""
     hashes_are_stable: bool = True
     """Whether the same tokens give the same block hashes in another process. Persistent tiers need that."""
     unstable_hash_hint: str = ""
@@ -252,6 +384,11 @@ class EngineLayout:
                 )
 
     @property
+    def slice(self) -> RankSlice:
+        """This worker's part of a slot."""
+        return self.rank_slice or RankSlice(self.rank, self.num_ranks)
+
+    @property
     def has_states(self) -> bool:
         """Whether any group holds recurrent states."""
         return any(group.kind is GroupKind.SINGLE_STATE for group in self.groups)
@@ -272,9 +409,9 @@ class EngineLayout:
         return config.block_size // base
 
     def slice_bytes(self, factor: int) -> int:
-        """Bytes of one rank's part of a slot: the largest group's, so that any block fits any slot."""
+        """Bytes of one slice: the largest group's, so that any block fits any slot."""
         return factor * max(group.page_bytes for group in self.groups)
 
     def block_bytes(self, factor: int) -> int:
-        """Bytes of one slot: one slice per rank."""
-        return self.slice_bytes(factor) * self.num_ranks
+        """Bytes of one slot: all slices."""
+        return self.slice_bytes(factor) * self.slice.num_slices

@@ -18,6 +18,7 @@ __all__ = [
     "KVOffloadError",
     "LayoutError",
     "MissingExtraError",
+    "Problems",
     "StoreError",
     "TransferError",
     "UnknownNameError",
@@ -30,7 +31,13 @@ class KVOffloadError(Exception):
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """The caller's configuration cannot work; the message says what to change."""
+    """The caller's configuration cannot work. Its arguments are sentences, one for each problem, that say what to
+    change."""
+
+    def __str__(self) -> str:
+        if len(self.args) < 2:
+            return super().__str__()
+        return "\n".join([f"{len(self.args)} problems:", *(f"- {problem}" for problem in self.args)])
 
 
 class UnknownNameError(ConfigError):
@@ -57,9 +64,36 @@ class StoreError(KVOffloadError):
     """A block store failed as a whole. One bad block is a value instead."""
 
 
+class Problems:
+    """Collects the problems of several checks, so that a caller learns all of them at once.
+
+    ``with problems:`` around a check keeps the ``ConfigError`` that it raises; ``raise_found`` raises them as one.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def __enter__(self) -> Problems:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self._found += [str(problem) for problem in error.args if str(problem) not in self._found]
+        return True
+
+    def add(self, problem: str) -> None:
+        if problem not in self._found:
+            self._found.append(problem)
+
+    def raise_found(self) -> None:
+        """Raises what was collected as one ``ConfigError``; without problems, returns."""
+        if self._found:
+            raise ConfigError(*self._found)
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """The end of an error message: ``" Did you mean 'lru'? Choices: arc, lru."``."""
+    """The end of an error message: ``" Did you mean 'lru'?"``, or all choices where none is near."""
     known = sorted(choices)
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{hint} Choices: {', '.join(known) or 'none'}."
+    return f" Did you mean {close[0]!r}?" if close else f" Choices: {', '.join(known) or 'none'}."

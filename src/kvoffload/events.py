@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvoffload.base import OffloadingEvent, OffloadKey
 
-__all__ = ["PendingEvents"]
+__all__ = ["NO_EVENTS", "PendingEvents"]
 
 _MIN_KEYS = 65_536
 
@@ -34,11 +36,11 @@ class PendingEvents:
         """Keys in the events that wait."""
         return self._num_keys
 
-    def add(self, keys: list[OffloadKey], *, removed: bool) -> None:
-        """``keys`` have left (``removed``) or appeared. The list is this object's from now on."""
+    def add(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
+        """``keys`` have left (``removed``) or appeared."""
         if not keys:
             return
-        self._events.append(OffloadingEvent(keys, self._medium, removed))
+        self._events.append(OffloadingEvent([*keys], self._medium, removed))
         self._num_keys += len(keys)
         if self._num_keys > self._fold_at:
             self._fold()
@@ -65,3 +67,13 @@ class PendingEvents:
         self._events = [OffloadingEvent(keys, self._medium, removed) for keys, removed in changes if keys]
         # Twice what cannot be folded: each key is looked at twice on average, however late a taker comes.
         self._fold_at = max(self._min_keys, 2 * self._num_keys)
+
+
+class _NoEvents(PendingEvents):
+    """Remembers nothing: no events are taken."""
+
+    def add(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
+        return
+
+
+NO_EVENTS = _NoEvents("")

@@ -17,7 +17,9 @@ from math import inf, nextafter
 
 __all__ = [
     "HOST",
+    "IGNORED_HINTS",
     "METRICS",
+    "NEXT_USES",
     "Histogram",
     "Kind",
     "Metric",
@@ -58,6 +60,8 @@ _BLOCKS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 OUTCOMES = ("ok", "failed")
 GROUP_KINDS = ("full_attention", "sliding_window", "single_state")
 DIRECTIONS = ("read", "write")
+NEXT_USES = ("soon", "later", "never", "unknown")
+IGNORED_HINTS = ("unknown", "malformed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +218,20 @@ METRICS: dict[str, Metric] = _table(
             "Resets, by the epoch that they began: the engine's own, that of a weights_version, or the tiers' old one.",
             ("epoch",),
             (("own", "named", "kept"),),
+        ),
+        Metric(
+            "requests_by_hint",
+            _C,
+            "Requests, by what their client said of the next use of their blocks.",
+            ("next_use",),
+            (NEXT_USES,),
+        ),
+        Metric(
+            "hints_ignored",
+            _C,
+            "Hints that say nothing of the next use (unknown) or make no sense (malformed).",
+            ("reason",),
+            (IGNORED_HINTS,),
         ),
         Metric("stale_jobs", _C, "Transfers that ended after a reset, whose blocks are not found any more."),
         Metric("fenced_jobs", _C, "Transfers waited for because the engine was about to reuse their GPU blocks."),

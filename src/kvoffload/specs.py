@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 from kvoffload.base import OffloadingSpec
-from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.config import EngineLayout, OffloadingConfig, read_config_values
 from kvoffload.errors import ConfigError
 from kvoffload.registry import Registry
 
-__all__ = ["SPECS", "make_spec", "spec_class"]
+__all__ = ["SPECS", "make_spec", "read_config", "spec_class"]
 
 SPECS: Registry[type[OffloadingSpec]] = Registry("offloading spec", "kvoffload.specs")
 """Every spec by name. Outsiders add one with ``SPECS.register`` or the entry point ``kvoffload.specs``."""
@@ -24,17 +26,28 @@ def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
 
     Raises ``ConfigError`` if the name is unknown, fails to import or is not a spec.
     """
+    name = config.spec_name or ("TieringOffloadingSpec" if config.secondary_tiers else "CPUOffloadingSpec")
     if config.spec_module_path is None:
-        return SPECS.get(config.spec_name)
+        return SPECS.get(name)
     try:
-        spec = getattr(importlib.import_module(config.spec_module_path), config.spec_name)
+        spec = getattr(importlib.import_module(config.spec_module_path), name)
     except (ImportError, AttributeError) as exc:
-        raise ConfigError(
-            f"spec_name {config.spec_name!r} of {config.spec_module_path!r} fails to import: {exc}"
-        ) from exc
+        raise ConfigError(f"spec_name {name!r} of {config.spec_module_path!r} fails to import: {exc}.") from exc
     if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
-        raise ConfigError(f"{config.spec_module_path}:{config.spec_name} is not an OffloadingSpec.")
+        raise ConfigError(f"{config.spec_module_path}:{name} is not an OffloadingSpec.")
     return spec
+
+
+def read_config(values: Mapping[str, Any]) -> OffloadingConfig:
+    """``parse_config``, with what the spec refuses whatever the layout. Allocates and touches nothing.
+
+    Raises ``ConfigError`` with all problems at once.
+    """
+    config, problems = read_config_values(values)
+    with problems:
+        spec_class(config).check_config(config)
+    problems.raise_found()
+    return config
 
 
 def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:

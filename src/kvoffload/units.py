@@ -11,13 +11,13 @@ __all__ = ["format_bytes", "parse_bytes", "parse_seconds"]
 
 _FACTORS = {"": 1, "b": 1}
 _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
-_FACTORS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)}
+_FACTORS |= {f"{prefix}i{end}": 1024**power for power, prefix in enumerate("kmgtp", start=1) for end in ("", "b")}
 _SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, name: str = "size") -> int:
-    """``4096``, ``"4096"``, ``"64 MB"`` or ``"1.5GiB"`` as a number of bytes.
+    """``4096``, ``"4096"``, ``"64 MB"``, ``"1.5GiB"`` or Kubernetes' ``"64Gi"`` as a number of bytes.
 
     Raises ``ConfigError``, which calls the value ``name``, for anything else and for what is not positive.
     """

@@ -15,9 +15,10 @@ import typer
 
 import kvoffload
 from kvoffload import cli
-from kvoffload.cli import demo, doctor, explain, plan, simulate, store, top
+from kvoffload.cli import check_config, demo, doctor, explain, plan, simulate, store, top
 
 MODULES = {
+    "check-config": check_config,
     "demo": demo,
     "doctor": doctor,
     "explain": explain,

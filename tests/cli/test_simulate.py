@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("typer")
 from kvoffload.cli import main
+from kvoffload.cli.machine import device_blocks, load_one
+from kvoffload.sim.report import format_seconds
 from kvoffload.tiering.options import parse_tier
 
 
@@ -41,6 +43,20 @@ def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str
         main([str(arg) for arg in args])
     out, err = capsys.readouterr()
     return int(caught.value.code or 0), out, err
+
+
+def test_what_hints_would_be_worth(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["simulate", "synthetic:chat:1", "--max-requests", "700", "--policy", "density", "--cpu", "5%"]
+    rates = []
+    for hints in ([], ["--hints", "noisy:0.3"], ["--hints", "oracle"]):
+        code, _, _ = run(capsys, *common, *hints, "--processes", "1", "--json", tmp_path / "o.json")
+        assert code == 0
+        (report,) = json.loads((tmp_path / "o.json").read_text())
+        rates.append(report["runs"][-1]["hit_rate"])
+    assert rates == sorted(set(rates))
+    code, _, err = run(capsys, *common, "--hints", "perfect")
+    assert code == 2
+    assert "--hints is oracle, or noisy:P" in err
 
 
 def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +141,7 @@ def test_processes_do_not_change_results(trace: Path, tmp_path: Path) -> None:
         (["--cpu", "inf%"], "'inf%' is not a share"),
         (["--cpu", "0%"], "less than one block"),
         (["--cpu", "0"], "--cpu must be positive"),
+        (["--gpu-blocks", "1", "--gpu-kv-tokens", "1"], "both give the device's cache"),
         (["--disk", "1KiB"], "--disk: 1KiB is less than one block"),
         (["--stretch", "0"], "--stretch must be positive"),
         (["--stretch", "nan"], "--stretch must be positive, not nan"),
@@ -193,10 +210,14 @@ def test_plan_buys_what_reaches_the_goal(trace: Path, tmp_path: Path, capsys: py
     code, out, _ = by_config
     assert code == 0
     assert "Buy " in out
-    code, _, err = run(capsys, *goal, "99")
-    assert code == 2
-    assert "is all that this trace offers" in err
-    code, out, _ = run(capsys, "plan", trace, "--processes", "1", "--ttft", "10", "--max-disk", "10GiB")
+    code, out, _ = run(capsys, *goal, "99")
+    assert code == 1
+    assert "all that this trace offers" in " ".join(out.split())
+    assert "24 MiB" not in out and out.count("│") > 50, "the table shows what was tried"
+    code, out, _ = run(capsys, *goal, "60%", "--gpu-kv-tokens", "1000000")
+    assert code == 0
+    assert "Buy nothing: the GPU's own cache reaches the goal" in out
+    code, out, _ = run(capsys, "plan", trace, "--processes", "1", "--ttft", "0.5", "--max-disk", "10GiB")
     assert code == 0
     assert "of host memory" in out
 
@@ -207,6 +228,10 @@ def test_plan_buys_what_reaches_the_goal(trace: Path, tmp_path: Path, capsys: py
         ([], "Give one goal"),
         (["--hit-rate", "10", "--ttft", "1"], "Give one goal"),
         (["--hit-rate", "101"], "between 0 and 100 %"),
+        (["--hit-rate", "0.6"], "write 60 for 60 %, or 0.6% if that is meant"),
+        (["--hit-rate", "most"], "a number of percent such as 60, not 'most'"),
+        (["--hit-rate", "10", "--load-policy", "never"], "--load-policy is cost or always"),
+        (["--hit-rate", "10", "--disk-read-speed", "fast"], "--disk-read-speed: 'fast' is not a size"),
         (["--hit-rate", "10", "--quantile", "p42"], "--quantile is p50, p90 or p99"),
         (["--hit-rate", "10", "--layers", "3"], "belong together"),
         (["--hit-rate", "10", "--cpu-price", "-1"], "must not be negative"),
@@ -279,12 +304,69 @@ def test_without_cascade_the_sizes_decide_as_in_serving(
     assert expected == {19: "on_evict", 20: "on_store"}
 
 
-def test_an_assumed_kv_size_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_assumptions_come_first(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["simulate", trace, "--cpu", "10%", "--policy", "lru"], ["plan", trace, "--hit-rate", "60"]):
         _, out, _ = run(capsys, *command, "--processes", "1")
-        assert "Assumes 128 KiB of KV per token" in out
-        _, out, _ = run(capsys, *command, "--processes", "1", "--kv-bytes-per-token", "131072")
-        assert "Assumes" not in out
+        assert out.startswith("Assumptions\n  KV per token   128 KiB, a guess")
+        assert "what follows is an upper bound" in out
+        given = ["--kv-bytes-per-token", "131072", "--gpu-kv-tokens", "2560", "--prefill-speed", "7000"]
+        _, out, _ = run(capsys, *command, "--processes", "1", *given)
+        head = out[: out.index("┏")]
+        assert "128 KiB\n" in head and "2,560 tokens" in head and "7,000 tokens/s" in head
+        assert "upper bound" not in out
+
+
+def test_a_run_without_offloading_shows_what_is_gained(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "o.json"
+    args = ["simulate", trace, "--policy", "lru", "--cpu", "3GiB", "--gpu-blocks", "5", "--processes", "1"]
+    _, out, _ = run(capsys, *args, "--json", target)
+    (report,) = json.loads(target.read_text())
+    alone, (with_memory,) = report["without_offloading"], report["runs"]
+    assert alone["cpu_hit_blocks"] == alone["stored_bytes"] == 0 < alone["gpu_hit_blocks"]
+    assert alone["gpu_hit_blocks"] <= with_memory["gpu_hit_blocks"]
+    rows = [line for line in out.splitlines() if line.startswith("│")]
+    assert rows[0].split("│")[1].strip() == "none"
+    gained_s = alone["ttft_s"]["mean"] - with_memory["ttft_s"]["mean"]
+    assert gained_s > 0
+    assert rows[1].split("│")[-2].strip() == format_seconds(gained_s)
+    headings = next(line for line in out.splitlines() if line.startswith("┃"))
+    assert len(headings) <= 80
+    _, out, _ = run(capsys, *args, "--wide")
+    assert "saved prefill" in out
+
+
+def test_saturation_is_said_in_words(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["simulate", trace, "--cpu", "10%", "--policy", "lru"], ["plan", trace, "--hit-rate", "60"]):
+        assert "cannot keep up" in run(capsys, *command, "--processes", "1", "--prefill-speed", "2000")[1]
+        assert "cannot keep up" not in run(capsys, *command, "--processes", "1", "--prefill-speed", "1e7")[1]
+
+
+def test_a_model_by_its_name_comes_from_the_hubs_cache(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    config = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    config.write_text(json.dumps(sizes))
+    asked: list[tuple[str, ...]] = []
+
+    def download(*names: str) -> str:
+        asked.append(names)
+        if names[0] != "org/m":
+            raise OSError("no such name")
+        return str(config)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    args = ["simulate", trace, "--policy", "lru", "--cpu", "10%", "--processes", "1", "--model", "org/m"]
+    code, out, _ = run(capsys, *args)
+    assert code == 0
+    assert "KV per token   128 KiB\n" in out
+    code, _, err = run(capsys, *args[:-1], "org/other")
+    assert code == 2
+    assert "There is no file org/other, and no config.json of that name can be had" in err
+    assert asked == [("org/m", "config.json"), ("org/other", "config.json")]
 
 
 def test_a_plan_as_json(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,4 +392,13 @@ def test_a_plan_as_json(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_progress_is_lines_where_the_output_is_no_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = run(capsys, "simulate", trace, "--processes", "1", "--policy", "lru", "--cpu", "10%,20%,30%")
-    assert [line.rpartition(",")[0] for line in err.splitlines()] == [f"chat: {runs} of 3 runs" for runs in (1, 2, 3)]
+    counts = [line.rpartition(",")[0] for line in err.splitlines()]
+    assert counts == [f"chat: {runs} of 4 runs" for runs in (1, 2, 3, 4)]
+
+
+def test_the_device_by_blocks_or_by_tokens(trace: Path) -> None:
+    loaded = load_one(trace, None, None)
+    assert loaded.block_tokens == 512
+    assert device_blocks(loaded, None, None) == 0
+    assert device_blocks(loaded, 7, None) == 7
+    assert device_blocks(loaded, None, 512 * 7 + 511) == 7

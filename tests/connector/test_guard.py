@@ -110,6 +110,31 @@ def test_a_request_lives_through_a_manager_that_breaks() -> None:
     assert not scheduler.has_pending_work()
 
 
+def test_an_answer_may_end_at_its_first_miss_and_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:
+    inner = CPUOffloadingManager(4)
+    guarded = GuardedManager(inner)
+    for given, taken in (
+        ([True, False], [True, False]),
+        ([True, True, False], [True, True, False]),
+        ([True, True], [False]),
+        ([True, None], [False]),
+        ([True, False, True], [True, False]),
+        ([False, None, False], [False]),
+    ):
+        inner.lookup_prefix = lambda *_, given=given: given  # type: ignore[method-assign, misc]
+        assert guarded.lookup_prefix([key(1), key(2), key(3)], CONTEXT) == taken
+
+
+def test_a_block_that_is_missing_is_in_no_hit_whatever_is_answered_after_it() -> None:
+    """A plug-in that answers for each key. A load of the missing block would bring whatever lies in some slot."""
+    rig = Rig()
+    rig.scheduler = OffloadingConnectorScheduler(
+        GuardedManager(rig.manager), rig.layout, OffloadingConfig(cpu_bytes_to_use=1 << 20)
+    )
+    rig.manager.lookup_prefix = lambda keys, *_: [True, False, True, True][: len(keys)]  # type: ignore[method-assign]
+    assert rig.ask(rig.arrive(Request("r", 4 * BT + 1))) == (BT, True)
+
+
 @pytest.mark.parametrize(
     ("method", "answer"),
     [

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 
 import pytest
 from tests.connector.rig import Request, key
@@ -77,3 +78,44 @@ def test_reports_of_ranks_merge_in_order() -> None:
     results = [(rank, TransferResult(job_id, True)) for rank, job_id in ((0, 5), (0, 3), (1, 5))]
     merged = WorkerReport.merge([WorkerReport(tuple(results[:2])), WorkerReport(), WorkerReport(tuple(results[2:]))])
     assert merged.results == tuple(results)
+
+
+class Pool:
+    """Counts the holds of each block."""
+
+    def __init__(self) -> None:
+        self.held: Counter[int] = Counter()
+        self.released: list[tuple[int, ...]] = []
+
+    def hold(self, gpu_block_ids: Collection[int]) -> None:
+        self.held.update(gpu_block_ids)
+
+    def release(self, gpu_block_ids: Collection[int]) -> None:
+        self.held.subtract(gpu_block_ids)
+        self.released.append(tuple(gpu_block_ids))
+        assert min(self.held.values()) >= 0
+
+
+def test_the_blocks_of_a_store_are_held_until_it_is_flushed_or_has_ended_on_all_ranks(
+    table: JobTable, request_state: RequestOffloadState
+) -> None:
+    table.pool = pool = Pool()
+    first, second = begin(table, request_state, 4, 2, 2), begin(table, request_state, 2, 3)
+    assert pool.held == {4: 1, 2: 2, 3: 1}
+    assert table.flush_for_blocks([3]) == [second.job_id]
+    assert pool.released == [(2, 3)]
+    for rank in range(2):
+        assert len(pool.released) == 1
+        table.record(rank, TransferResult(first.job_id, True))
+    assert pool.released == [(2, 3), (4, 2)]
+    for rank in range(2):
+        table.record(rank, TransferResult(second.job_id, True))
+    assert len(pool.released) == 2
+
+
+def test_a_load_holds_nothing(table: JobTable, request_state: RequestOffloadState) -> None:
+    table.pool = pool = Pool()
+    job = table.begin(Direction.LOAD, request_state, [key(0)], [1, 2])
+    table.remove(job)
+    assert not pool.held
+    assert not pool.released

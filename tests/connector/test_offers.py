@@ -26,21 +26,21 @@ class Piece:
 
 @dataclass
 class Offering:
-    """One request's blocks, offered from ``cursor`` on."""
+    """One request's blocks, offered from ``next_block`` on."""
 
     manager: SpyManager
     blocks: list[OffloadKey]
     state: PortionState = field(default_factory=PortionState)
-    cursor: int = 0
+    next_block: int = 0
     in_flight: list[OffloadKey] = field(default_factory=list)
 
     def plan(self, max_blocks: int) -> Piece | None:
-        keys = self.blocks[self.cursor : self.cursor + max_blocks]
-        return Piece(keys, len(keys), self.cursor + len(keys) == len(self.blocks)) if keys else None
+        keys = self.blocks[self.next_block : self.next_block + max_blocks]
+        return Piece(keys, len(keys), self.next_block + len(keys) == len(self.blocks)) if keys else None
 
     def accept(self, portion: Piece, output: PrepareStoreOutput | None) -> bool:
         assert output is not None
-        self.cursor += portion.largest
+        self.next_block += portion.largest
         self.in_flight += output.keys_to_store
         return not set(self.blocks).isdisjoint(output.evicted_keys)
 
@@ -70,7 +70,7 @@ def test_a_refused_portion_is_cut_to_a_quarter_and_an_accepted_one_lets_the_next
     request = offering(num_slots=20, num_blocks=64)
     assert not request.offer()
     assert request.sizes == [64, 16, 48], "one refused after an accepted one waits"
-    assert request.cursor == 16
+    assert request.next_block == 16
     assert request.state.max_blocks == 12
 
 
@@ -119,15 +119,15 @@ def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:
     config = OffloadingConfig(cpu_bytes_to_use=1, block_size=2 * BT)
     geometry = geometry_of(EngineLayout((FULL, state_layout, FULL), BT, "rig"), config)
     groups = [
-        GroupState([key(n) for n in range(3)], [10, 11, 12, 13, 14, 15], cursor=0),
+        GroupState([key(n) for n in range(3)], [10, 11, 12, 13, 14, 15], next_block=0),
         GroupState([key(n, 1) for n in range(6)], [], states={5: 90}),
-        GroupState([key(n, 2) for n in range(3)], [20, 21, 22, 23, 24, 25], cursor=1),
+        GroupState([key(n, 2) for n in range(3)], [20, 21, 22, 23, 24, 25], next_block=1),
     ]
     state = RequestOffloadState(Request("r", 6 * BT), CONTEXT, OffloadPolicy.BLOCK_LEVEL, tuple(groups))
     offer = plan_offer(geometry, BT, state, 0, 6 * BT, UNLIMITED)
     assert offer is not None
     assert offer.keys == [key(0), key(1), key(2), key(5, 1), key(1, 2), key(2, 2)]
-    assert (offer.cursors, offer.largest, offer.is_last) == ([3, 0, 3], 3, True)
+    assert (offer.next_blocks, offer.largest, offer.is_last) == ([3, 0, 3], 3, True)
 
     def source(*keys: OffloadKey) -> tuple[list[int], list[int], list[int]] | None:
         return select_source(geometry, offer, keys)

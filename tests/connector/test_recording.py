@@ -118,7 +118,7 @@ def test_a_recorder_that_cannot_be_closed_does_not_keep_the_manager_from_it(
 
 @pytest.mark.parametrize("factor", [1, 4])
 @pytest.mark.parametrize("prompt_tokens", [7, 16, 17, 25, 40])
-def test_a_story_has_all_tokens_of_its_prompt(factor: int, prompt_tokens: int, tmp_path: Path) -> None:
+def test_an_explanation_has_all_tokens_of_its_prompt(factor: int, prompt_tokens: int, tmp_path: Path) -> None:
     """Also where offloaded blocks are larger than the device's."""
     values = {"cpu_bytes_to_use": 1 << 20, "record_trace": str(tmp_path / "t.jsonl"), "block_size": factor * BT}
     scheduler = OffloadingConnectorScheduler(
@@ -130,12 +130,12 @@ def test_a_story_has_all_tokens_of_its_prompt(factor: int, prompt_tokens: int, t
     scheduler.update_state_after_alloc(request, (tuple(range(20)),), 0)
     scheduler.request_finished(request)
     scheduler.shutdown()
-    story = json.loads((tmp_path / "t.jsonl").read_text())["story"]
-    assert sum(story["found"].values()) + sum(story["missed"].values()) == prompt_tokens
+    explanation = json.loads((tmp_path / "t.jsonl").read_text())["story"]
+    assert sum(explanation["found"].values()) + sum(explanation["missed"].values()) == prompt_tokens
 
 
 def ended(rig: Rig, *requests: Request) -> list[dict[str, dict[str, int]]]:
-    """The stories of ``requests``, which were the last ones, once all have ended."""
+    """The explanations of ``requests``, which were the last ones, once all have ended."""
     for request in requests:
         rig.finish(request)
     rig.scheduler.shutdown()
@@ -151,8 +151,8 @@ def test_a_device_hit_inside_a_lost_block_with_nothing_behind_it_ends_no_recordi
     request = rig.arrive(Request("r", 2 * BT))
     assert rig.ask(request, computed=BT) == (0, False)
     rig.alloc(request, [100, 5])
-    (story,) = ended(rig, request)
-    assert (story["found"], story["missed"], story["lost_s"]) == ({"device": BT}, {"tail": BT}, {})
+    (explanation,) = ended(rig, request)
+    assert (explanation["found"], explanation["missed"], explanation["lost_s"]) == ({"device": BT}, {"tail": BT}, {})
 
 
 def test_what_a_speculative_head_cannot_use_has_the_cause_of_the_block_behind_it(tmp_path: Path) -> None:
@@ -164,9 +164,12 @@ def test_what_a_speculative_head_cannot_use_has_the_cause_of_the_block_behind_it
         assert rig.ask(request) == (2 * BT, True)
         rig.alloc(request, range(6), external=2 * BT)
         rig.end(*rig.step().loads)
-    stories = ended(rig, *requests)
-    assert [story["found"] for story in stories] == [{"device": 0, "CPU": 2 * BT}] * 2
-    assert [story["missed"] for story in stories] == [{"tail": BT + 1}, {"new": 2 * BT, "tail": BT + 1}]
+    explanations = ended(rig, *requests)
+    assert [explanation["found"] for explanation in explanations] == [{"device": 0, "CPU": 2 * BT}] * 2
+    assert [explanation["missed"] for explanation in explanations] == [
+        {"tail": BT + 1},
+        {"new": 2 * BT, "tail": BT + 1},
+    ]
 
 
 def test_a_limit_inside_a_block_is_the_cause_of_the_blocks_rest(tmp_path: Path) -> None:
@@ -176,11 +179,11 @@ def test_a_limit_inside_a_block_is_the_cause_of_the_blocks_rest(tmp_path: Path) 
     assert rig.ask(request) == (BT, True)
     rig.alloc(request, range(5), external=BT)
     rig.end(*rig.step().loads)
-    (story,) = ended(rig, request)
-    assert story["missed"] == {"load limit": 3 * BT, "tail": 1}
+    (explanation,) = ended(rig, request)
+    assert explanation["missed"] == {"load limit": 3 * BT, "tail": 1}
 
 
-def test_a_load_that_fails_after_its_request_is_no_part_of_the_story(tmp_path: Path) -> None:
+def test_a_load_that_fails_after_its_request_is_not_a_part_of_the_explanation(tmp_path: Path) -> None:
     rig = Rig(record_trace=str(tmp_path / "t.jsonl"))
     rig.store_prefix(2 * BT)
     first = rig.arrive(Request("first", BT, stem="other"))  # while it is there, later requests' lines are not written
@@ -192,8 +195,8 @@ def test_a_load_that_fails_after_its_request_is_no_part_of_the_story(tmp_path: P
     rig.end(load, success=False)
     rig.finish(first)
     rig.scheduler.shutdown()
-    story = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[-1])["story"]
-    assert (story["found"], story["missed"]) == ({"device": 0, "CPU": BT}, {"tail": BT})
+    explanation = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[-1])["story"]
+    assert (explanation["found"], explanation["missed"]) == ({"device": 0, "CPU": BT}, {"tail": BT})
 
 
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_the_next_part_gives_the_blocks_it_changes_other_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "same_blocks", "num_tokens", "cursor"),
+    ("before", "same_blocks", "num_tokens", "next_block"),
     [
         (3, 2, 4 * BT, 2),
         (3, 0, 4 * BT, 0),
@@ -82,19 +82,19 @@ def test_the_next_part_gives_the_blocks_it_changes_other_keys() -> None:
     ],
 )
 def test_blocks_that_the_next_part_changes_are_offered_and_owned_anew(
-    before: int, same_blocks: int, num_tokens: int, cursor: int
+    before: int, same_blocks: int, num_tokens: int, next_block: int
 ) -> None:
     request = session(3 * BT)
     state, geometry = tracked(request)
     state.extend_keys(geometry)
-    assert state.owns_any([key(2, stem="a")])
-    state.groups[0].cursor = before
+    assert state.keys.owns_any([key(2, stem="a")])
+    state.groups[0].next_block = before
     request.go_on(same_blocks, num_tokens)
     state.extend_keys(geometry)
-    assert state.groups[0].cursor == cursor
-    assert state.next_offer_tokens == (cursor + 1) * BT
+    assert state.groups[0].next_block == next_block
+    assert state.next_offer_tokens == (next_block + 1) * BT
     for block, own in enumerate(keys_of(state)):
-        assert state.owns_any([own]), f"block {block}"
+        assert state.keys.owns_any([own]), f"block {block}"
 
 
 def test_what_was_computed_is_ready_again_when_a_later_step_shows_it() -> None:

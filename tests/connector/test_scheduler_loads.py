@@ -11,6 +11,7 @@ from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
 from kvoffload.base import ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
 from kvoffload.connector import NO_BLOCK, BoundaryState, LoadOutcome, TransferJob
+from kvoffload.connector.requests import UNKNOWN
 from kvoffload.errors import TransferError
 
 
@@ -342,6 +343,8 @@ def test_blocks_are_counted_by_kind_and_hits_by_the_tier_of_attention(
     last_group = len(groups) - 1
     monkeypatch.setattr(rig.manager, "sources", lambda req_context: {key(1, last_group): "disk"})
     rig.alloc(request, *([NO_BLOCK, 1], [2, 3])[: len(groups)], external=8)
+    expected = {"disk": on_disk} | ({"CPU": 8 - on_disk} if on_disk < 8 else {})
+    assert rig.scheduler.hit_tokens_by_tier(request) == expected
     rig.end(*rig.step().loads)
     stats = rig.scheduler.get_stats()
     assert stats["tier_hit_tokens", "disk"] == on_disk, "a state alone stands for all tokens"
@@ -392,7 +395,7 @@ def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: py
     request = rig.arrive(Request("r", 17))
     assert rig.ask(request) == (16, True)
     assert known == [{key(1), key(3)}] * 2, "for attention, and for the state"
-    assert rig.scheduler._requests["r"].hit_ends is None
+    assert rig.scheduler._requests["r"].hit.possible == UNKNOWN
 
 
 def test_a_manager_that_does_not_say_what_it_holds_breaks_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:

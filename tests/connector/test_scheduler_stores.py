@@ -271,7 +271,7 @@ def decode(rig: Rig, request: Request) -> list[list[int]]:
     return stored(rig.step(rig.run(request, [], computed=request.num_tokens - 1, new=False)))
 
 
-def test_refused_blocks_are_offered_again_and_the_cursor_stays() -> None:
+def test_refused_blocks_are_offered_again_in_their_turn() -> None:
     rig = Rig(num_blocks=4)
     stores = fill_and_pin(rig, 4)
     request = Request("r", 9)

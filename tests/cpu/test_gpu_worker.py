@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, SharedPage
+from kvoffload.config import RankSlice
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.gpu_worker import copy_layout, make_handlers
 from kvoffload.cpu.region import SharedOffloadRegion
@@ -54,7 +55,7 @@ def make_rig(factor: int, device: str = "cpu", rank: int = 0, shared: bool = Fal
     slice_bytes = factor * max(sum(pages[index] for index in group) for group in groups)
     shape = 8, slice_bytes * 2
     region = SharedOffloadRegion.shared("rig", *shape, 1) if shared else SharedOffloadRegion.anonymous(*shape)
-    handlers = make_handlers(caches, region.create_kv_memoryview(), factor, slice_start=rank * slice_bytes)
+    handlers = make_handlers(caches, region.create_kv_memoryview(), factor, RankSlice(rank, 2))
     return TorchRig(handlers["GPU", "CPU"], handlers["CPU", "GPU"], factor, groups, tensors, pages, region)
 
 
@@ -117,15 +118,26 @@ def _slots(*slots: int) -> CPULoadStoreSpec:
 def test_layouts_that_cannot_be_copied_are_refused(tensor: torch.Tensor, page: int, message: str) -> None:
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page)], [[CanonicalKVCacheRef(0, page)]])
     with pytest.raises(LayoutError, match=message):
-        copy_layout(caches, memoryview(bytearray(256)).cast("B", (2, 128)), 1, 0)
+        copy_layout(caches, memoryview(bytearray(256)).cast("B", (2, 128)), 1)
 
 
-def test_a_slice_that_would_overwrite_the_next_ranks_bytes_is_refused() -> None:
+def test_a_slice_that_would_overwrite_the_next_one_is_refused() -> None:
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(torch.zeros((4, 65), dtype=torch.uint8), 65)], [[CanonicalKVCacheRef(0, 65)]]
     )
     view = memoryview(bytearray(256)).cast("B", (2, 128))
     with pytest.raises(LayoutError, match="take 65 bytes on this rank, and the engine's layout has 64"):
-        copy_layout(caches, view, 1, 0, 64)
-    with pytest.raises(LayoutError, match="does not fit slots of 128 bytes"):
-        copy_layout(caches, view, 1, 64, 65)
+        copy_layout(caches, view, 1, RankSlice(0, 2))
+    with pytest.raises(LayoutError, match="128 bytes cannot be cut into 3 slices of equal size"):
+        copy_layout(caches, view, 1, RankSlice(0, 3))
+
+
+def test_pages_of_all_ranks_that_would_overwrite_the_next_slot_are_refused() -> None:
+    tensor = CanonicalKVCacheTensor(torch.zeros((4, 16), dtype=torch.uint8), 16)
+    view = memoryview(bytearray(256)).cast("B", (2, 128))
+    for factor, start in ((1, 96), (2, 32)):
+        refs = [[CanonicalKVCacheRef(0, 16, SharedPage(start, 32, 16))]]
+        layout = copy_layout(CanonicalKVCaches([tensor], refs), view, factor, RankSlice(1, 2))
+        assert layout.bytes_in_slot(0)[-1] == slice(112, 128)
+        with pytest.raises(LayoutError, match=r"blocks take .* bytes on all ranks, and the engine's layout has 128"):
+            copy_layout(CanonicalKVCaches([tensor], refs), view, factor + 1, RankSlice(1, 2))

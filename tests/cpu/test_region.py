@@ -106,6 +106,8 @@ def test_processes_that_disagree_are_refused(name: str) -> None:
     first = join(name, 4, 4096, num_processes=2)
     with pytest.raises(ConfigError, match="disagree"):
         join(name, 5, 4096, num_processes=2)
+    with pytest.raises(ConfigError, match="'4 4096 2' and '8 2048 2'"):
+        join(name, 8, 2048, num_processes=2)  # as many bytes
     join(name, 4, 4096, num_processes=2).close()
     first.close()
 
@@ -283,7 +285,7 @@ def test_a_link_leads_nowhere(name: str, tmp_path: Path, suffix: str) -> None:
         other = os.open(segment, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(other, fcntl.LOCK_SH)
         os.truncate(segment, 4096)
-        segment.with_suffix(".joined").write_text("1 4096 3")
+        segment.with_suffix(".joined").write_text("1 1 4096 3")
         segment.with_suffix(".joined").chmod(0o600)
         link.unlink(missing_ok=True)
     link.symlink_to(victim)
@@ -297,7 +299,7 @@ def test_a_link_leads_nowhere(name: str, tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o666])
 def test_a_segment_that_others_may_touch_is_neither_joined_nor_removed(name: str, mode: int) -> None:
     segment = segment_of(name)
-    for path, content in ((segment, bytes(4096)), (segment.with_suffix(".joined"), b"1 4096 2")):
+    for path, content in ((segment, bytes(4096)), (segment.with_suffix(".joined"), b"1 1 4096 2")):
         path.write_bytes(content)
         path.chmod(mode)
     with pytest.raises(ConfigError, match="wrong owner or mode"):
@@ -314,7 +316,7 @@ def test_a_segment_of_another_user_is_neither_joined_nor_removed(name: str) -> N
     SHM.chmod(0o1777)
 
     def leave() -> None:
-        for path, content in ((segment, bytes(4096)), (segment.with_suffix(".joined"), b"1 4096 2")):
+        for path, content in ((segment, bytes(4096)), (segment.with_suffix(".joined"), b"1 1 4096 2")):
             path.touch(0o600)
             path.write_bytes(content)
         (SHM / "kvoffload-stray.joined").touch(0o600)

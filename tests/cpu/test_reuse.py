@@ -22,13 +22,13 @@ def test_a_request_counts_a_key_once_however_it_asks() -> None:
     reuse = ReuseFilter(2)
     first = announced(reuse, "a")
     for _ in range(5):
-        reuse.looked_up(key(1), first)
+        reuse.looked_up([key(1)], first)
         reuse.peeked(keys(1, 2), first)
     assert reuse.offered(keys(1, 2), first) == []
     assert reuse.offered(keys(1, 2), first) == []
     assert (reuse.count(key(1)), reuse.count(key(2))) == (1, 1)
     second = announced(reuse, "b")
-    reuse.looked_up(key(1), second)
+    reuse.looked_up([key(1)], second)
     assert reuse.offered(keys(2, 1, 3), second) == keys(2, 1)
 
 
@@ -51,7 +51,7 @@ def test_interleaved_retries_do_not_inflate() -> None:
     contexts = [announced(reuse, name) for name in "ab"]
     for _ in range(10):
         for context in contexts:
-            reuse.looked_up(key(1), context)
+            reuse.looked_up([key(1)], context)
     assert reuse.count(key(1)) == 2
 
 
@@ -61,20 +61,20 @@ def test_a_context_never_announced_counts_each_lookup_and_no_offer() -> None:
     reuse.peeked(keys(1), stranger)
     assert reuse.offered(keys(1), stranger) == []
     assert reuse.count(key(1)) == 0
-    reuse.looked_up(key(1), stranger)
+    reuse.looked_up([key(1)], stranger)
     assert reuse.offered(keys(1), stranger) == []
-    reuse.looked_up(key(1), stranger)
+    reuse.looked_up([key(1)], stranger)
     assert reuse.offered(keys(1), stranger) == keys(1)
 
 
 def test_a_finished_request_is_forgotten_and_its_counts_are_not() -> None:
     reuse = ReuseFilter(2)
     first = announced(reuse, "a")
-    reuse.looked_up(key(1), first)
+    reuse.looked_up([key(1)], first)
     reuse.on_request_finished(first)
     reuse.on_request_finished(first)
     again = announced(reuse, "a")  # another request that bears the same id
-    reuse.looked_up(key(1), again)
+    reuse.looked_up([key(1)], again)
     assert reuse.count(key(1)) == 2
     assert reuse._counted_by == {"a": {key(1)}}
 
@@ -83,7 +83,7 @@ def test_the_tracker_forgets_the_least_recently_counted() -> None:
     reuse = ReuseFilter(2, max_tracker_size=2)
     stranger = ReqContext("stranger")
     for number in (1, 2, 1, 3):
-        reuse.looked_up(key(number), stranger)
+        reuse.looked_up([key(number)], stranger)
     assert [reuse.count(key(number)) for number in (1, 2, 3)] == [2, 0, 1]
     assert len(reuse) == 2
     reuse.check_invariants()
@@ -94,8 +94,8 @@ def test_what_a_request_counted_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     reuse = ReuseFilter(2, max_tracker_size=4)
     context = announced(reuse, "a")
     for number in range(1000):
-        reuse.looked_up(key(number), context)
-        reuse.looked_up(key(number), context)
+        reuse.looked_up([key(number)], context)
+        reuse.looked_up([key(number)], context)
         reuse.check_invariants()
     assert reuse.count(key(999)) == 1
 
@@ -107,9 +107,14 @@ def test_settings_that_make_no_filter(threshold: int, size: int) -> None:
 
 
 def test_off_at_zero_and_one() -> None:
-    assert ReuseFilter.or_none(0, 10) is None
-    assert ReuseFilter.or_none(1, 10) is None
-    assert isinstance(ReuseFilter.or_none(2, 10), ReuseFilter)
+    for threshold in (0, 1):
+        reuse, context = ReuseFilter.of(threshold, 10), ReqContext("r")
+        reuse.on_new_request(context)
+        reuse.looked_up([key(1)], context)
+        reuse.peeked([key(1)], context)
+        assert reuse.offered([key(1), key(2)], context) == [key(1), key(2)]
+        assert (reuse.count(key(1)), len(reuse)) == (0, 0)
+    assert ReuseFilter.of(2, 10).threshold == 2
 
 
 @given(
@@ -143,7 +148,7 @@ def test_equals_a_plain_oracle(steps: list[tuple[str, str, int]]) -> None:
             if known:
                 memory[name].add(one)
             if what == "look":
-                reuse.looked_up(one, context)
+                reuse.looked_up([one], context)
             elif what == "peek":
                 reuse.peeked([one], context)
             else:

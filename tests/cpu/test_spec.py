@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from kvoffload.base import (
     OffloadingSpec,
     ReqContext,
 )
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, RankSlice, parse_config
 from kvoffload.cpu import CPUOffloadingManager, CPUOffloadingSpec
 from kvoffload.cpu.policies.base import BlockStatus
 from kvoffload.errors import CapacityError, ConfigError, LayoutError
@@ -87,6 +89,18 @@ def test_mistakes_are_refused_before_anything_is_allocated(values: dict[str, Any
 def test_more_memory_than_the_host_has_is_refused_when_the_scheduler_starts() -> None:
     with pytest.raises(CapacityError, match="lower cpu_bytes_to_use"):
         spec(cpu_bytes_to_use="900TiB", block_size=16 << 20).get_manager()
+
+
+def test_a_node_without_the_scheduler_has_a_process_for_each_of_its_ranks() -> None:
+    config = parse_config({"cpu_bytes_to_use": 64 << 10})
+    name = f"second-node-{os.getpid()}"
+    of_four = layout(num_ranks=4, rank=3, rank_slice=RankSlice(1, 2), num_processes=2, instance_id=name)
+    both = [CPUOffloadingSpec(config, of_four) for _ in range(2)]
+    assert [spec.region.num_blocks for spec in both] == [32, 32]
+    for spec in both:
+        spec.shutdown()
+    with pytest.raises(LayoutError, match="num_processes must be 3"):
+        _ = CPUOffloadingSpec(config, replace(of_four, num_processes=4)).region
 
 
 @pytest.mark.parametrize(("num_ranks", "num_processes"), [(1, 0), (1, 3), (2, 1), (2, 2)])

@@ -21,29 +21,29 @@ from kvoffload.base import (
     OffloadingManager,
     OffloadingSpec,
 )
-from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.config import EngineLayout, OffloadingConfig, RankSlice
 from kvoffload.connector import OffloadingConnectorWorker
 from kvoffload.cpu.copy.cuda import make_cuda_handlers
 from kvoffload.cpu.gpu_worker import copy_layout, make_handlers
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.testing.fake_device import Bytes
-from kvoffload.testing.fake_engine import FakeEngine
+from kvoffload.testing.fake_engine import FakeEngine, slices_of
 
 __all__ = ["cuda"]
 
 NUM_SLOTS = 64
 
 Handlers = dict[tuple[str, str], OffloadingHandler]
-MakeHandlers = Callable[[CanonicalKVCaches, memoryview, int], Handlers]
+MakeHandlers = Callable[[CanonicalKVCaches, memoryview, RankSlice], Handlers]
 """(KV caches, region, start of the rank's slice) -> its handlers"""
 
 
 class SharedRegionSpec(OffloadingSpec):
     """One rank's handlers over its slice of a region that all ranks share."""
 
-    def __init__(self, make: MakeHandlers, region: SharedOffloadRegion, slice_bytes: int, rank: int) -> None:
-        self._make = lambda kv: make(kv, region.create_kv_memoryview(), rank * slice_bytes)
+    def __init__(self, make: MakeHandlers, region: SharedOffloadRegion, part: RankSlice) -> None:
+        self._make = lambda kv: make(kv, region.create_kv_memoryview(), part)
 
     def get_manager(self) -> OffloadingManager:
         raise NotImplementedError
@@ -61,10 +61,14 @@ def drain(engine: FakeEngine) -> None:
         time.sleep(0.0005)  # lets the copying threads run; nothing depends on it
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("layout_name", ["full", "all"])
-def test_bytes_come_back_right(layout_name: str, factor: int) -> None:
-    _serve(layout_name, factor, lambda caches, view, start: make_handlers(caches, view, factor, slice_start=start))
+def test_bytes_come_back_right(layout_name: str, factor: int, num_replicas: int) -> None:
+    def make(caches: CanonicalKVCaches, view: memoryview, part: RankSlice) -> Handlers:
+        return make_handlers(caches, view, factor, part)
+
+    _serve(layout_name, factor, num_replicas, make)
 
 
 @pytest.mark.parametrize("factor", [1, 3])
@@ -73,23 +77,24 @@ def test_bytes_come_back_right_over_a_fake_driver(layout_name: str, factor: int,
     cuda.pace(seed=factor, longest_pause_us=1000)
     idle = cuda.driver.create_stream()  # the engine computes on the host
 
-    def make(caches: CanonicalKVCaches, view: memoryview, start: int) -> Handlers:
+    def make(caches: CanonicalKVCaches, view: memoryview, part: RankSlice) -> Handlers:
         cuda.adopt(*(tensor.tensor for tensor in caches.tensors))
         assert view.shape is not None
         # One for each rank: in one process, no memory can be registered twice.
         own_view = SharedOffloadRegion.anonymous(*view.shape).create_kv_memoryview()
-        return make_cuda_handlers(caches, own_view, copy_layout(caches, own_view, factor, start), cuda.device(idle))
+        return make_cuda_handlers(caches, own_view, copy_layout(caches, own_view, factor, part), cuda.device(idle))
 
-    _serve(layout_name, factor, make)
+    _serve(layout_name, factor, 1, make)
     assert cuda.count("copies") > 200
     assert cuda.count("pageable") == 0
     cuda.driver.destroy_stream(idle)
 
 
-def _serve(layout_name: str, factor: int, make: MakeHandlers) -> None:
+def _serve(layout_name: str, factor: int, num_replicas: int, make: MakeHandlers) -> None:
     groups = LAYOUTS[layout_name]
     base = min(group.block_tokens for group in groups)
-    layout = EngineLayout(groups, 2, "real-handlers", num_ranks=2)
+    part = RankSlice(0, 2 // num_replicas, 0, num_replicas)
+    layout = EngineLayout(groups, 2, "real-handlers", num_ranks=2, rank_slice=part)
     config = OffloadingConfig(cpu_bytes_to_use=1 << 20, block_size=base * factor)
     region = SharedOffloadRegion.anonymous(NUM_SLOTS, layout.block_bytes(factor))
     workers: list[OffloadingConnectorWorker] = []
@@ -100,7 +105,7 @@ def _serve(layout_name: str, factor: int, make: MakeHandlers) -> None:
             [[CanonicalKVCacheRef(0, group.page_bytes)] for group in groups],
         )
         workers.append(OffloadingConnectorWorker(rank))
-        spec = SharedRegionSpec(make, region, layout.slice_bytes(factor), rank)
+        spec = SharedRegionSpec(make, region, slices_of(layout)[rank])
         workers[-1].register_kv_caches(spec, caches, flushes_on_host=True)
         return workers[-1]
 

@@ -23,14 +23,13 @@ from kvoffload.sim.synthetic import synthesize
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_BYTES = 4096
 
 
-def test_a_trace_under_load_with_real_bytes(tmp_path: Path) -> None:
+def test_a_trace_under_load_with_real_bytes() -> None:
     """A chat, both ways, over host memory of a twentieth of it and a disk as large; paced, so that the disk is busy and
     not swamped, and catches up now and then, so that some blocks are written in time however slow it is. How many hits,
     and how much is written, depends on the machine; whose bytes they are does not."""
@@ -44,9 +43,8 @@ def test_a_trace_under_load_with_real_bytes(tmp_path: Path) -> None:
     trace = synthesize("chat", 150, seed=3).whole_blocks()
     found: dict[str, Replayed] = {}
     for mode in MODES:
-        folder = str(tmp_path / mode)
         num_blocks = trace.num_unique // 20
-        found[mode] = replay(trace, folder, mode, num_blocks, BLOCK_BYTES, 3000, check)
+        found[mode] = replay(trace, mode, num_blocks, BLOCK_BYTES, 3000, check)
     for each in found.values():
         assert each.wrong == 0
         assert each.store_failures == 0
@@ -99,7 +97,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.memory = Memory(64, BLOCK_BYTES)
         primary = CPUPrimaryTierOffloadingManager(64, self.memory)
-        quota = 64 * BlockFormat("", BLOCK_BYTES).file_bytes + USAGE_FILE_BYTES
+        quota = 64 * BlockFormat("", BLOCK_BYTES).file_bytes
         self.store = Gated(FileSystemStore(folder, BLOCK_BYTES, max_bytes=quota))
         self.tier = StoreTier(primary.kv_view, "fs", self.store, TierLimits(threads=1))
         self.manager = FilledManager(self.memory, primary, [self.tier], cascade=["on_evict"], max_wait_s=120.0)

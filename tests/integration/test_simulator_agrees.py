@@ -21,10 +21,8 @@ from kvoffload.sim.driver import SimConfig, SimResult, simulate
 from kvoffload.sim.trace import NO_SESSION, Trace
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering.base import CascadeMode, JobMetadata
-from kvoffload.tiering.options import STORES, FileSystemOptions
-from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
+from kvoffload.tiering.options import STORES, MemoryOptions
+from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_TOKENS = 4
@@ -84,16 +82,15 @@ class PromptTier(StoreTier):
         self._store.touch(list(keys))
 
 
-class PromptOptions(FileSystemOptions, frozen=True, kw_only=True):
-    """``{"type": "prompt-fs", "path": ..., "max_blocks": ...}``: a file store of so many blocks."""
+class PromptOptions(MemoryOptions, frozen=True, kw_only=True):
+    """``{"type": "prompt", "max_blocks": ...}``: a store that evicts as the simulator's disk does."""
 
     max_blocks: int
 
     def build(self, primary_kv_view: memoryview, namespace: str) -> PromptTier:
         assert primary_kv_view.shape is not None
         block_bytes = primary_kv_view.shape[1]
-        max_bytes = self.max_blocks * BlockFormat("", block_bytes).file_bytes + USAGE_FILE_BYTES
-        store = FileSystemStore(self.path, block_bytes, namespace, max_bytes)
+        store = MemoryStore(block_bytes, self.max_blocks * block_bytes)
         limits = TierLimits(threads=1, max_backlog_blocks=1 << 20)
         tier = PromptTier(primary_kv_view, self.label, store, limits, exclusive=True)
         quiesce(tier)  # the scan
@@ -101,10 +98,10 @@ class PromptOptions(FileSystemOptions, frozen=True, kw_only=True):
 
 
 @pytest.fixture
-def prompt_fs() -> Iterator[str]:
-    STORES.register("prompt-fs", PromptOptions)
-    yield "prompt-fs"
-    STORES.unregister("prompt-fs")
+def prompt_tier() -> Iterator[str]:
+    STORES.register("prompt", PromptOptions)
+    yield "prompt"
+    STORES.unregister("prompt")
 
 
 def served(
@@ -138,7 +135,7 @@ def served(
                 engine.step()
                 end_transfers(engine)
             assert engine._connector is not None
-            if engine._connector._final_stores:
+            if engine._connector._outbox.final_stores:
                 engine.step()
                 end_transfers(engine)
             hits.append((request.device_hit_tokens // BLOCK_TOKENS, request.external_hit_tokens // BLOCK_TOKENS))
@@ -148,7 +145,7 @@ def served(
 def end_transfers(engine: Engine) -> None:
     assert engine._connector is not None
     assert engine._worker is not None
-    while engine.get_stats()["jobs_in_flight",] > len(engine._connector._final_stores):
+    while engine.get_stats()["jobs_in_flight",] > len(engine._connector._outbox.final_stores):
         engine._scheduler.take_outcome(engine._connector.update_connector_output(engine._worker.get_report()))
 
 
@@ -196,12 +193,12 @@ def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_bl
     ("gpu_blocks", "cpu_blocks", "disk_blocks"), [(0, 30, 60), (0, 64, 130), (70, 50, 50), (0, 40, 1000)]
 )
 def test_the_same_hits_with_a_disk_below(
-    gpu_blocks: int, cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_fs: str, tmp_path: Path
+    gpu_blocks: int, cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str
 ) -> None:
     # Below a device, a disk that stores everything needs 80 requests before it has what is nowhere above it.
     trace = conversations(80 if gpu_blocks else by_size(quick=40, thorough=80), seed=disk_blocks)
     found, result = simulated(trace, cpu_blocks, gpu_blocks=gpu_blocks, disk_blocks=disk_blocks, cascade=cascade)
-    tier = {"type": prompt_fs, "path": str(tmp_path), "max_blocks": disk_blocks, "cascade": cascade}
+    tier = {"type": prompt_tier, "max_blocks": disk_blocks, "cascade": cascade}
     config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "eviction_policy": "lru"}
     config["load_policy"] = "always"  # the engine's choices would depend on how fast this machine is now
     assert found == served(trace, cpu_blocks, gpu_blocks, **config)
@@ -230,11 +227,11 @@ def test_the_same_hits_of_a_model_with_states(policy: str, cpu_blocks: int) -> N
 @pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
 @pytest.mark.parametrize(("cpu_blocks", "disk_blocks"), [(64, 130), (50, 1000)])
 def test_the_same_hits_of_a_model_with_states_and_a_disk(
-    cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_fs: str, tmp_path: Path
+    cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str
 ) -> None:
     trace = conversations(by_size(quick=40, thorough=80), seed=disk_blocks)
     found, result = simulated(trace, cpu_blocks, "lru", WHOLE, disk_blocks=disk_blocks, cascade=cascade, state_slots=1)
-    tier = {"type": prompt_fs, "path": str(tmp_path), "max_blocks": disk_blocks, "cascade": cascade}
+    tier = {"type": prompt_tier, "max_blocks": disk_blocks, "cascade": cascade}
     config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "eviction_policy": "lru"}
     config["load_policy"] = "always"
     assert found == served(trace, cpu_blocks, family="falcon_h1", chunk_tokens=WHOLE, **config)

@@ -146,6 +146,7 @@ def test_a_hung_write_keeps_its_pins_and_nothing_else(setup: Setup) -> None:
     setup.store.gate.clear()
     context = setup.start("r")
     setup.put(keys(1, 2), 7, context)
+    setup.manager.on_schedule_end()
     assert setup.store.num_waiting.acquire(timeout=60)
     assert setup.manager.lookup_prefix(keys(1, 2), context) == [True, True]
     setup.load(keys(1, 2), context)

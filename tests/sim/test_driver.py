@@ -129,7 +129,14 @@ def test_requests_larger_than_host_memory_are_served(trace_of: Callable[..., Tra
 
 @pytest.mark.parametrize(
     "change",
-    [{"cpu_blocks": 0}, {"disk_blocks": -1}, {"gpu_blocks": -1}, {"prefill_tokens_per_s": 0}, {"block_bytes": 0}],
+    [
+        {"cpu_blocks": -1},
+        {"cpu_blocks": 0, "disk_blocks": 1},
+        {"disk_blocks": -1},
+        {"gpu_blocks": -1},
+        {"prefill_tokens_per_s": 0},
+        {"block_bytes": 0},
+    ],
 )
 def test_a_machine_that_cannot_be(change: dict[str, int]) -> None:
     with pytest.raises(ConfigError):

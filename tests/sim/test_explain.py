@@ -67,6 +67,15 @@ def test_tokens_causes_and_times_add_up(tmp_path: Path) -> None:
     assert stories.lost_s == {"evicted CPU": (20 * 10 + 60 * 30) / 80}
     assert stories.waits_s == {"queue": [1, 3]}
     assert sum(sum(tokens.values()) for _, tokens in stories.course) == 264
+    ends = [(end_s, tokens) for end_s, tokens in stories.course if tokens]
+    assert [tokens for _, tokens in ends] == [
+        {"device": 0, "computed": 100},
+        {"device": 50, "CPU": 30, "computed": 20},
+        {"device": 0, "computed": 64},
+    ]
+    interval_s = stories.course[0][0]
+    for (end_s, _), at_s in zip(ends, (0.0, 1.0, 4.0), strict=True):
+        assert end_s - interval_s <= at_s <= end_s
     assert stories.machine == Machine(7, 70, "lru")
 
 
@@ -179,7 +188,7 @@ def test_every_cause_has_its_advice() -> None:
 def test_every_cause_is_injected_into_an_engine() -> None:
     """In the golden tests, one by one; but ``unknown``, which is no cause."""
     tests = Path(__file__).parents[1]
-    golden = [tests / "integration/test_stories.py", tests / "engines/reference/test_stories.py"]
+    golden = [tests / "integration/test_explanations.py", tests / "engines/reference/test_explanations.py"]
     words = set(re.findall(r'"([a-z_ ]+)', "".join(path.read_text().replace("\n", " ") for path in golden)))
     words |= {word.split(" ")[0] for word in words}
     assert {str(miss) for miss in Miss} - words == {"unknown"}

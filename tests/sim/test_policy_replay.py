@@ -93,6 +93,7 @@ def test_a_cache_of_the_footprint_reaches_the_optimum(shared_trace: Callable[...
         assert run.hit_blocks == bound.hit_blocks
         assert run.stored_blocks == trace.num_unique
         assert run.evicted_blocks == 0
+        assert run.token_hit_rate == bound.hit_tokens / trace.total_input_tokens
 
 
 def test_a_threshold_writes_less(shared_trace: Callable[..., Trace]) -> None:

@@ -20,6 +20,7 @@ def test_is_a_trace_like_any_other(kind: str) -> None:
     assert all(known[block] == parent for block, parent in zip(trace.ids.tolist(), parents.tolist(), strict=True))
     assert sorted(set(trace.ids.tolist())) == list(range(trace.num_unique))
     (bound,) = optimum(trace, [trace.num_unique])
+    assert len(trace.sessions) == 600
     assert 0.3 < bound.hit_blocks / trace.num_accesses < 0.99
 
 

@@ -84,6 +84,8 @@ class Server(ABC):
 
     quotas_bytes: tuple[int, ...]
     """Quotas of each disk tier, from far too small to large enough."""
+    rss_share = 1.05
+    """By how much memory may differ between the second third of a run and the last."""
 
     def __init__(self, root: Path, turns: list[Turn], chance: random.Random, quota_bytes: int) -> None:
         self.root, self.turns, self.chance = root, turns, chance

@@ -123,7 +123,6 @@ class Faults:
             "file replaced by a link": (2, lambda: self._on_file(self._link)),
             "file replaced by another": (3, lambda: self._on_file(self._swap)),
             "directory deleted": (1, self._delete_directory),
-            "usage file damaged": (1, self._damage_usage_file),
             "root moved away": (1, self._move_root),
             "neighbour killed": (1, self._neighbour.kill),
             "neighbour stopped": (2, self._stop_neighbour),
@@ -208,12 +207,6 @@ class Faults:
         if directories:
             shutil.rmtree(self._chance.choice(sorted(directories)), ignore_errors=True)
 
-    def _damage_usage_file(self) -> None:
-        path = self._root / "files" / ".kvoffload" / "ledger"
-        if path.is_symlink():  # by another fault; writing would follow it
-            path.unlink()
-        path.write_bytes(self._chance.randbytes(self._chance.choice([0, 10, 60, 1000])))
-
     def _move_root(self) -> None:
         away = self._root.with_name("away")
 
@@ -263,13 +256,14 @@ class Sample:
         return Sample(process.memory_info().rss / 2**20, process.num_fds(), process.num_threads())
 
 
-def flat(samples: list[Sample]) -> list[str]:
-    """What grew from the second third of the run to the last. Too few samples say nothing."""
+def flat(samples: list[Sample], rss_share: float = 1.05) -> list[str]:
+    """What grew from the second third of the run to the last, memory by more than ``rss_share`` and a little. Too few
+    samples say nothing."""
     third = len(samples) // 3
     if third < 8:
         return []
     grown = []
-    for name, share, more in (("rss_mib", 1.05, 16), ("descriptors", 1.1, 16), ("threads", 1.0, 4)):
+    for name, share, more in (("rss_mib", rss_share, 16), ("descriptors", 1.1, 16), ("threads", 1.0, 4)):
         middle, last = (
             statistics.median(getattr(each, name) for each in part)
             for part in (samples[third : 2 * third], samples[2 * third :])
@@ -333,7 +327,8 @@ def soak(minutes: float, seed: int, engine: str, root: Path, plan: Path | None) 
         server.step()
     server.end()
     problems += [f"wrong tokens: {wrong}" for wrong in server.served.wrong]
-    problems += [f"raised: {each}" for each in server.exceptions] + neighbour.failures + flat(samples)
+    problems += [f"raised: {each}" for each in server.exceptions] + neighbour.failures
+    problems += flat(samples, server.rss_share)
     if faults.wrote_through_a_link:
         problems.append("a file was written through a link that lay in its place")
     if server.longest_wait_s > MAX_WAIT_S:

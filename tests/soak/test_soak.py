@@ -13,6 +13,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from tests.soak.soak import Sample, flat
+from tests.soak.watch import LONGEST_PAUSE_S, WatchedManager
+
+from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.testing.keys import keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +42,31 @@ def test_what_grows_is_found_and_what_wanders_is_not() -> None:
     assert flat([Sample(400, 20 + 2 * at, 12) for at in range(60)]) == ["descriptors grew from 79 to 119"]
     assert flat([Sample(400, 20, 12 + at // 2) for at in range(60)]) == ["threads grew from 26 to 36"]
     assert flat([Sample(400 + 50 * at, 20, 12) for at in range(12)]) == [], "too few to say"
+
+
+class Undecided(CPUOffloadingManager):
+    """Answers ``None`` until it is set otherwise."""
+
+    answer: bool | None = None
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self.answer
+
+
+def test_a_wait_is_the_time_in_which_a_request_is_asked_for_and_not_answered() -> None:
+    inner, now_s, request = Undecided(4), 0.0, ReqContext("request")
+    watched = WatchedManager(inner, clock=lambda: now_s)
+    (key,) = keys(1)
+    for _ in range(11):
+        watched.lookup(key, request)
+        now_s += 0.1
+    assert watched.longest_wait_s == pytest.approx(1.0)
+    now_s += 60  # the engine asks for nothing: who knows what it was told by its own cache
+    watched.lookup(key, request)
+    assert watched.longest_wait_s == pytest.approx(1.0 + LONGEST_PAUSE_S)
+    inner.answer = True
+    watched.lookup(key, request)
+    inner.answer = None
+    watched.lookup(key, request)
+    assert watched.num_waits == 2
+    assert watched.longest_wait_s == pytest.approx(1.0 + LONGEST_PAUSE_S)

@@ -5,29 +5,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvoffload.base import LoadStoreSpec, OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.connector import GuardedManager
 from kvoffload.tiering.spec import TieringOffloadingSpec
 
-__all__ = ["WatchedManager", "WatchedSpec"]
+__all__ = ["LONGEST_PAUSE_S", "WatchedManager", "WatchedSpec"]
 
 T = TypeVar("T")
 
+LONGEST_PAUSE_S = 0.5
+"""Longer than a step, unless the machine is overloaded."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """Of one request that was answered ``None`` so far."""
+
+    seconds: float = 0.0
+    asked_s: float = 0.0
+    """When the last of these answers ended."""
+
 
 class WatchedManager(GuardedManager):
-    """Counts what the guard keeps from the engine, and measures each wait from its first answer ``None`` to its last.
+    """Counts what the guard keeps from the engine, and measures each wait: the time between answers ``None``.
 
-    The measure is never too long: the first answer counts from its end, the last from its beginning.
+    The measure is never too long. An answer counts from its end to the beginning of the next. Of a pause in which the
+    engine asks for nothing, ``LONGEST_PAUSE_S`` count: meanwhile the request may have had its answer, have been
+    computed from the device's own cache and preempted, or have waited for a busy engine.
     """
 
-    def __init__(self, manager: OffloadingManager) -> None:
+    def __init__(self, manager: OffloadingManager, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(manager)
+        self._clock = clock
         self.exceptions: list[str] = []
         self.longest_wait_s = 0.0
         self.num_waits = 0
-        self._first_s: dict[str, float] = {}
+        self._waits: dict[str, Wait] = {}
 
     def _guard(
         self, otherwise: T, call: Callable[..., T], *args: object, is_answer: Callable[[T], object] | None = None
@@ -41,39 +57,41 @@ class WatchedManager(GuardedManager):
             raise
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        begin_s = time.monotonic()
+        begin_s = self._clock()
         answer = super().lookup(key, req_context)
         self._record([answer], req_context, begin_s)
         return answer
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        begin_s = time.monotonic()
+        begin_s = self._clock()
         answers = super().lookup_prefix(keys, req_context)
         self._record(answers, req_context, begin_s)
         return answers
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        self._first_s.pop(req_context.req_id, None)
+        self._waits.pop(req_context.req_id, None)
         return super().prepare_load(keys, req_context)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        self._first_s.pop(req_context.req_id, None)
+        self._waits.pop(req_context.req_id, None)
         return super().prepare_store(keys, req_context)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._first_s.pop(req_context.req_id, None)
+        self._waits.pop(req_context.req_id, None)
         super().on_request_finished(req_context)
 
     def _record(self, answers: Sequence[bool | None], req_context: ReqContext, begin_s: float) -> None:
         if None not in answers:
-            self._first_s.pop(req_context.req_id, None)
+            self._waits.pop(req_context.req_id, None)
             return
-        first_s = self._first_s.get(req_context.req_id)
-        if first_s is None:
-            self._first_s[req_context.req_id] = time.monotonic()
+        wait = self._waits.get(req_context.req_id)
+        if wait is None:
+            wait = self._waits[req_context.req_id] = Wait()
             self.num_waits += 1
         else:
-            self.longest_wait_s = max(self.longest_wait_s, begin_s - first_s)
+            wait.seconds += min(begin_s - wait.asked_s, LONGEST_PAUSE_S)
+            self.longest_wait_s = max(self.longest_wait_s, wait.seconds)
+        wait.asked_s = self._clock()
 
 
 class WatchedSpec(TieringOffloadingSpec):

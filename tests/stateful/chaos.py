@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, RankSlice
 from kvoffload.connector import ConnectorMeta, EngineStep
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.testing.fake_engine import FakeEngine, FakeRequest, Scheduling
@@ -44,6 +44,7 @@ class Setup:
     layout: str = "full"
     factor: int = 1
     num_ranks: int = 1
+    num_replicas: int = 1
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
     num_slots: int = 40
     pool_tokens: int = 60
@@ -55,10 +56,12 @@ class Setup:
 
     @staticmethod
     def random(chance: random.Random) -> Setup:
+        num_ranks, num_replicas = chance.choice([(1, 1), (1, 1), (2, 1), (2, 2)])
         return Setup(
             layout=chance.choice(sorted(LAYOUTS)),
             factor=chance.choice([1, 1, 2, 3]),
-            num_ranks=chance.choice([1, 1, 2]),
+            num_ranks=num_ranks,
+            num_replicas=num_replicas,
             policy=chance.choice(list(OffloadPolicy)),
             num_slots=chance.choice([3, 8, 40]),
             pool_tokens=chance.choice([40, 60, 100]),
@@ -90,7 +93,8 @@ class Chaos:
         self._orders_prefixes = setup.num_slots < 32  # whoever stores touches its whole prefix
         base = min(group.block_tokens for group in groups)
         self.manager = PolicyManager(setup.num_slots, setup.policy)
-        layout = EngineLayout(groups, HASH, "chaos", num_ranks=setup.num_ranks)
+        part = RankSlice(0, setup.num_ranks // setup.num_replicas, 0, setup.num_replicas)
+        layout = EngineLayout(groups, HASH, "chaos", num_ranks=setup.num_ranks, rank_slice=part)
         self.engine = FakeEngine(
             self.manager,
             layout,
@@ -125,7 +129,7 @@ class Chaos:
 
     def _count_jobs(self, step: EngineStep) -> ConnectorMeta:
         fences = self.engine.connector._jobs.fences
-        fenced = [job_id for block_id in step.copied_block_ids for job_id in fences.get(block_id, ())]
+        fenced = [job_id for block_id in step.needed_block_ids for job_id in fences.get(block_id, ())]
         meta = self._build_meta(step)
         self.flushed_for_copies += len(meta.flush_job_ids.intersection(fenced))
         for group in (each.index for each in self.engine.groups if each.kind is GroupKind.SINGLE_STATE):

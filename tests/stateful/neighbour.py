@@ -14,13 +14,14 @@ import os
 import random
 import sys
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX
 from kvoffload.tiering.stores.root import Access, directory_of
 from kvoffload.tiering.stores.slab import SlabStore
 from kvoffload.tiering.stores.slab import format as slab_format
@@ -84,16 +85,17 @@ class Neighbour(ABC):
 class FileNeighbour(Neighbour):
     def __init__(self, root: str, block_bytes: int, max_bytes: int) -> None:
         super().__init__(block_bytes)
+        self.root = root
         self.store = self.files = FileSystemStore(root, block_bytes, max_bytes=max_bytes)
 
     def begin(self) -> None:
-        reservation = self.files._quota.reserve(1, self.files._layout.file_bytes, ())
-        for temporary in reservation.temporaries:
-            with open(temporary, "wb") as file:
-                file.write(bytes(self.block_bytes // 2))
+        path = os.path.join(self.root, self.files._layout.path_of(keys_of(0)[0]))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(os.path.join(os.path.dirname(path), TEMPORARY_PREFIX + os.urandom(8).hex()), "wb") as file:
+            file.write(bytes(self.block_bytes // 2))
 
     def hold(self) -> AbstractContextManager[object]:
-        return self.files._quota._hold()
+        return nullcontext()  # there is none
 
 
 class SlabNeighbour(Neighbour):

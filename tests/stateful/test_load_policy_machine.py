@@ -146,8 +146,8 @@ class LoadPolicyMachine(RuleBasedStateMachine):
     @property
     def _began_unmeasured(self) -> bool:
         """Whether some request began to wait before the engine's speed was known: its wait has no bound of its own."""
-        requests = self.rig.manager._requests.values()
-        return any(request.plan is not None and request.plan.give_up_s > 1e9 for request in requests)
+        waits = [request.wait for request in self.rig.manager._requests.values()]
+        return any(wait is not None and wait.deadline_s is not None and wait.deadline_s > 1e9 for wait in waits)
 
     @rule(seconds=st.sampled_from([0.05, 1.0, 3.0]))
     def go_on(self, seconds: float) -> None:

@@ -22,13 +22,13 @@ from tests.sizes import by_size
 from tests.stateful.chaos import HASH, LAYOUTS, LENGTHS, MAX_NEW
 
 from kvoffload.base import CanonicalKVCaches, OffloadKey, OffloadPolicy, get_offload_block_hash, get_offload_group_idx
-from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
+from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig, RankSlice
 from kvoffload.connector import OffloadingConnectorWorker
 from kvoffload.connector.epochs import Epoch
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.fake_device import Bytes, page_of
-from kvoffload.testing.fake_engine import FakeEngine
+from kvoffload.testing.fake_engine import FakeEngine, slices_of
 from kvoffload.testing.fake_request import FakeRequest, Scheduling
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
@@ -42,12 +42,12 @@ LIMITS = (0, 1, 3, 4, 7, 8, 12, 15, 30)
 
 
 class Memory:
-    """Host memory of ``num_slots`` blocks, in slices of the ranks."""
+    """Host memory of ``num_slots`` blocks, in slices."""
 
     def __init__(self, num_slots: int, layout: EngineLayout, factor: int) -> None:
         self.rows: Bytes = np.zeros((num_slots, layout.block_bytes(factor)), dtype=np.uint8)
         size = layout.slice_bytes(factor)
-        self.slices = [self.rows[:, rank * size : (rank + 1) * size] for rank in range(layout.num_ranks)]
+        self.slices = [self.rows[:, rank * size : (rank + 1) * size] for rank in range(layout.slice.num_slices)]
 
     def create_kv_memoryview(self) -> memoryview:
         return memoryview(self.rows)
@@ -70,7 +70,9 @@ class Whole:
         groups = LAYOUTS[chance.choice(sorted(LAYOUTS))]
         self.factor = factor = chance.choice([1, 1, 2, 3])
         num_slots = chance.choice([3, 8, 20, 40])
-        self.layout = EngineLayout(groups, HASH, "whole", num_ranks=chance.choice([1, 1, 2]))
+        num_ranks = chance.choice([1, 1, 2])
+        part = RankSlice(0, 1, 0, 2) if num_ranks == 2 and seed % 2 else None
+        self.layout = EngineLayout(groups, HASH, "whole", num_ranks=num_ranks, rank_slice=part)
         self.memory = Memory(num_slots, self.layout, factor)
         self.clock = ManualClock()
         self.primary = CPUPrimaryTierOffloadingManager(
@@ -140,7 +142,8 @@ class Whole:
 
     def _make_worker(self, rank: int, pages: Bytes) -> OffloadingConnectorWorker:
         widths = tuple(group.page_bytes for group in self.layout.groups)
-        handler = ManualHandler(pages, self.memory.slices[rank], widths, self.factor)
+        part = slices_of(self.layout)[rank]
+        handler = ManualHandler(pages, self.memory.slices[part.index], widths, self.factor, part)
         self.handlers.append(handler)
         worker = OffloadingConnectorWorker(rank)
         worker.register_kv_caches(ManualSpec(self.manager, handler), CanonicalKVCaches())
@@ -277,7 +280,7 @@ class Whole:
         assert hits <= stats.get(("lookup_tokens",), 0)
 
     def _judge_block(self, key: OffloadKey, row: npt.NDArray[np.uint8]) -> None:
-        """All ranks' slices of a block, as far as its group fills it."""
+        """All slices of a block, as far as its group fills it."""
         engine = self.engine
         group = engine.groups[get_offload_group_idx(key)]
         request, end = engine._prefixes[get_offload_block_hash(key)]
@@ -285,10 +288,10 @@ class Whole:
         slice_bytes = self.layout.slice_bytes(self.factor)
         for position in range(group.first_gpu_block(block), (block + 1) * group.factor):
             content = request.prefix_hash((position + 1) * group.gpu_block_tokens)
-            for rank in range(self.layout.num_ranks):
-                begin = rank * slice_bytes + position % self.factor * width
-                right = np.array_equal(row[begin : begin + width], page_of(content, group.index, rank, width))
-                assert right, f"wrong bytes: {group}, rank {rank}, block {block}, GPU block {position}"
+            for index in range(self.layout.slice.num_slices):
+                begin = index * slice_bytes + position % self.factor * width
+                right = np.array_equal(row[begin : begin + width], page_of(content, group.index, index, width))
+                assert right, f"wrong bytes: {group}, slice {index}, block {block}, GPU block {position}"
 
     def _judge_trace(self) -> None:
         """Each token of a prompt was found somewhere or missed for a reason."""

@@ -57,8 +57,10 @@ def stats_of_blocks(stats: Stats) -> Stats:
 
 
 def quiesce(tier: SecondaryTierManager) -> None:
-    """Returns when the threads of a ``StoreTier`` have nothing left to do, lookups and the scan included."""
+    """Returns when the threads of a ``StoreTier`` have nothing left to do, lookups and the scan included, as if its
+    stores began at once."""
     assert isinstance(tier, StoreTier)
+    tier._transfers.submit_stores()
     while tier._runner.num_open_slices:
         time.sleep(0.0002)
         tier._poll()

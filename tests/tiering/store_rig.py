@@ -63,7 +63,11 @@ class Rig:
     def submit(self, keys: Sequence[OffloadKey], slots: Sequence[int], *, load: bool) -> int:
         self._last_id += 1
         job = JobMetadata(self._last_id, keys, np.asarray(slots, np.int64), load, CONTEXT)
-        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        if load:
+            self.tier.submit_load(job)
+        else:
+            self.tier.submit_store(job)
+            self.tier.on_schedule_end()  # stores begin when the step ends
         return job.job_id
 
     def store_blocks(self, keys: Sequence[OffloadKey]) -> JobResult:

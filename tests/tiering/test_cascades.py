@@ -24,7 +24,7 @@ class Parts:
         self.fakes = [FakeTier(self.primary.kv_view, f"tier{index}") for index in range(2)]
         self.tiers = [GuardedTier(index, fake) for index, fake in enumerate(self.fakes)]
         self.jobs = TierJobs()
-        self.cascades = Cascades(self.primary, self.jobs)
+        self.cascades = Cascades(self.primary, self.jobs, self.tiers[1:])
         self.request = Request(REQUEST, 1.0, whole_request_tiers=(self.tiers[0],))
 
     def reserve(self, *numbers: int) -> None:
@@ -41,7 +41,7 @@ class Parts:
             fake.finish()
         for job in self.jobs.take_finished():
             self.cascades.end(job)
-        self.cascades.check_invariants()
+        self.cascades.check_invariants([self.request], [])
 
 
 def test_a_block_is_pinned_once_per_tier_until_each_job_has_ended() -> None:
@@ -81,6 +81,45 @@ def test_a_parked_block_that_is_never_written_is_dropped() -> None:
     parts.publish(1, success=False)
     assert parts.cascades.retry_parked() == [parts.request]
     assert len(parts.jobs.in_flight) == 0
-    assert parts.cascades.drop_parked() == [parts.request]
+    assert parts.cascades.reset() == [parts.request]
     assert not parts.cascades.parked
     parts.publish(2)
+
+
+def test_a_stored_block_goes_to_the_tiers_of_all_stores_and_to_those_that_want_the_request() -> None:
+    parts = Parts()
+    other = Request(ReqContext("other"), 1.0)
+    parts.reserve(1, 2, 3)
+    parts.cascades.begin_stores(parts.request, keys(1, 2), keys(1, 2))
+    parts.cascades.begin_stores(other, keys(3), keys(3))
+    assert (parts.request.open_work, other.open_work) == (2, 1)
+    parts.publish(1, 3)
+    parts.publish(2, success=False)
+    assert parts.cascades.end_stores(keys(1, 2, 3)) == [parts.request, other]
+    assert (parts.request.open_work, other.open_work) == (0, 0)
+    parts.finish()
+    assert [list(fake.blocks) for fake in parts.fakes] == [keys(1), keys(1, 3)]
+
+
+def test_a_request_that_offers_what_another_one_stores_has_it_cascaded_when_it_is_ready() -> None:
+    parts = Parts()
+    other = Request(ReqContext("other"), 1.0)
+    parts.reserve(1)
+    parts.cascades.begin_stores(other, keys(1), keys(1))
+    parts.cascades.begin_stores(parts.request, [], keys(1))
+    assert (parts.cascades.num_parked, parts.request.open_work) == (1, 1)
+    parts.publish(1)
+    assert parts.cascades.end_stores(keys(1)) == [other, parts.request]
+    parts.finish()
+    assert [list(fake.blocks) for fake in parts.fakes] == [keys(1), keys(1)]
+
+
+def test_a_reset_forgets_what_is_stored() -> None:
+    parts = Parts()
+    parts.reserve(1, 2)
+    parts.cascades.begin_stores(parts.request, keys(1, 2), keys(1, 2))
+    assert parts.cascades.reset() == [parts.request] * 2
+    assert parts.request.open_work == 0
+    parts.publish(1, 2)
+    assert parts.cascades.end_stores(keys(1, 2)) == []
+    assert not parts.jobs.in_flight

@@ -18,6 +18,7 @@ from kvoffload.config import parse_config
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.options import parse_tiers
 from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.connector import Access
 
 DOCS = Path(__file__).parents[2] / "docs"
 FLEET, SECURITY = (DOCS / "fleet.md").read_text(), (DOCS / "security.md").read_text()
@@ -25,7 +26,7 @@ FLEET, SECURITY = (DOCS / "fleet.md").read_text(), (DOCS / "security.md").read_t
 
 def test_the_recipes_are_valid() -> None:
     recipes = re.findall(r"^```json\n(.*?)^```", FLEET, re.MULTILINE | re.DOTALL)
-    assert len(recipes) == 3
+    assert len(recipes) == 4
     for recipe in recipes:
         assert parse_tiers(parse_config(json.loads(recipe)).secondary_tiers, 1 << 20)
 
@@ -42,16 +43,15 @@ def test_the_access_rule_is_enough_and_no_more(server: RedisServer) -> None:
     with server.client() as client:
         client.execute_command(*rule.replace("\\\n", " ").split())
     own = {"username": "fleet-a", "password": "PASSWORD"}
-    store = RedisStore(f"{server.url}/0", BLOCK_BYTES, prefix="fleet-a", timeouts=PATIENT, **own)
+    store = RedisStore(f"{server.url}/0", BLOCK_BYTES, prefix="fleet-a", timeouts=PATIENT, access=Access(**own))
     assert write(store, keys(1, 2)) == [True, True]
     assert read(store, keys(1, 2)) == [True, True]
     assert store.contains(keys(2, 3)) == [True, False]
-    assert {key for batch in store.scan() for key in batch} == set(keys(1, 2))
     store.touch(keys(1))
     store.discard(keys(1))
     assert store.contains(keys(1)) == [False]
     store.close()
     with server.client(**own) as stranger:
-        for command in (("GET", "fleet-b:x"), ("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*")):
+        for command in (("GET", "fleet-b:x"), ("FLUSHALL",), ("KEYS", "*"), ("SCAN", "0"), ("CONFIG", "GET", "*")):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 stranger.execute_command(*command)

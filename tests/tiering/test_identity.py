@@ -50,7 +50,7 @@ def test_what_changes_bytes_changes_the_namespace(other: EngineLayout) -> None:
 def test_block_size_and_format_change_the_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     before = persistent_namespace(LAYOUT, 1)
     assert persistent_namespace(LAYOUT, 2) != before
-    monkeypatch.setattr(spec, "CACHE_FORMAT_VERSION", 2)
+    monkeypatch.setattr(spec, "CACHE_FORMAT_VERSION", spec.CACHE_FORMAT_VERSION + 1)
     assert persistent_namespace(LAYOUT, 1) != before
 
 

@@ -13,7 +13,7 @@ from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqCont
 from kvoffload.cpu import POLICIES, BlockStatus
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.tiering import JobMetadata, promotions
-from kvoffload.tiering.lookups import Lookups
+from kvoffload.tiering.places import Places
 from kvoffload.tiering.requests import Request
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
@@ -265,13 +265,13 @@ class Asked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._num_asked = 0
-        survey = Lookups._survey
+        survey = Places.survey
 
-        def counted(lookups: Lookups, request: Request, keys: list[OffloadKey], *first: int) -> object:
+        def counted(places: Places, request: Request, keys: list[OffloadKey], *first: int) -> object:
             self._num_asked += len(keys)
-            return survey(lookups, request, keys, *first)
+            return survey(places, request, keys, *first)
 
-        monkeypatch.setattr(Lookups, "_survey", counted)
+        monkeypatch.setattr(Places, "survey", counted)
 
     def count(self) -> int:
         asked, self._num_asked = self._num_asked, 0

@@ -37,44 +37,28 @@ def events(index: PresenceIndex) -> list[tuple[list[OffloadKey], bool]]:
     return [(list(event.keys), event.removed) for event in index.take_events()]
 
 
-def test_an_unknown_key_is_asked_for_once(index: PresenceIndex) -> None:
-    assert not index.is_asking
-    assert ask(index, A, B, A) == [None] * 3
-    assert index.take_keys_to_ask() == [A, B]
+def test_an_answer_is_remembered(index: PresenceIndex) -> None:
     assert ask(index, A, B) == [None] * 2
-    assert index.take_keys_to_ask() == []
-    assert index.is_asking
     index.record_answer(A, is_present=True)
     index.record_answer(B, is_present=False)
     assert ask(index, A, B) == [True, False]
-    assert not index.is_asking
-
-
-def test_a_key_without_an_answer_is_asked_for_again(index: PresenceIndex) -> None:
-    ask(index, A)
-    index.record_no_answer(index.take_keys_to_ask())
-    assert not index.is_asking
-    assert ask(index, A) == [None]
-    assert index.take_keys_to_ask() == [A]
 
 
 def test_an_absent_key_is_asked_for_again_in_the_background(index: PresenceIndex, clock: ManualClock) -> None:
-    ask(index, A)
-    index.record_answer(*index.take_keys_to_ask(), is_present=False)
+    index.record_answer(A, is_present=False)
     assert ask(index, A) == [False]
-    assert index.take_keys_to_ask() == []
+    assert index.take_to_refresh() == []
     for _ in range(2):
         clock.advance(1)
         assert ask(index, A, A) == [False, False]
-        assert index.take_keys_to_ask() == [A]
+        assert index.take_to_refresh() == [A]
     index.record_answer(A, is_present=True)
     assert ask(index, A) == [True]
 
 
 def test_the_oldest_absent_key_is_forgotten_first(clock: ManualClock) -> None:
     index = PresenceIndex("test", 100, max_absent=2, clock=clock)
-    ask(index, A, B, C)
-    for key in index.take_keys_to_ask():
+    for key in (A, B, C):
         index.record_answer(key, is_present=False)
     assert ask(index, C, B, A) == [False, False, None]
 
@@ -82,7 +66,6 @@ def test_the_oldest_absent_key_is_forgotten_first(clock: ManualClock) -> None:
 def test_a_complete_index_knows_what_is_absent(index: PresenceIndex) -> None:
     index.add([A])
     assert ask(index, A, B, is_complete=True) == [True, False]
-    assert not index.is_asking
 
 
 def test_beyond_its_bound_the_oldest_key_is_unknown_again(clock: ManualClock) -> None:
@@ -110,16 +93,13 @@ def test_the_garbage_collector_passes_over_present_keys(clock: ManualClock) -> N
 
 
 def test_an_answer_that_a_store_overtook_does_not_count(index: PresenceIndex) -> None:
-    ask(index, A)
-    index.take_keys_to_ask()
     index.add([A])
     index.record_answer(A, is_present=False)
     assert ask(index, A) == [True]
 
 
 def test_a_stored_block_ends_an_absence(index: PresenceIndex) -> None:
-    ask(index, A)
-    index.record_answer(*index.take_keys_to_ask(), is_present=False)
+    index.record_answer(A, is_present=False)
     index.add([A])
     index.remove([A])
     assert ask(index, A) == [None], "unknown, not absent"
@@ -184,11 +164,8 @@ def test_many_keys_are_forgotten_in_small_parts(clock: ManualClock) -> None:
 
 def test_keys_of_a_call_that_hangs_are_absent_until_it_returns(index: PresenceIndex) -> None:
     index.add([A])
-    ask(index, B)
-    index.take_keys_to_ask()
     index.begin_hang([A, B])
     assert ask(index, A, B) == [False, False]
-    assert not index.is_asking
     index.end_hang([A, B])
     assert ask(index, A, B) == [True, None]
 
@@ -217,7 +194,7 @@ def test_an_exact_index_answers_what_the_store_has_now(exact: PresenceIndex, res
     resident.add(C)
     assert ask(exact, A, B, C) == [False, True, True]
     assert len(exact) == 2
-    assert not exact.is_asking
+    assert not exact.to_refresh
     exact.remove([B])
     assert ask(exact, B) == [True], "the store has it, whatever was reported"
     exact.begin_hang([B, C])

@@ -231,3 +231,42 @@ def test_stores_occupy_no_thread_of_the_reads_and_wait_for_those_that_are_queued
     collect(runner, 3)
     assert sorted(order) == ["load 1", "load 2", "store 1", "store 2"]
     assert runner.shutdown(10) == 0
+
+
+def test_while_reads_are_queued_one_store_begins_for_eight_reads(clock: ManualClock) -> None:
+    runner, order = TierRunner("share", 1, timeout_s=30, clock=clock), list[str]()
+    let, begun = {"r": threading.Semaphore(0), "w": threading.Semaphore(0)}, threading.Semaphore(0)
+
+    def task(queue: IoQueue) -> IoTask:
+        name = "w" if queue is IoQueue.STORE else "r"
+
+        def work(start: int, stop: int) -> list[bool]:
+            order.append(name)
+            begun.release()
+            assert let[name].acquire(timeout=60)
+            return [True]
+
+        return IoTask(queue, 1, work)
+
+    def begin() -> None:
+        assert begun.acquire(timeout=60)
+
+    for queue in (IoQueue.STORE, IoQueue.LOAD):  # both threads are at work before anything is queued
+        runner.submit(task(queue), 1)
+        begin()
+    for _ in range(30):
+        runner.submit(task(IoQueue.LOAD), 1)
+    for _ in range(3):
+        runner.submit(task(IoQueue.STORE), 1)
+    let["w"].release(4)  # no store waits for anything but reads
+    for num_reads in range(2, 31):
+        let["r"].release()
+        begin()
+        if num_reads in (8, 16, 24):
+            begin()  # a store
+            assert order.count("w") == 1 + num_reads // 8
+        assert runner._queues[IoQueue.LOAD], "a disk that is never idle"
+    assert order.count("w") == 4
+    let["r"].release(2)
+    collect(runner, 35)
+    assert runner.shutdown(10) == 0

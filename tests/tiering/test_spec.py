@@ -204,9 +204,11 @@ def test_unstable_hashes_are_refused_for_persistent_tiers_only(tmp_path: Path) -
     made.shutdown()
 
 
-def test_tiers_without_tiering_are_refused() -> None:
-    with pytest.raises(ConfigError, match="TieringOffloadingSpec"):
-        make_spec(parse_config({"cpu_bytes_to_use": 8 * PAGE_BYTES, "secondary_tiers": [{"type": "memory"}]}), layout())
+def test_tiers_imply_tiering_unless_the_configuration_names_another_spec() -> None:
+    config = {"cpu_bytes_to_use": 8 * PAGE_BYTES, "secondary_tiers": [{"type": "memory"}]}
+    assert isinstance(make_spec(parse_config(config), layout()), TieringOffloadingSpec)
+    with pytest.raises(ConfigError, match="leave out spec_name for secondary_tiers"):
+        make_spec(parse_config(config | {"spec_name": "CPUOffloadingSpec"}), layout())
 
 
 def test_a_tier_that_cannot_be_built_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from tests.tiering.store_rig import BLOCK_BYTES, CONTEXT
@@ -15,7 +17,7 @@ from kvoffload.tiering.base import JobMetadata, JobResult
 from kvoffload.tiering.health import StoreHealth
 from kvoffload.tiering.losses import StoreLosses
 from kvoffload.tiering.presence import PresenceIndex
-from kvoffload.tiering.runner import TierRunner
+from kvoffload.tiering.runner import IoQueue, TierRunner
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import TierLimits
 from kvoffload.tiering.transfers import StoreTransfers
@@ -163,6 +165,8 @@ def test_a_slice_has_four_mebibytes_at_most() -> None:
     )
     transfers.submit_store(JobMetadata(1, keys, np.arange(6), False, CONTEXT))
     assert transfers.is_pending
+    assert not runner.backlog(IoQueue.STORE)
+    transfers.submit_stores()
     assert runner.drain(60)
     for result in runner.take_results():
         result.task.ended(result)
@@ -170,3 +174,98 @@ def test_a_slice_has_four_mebibytes_at_most() -> None:
     assert transfers.take_results() == [JobResult(1, True)]
     assert not transfers.is_pending
     assert runner.shutdown(30) == 0
+
+
+def gathered(rig, jobs) -> list[int]:
+    """Jobs of these keys, in slots of their own, that are submitted in one step."""
+    ids, slot = [], 0
+    for keys in jobs:
+        rig.fill(range(slot, slot + len(keys)), keys)
+        rig.tier.submit_store(JobMetadata(1000 + len(ids), keys, np.arange(slot, slot + len(keys)), False, CONTEXT))
+        ids.append(1000 + len(ids))
+        slot += len(keys)
+    return ids
+
+
+def writes_of(rig) -> list[list]:
+    return [list(keys) for call, keys in rig.store.calls if call == "write"]
+
+
+def test_the_stores_of_a_step_are_one_call_and_each_job_has_its_own_result(make) -> None:
+    rig = make().start()
+    jobs = [keys_of(1), keys_of(2, 3), keys_of(4), keys_of(5, 6)]
+    rig.store.lost = set(keys_of(3, 4))
+    ids = gathered(rig, jobs)
+    assert rig.tier.has_pending_work()
+    assert not rig.tier.get_finished_jobs()
+    assert not writes_of(rig), "nothing begins before the step ends"
+    assert rig.stat("tier_queued_jobs") == 4
+    results = [rig.wait(job) for job in ids]
+    assert writes_of(rig) == [keys_of(*range(1, 7))]
+    assert [result.success for result in results] == [True, False, False, True]
+    assert list(results[1].successful_keys) == keys_of(2)
+    assert results[2].successful_keys is None
+    assert rig.ask_until_answered(keys_of(1, 2))[:2] == [True, True]
+    assert rig.stat("tier_queued_jobs") == 0
+
+
+def test_a_call_that_fails_fails_the_jobs_that_have_blocks_in_it(make) -> None:
+    rig = make(num_blocks=256, limits=TierLimits(threads=1, max_backlog_blocks=256)).start()
+    rig.gate.close_gate("write")
+    jobs = gathered(rig, [keys_of(*range(60)), keys_of(*range(60, 70)), keys_of(*range(70, 80))])
+    rig.tier.on_schedule_end()
+    rig.gate.wait_for_arrivals(1)
+    rig.gate.open_gate()
+    rig.store.broken = {"write": OSError("gone")}  # from the second call on
+    results = [rig.wait(job) for job in jobs]
+    assert [len(keys) for keys in writes_of(rig)] == [64, 16]
+    assert [result.success for result in results] == [True, False, False]
+    assert list(results[1].successful_keys) == keys_of(60, 61, 62, 63)
+
+
+def test_a_block_that_two_jobs_of_a_step_store_is_in_two_calls(make) -> None:
+    rig = make().start()
+    jobs = gathered(rig, [keys_of(1, 2), keys_of(2, 3)])
+    assert all(rig.wait(job).success for job in jobs)
+    assert sorted(writes_of(rig)) == [keys_of(1, 2), keys_of(2, 3)]
+
+
+def test_the_backlog_cuts_the_last_jobs_of_a_step(make) -> None:
+    rig = make(limits=TierLimits(threads=1, max_backlog_blocks=4)).start()
+    whole, part, none = gathered(rig, [keys_of(1, 2, 3), keys_of(4, 5, 6), keys_of(7)])
+    assert rig.wait(whole).success
+    assert list(rig.wait(part).successful_keys) == keys_of(4)
+    assert not rig.wait(none).success
+    assert rig.stat("tier_dropped_blocks") == 3
+    assert writes_of(rig) == [keys_of(1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("end", ["drain_jobs", "shutdown"])
+def test_what_was_gathered_is_written_before_a_drain_ends(make, end: str) -> None:
+    rig = make().start()
+    job = gathered(rig, [keys_of(1)])[0]
+    getattr(rig.tier, end)()
+    assert writes_of(rig) == [keys_of(1)]
+    assert [result.job_id for result in rig.tier.get_finished_jobs()] == [job]
+
+
+def test_in_any_mixture_each_job_ends_once_with_the_outcomes_of_its_blocks(make) -> None:
+    rng = random.Random(5)
+    rig = make(num_blocks=256, limits=TierLimits(threads=2, max_backlog_blocks=256)).start()
+    rig.store.lost = set(keys_of(*range(0, 10_000, 7)))
+    expected: dict[int, set] = {}
+    next_key = 0
+    for _ in range(20):
+        jobs = [
+            keys_of(*range(next_key + 10 * n, next_key + 10 * n + rng.randint(1, 10)))
+            for n in range(rng.randint(1, 12))
+        ]
+        next_key += 200
+        for job, keys in zip(gathered(rig, jobs), jobs):
+            expected[job] = set(keys) - rig.store.lost
+        rig.until(lambda: expected.keys() <= rig.results.keys())
+        for (job, good), keys in zip(expected.items(), jobs):
+            result = rig.results.pop(job)
+            assert result.success == (good == set(keys))
+            assert set(result.successful_keys or (keys if result.success else ())) == good
+        expected.clear()

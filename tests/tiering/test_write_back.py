@@ -16,9 +16,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing import FakeTier
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import JobMetadata
-from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
-from kvoffload.tiering.tier_jobs import GuardedTier
+from kvoffload.tiering.cascades import Cascades
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 from kvoffload.tiering.write_back import WriteBack
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
@@ -178,16 +177,11 @@ def test_a_tier_that_does_not_come_to_an_end_holds_no_more_than_its_window() -> 
 
 
 @pytest.mark.parametrize("room", [40, 43])
-@pytest.mark.parametrize("store", ["fs", "memory"])
-def test_the_head_of_a_prefix_outlives_its_tail_in_a_real_store(store: str, room: int, tmp_path: Path) -> None:
+def test_the_head_of_a_prefix_outlives_its_tail_in_a_real_store(room: int) -> None:
     """Blocks that went down in one job: the first of it was once the head, which stores take for the oldest."""
     memory = Memory(128)
     primary = CPUPrimaryTierOffloadingManager(128, memory)
-    options: dict[str, Any] = {"type": store, "threads": 1, "max_bytes": room * BLOCK_BYTES}
-    if store == "fs":
-        quota = room * BlockFormat("", BLOCK_BYTES).file_bytes + USAGE_FILE_BYTES
-        options |= {"path": str(tmp_path), "max_bytes": quota}
-    tier = build_tier(options, primary.kv_view)
+    tier = build_tier({"type": "memory", "threads": 1, "max_bytes": room * BLOCK_BYTES}, primary.kv_view)
     manager = TieringOffloadingManager(primary, [tier], cascade=["on_evict"])
     context = ReqContext("r")
     manager.prepare_store(prefix(100), context)
@@ -390,7 +384,7 @@ def test_every_policy_writes_what_it_evicts(cache_policy: str) -> None:
 def test_an_eviction_of_an_unwritten_block_is_counted_for_each_tier_that_lacks_it() -> None:
     rig = Rig(64)
     tiers = [GuardedTier(index, FakeTier(rig.primary.kv_view)) for index in range(2)]
-    write_back = WriteBack(rig.primary, tiers, lambda *_: None)
+    write_back = WriteBack(rig.primary, tiers, Cascades(rig.primary, TierJobs(), ()))
     write_back.on_reserved(2, keys(1, 2))
     assert write_back.dropped == 4
     assert not write_back.has_queued

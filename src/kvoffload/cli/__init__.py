@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 __all__ = ["main"]
 
-_COMMANDS: tuple[str, ...] = ("demo", "doctor", "simulate", "plan", "explain", "top", "store")
+_COMMANDS: tuple[str, ...] = ("demo", "check_config", "doctor", "simulate", "plan", "explain", "top", "store")
 """Modules of this package that register a subcommand, in the order of ``--help``."""
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         import typer
     except ImportError:
-        sys.exit("The kvoffload command needs typer and rich: pip install 'kvoffload[cli]'.")
+        sys.exit("kvoffload was installed without its extra 'cli': pip install typer rich prometheus-client pyyaml.")
     from kvoffload.errors import ConfigError, MissingExtraError
 
     app = typer.Typer(

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli.machine import GpuBlocks, GpuKVTokens, device_blocks, model_sizes
 from kvoffload.cli.output import check_json_target, positive, progress, write_json
-from kvoffload.cli.simulate import GPU_BLOCKS_HELP
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SPEEDS
 from kvoffload.sim.explain import (
@@ -42,7 +42,11 @@ def explain(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="File that a server wrote with record_trace.")],
     cpu: Annotated[str | None, typer.Option(help="Host memory of the server, if the trace does not say it.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk of the server, if the trace does not say it; 0: none.")] = None,
-    gpu_blocks: Annotated[int | None, typer.Option(min=0, help=GPU_BLOCKS_HELP)] = None,
+    gpu_kv_tokens: GpuKVTokens = None,
+    gpu_blocks: GpuBlocks = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model, if the trace does not say the size of its blocks.")
+    ] = None,
     kv_bytes: Annotated[
         str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, if the trace does not say them.")
     ] = None,
@@ -62,14 +66,15 @@ def explain(
             if path.suffix.lower() != suffix:
                 raise ConfigError(f"{option} is a {suffix} file, not {path.name!r}.")
             check_target(path)
+    sizes = None if model is None and kv_bytes is None else model_sizes(model, kv_bytes)
     summary = read_explanations(trace)
     loaded = load_trace(trace)
     base = base_config(
         summary.machine,
         cpu_bytes=None if cpu is None else parse_bytes(cpu, "--cpu"),
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),
-        block_bytes=None if kv_bytes is None else parse_bytes(kv_bytes, "--kv-bytes-per-token") * loaded.block_tokens,
-        gpu_blocks=loaded.device_blocks if gpu_blocks is None else gpu_blocks,
+        block_bytes=None if sizes is None else sizes.bytes_per_token * loaded.block_tokens,
+        gpu_blocks=device_blocks(loaded, gpu_blocks, gpu_kv_tokens),
         footprint_blocks=loaded.whole_blocks().num_unique,
         prefill_tokens_per_s=prefill_speed,
     )

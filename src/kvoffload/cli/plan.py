@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -11,8 +12,33 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload.cli.output import check_json_target, positive, progress, write_json
-from kvoffload.cli.simulate import CASCADE_DEFAULT, GPU_BLOCKS_HELP, TRACE_HELP, assumption, load_one, model_sizes
+from kvoffload.cli.machine import (
+    CASCADE_DEFAULT,
+    DISK_READ_SPEED,
+    DISK_WRITE_SPEED,
+    LOAD_SPEED,
+    TRACE_HELP,
+    BlockTokens,
+    DiskReadSpeed,
+    DiskWriteSpeed,
+    GpuBlocks,
+    GpuKVTokens,
+    KVBytes,
+    LoadPolicyOption,
+    LoadSpeed,
+    MaxRequests,
+    Model,
+    PrefillSpeed,
+    Processes,
+    StoreThreshold,
+    assumptions,
+    device_blocks,
+    load_one,
+    load_policy_of,
+    model_sizes,
+    speeds_of,
+)
+from kvoffload.cli.output import check_json_target, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
@@ -20,7 +46,7 @@ from kvoffload.sim.driver import SPEEDS, SimConfig
 from kvoffload.sim.kv_size import ModelKV, kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
-from kvoffload.sim.report import as_json
+from kvoffload.sim.report import as_json, format_seconds, saturation
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.units import format_bytes, parse_bytes
 
@@ -33,51 +59,55 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help=TRACE_HELP)],
-    hit_rate: Annotated[float | None, typer.Option(help="Goal: percent of blocks hit, on the device or below.")] = None,
+    hit_rate: Annotated[str | None, typer.Option(help="Goal: percent of blocks hit, on the device or below.")] = None,
     ttft: Annotated[float | None, typer.Option(help="Goal: seconds to the first token, at --quantile.")] = None,
     quantile: Annotated[str, typer.Option(help="Quantile of the time to first token: p50, p90 or p99.")] = "p90",
-    model: Annotated[Path | None, typer.Option(help="Model's config.json, which gives the size of a block.")] = None,
+    model: Model = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model, in place of --model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model; with --layers.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Head size of the model; with --layers.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Data type of the KV cache. By default the model's; with --layers bfloat16.")
     ] = None,
-    kv_bytes: Annotated[
-        str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")
-    ] = None,
+    kv_bytes: KVBytes = None,
     max_cpu: Annotated[str | None, typer.Option(help="Largest host memory to consider.")] = None,
     max_disk: Annotated[str, typer.Option(help="Largest disk to consider; 0 for no disk.")] = "0",
     cpu_price: Annotated[float, typer.Option(help="Price of a GiB of host memory.")] = 4.0,
     disk_price: Annotated[float, typer.Option(help="Price of a GiB of disk.")] = 0.1,
-    gpu_blocks: Annotated[int | None, typer.Option(min=0, help=GPU_BLOCKS_HELP)] = None,
+    gpu_kv_tokens: GpuKVTokens = None,
+    gpu_blocks: GpuBlocks = None,
     policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = DEFAULTS.eviction_policy,
-    store_threshold: Annotated[
-        int, typer.Option(min=0, help="Store a block at the n-th request that asks for it.")
-    ] = DEFAULTS.store_threshold,
+    store_threshold: StoreThreshold = DEFAULTS.store_threshold,
     cascade: Annotated[
         str | None, typer.Option(help=f"When to write blocks to disk: on_store or on_evict. {CASCADE_DEFAULT}")
     ] = None,
-    prefill_speed: Annotated[
-        float, typer.Option(help="Tokens that the device prefills per second.")
-    ] = SPEEDS.prefill_tokens_per_s,
-    block_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per hash id, if that is ambiguous.")] = None,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Requests to read, from the first on.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")] = None,
+    load_policy: LoadPolicyOption = DEFAULTS.load_policy,
+    prefill_speed: PrefillSpeed = SPEEDS.prefill_tokens_per_s,
+    load_speed: LoadSpeed = LOAD_SPEED,
+    disk_read_speed: DiskReadSpeed = DISK_READ_SPEED,
+    disk_write_speed: DiskWriteSpeed = DISK_WRITE_SPEED,
+    block_tokens: BlockTokens = None,
+    max_requests: MaxRequests = None,
+    processes: Processes = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Show the saved prefill, too.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File to write the choice and all figures to.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the curve to: .png or .html.")] = None,
 ) -> None:
-    """Find the cheapest tiers that reach a hit rate or a time to first token, and show every size tried."""
+    """Find the cheapest tiers that reach a hit rate or a time to first token, and show every size tried.
+
+    Exit codes: 0, something reaches the goal, perhaps the device alone; 1, nothing does; 2, a mistake in the options.
+    """
     if quantile not in ("p50", "p90", "p99"):
         raise ConfigError(f"--quantile is p50, p90 or p99, not {quantile!r}.")
-    goal = Goal(None if hit_rate is None else hit_rate / 100, ttft, quantile)
+    goal = Goal(None if hit_rate is None else _share(hit_rate), ttft, quantile)
     prices = Prices(cpu_price, disk_price)
     POLICIES.get(policy)
     if cascade is not None and cascade not in get_args(CascadeMode):
         raise ConfigError(f"--cascade is {' or '.join(get_args(CascadeMode))}, not {cascade!r}.")
-    positive(prefill_speed, "--prefill-speed")
+    speeds = speeds_of(prefill_speed, load_speed, disk_read_speed, disk_write_speed)
+    chosen_load_policy = load_policy_of(load_policy)
     check_json_target(json_file)
     if plot is not None:
         check_target(plot)
@@ -86,11 +116,11 @@ def plan(
             raise ConfigError(
                 "Give --model, --kv-bytes-per-token, or --layers with --kv-heads and --head-dim: one of them."
             )
-        sizes, assumed = ModelKV(kv_bytes_per_token(layers, kv_heads, head_dim, dtype or "bfloat16")), ""
+        sizes = ModelKV(kv_bytes_per_token(layers, kv_heads, head_dim, dtype or "bfloat16"))
     elif layers is not None or kv_heads is not None or head_dim is not None:
         raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
     else:
-        sizes, assumed = model_sizes(model, kv_bytes, dtype), assumption(model, kv_bytes)
+        sizes = model_sizes(model, kv_bytes, dtype)
     loaded = load_one(trace, block_tokens, max_requests)
     block_bytes = sizes.bytes_per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
@@ -102,10 +132,11 @@ def plan(
     base = SimConfig(
         1,
         block_bytes,
-        loaded.device_blocks if gpu_blocks is None else gpu_blocks,
+        device_blocks(loaded, gpu_blocks, gpu_kv_tokens),
         policy=policy,
         store_threshold=store_threshold,
-        prefill_tokens_per_s=prefill_speed,
+        load_policy=chosen_load_policy,
+        **speeds._asdict(),
         cascade=cast("CascadeMode | None", cascade),
         state_slots=sizes.state_slots(block_bytes),
     )
@@ -114,45 +145,78 @@ def plan(
         made = make_plan(
             loaded, base, goal, prices, max_cpu_blocks, max_disk_blocks, processes, lambda _: advance(name)
         )
-    _print(made, goal, prices, assumed)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    is_kv_given = model is not None or kv_bytes is not None or layers is not None
+    console.print(assumptions(replace(base, disk_blocks=max_disk_blocks), loaded, is_kv_given), highlight=False)
+    _print(console, made, goal, prices, wide)
     write_json(_as_json(made, goal, prices), json_file)
     if plot is not None:
         write_plot([made.report], plot)
+    if made.chosen is None:
+        sys.exit(1)
 
 
 def _as_json(made: Plan, goal: Goal, prices: Prices) -> dict[str, Any]:
     """The goal, the choice and its price, and what ``simulate --json`` has of every run."""
     (report,) = as_json([made.report])
-    chosen = report["runs"][made.report.results.index(made.chosen)]
+    chosen = None if made.chosen is None else report["without_offloading"]
+    if made.chosen in made.report.results:
+        chosen = report["runs"][made.report.results.index(made.chosen)]
     return {"goal": asdict(goal), "prices": asdict(prices), "chosen": chosen, "price": made.price, **report}
 
 
-def _print(made: Plan, goal: Goal, prices: Prices, assumed: str) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    if assumed:
-        console.print(assumed, highlight=False)
-    block_bytes = made.report.block_bytes
-    table = Table("host memory", "disk", "hits %", goal.quantile, "saved prefill", "price", "")
+def _share(hit_rate: str) -> float:
+    """``"60"`` or ``"60%"`` as 0.6."""
+    try:
+        percent = float(hit_rate.removesuffix("%"))
+    except ValueError as exc:
+        raise ConfigError(f"--hit-rate is a number of percent such as 60, not {hit_rate!r}.") from exc
+    if 0 < percent < 1 and not hit_rate.endswith("%"):
+        raise ConfigError(
+            f"--hit-rate {hit_rate} is less than one percent: write {100 * percent:g} for {100 * percent:g} %, or "
+            f"{hit_rate}% if that is meant."
+        )
+    return percent / 100
+
+
+def _print(console: Console, made: Plan, goal: Goal, prices: Prices, is_wide: bool) -> None:
+    report, alone = made.report, made.report.without
+    assert alone is not None
+    headings = ("memory", "disk", "hits %", goal.quantile, "gained", "price", "saved prefill", "")
+    table = Table(*(heading for heading in headings if is_wide or heading != "saved prefill"))
     for column in table.columns:
         column.justify = "right"
-    for result in sorted(made.report.results, key=lambda each: prices.of(each, block_bytes)):
+    for result in [alone, *sorted(report.results, key=lambda each: prices.of(each, report.block_bytes))]:
+        gained = alone.ttft_s[goal.quantile] - result.ttft_s[goal.quantile]
         table.add_row(
-            format_bytes(result.cpu_blocks * block_bytes),
-            format_bytes(result.disk_blocks * block_bytes) if result.disk_blocks else "-",
+            format_bytes(result.cpu_blocks * report.block_bytes) if result.cpu_blocks else "none",
+            format_bytes(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
             f"{100 * result.hit_rate:.2f}",
-            f"{result.ttft_s[goal.quantile]:.3g} s",
-            f"{result.saved_prefill_s:,.0f} s",
-            f"{prices.of(result, block_bytes):,.2f}",
+            format_seconds(result.ttft_s[goal.quantile]),
+            "-" if result is alone else format_seconds(gained),
+            f"{prices.of(result, report.block_bytes):,.2f}",
+            *([format_seconds(result.saved_prefill_s)] if is_wide else []),
             "<- chosen" if result is made.chosen else "meets it" if goal.is_met(result) else "",
         )
     console.print(table)
-    chosen = made.chosen
-    bought = f"{format_bytes(chosen.cpu_blocks * block_bytes)} of host memory"
+    console.print(_advice(made, goal), highlight=False)
+    console.print(saturation([alone, *report.results]), highlight=False)
+
+
+def _advice(made: Plan, goal: Goal) -> str:
+    report, chosen = made.report, made.chosen
+    reached = made.best if chosen is None else chosen
+    figures = f"{100 * reached.hit_rate:.1f} % hits, {goal.quantile} {format_seconds(reached.ttft_s[goal.quantile])}"
+    if chosen is None:
+        return (
+            f"Nothing within the limits reaches the goal. The best has {figures}; a cache that keeps everything hits "
+            f"{100 * report.reachable_rate:.1f} %, which is all that this trace offers."
+        )
+    if not chosen.cpu_blocks:
+        return f"Buy nothing: the GPU's own cache reaches the goal, with {figures}."
+    bought = f"{format_bytes(chosen.cpu_blocks * report.block_bytes)} of host memory"
     if chosen.disk_blocks:
-        bought += f" and {format_bytes(chosen.disk_blocks * block_bytes)} of disk"
-    console.print(
-        f"Buy {bought}: {100 * chosen.hit_rate:.1f} % hits, "
-        f"{goal.quantile} {chosen.ttft_s[goal.quantile]:.3g} s, price {made.price:,.2f}."
-    )
+        bought += f" and {format_bytes(chosen.disk_blocks * report.block_bytes)} of disk"
+    return f"Buy {bought}: {figures}, price {made.price:,.2f}."

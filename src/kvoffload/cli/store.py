@@ -124,19 +124,18 @@ def gc(
     root: _Root,
     max_bytes: Annotated[
         str | None,
-        typer.Option(help="Quota to enforce, for example 200GiB. Evicts the least recently used blocks."),
+        typer.Option(
+            help="Quota to enforce, for example 200GiB. Evicts the blocks used least recently ('fs': the oldest)."
+        ),
     ] = None,
 ) -> None:
-    """Enforce a quota on the existing files, and delete what killed writers left.
-
-    If no server is at work, also correct the count of bytes in use.
-    """
+    """Enforce a quota on the existing files, and delete what killed writers left."""
     limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
     store = _open(root)
     dead = store.sweep()
     evicted, used_bytes = store.shrink(limit)
     _console.print(
-        f"{evicted:,} blocks deleted, {dead:,} directories of dead writers removed, {format_bytes(used_bytes)} in use."
+        f"{evicted:,} blocks deleted, {dead:,} leftovers of dead writers removed, {format_bytes(used_bytes)} in use."
     )
     if limit is not None and used_bytes > limit:
         _console.print("The quota is still exceeded: by other files in the folder, or because a server is writing.")

@@ -21,13 +21,13 @@ and each worker, with what ``build_connector_meta`` returned::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["NO_BLOCK", "BlockIds", "BoundaryState", "EngineRequest", "EngineStep", "ScheduledRequest"]
+__all__ = ["NO_BLOCK", "BlockIds", "BoundaryState", "EngineRequest", "EngineStep", "GPUBlockPool", "ScheduledRequest"]
 
-# ``ScheduledRequest`` and ``EngineStep`` are values that nobody changes. They are not frozen, because a frozen
+# ``ScheduledRequest`` and ``EngineStep`` are values that are never changed. They are not frozen, because a frozen
 # dataclass takes three times as long to make, and an engine makes one for each running request in each step.
 
 NO_BLOCK = -1
@@ -43,7 +43,8 @@ class EngineRequest(Protocol):
     ``request_finished``.
 
     It may also have ``skip_reading_prefix_cache: bool``. If that is true when the request arrives, the request is not
-    looked up, and the engine never asks twice.
+    looked up, and the engine never asks twice. And it may have ``kv_hints``, an orchestrator's envelope of hints
+    (``connector/hints.py``).
     """
 
     @property
@@ -65,6 +66,19 @@ class EngineRequest(Protocol):
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
         """What the client sent along. ``connector/limits.py`` has the keys that the connector reads."""
+
+
+class GPUBlockPool(Protocol):
+    """Where the engine allocates GPU blocks. Only an engine that writes new blocks before ``start_step`` gives the
+    connector one (``hold_sources``): there a flush comes too late."""
+
+    def hold(self, gpu_block_ids: Collection[int]) -> None:
+        """A store reads these blocks from now on: they must not be allocated. A request has them at the time. Holds of
+        several stores add up."""
+
+    def release(self, gpu_block_ids: Collection[int]) -> None:
+        """One store has read these blocks, or will have when the next step is computed. They are in the request's
+        order, group after group."""
 
 
 @dataclass(slots=True)
@@ -113,6 +127,6 @@ class EngineStep:
     those blocks to others. It may also admit such a request again, and what is allocated to it then is not lost."""
     boundary_states: tuple[BoundaryState, ...] = ()
     """The states to store, of groups of kind ``SINGLE_STATE``. No other state of such a group is ever stored."""
-    copied_block_ids: Sequence[int] = ()
-    """GPU blocks that the engine writes before the forward pass by copies of its own, and that ``scheduled`` may not
-    name as new."""
+    needed_block_ids: Sequence[int] = ()
+    """GPU blocks whose transfers must end in this step, and that ``scheduled`` may not name as new: the engine writes
+    them by copies of its own, or would allocate them if they were not held."""

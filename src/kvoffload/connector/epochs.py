@@ -84,6 +84,9 @@ class Epochs:
         self._is_unused = False
         """A reset named the current epoch, and no request has used it."""
         self._counts: dict[str, int] = {}
+        self._num_stale_jobs = 0
+        self._untaken: list[OffloadingEvent] = []
+        """Events of earlier epochs."""
 
     def __repr__(self) -> str:
         return f"Epochs(weights_version={self._version!r}, resets={sum(self._counts.values())})"
@@ -93,8 +96,9 @@ class Epochs:
         self._is_unused = False
         return self.current
 
-    def reset(self) -> None:
-        """Begins an epoch."""
+    def reset(self, events: Iterable[OffloadingEvent] = ()) -> None:
+        """Begins an epoch. ``events``: those of the current one that the engine has not taken."""
+        self._untaken = self.take_events(events)
         try:
             version = self._config.read_weights_version()
         except ConfigError as exc:
@@ -111,8 +115,21 @@ class Epochs:
             self._begin("named", named, version)
             self._is_unused = True
 
+    def take_events(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
+        """``events``, which are of the current epoch, after those that ``reset`` kept, with the engine's own hashes."""
+        untaken, self._untaken = self._untaken, []
+        return untaken + self.current.engine_events(events)
+
+    def job_ended(self, epoch: Epoch) -> None:
+        """A job ended that had begun in ``epoch``."""
+        if epoch is not self.current:
+            self._num_stale_jobs += 1
+
     def get_stats(self) -> Stats:
-        return {("cache_resets", epoch): count for epoch, count in self._counts.items()}
+        stats: Stats = {("cache_resets", epoch): count for epoch, count in self._counts.items()}
+        if self._num_stale_jobs:
+            stats["stale_jobs",] = self._num_stale_jobs
+        return stats
 
     def _begin(self, kind: str, epoch: Epoch, version: str = "") -> None:
         self.current = epoch

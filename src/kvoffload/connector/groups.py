@@ -7,7 +7,7 @@ first token.
 
 A hit of T tokens is *good* when every group has the blocks it needs to continue after T tokens: the whole prefix for
 full attention, the last window for sliding windows, the last block for single states. Groups with speculative heads
-also need the block behind T. ``GroupGeometry`` says which blocks those are, and ``find_hit`` searches for the greatest
+also need the block after T. ``GroupGeometry`` says which blocks those are, and ``find_hit`` searches for the greatest
 T that is good for all groups at once.
 """
 
@@ -89,7 +89,7 @@ class GroupGeometry:
         """The blocks that a hit must find: ``blocks_for_hit``, and the block of the tokens that the last ones looked
         ahead to.
 
-        The KV of a speculative head at a block's last token depends on the token behind the block, which the block's
+        The KV of a speculative head at a block's last token depends on the token after the block, which the block's
         key does not tell. That the next block is there as well shows that the two were computed in a row.
         """
         if hit_tokens <= computed_tokens:
@@ -117,7 +117,7 @@ class GroupGeometry:
     def first_gpu_block(self, block: int) -> int:
         """The first GPU block of ``block`` that any hit can need. Earlier ones in the block are don't-care.
 
-        A hit at or behind the end of the block looks back a window at most. The engine may have freed the earlier GPU
+        A hit at or after the end of the block looks back a window at most. The engine may have freed the earlier GPU
         blocks before the block was full.
         """
         first, last = block * self.factor, (block + 1) * self.factor - 1
@@ -174,7 +174,7 @@ class GroupGeometry:
 
 @functools.cache
 def _key_ending(group: int) -> bytes:
-    """What the keys of a group have behind the block hash."""
+    """What the keys of a group have after the block hash."""
     return make_offload_key(b"", group)
 
 
@@ -225,21 +225,26 @@ class _GroupAnswers:
         self._known: dict[int, bool | None] = {}
 
     def first_missing(self, blocks: range) -> int | None:
-        """The first block of ``blocks`` that is a miss. "Not yet" is no miss, and lookups go on past it: so all blocks
-        that must be promoted are asked for in the same step."""
+        """The first block of ``blocks`` that is a miss. "Not yet" is not a miss, and lookups go on past it: so all
+        blocks that must be promoted are asked for in the same step."""
         known = self._known
         block = blocks.start
         while block < blocks.stop:
-            if block not in known:
-                unknown = range(block, next((b for b in range(block, blocks.stop) if b in known), blocks.stop))
-                known.update(zip(unknown, self._ask(self._keys[unknown.start : unknown.stop]), strict=False))
-            if known[block] is False:
-                return block
-            block += 1
+            if block in known:
+                if known[block] is False:
+                    return block
+                block += 1
+                continue
+            stop = next((b for b in range(block, blocks.stop) if b in known), blocks.stop) if known else blocks.stop
+            answers = self._ask(self._keys[block:stop])
+            known.update(zip(range(block, stop), answers, strict=False))
+            if answers and answers[-1] is False:  # only the last one can be
+                return block + len(answers) - 1
+            block = stop
         return None
 
     def any_deferred(self, blocks: range) -> bool:
-        return any(self._known[block] is None for block in blocks)
+        return None in map(self._known.__getitem__, blocks)
 
 
 def find_hit(

@@ -54,7 +54,7 @@ class GuardedManager(OffloadingManager):
         try:
             answer = call(*args)
             if is_answer is not None and not is_answer(answer):
-                raise TypeError(f"this is no answer: {answer!r:.100}")
+                raise TypeError(f"this is not an answer: {answer!r:.100}")
             return answer
         except Exception:  # noqa: BLE001 - this is the boundary
             self._log.exception(f"{getattr(call, '__qualname__', call)} failed; taken as a cache miss")
@@ -67,29 +67,33 @@ class GuardedManager(OffloadingManager):
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
     ) -> list[bool | None]:
-        return self._guard(
-            [False] if keys else [],
+        misses: list[bool | None] = [False] if keys else []
+        answers = self._guard(
+            misses,
             self.manager.lookup_prefix,
             keys,
             req_context,
             *([] if ends is None else [ends]),
             is_answer=lambda answers: _reaches_a_miss(answers, keys),
         )
+        return _up_to_a_miss(answers)
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        return self._guard(
-            [None] * len(keys),
+        unknown: list[bool | None] = [None] * len(keys)
+        answers = self._guard(
+            unknown,
             self.manager.peek,
             keys,
             req_context,
             is_answer=lambda answers: _reaches_a_miss(answers, keys),
         )
+        return _up_to_a_miss(answers)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         try:
             spec = self.manager.prepare_load(keys, req_context)
             if not isinstance(spec, LoadStoreSpec):
-                raise TypeError(f"this is no answer: {spec!r:.100}")
+                raise TypeError(f"this is not an answer: {spec!r:.100}")
             return spec
         except Exception as exc:
             self._log.exception("prepare_load failed; taken as a failed load")
@@ -157,6 +161,12 @@ class GuardedManager(OffloadingManager):
 def _reaches_a_miss(answers: Sequence[bool | None], keys: Sequence[OffloadKey]) -> bool:
     """Whether there is an answer for each key up to the first ``False``."""
     return len(answers) >= len(keys) or (bool(answers) and answers[-1] is False)
+
+
+def _up_to_a_miss(answers: Iterable[bool | None]) -> list[bool | None]:
+    """What a manager answers after a miss must not make a hit of it."""
+    found = [*answers]
+    return found[: found.index(False) + 1] if False in found else found
 
 
 def _is_store(answer: object) -> bool:

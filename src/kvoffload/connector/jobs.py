@@ -4,21 +4,28 @@
 A job lives from the ``prepare_*`` that pinned its slots until its last rank reports. Until then its GPU blocks are
 *fenced*: a store still reads them, a load still writes them. When the engine allocates a fenced block again, the job
 is *flushed*: the workers wait for it before that step's loads and forward pass. One flush lifts all fences of the job,
-because everything the engine does later is ordered behind it.
+because everything the engine does later is ordered after it.
+
+An engine that writes new blocks before it flushes has a ``GPUBlockPool``: there the blocks of a fenced store are held,
+and cannot be allocated again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.base import Direction, OffloadKey, TransferResult, get_offload_group_idx
+from kvoffload.connector.engine import GPUBlockPool
 from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.messages import ConnectorMeta, TransferJob
 from kvoffload.connector.requests import RequestOffloadState
 from kvoffload.metrics import Histogram, Stats
 
-__all__ = ["EndedJobs", "JobRecord", "JobTable"]
+__all__ = ["EndedJobs", "JobRecord", "JobTable", "Outbox"]
+
+_NOTHING = ConnectorMeta()
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +38,8 @@ class JobRecord:
     """May outlive the request in the engine: its context is needed to release the pins."""
     keys: tuple[OffloadKey, ...]
     """Pinned by ``prepare_load``, or reserved by ``prepare_store``; empty for a lost load."""
-    gpu_block_ids: frozenset[int]
+    gpu_block_ids: tuple[int, ...]
+    """Each once, in the order of the transfer."""
     waiting_ranks: int
     """Ranks that have not reported yet, as a bit set: bit r is rank r."""
     epoch: Epoch
@@ -46,16 +54,26 @@ class JobRecord:
     """Workers wait for it before its GPU blocks are used again, so it has no fences."""
 
 
+class _AnyAllocation:
+    """The pool of an engine that flushes in time. It may allocate what it likes."""
+
+    def hold(self, gpu_block_ids: Collection[int]) -> None: ...
+
+    def release(self, gpu_block_ids: Collection[int]) -> None: ...
+
+
 class JobTable:
     """All jobs in flight by id, and their fences by GPU block."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._ranks = (1 << num_ranks) - 1
+        self.num_ranks = num_ranks
         self.in_flight: dict[int, JobRecord] = {}
         """By id. Others only read it."""
         self.fences: dict[int, tuple[int, ...]] = {}
         """Job ids by GPU block: usually one, two when the same block is stored again after a reset. Others only test
         whether there are any."""
+        self.pool: GPUBlockPool = _AnyAllocation()
+        """Holds the GPU blocks of fenced stores. Set before the first job begins."""
         self._next_id = 0
 
     def __repr__(self) -> str:
@@ -70,11 +88,15 @@ class JobTable:
     ) -> JobRecord:
         job_id, fences = self._next_id, self.fences
         self._next_id += 1
-        job = JobRecord(job_id, direction, request, tuple(keys), frozenset(gpu_block_ids), self._ranks, request.epoch)
+        blocks = tuple(dict.fromkeys(gpu_block_ids))
+        waiting = (1 << self.num_ranks) - 1
+        job = JobRecord(job_id, direction, request, tuple(keys), blocks, waiting, request.keys.epoch)
         self.in_flight[job_id] = job
         request.job_ids.add(job_id)
         for block_id in job.gpu_block_ids:
             fences[block_id] = (*fences[block_id], job_id) if block_id in fences else (job_id,)
+        if direction is Direction.STORE:
+            self.pool.hold(job.gpu_block_ids)
         return job
 
     def record(self, rank: int, result: TransferResult) -> JobRecord | None:
@@ -99,7 +121,8 @@ class JobTable:
         """Ends a job: its fences go, and its request no longer waits for it."""
         del self.in_flight[job.job_id]
         job.request.job_ids.discard(job.job_id)
-        self._unfence(job)
+        if not job.flushed:
+            self._unfence(job)
 
     def flush_for_blocks(self, gpu_block_ids: Iterable[int]) -> list[int]:
         """The jobs to flush because these GPU blocks were allocated. No job is ever returned twice."""
@@ -129,6 +152,8 @@ class JobTable:
                 del fences[block_id]
             elif jobs:
                 fences[block_id] = tuple(each for each in jobs if each != job.job_id)
+        if job.direction is Direction.STORE:
+            self.pool.release(job.gpu_block_ids)
 
     def check_invariants(self) -> None:
         """For tests: recomputes the fences and each request's jobs from scratch."""
@@ -140,6 +165,54 @@ class JobTable:
                 for block_id in job.gpu_block_ids:
                     fences.setdefault(block_id, []).append(job.job_id)
         assert {b: sorted(j) for b, j in fences.items()} == {b: sorted(j) for b, j in self.fences.items()}
+
+
+class Outbox:
+    """What was decided since the last step's meta, and goes to the workers with the next one."""
+
+    def __init__(self, jobs: JobTable) -> None:
+        self._jobs = jobs
+        self.loads: list[TransferJob] = []
+        self.lost_loads: list[TransferJob] = []
+        self.final_stores: list[TransferJob] = []
+        self._flushes: set[int] = set()
+        self._num_flushed = 0
+
+    def __repr__(self) -> str:
+        lists = self.loads, self.lost_loads, self.final_stores, self._flushes
+        return "Outbox({} loads, {} lost loads, {} final stores, {} flushes)".format(*map(len, lists))
+
+    def add_final_stores(self, stores: Iterable[TransferJob]) -> None:
+        for transfer in stores:
+            self._jobs.in_flight[transfer.job_id].submitted = True
+            self.final_stores.append(transfer)
+
+    def cancel_load(self, job_id: int) -> None:
+        self.loads = [load for load in self.loads if load.job_id != job_id]
+        self.lost_loads = [load for load in self.lost_loads if load.job_id != job_id]
+
+    def flush(self, job_ids: Sequence[int]) -> None:
+        self._flushes.update(job_ids)
+        self._num_flushed += len(job_ids)
+
+    def take(self, stores: Sequence[TransferJob]) -> ConnectorMeta:
+        """The meta of this step, in which ``stores`` begin too. Its jobs count as submitted from now on."""
+        if not (stores or self.loads or self.lost_loads or self.final_stores or self._flushes):
+            return _NOTHING
+        meta = ConnectorMeta(
+            tuple(self.loads),
+            tuple(stores),
+            tuple(self.final_stores),
+            frozenset(self._flushes),
+            tuple(self.lost_loads),
+        )
+        for transfer in (*meta.loads, *meta.stores, *meta.lost_loads):
+            self._jobs.in_flight[transfer.job_id].submitted = True
+        self.loads, self.lost_loads, self.final_stores, self._flushes = [], [], [], set()
+        return meta
+
+    def get_stats(self) -> Stats:
+        return {("fenced_jobs",): self._num_flushed}
 
 
 class EndedJobs:
@@ -172,7 +245,7 @@ class EndedJobs:
             for key in job.keys:
                 self._num_blocks[get_offload_group_idx(key)] += 1
 
-    def stats(self) -> Stats:
+    def get_stats(self) -> Stats:
         stats: Stats = {
             (f"{self._name}_jobs", "ok"): self._num_ok,
             (f"{self._name}_jobs", "failed"): self._num_failed,

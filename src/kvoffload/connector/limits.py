@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's client may ask for in ``kv_transfer_params``: how much of it is stored and loaded. Pure."""
+"""What a request's client may ask for in ``kv_transfer_params``: how much of it is stored and loaded, and from where.
+Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from kvoffload.load_tiers import LoadTiers, parse_load_tiers
 
 __all__ = ["RequestLimits"]
 
@@ -13,12 +16,14 @@ _MAX_SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits of one request; ``None`` is no limit."""
+    """The limits of one request; ``None`` where there is no limit."""
 
     max_offload_tokens: int | None = None
-    """At most so many tokens are offered for store, counted from the request's first. 0: nothing is stored."""
+    """The tokens that may be offered for store, counted from the request's first. 0: nothing is stored."""
     max_load_tokens: int | None = None
-    """At most so many tokens come from offloaded blocks, at each admission. 0: none is looked up."""
+    """The tokens that may come from offloaded blocks, at each admission. 0: none is looked up."""
+    load_tiers: LoadTiers | None = None
+    """The tiers below host memory that it may load from."""
 
     @classmethod
     def parse(cls, params: object) -> tuple[RequestLimits, list[str]]:
@@ -40,7 +45,13 @@ class RequestLimits:
             problems.append(f"{name} must be a number of tokens, 0 or more, not {_shown(value)}; it is ignored.")
             return None
 
-        return cls(limit("max_offload_tokens"), limit("max_load_tokens")), problems
+        load_tiers, makes_sense = parse_load_tiers(params.get("kv_load_tiers"))
+        if not makes_sense:
+            problems.append(
+                'kv_load_tiers must be a list such as [{"medium": "STORAGE"}] or [{"locality": "LOCAL"}]; other '
+                "entries are ignored."
+            )
+        return cls(limit("max_offload_tokens"), limit("max_load_tokens"), load_tiers), problems
 
 
 def _shown(value: object) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All messages between the scheduler side and the workers. Plain, small, picklable.
 
-They are values that nobody changes. They are not frozen, because a frozen dataclass takes three times as long to make,
-and each step makes some.
+They are values that are never changed. They are not frozen, because a frozen dataclass takes three times as long to
+make, and each step makes some.
 """
 
 from __future__ import annotations

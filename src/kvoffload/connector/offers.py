@@ -22,9 +22,10 @@ from kvoffload.base import (
 )
 from kvoffload.config import GroupKind
 from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
-from kvoffload.connector.jobs import JobTable
+from kvoffload.connector.jobs import EndedJobs, JobRecord, JobTable
 from kvoffload.connector.messages import TransferJob
 from kvoffload.connector.requests import UNLIMITED, GroupState, PortionState, RequestOffloadState
+from kvoffload.metrics import Stats
 
 __all__ = ["Offer", "Portion", "StoreOffers", "Turnover", "offer_in_portions", "plan_offer", "select_source"]
 
@@ -45,13 +46,13 @@ class Offer(NamedTuple):
     """Their indices in the request."""
     source: Source
     """The GPU blocks to copy them from: ``factor`` for each block."""
-    cursors: list[int]
-    """The groups' cursors once this was accepted. Blocks that left the device, or that no hit can need, are passed over
-    for good."""
+    next_blocks: list[int]
+    """``GroupState.next_block`` of each group once this was accepted. Blocks that left the device, or that no hit can
+    need, are passed over for good."""
     largest: int
     """Blocks of the group with most of them, those passed over included; at least 1."""
     is_last: bool
-    """Nothing is left to offer behind it."""
+    """Nothing is left to offer after it."""
 
 
 class Source(NamedTuple):
@@ -80,29 +81,31 @@ def plan_offer(
     nothing without them. It is the only one of its group in the portion, because the slots of a job are filled at
     consecutive positions.
     """
-    cursors: list[int] = []
+    next_blocks: list[int] = []
     largest = 0
     is_last = True
     offered_tokens = limit_tokens
     for group, own in zip(geometry, state.groups):
-        stop = own.cursor
+        stop = own.next_block
         if group.kind is not _SINGLE_STATE:
             ready = min(limit_tokens // group.block_tokens, len(own.keys), len(own.gpu_block_ids) // group.factor)
             if ready > stop:
                 stop = min(ready, stop + max_blocks)
-                largest = max(largest, stop - own.cursor)
+                largest = max(largest, stop - own.next_block)
                 if stop < ready:
                     is_last = False
                     offered_tokens = min(offered_tokens, stop * group.block_tokens)
-        cursors.append(stop)
+        next_blocks.append(stop)
     keys: list[OffloadKey] = []
     blocks: list[int] = []
     source = Source([], [], [])
-    for group, own, stop in zip(geometry, state.groups, cursors):
+    for group, own, stop in zip(geometry, state.groups, next_blocks):
         found: Sequence[int] = ()
         ids: Sequence[int] = ()
         if group.kind is not _SINGLE_STATE:
-            found, ids = group.blocks_to_store(range(own.cursor, stop), own.gpu_block_ids, computed_tokens, unit_tokens)
+            found, ids = group.blocks_to_store(
+                range(own.next_block, stop), own.gpu_block_ids, computed_tokens, unit_tokens
+            )
         elif own.states:
             states = _states_to_offer(group, own, offered_tokens // group.block_tokens, unit_tokens)
             largest = max(largest, len(states[:1]))
@@ -114,7 +117,7 @@ def plan_offer(
         source.gpu_block_ids.extend(ids)
         source.group_sizes.append(len(ids))
         source.block_indices.append(found[0] * group.factor if found else 0)
-    return Offer(keys, blocks, source, cursors, largest, is_last) if largest else None
+    return Offer(keys, blocks, source, next_blocks, largest, is_last) if largest else None
 
 
 def _states_to_offer(group: GroupGeometry, own: GroupState, stop: int, unit_tokens: int) -> list[int]:
@@ -123,7 +126,7 @@ def _states_to_offer(group: GroupGeometry, own: GroupState, stop: int, unit_toke
     return [
         block
         for block in sorted(own.states)
-        if own.cursor <= block < min(stop, len(own.keys)) and group.is_reachable(block, unit_tokens)
+        if own.next_block <= block < min(stop, len(own.keys)) and group.is_reachable(block, unit_tokens)
     ]
 
 
@@ -186,7 +189,7 @@ class Turnover:
         return f"Turnover({self._stored} blocks stored, a touch every {self._period})"
 
     def count(self, num_blocks: int) -> None:
-        """So many blocks were accepted for store."""
+        """``num_blocks`` were accepted for store."""
         self._stored += num_blocks
         self._paid_keys = min(self.MOST_KEYS, self._paid_keys + num_blocks * self.KEYS_PER_STORED)
 
@@ -199,7 +202,7 @@ class Turnover:
         state.touched_at = self._stored
 
     def touched(self, state: PortionState, num_keys: int) -> None:
-        """The request was due, and so many keys were touched."""
+        """The request was due, and ``num_keys`` keys were touched."""
         state.touched_at = self._stored
         self._paid_keys -= num_keys
 
@@ -217,7 +220,7 @@ class Portion(Protocol):
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing is left to offer behind it, so that ``plan`` need not be asked."""
+        """Whether nothing is left to offer after it, so that ``plan`` need not be asked."""
 
 
 P = TypeVar("P", bound=Portion)
@@ -233,7 +236,7 @@ def offer_in_portions(
     """Offers a request's blocks to the manager, head first, in portions that find room.
 
     ``plan(max_blocks)`` returns the next portion, or ``None`` when nothing is left to offer.
-    ``accept(portion, output)`` moves the request on behind the portion, starts its store, and returns whether that
+    ``accept(portion, output)`` moves the request past the portion, starts its store, and returns whether that
     store evicted a block of the same request; ``output`` is ``None`` for a portion without keys. Returns ``False`` if
     the manager had no room for the rest.
 
@@ -287,6 +290,7 @@ class StoreOffers:
         """Requests with blocks for which there was no room, in the order of their last refusals. Others only test
         whether there are any."""
         self._refused_in_step = False
+        self._ended = EndedJobs(_STORE, geometry, jobs.num_ranks)
 
     def __repr__(self) -> str:
         return f"StoreOffers({len(self.refused)} requests refused)"
@@ -333,6 +337,14 @@ class StoreOffers:
         """The request ended, or its GPU blocks are no longer those that it computed."""
         self.refused.pop(state, None)
 
+    def end(self, job: JobRecord) -> None:
+        """The store ended on all ranks."""
+        self._ended.count(job)
+        self._manager.complete_store(job.keys, job.request.context, success=job.success)
+
+    def get_stats(self) -> Stats:
+        return self._ended.get_stats()
+
     def _offer(self, state: RequestOffloadState, limit: int) -> list[TransferJob]:
         last = state.last_scheduled
         assert last is not None
@@ -359,7 +371,7 @@ class StoreOffers:
 
     def max_tokens(self, state: RequestOffloadState) -> int:
         """Tokens of the request that may be stored, counted from its first."""
-        if state.is_outdated:
+        if state.keys.is_outdated:
             return 0
         most = state.request.num_prompt_tokens if self._prompt_only else UNLIMITED
         return most if state.limits.max_offload_tokens is None else min(most, state.limits.max_offload_tokens)
@@ -373,8 +385,8 @@ class StoreOffers:
             return plan_offer(self._geometry, self._unit_tokens, state, computed_tokens, limit_tokens, max_blocks)
 
         def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
-            for own, cursor in zip(state.groups, offer.cursors):
-                own.cursor = cursor
+            for own, next_block in zip(state.groups, offer.next_blocks):
+                own.next_block = next_block
             if self._has_states:
                 _, sizes, firsts = offer.source
                 for own, size, first in zip(state.groups, sizes, firsts):
@@ -384,7 +396,7 @@ class StoreOffers:
                 return False
             self._begin_store(state, offer, output, stores)
             evicted = output.evicted_keys
-            return bool(evicted) and state.policy is _BLOCK_LEVEL and state.owns_any(evicted)
+            return bool(evicted) and state.policy is _BLOCK_LEVEL and state.keys.owns_any(evicted)
 
         return offer_in_portions(state.portions, self._manager, state.context, plan, accept)
 

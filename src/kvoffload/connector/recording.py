@@ -3,7 +3,7 @@
 
 The trace has hashes of keys, lengths and times; no tokens, no text. It is one JSON object a line, in the format that
 ``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. Each line also has the request's ``story``
-(``story.py``), and the first one the ``machine``, for ``kvoffload explain``. Scheduler thread only.
+(``explanations.py``), and the first one the ``machine``, for ``kvoffload explain``. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from typing import TextIO
 
 import xxhash
 
-from kvoffload.base import Direction, OffloadingManager
+from kvoffload.base import OffloadingManager
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.epochs import Epoch
+from kvoffload.connector.explanations import Explanations
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.jobs import JobRecord
 from kvoffload.connector.requests import RequestOffloadState
-from kvoffload.connector.story import StoryTeller
 from kvoffload.errors import ConfigError
-from kvoffload.miss import Miss
 from kvoffload.units import parse_bytes
 
 __all__ = ["RequestRecording", "TraceRecorder"]
@@ -52,7 +51,7 @@ class TraceRecorder:
 
         recorder = TraceRecorder(path, block_tokens=16)
         recorder.arrived(req_id, now_s, keys, input_tokens)     # once per request, with its whole prompt's keys
-        recorder.finished(req_id, output_tokens, story)         # once; unknown ids are ignored
+        recorder.finished(req_id, output_tokens, explanation)   # once; unknown ids are ignored
         recorder.close()
 
     ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. The first line has ``machine``. A
@@ -76,7 +75,7 @@ class TraceRecorder:
         self._last_ms = 0.0
         self._machine = machine
         try:
-            # Buffered by the line, so that a killed process leaves whole lines behind.
+            # Buffered by the line, so that a killed process leaves whole lines.
             self._file: TextIO | None = open(  # noqa: SIM115 - closed by ``close``
                 self.path, "w", buffering=1, encoding="ascii", opener=_open_private
             )
@@ -109,12 +108,12 @@ class TraceRecorder:
         self._serving[req_id] = pending = _Pending(line)
         self._lines.append(pending)
 
-    def finished(self, req_id: str, output_tokens: int, story: dict[str, object] | None = None) -> None:
+    def finished(self, req_id: str, output_tokens: int, explanation: dict[str, object] | None = None) -> None:
         pending = self._serving.pop(req_id, None)
         if pending is None:
             return
-        if story is not None:
-            pending.line["story"] = story
+        if explanation is not None:
+            pending.line["story"] = explanation
         pending.line["output_length"] = output_tokens
         pending.is_finished = True
         while self._lines and self._lines[0].is_finished:
@@ -163,16 +162,17 @@ def _open_private(path: str, flags: int) -> int:
 
 
 class RequestRecording:
-    """Feeds a ``TraceRecorder`` with the scheduler side's requests and their stories.
+    """Feeds a ``TraceRecorder`` with the scheduler side's requests and their explanations.
 
-    ``path`` may contain ``{pid}``, for engines that run several schedulers. The trace has the blocks of the group with
-    the smallest ones. The file is created at once, so that a path that cannot be written is a ``ConfigError`` before
-    any request is served. Later failures end the recording with one line in the log, and disturb no step.
+    Without a ``path`` it records nothing. ``path`` may contain ``{pid}``, for engines that run several schedulers. The
+    trace has the blocks of the group with the smallest ones. The file is created at once, so that a path that cannot be
+    written is a ``ConfigError`` before any request is served. Later failures end the recording with one line in the
+    log, and disturb no step.
     """
 
     def __init__(
         self,
-        path: str,
+        path: str | None,
         manager: OffloadingManager,
         geometry: Sequence[GroupGeometry],
         layout: EngineLayout,
@@ -181,12 +181,14 @@ class RequestRecording:
     ) -> None:
         self._geometry = geometry
         self._finest = min(geometry, key=lambda group: group.block_tokens)
-        self._recorder: TraceRecorder | None = TraceRecorder(
-            path.replace("{pid}", str(os.getpid())), self._finest.block_tokens, _machine(geometry, layout, config)
-        )
+        self._recorder: TraceRecorder | None = None
+        """``None`` once the recording has ended, too."""
+        if path:
+            path = path.replace("{pid}", str(os.getpid()))
+            self._recorder = TraceRecorder(path, self._finest.block_tokens, _machine(geometry, layout, config))
         self._clock = clock
         num_slots = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
-        self._stories = StoryTeller(manager, geometry, num_slots, clock)
+        self._explanations = Explanations(manager, geometry, num_slots, clock)
 
     def __repr__(self) -> str:
         return f"RequestRecording({self._recorder})"
@@ -200,29 +202,26 @@ class RequestRecording:
         prompt_tokens = state.request.num_prompt_tokens
         keys = state.groups[self._finest.index].keys[: prompt_tokens // self._finest.block_tokens]
         self._recorder.arrived(state.context.req_id, self._clock(), keys, prompt_tokens)
-        self._stories.begin(state)
+        self._explanations.begin(state)
 
     def deferred(self, state: RequestOffloadState, waits_for: str) -> None:
-        self._guard(self._stories.deferred, state, waits_for)
+        self._guard(self._explanations.deferred, state, waits_for)
 
     def answered(self, state: RequestOffloadState) -> None:
-        self._guard(self._stories.answered, state)
+        self._guard(self._explanations.answered, state)
 
     def admitted(self, state: RequestOffloadState, hits: dict[str, int]) -> None:
         """The request has GPU blocks. ``hits``: the tokens to load, by tier."""
-        self._guard(self._stories.admitted, state, hits)
+        self._guard(self._explanations.admitted, state, hits)
 
     def reset(self, ended: Epoch) -> None:
-        self._guard(self._stories.reset, ended)
+        self._guard(self._explanations.reset, ended)
 
-    def job_ended(self, job: JobRecord) -> None:
-        self._guard(self._job_ended, job)
+    def load_ended(self, job: JobRecord) -> None:
+        self._guard(self._explanations.load_ended, job.request, job.success)
 
-    def _job_ended(self, job: JobRecord) -> None:
-        if job.direction is Direction.LOAD:
-            self._stories.load_ended(job.request, job.success)
-        elif not job.success:
-            self._stories.lost.record(job.keys, Miss.STORE_FAILED)
+    def store_failed(self, job: JobRecord) -> None:
+        self._guard(self._explanations.store_failed, job.keys)
 
     def finished(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
         """The request ended. Of it, ``most_tokens`` could be stored, and ``has_no_room`` says whether some found no
@@ -231,11 +230,10 @@ class RequestRecording:
 
     def _finished(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
         assert self._recorder is not None
-        self._stories.ended(state, most_tokens, has_no_room)
-        request, story = state.request, state.story
-        output_tokens = max(request.num_tokens - request.num_prompt_tokens, 0)
-        told = story.as_json() if story is not None and story.found else None
-        self._recorder.finished(state.context.req_id, output_tokens, told)
+        explanation = self._explanations.end(state, most_tokens, has_no_room)
+        output_tokens = max(state.request.num_tokens - state.request.num_prompt_tokens, 0)
+        line = explanation.as_json() if explanation is not None else None
+        self._recorder.finished(state.context.req_id, output_tokens, line)
 
     def close(self) -> None:
         """Writes the requests that have not finished, too. Idempotent, and never raises."""
@@ -251,12 +249,9 @@ class RequestRecording:
             return
         try:
             call(*args)
-        except Exception:  # noqa: BLE001 - recording must never disturb a step
-            self._give_up()
-
-    def _give_up(self) -> None:
-        logger.exception("Recording the trace failed; it ends here, and serving goes on.")
-        self.close()
+        except Exception:
+            logger.exception("Recording the trace failed; it ends here, and serving goes on.")
+            self.close()
 
 
 def _machine(geometry: Sequence[GroupGeometry], layout: EngineLayout, config: OffloadingConfig) -> dict[str, object]:

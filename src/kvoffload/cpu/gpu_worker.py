@@ -10,29 +10,31 @@ import numpy as np
 import torch
 
 from kvoffload.base import CanonicalKVCaches, OffloadingHandler
+from kvoffload.config import RankSlice
 from kvoffload.cpu.copy.host import make_host_handlers
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef
 from kvoffload.errors import LayoutError
 
 __all__ = ["copy_layout", "make_handlers"]
 
+_WHOLE_SLOT = RankSlice(0, 1)
+
 
 def make_handlers(
     kv_caches: CanonicalKVCaches,
     kv_view: memoryview,
     factor: int,
-    slice_start: int = 0,
-    slice_bytes: int | None = None,
+    part: RankSlice = _WHOLE_SLOT,
     num_threads: int | None = None,
 ) -> dict[tuple[str, str], OffloadingHandler]:
     """Handlers for both directions between ``kv_caches`` and the slots of ``kv_view``.
 
-    ``kv_view`` is ``SharedOffloadRegion.create_kv_memoryview()``, (num_blocks, block_bytes). This rank's slice of each
-    slot is the ``slice_bytes`` from byte ``slice_start`` on; by default all that follows. ``factor`` is GPU blocks per
-    offloaded block. The handlers keep the tensors of ``kv_caches`` and the view alive until ``shutdown``. The ``host``
-    backend copies KV caches in host memory, the ``cuda`` backend those on a CUDA device.
+    ``kv_view`` is ``SharedOffloadRegion.create_kv_memoryview()``, (num_blocks, block_bytes). ``part`` is this rank's
+    part of each slot. ``factor`` is GPU blocks per offloaded block. The handlers keep the tensors of ``kv_caches`` and
+    the view alive until ``shutdown``. The ``host`` backend copies KV caches in host memory, the ``cuda`` backend those
+    on a CUDA device.
     """
-    layout = copy_layout(kv_caches, kv_view, factor, slice_start, slice_bytes)
+    layout = copy_layout(kv_caches, kv_view, factor, part)
     devices = {tensor.tensor.device.type for tensor in kv_caches.tensors}
     if devices == {"cuda"}:
         from kvoffload.cpu.copy.cuda import make_cuda_handlers
@@ -46,34 +48,36 @@ def make_handlers(
 
 
 def copy_layout(
-    kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, slice_start: int, slice_bytes: int | None = None
+    kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, part: RankSlice = _WHOLE_SLOT
 ) -> CopyLayout:
-    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit this rank's slice, since
-    they would overwrite the next rank's bytes."""
+    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit this rank's slice, or the
+    slot, since they would overwrite the next one's bytes."""
     shape = kv_view.shape
     assert shape is not None
     num_slots, slot_bytes = shape
-    if slice_bytes is None:
-        slice_bytes = slot_bytes - slice_start
-    if slice_start < 0 or slice_start + slice_bytes > slot_bytes:
-        raise LayoutError(
-            f"A slice of {slice_bytes} bytes from byte {slice_start} on does not fit slots of {slot_bytes} bytes."
-        )
+    slice_bytes, rest = divmod(slot_bytes, part.num_slices)
+    if rest:
+        raise LayoutError(f"Slots of {slot_bytes} bytes cannot be cut into {part.num_slices} slices of equal size.")
     groups = []
     for refs in kv_caches.group_data_refs:
         pages = []
         for ref in refs:
             tensor = kv_caches.tensors[ref.tensor_idx].tensor
             _check_tensor(tensor, ref.page_size_bytes)
-            pages.append(PageRef(tensor.data_ptr(), tensor.stride(0), tensor.shape[0], ref.page_size_bytes))
-        needed = factor * sum(page.page_bytes for page in pages)
-        if needed > slice_bytes:
-            raise LayoutError(
-                f"The KV cache's blocks take {needed} bytes on this rank, and the engine's layout has {slice_bytes}."
-            )
+            place = tensor.data_ptr(), tensor.stride(0), tensor.shape[0]
+            pages.append(PageRef(*place, ref.page_size_bytes, ref.shared))
+        _check_size(factor * sum(page.page_bytes for page in pages if page.shared is None), slice_bytes, "on this rank")
+        ends = (page.shared.start + page.shared.num_bytes for page in pages if page.shared is not None)
+        _check_size(factor * max(ends, default=0), slot_bytes, "on all ranks")
         groups.append(tuple(pages))
     address = np.frombuffer(kv_view.cast("B"), dtype=np.uint8).ctypes.data if num_slots * slot_bytes else 0
-    return CopyLayout(tuple(groups), factor, address + slice_start, slot_bytes, num_slots)
+    start = part.index * slice_bytes
+    return CopyLayout(tuple(groups), factor, address, slot_bytes, num_slots, start, part.replica, part.num_replicas)
+
+
+def _check_size(needed: int, room: int, where: str) -> None:
+    if needed > room:
+        raise LayoutError(f"The KV cache's blocks take {needed} bytes {where}, and the engine's layout has {room}.")
 
 
 def _check_tensor(tensor: torch.Tensor, page_bytes: int) -> None:

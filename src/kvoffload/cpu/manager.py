@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn, Protocol
 
 from kvoffload.base import (
+    NextUse,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -24,7 +25,7 @@ from kvoffload.cpu.orphans import Orphans
 from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Union, with_options
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
-from kvoffload.events import PendingEvents
+from kvoffload.events import NO_EVENTS, PendingEvents
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.metrics import HOST, Histogram, Stats
 from kvoffload.miss import Miss
@@ -83,10 +84,11 @@ class SlotTable:
         self.num_stored = 0
         """Blocks published so far."""
         self.num_evicted = 0
-        self._touch = with_options(policy.touch, "counts")
+        self._touch = with_options(policy.touch, "counts", "next_use")
         self._evict = with_options(policy.evict, "incoming")
+        self._insert_all = with_options(policy.insert_all, "next_use")
         self._medium = CPULoadStoreSpec.medium()
-        self._events = PendingEvents(self._medium) if enable_events else None
+        self._events = PendingEvents(self._medium) if enable_events else NO_EVENTS
         self._slots: list[BlockStatus] = []
         """The slots that have a record, by id."""
         self._num_used = 0
@@ -135,9 +137,10 @@ class SlotTable:
 
     # ---------------------------------------------------------------------------------------------- reads
 
-    def touch(self, keys: Collection[OffloadKey], counts: bool = True) -> None:
-        """One request used a prefix, head to tail. ``counts=False``: no new use, only the order changes."""
-        self._touch(keys, counts=counts)
+    def touch(self, keys: Collection[OffloadKey], counts: bool = True, next_use: NextUse = NextUse.UNKNOWN) -> None:
+        """One request used a prefix, head to tail. ``counts=False``: no new use, only the order changes.
+        ``next_use``: what its client says of the next."""
+        self._touch(keys, counts=counts, next_use=next_use)
 
     def pin(self, keys: Collection[OffloadKey]) -> list[int]:
         """Pins blocks, each of which must be ready, and returns their slots in order. A key given twice is pinned
@@ -210,7 +213,10 @@ class SlotTable:
     # --------------------------------------------------------------------------------------------- writes
 
     def reserve(
-        self, keys: Collection[OffloadKey], protected: Collection[OffloadKey] = _NO_KEYS
+        self,
+        keys: Collection[OffloadKey],
+        protected: Collection[OffloadKey] = _NO_KEYS,
+        next_use: NextUse = NextUse.UNKNOWN,
     ) -> PrepareStoreOutput | None:
         """Puts the absent ones of ``keys`` in flight, each in a slot of its own, in the order of ``keys``.
 
@@ -244,8 +250,7 @@ class SlotTable:
             self._eviction_ages.observe(now_s - victims[0][1].since_s)
             evicted = [key for key, _ in victims]
             self.num_evicted += num_victims
-            if self._events is not None:
-                self._events.add(list(evicted), removed=True)
+            self._events.add(evicted, removed=True)
             self._lost.record(evicted, Miss.EVICTED, HOST)
         if num_victims == len(missing):
             blocks = [block for _, block in victims]
@@ -259,7 +264,7 @@ class SlotTable:
             block.pins = _IN_FLIGHT
             block.since_s = now_s
             slots.append(block.block_id)
-        self.policy.insert_all(arrivals, blocks[::-1])
+        self._insert_all(arrivals, blocks[::-1], next_use=next_use)
         self._num_in_flight += len(slots)
         return PrepareStoreOutput(missing, CPULoadStoreSpec(slots), evicted)
 
@@ -282,8 +287,7 @@ class SlotTable:
         self._num_in_flight -= len(ready)
         self.num_stored += len(ready)
         self.policy.released(ready)
-        if self._events is not None:
-            self._events.add(ready, removed=False)
+        self._events.add(ready, removed=False)
 
     def _abandon(self, keys: Iterable[OffloadKey]) -> None:
         freed: list[BlockStatus] = []
@@ -356,13 +360,12 @@ class SlotTable:
                 self._orphans.adopt(key, block)
         self.policy.clear()
         self._give_back(reversed(idle))
-        if self._events is not None:
-            self._events.add(list(resident), removed=True)
+        self._events.add(resident, removed=True)
         self._lost.record(resident, Miss.RESET)
 
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call; none without ``enable_events``."""
-        return self._events.take() if self._events is not None else []
+        return self._events.take()
 
     def age_s(self, slot: int) -> float:
         """Seconds since the block in ``slot`` was reserved."""
@@ -443,7 +446,7 @@ class CPUOffloadingManager(OffloadingManager):
         lost: LostBlocks = NO_LOSSES,
     ) -> None:
         self.lost = lost
-        self._filter = ReuseFilter.or_none(store_threshold, max_tracker_size)
+        self._filter = ReuseFilter.of(store_threshold, max_tracker_size)
         self.slots = SlotTable(num_blocks, POLICIES.get(cache_policy), enable_events, clock, lost)
         """Slots, pins and readiness; tiers below the primary one use it too."""
         self.num_blocks = num_blocks
@@ -460,19 +463,16 @@ class CPUOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------------------------------ requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if self._filter is not None:
-            self._filter.on_new_request(req_context)
+        self._filter.on_new_request(req_context)
         self._used[req_context.req_id] = set()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if self._filter is not None:
-            self._filter.on_request_finished(req_context)
+        self._filter.on_request_finished(req_context)
         self._used.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if self._filter is not None:
-            self._filter.looked_up(key, req_context)
+        self._filter.looked_up((key,), req_context)
         block = self.slots.get(key)
         if block is None:
             return False
@@ -481,24 +481,16 @@ class CPUOffloadingManager(OffloadingManager):
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
     ) -> list[bool | None]:
-        # The policy looks up runs of keys, but the filter counts only up to and including the first miss, as a loop of
-        # ``lookup`` would.
-        get_all, reuse = self.slots.get_all, self._filter
+        get_all = self.slots.get_all
         answers: list[bool | None] = []
-        answer = answers.append
         for first in range(0, len(keys), _RUN):
-            run = keys[first : first + _RUN]
-            blocks = get_all(run)
-            if reuse is None and None not in blocks:
-                answers += [True if block.pins >= 0 else None for block in blocks]  # type: ignore[union-attr]
-                continue
-            for key, block in zip(run, blocks):
-                if reuse is not None:
-                    reuse.looked_up(key, req_context)
-                if block is None:
-                    answer(False)
-                    return answers
-                answer(True if block.pins >= 0 else None)
+            blocks = get_all(keys[first : first + _RUN])
+            present = blocks if None not in blocks else blocks[: blocks.index(None)]
+            answers += [True if block.pins >= 0 else None for block in present]  # type: ignore[union-attr]
+            if present is not blocks:
+                answers.append(False)
+                break
+        self.count_lookups(keys[: len(answers)], req_context)
         return answers
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
@@ -515,28 +507,27 @@ class CPUOffloadingManager(OffloadingManager):
 
     def count_lookups(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """The request has looked up ``keys``, here or in a tier below."""
-        if self._filter is not None:
-            for key in keys:
-                self._filter.looked_up(key, req_context)
+        self._filter.looked_up(keys, req_context)
 
     def count_peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """The request has peeked at ``keys``, here or in a tier below. Those that are nowhere it need not look up, and
         has asked for all the same."""
-        if self._filter is not None:
-            self._filter.peeked(keys, req_context)
+        self._filter.peeked(keys, req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Marks a prefix as just used. All that an announced request does with a block is one use of it: a block that
         it stored or touched before becomes the most recent again, but policies do not count another use."""
-        used = self._used.get(req_context.req_id) if req_context is not None else None
+        used, next_use = None, NextUse.UNKNOWN
+        if req_context is not None:
+            used, next_use = self._used.get(req_context.req_id), req_context.next_use
         if used is None:
-            self.slots.touch(keys)
+            self.slots.touch(keys, next_use=next_use)
             return
         if used.isdisjoint(keys):
-            self.slots.touch(keys)
+            self.slots.touch(keys, next_use=next_use)
         else:
-            self.slots.touch([key for key in keys if key not in used])
-            self.slots.touch(keys, counts=False)
+            self.slots.touch([key for key in keys if key not in used], next_use=next_use)
+            self.slots.touch(keys, counts=False, next_use=next_use)
         self._record_use(used, keys)
 
     def _record_use(self, used: set[OffloadKey], keys: Collection[OffloadKey]) -> None:
@@ -562,15 +553,12 @@ class CPUOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, claimed: Collection[OffloadKey] = _NO_KEYS
     ) -> PrepareStoreOutput | None:
         """Evicts blocks in ``claimed`` only if there is no other room. ``claimed`` answers ``in`` in O(1)."""
-        if self._filter is None:
-            wanted = keys
-        else:
-            # Counted even if no room is found: the request did ask.
-            wanted = self._filter.offered(keys, req_context)
+        # Counted even if no room is found: the request did ask.
+        wanted = self._filter.offered(keys, req_context)
         protected: Collection[OffloadKey] = set(keys) if wanted is not keys else _NO_KEYS
-        reserved = self.slots.reserve(wanted, Union(protected, claimed)) if claimed else None
+        reserved = self.slots.reserve(wanted, Union(protected, claimed), req_context.next_use) if claimed else None
         if reserved is None:
-            reserved = self.slots.reserve(wanted, protected)
+            reserved = self.slots.reserve(wanted, protected, req_context.next_use)
         if reserved is None:
             self._refused += 1
             return None
@@ -611,8 +599,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Recomputes everything from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
         self.slots.check_invariants()
         assert all(len(used) <= self._max_used for used in self._used.values())
-        if self._filter is not None:
-            self._filter.check_invariants()
+        self._filter.check_invariants()
 
 
 # ------------------------------------------------------------------------------------------------ as lower tiers see it
@@ -670,7 +657,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Reserves slots for the absent ones of ``keys``; ``None``, with nothing changed, if that would evict a
         ``claimed`` block."""
-        return self.slots.reserve(keys, claimed)
+        return self.slots.reserve(keys, claimed, req_context.next_use)
 
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True

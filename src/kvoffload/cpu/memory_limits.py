@@ -7,14 +7,27 @@ or a bus error.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
 from kvoffload.errors import CapacityError
 from kvoffload.units import format_bytes
 
-__all__ = ["available_bytes", "check_host_memory", "check_shared_memory", "limit_bytes", "memory_bytes"]
+__all__ = [
+    "SHM",
+    "available_bytes",
+    "check_all_engines",
+    "check_host_memory",
+    "check_pool",
+    "check_shared_memory",
+    "limit_bytes",
+    "memory_bytes",
+    "memory_file_system",
+]
 
 _CGROUP_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -22,8 +35,14 @@ _CGROUP_FILES = (
 )
 """Of the second and the first version: limit, usage, and the rows of ``memory.stat`` with files, part of the usage."""
 
+SHM = Path("/dev/shm")
+"""Where processes of this machine share memory."""
 
 _NO_LIMIT_BYTES = 1 << 60
+_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+"""By the number that statfs(2) gives as their type."""
+_STATFS_BYTES = 512
+"""More than any system's structure takes. The type is the first number in it."""
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -47,6 +66,30 @@ def limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     return None if limit is None else limit[0]
 
 
+def check_all_engines(
+    wanted: int,
+    num_engines: int,
+    *,
+    proc: Path = Path("/proc"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    mount: Path | None = None,
+) -> None:
+    """Raises ``CapacityError`` if this machine, its container or the shared-memory ``mount`` can never hold what
+    ``num_engines`` engines want together, ``wanted`` bytes each. Each may ask at any time, also once it has its part.
+    """
+    bounds = {"this machine has": memory_bytes(proc), "this container may use": limit_bytes(cgroup)}
+    if mount is not None and mount.is_dir():
+        stats = os.statvfs(mount)
+        bounds[f"{mount} holds"] = stats.f_blocks * stats.f_frsize
+    for holder, bound in bounds.items():
+        if bound is not None and wanted * num_engines > bound:
+            raise CapacityError(
+                f"{num_engines} engines on this machine take {format_bytes(wanted)} of cpu_bytes_to_use each, "
+                f"{format_bytes(wanted * num_engines)} together, and {holder} {format_bytes(bound)}; divide "
+                "cpu_bytes_to_use among them, and let them share a disk tier in /dev/shm."
+            )
+
+
 def check_host_memory(wanted: int) -> None:
     """Raises ``CapacityError`` if fewer than ``wanted`` bytes are available now."""
     available = available_bytes()
@@ -65,6 +108,41 @@ def check_shared_memory(wanted: int, mount: Path) -> None:
         raise CapacityError(
             f"The primary tier needs {format_bytes(wanted)} of shared memory and {mount} has {format_bytes(free)} "
             "free; lower cpu_bytes_to_use or enlarge that mount (docker: --shm-size)."
+        )
+
+
+def memory_file_system(path: str | os.PathLike[str]) -> str | None:
+    """The type of the file system of an existing ``path``, if its files are memory: tmpfs, ramfs or hugetlbfs."""
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    try:
+        if ctypes.CDLL(None).statfs(os.fsencode(path), buffer):
+            return None
+    except (OSError, AttributeError):
+        return None  # not Linux
+    number_bytes = 8 if sys.maxsize > 1 << 32 and platform.machine() != "s390x" else 4
+    return _MEMORY_FILE_SYSTEMS.get(int.from_bytes(buffer.raw[:number_bytes], sys.byteorder) & 0xFFFF_FFFF)
+
+
+def check_pool(max_bytes: int, used_bytes: int, path: str | os.PathLike[str], beside_bytes: int = 0) -> None:
+    """Raises ``CapacityError`` unless a pool of ``max_bytes`` fits into the memory file system of ``path``, and into
+    memory beside the ``beside_bytes`` that something else is about to take. ``used_bytes`` of the pool exist: they are
+    in use already, and are not needed again."""
+    missing_bytes = max(0, max_bytes - used_bytes)
+    pool = (
+        f"max_bytes of the pool in {path} is {format_bytes(max_bytes)}, {format_bytes(missing_bytes)} more than it has,"
+    )
+    stats = os.statvfs(path)
+    free, available = stats.f_bavail * stats.f_frsize, available_bytes()
+    if stats.f_blocks and missing_bytes > free:  # a ramfs has no blocks, and no bound
+        raise CapacityError(
+            f"{pool} and its file system has {format_bytes(free)} free; lower max_bytes or enlarge that mount "
+            "(docker: --shm-size)."
+        )
+    if available is not None and missing_bytes + beside_bytes > available:
+        beside = f", beside {format_bytes(beside_bytes)} of host memory" if beside_bytes else ""
+        raise CapacityError(
+            f"{pool} and {format_bytes(available)} of memory are available{beside}; lower max_bytes, free memory, or "
+            "raise the container's limit."
         )
 
 

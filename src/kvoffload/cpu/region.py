@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvoffload.cpu.memory_limits import check_host_memory, check_shared_memory
+from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
 from kvoffload.errors import CapacityError, ConfigError
 from kvoffload.units import format_bytes
 
@@ -30,7 +30,6 @@ __all__ = ["SharedOffloadRegion"]
 
 logger = logging.getLogger(__name__)
 
-_MOUNT = Path("/dev/shm")
 _PREFIX = "kvoffload-"
 
 
@@ -76,7 +75,7 @@ class SharedOffloadRegion:
         block_bytes: int,
         num_processes: int,
         timeout_s: float = 300.0,
-        mount: Path = _MOUNT,
+        mount: Path = SHM,
     ) -> SharedOffloadRegion:
         """Memory that ``num_processes`` processes of this host share. Each of them makes this call once.
 
@@ -86,7 +85,7 @@ class SharedOffloadRegion:
         ``instance_id`` is the same in all of these processes, and differs from that of every other engine instance that
         is starting. ``timeout_s`` bounds the wait for the start-up lock of ``mount``, the shared-memory file system.
 
-        Raises ``ConfigError`` for an empty region or if the processes disagree about its size or their number, and
+        Raises ``ConfigError`` for an empty region or if the processes disagree about its shape or their number, and
         ``CapacityError`` if host or mount have too little memory, or if the lock is not free in time.
         """
         size = _size(num_blocks, block_bytes)
@@ -95,7 +94,7 @@ class SharedOffloadRegion:
         name = _PREFIX + hashlib.sha256(f"{os.getuid()}\0{instance_id}".encode()).hexdigest()[:24]
         with _exclusive(mount, timeout_s):
             _reclaim(mount)
-            memory = _attach(mount / name, size, num_processes)
+            memory = _attach(mount / name, size, f"{num_blocks} {block_bytes} {num_processes}", num_processes)
         return cls(memory, num_blocks, block_bytes)
 
     def create_kv_memoryview(self) -> memoryview:
@@ -181,10 +180,10 @@ def _is_own(status: os.stat_result) -> bool:
     return is_private and status.st_uid == os.geteuid()
 
 
-def _attach(segment: Path, size: int, num_processes: int) -> mmap.mmap:
-    """Creates or joins ``segment``. The last of ``num_processes`` to join unlinks it. The caller holds the lock."""
+def _attach(segment: Path, size: int, terms: str, num_processes: int) -> mmap.mmap:
+    """Creates or joins ``segment``, on the terms of all. The last of ``num_processes`` to join unlinks it. The caller
+    holds the lock."""
     joined_file = segment.with_suffix(".joined")
-    terms = f"{size} {num_processes}"
     try:
         descriptor = _open_own(segment)
     except FileNotFoundError:
@@ -217,8 +216,8 @@ def _num_joined(joined_file: Path, terms: str) -> int:
         joined, _, expected = file.read().partition(" ")
     if expected != terms:
         raise ConfigError(
-            f"The processes of one engine disagree about its shared region: {expected!r} and {terms!r} (bytes, "
-            "processes); give all of them the same configuration."
+            f"The processes of one engine disagree about its shared region: {expected!r} and {terms!r} (blocks, bytes "
+            "of a block, processes); give all of them the same configuration, and pipeline stages of equal size."
         )
     return int(joined)
 

@@ -21,7 +21,7 @@ class ReuseFilter:
     The manager that owns a filter calls it before it does anything else::
 
         on_new_request(ctx)          announces the request
-        looked_up(key, ctx)          for every lookup, whatever its answer
+        looked_up(keys, ctx)         for every lookup, whatever its answers
         peeked(keys, ctx)            for every peek, whatever its answers
         offered(keys, ctx)           in prepare_store; only the keys it returns are stored
         on_request_finished(ctx)     forgets the request, but not what it counted
@@ -56,8 +56,8 @@ class ReuseFilter:
         self._counted_by: dict[str, set[OffloadKey]] = {}
 
     @classmethod
-    def or_none(cls, store_threshold: int, max_tracker_size: int) -> ReuseFilter | None:
-        """The filter for these settings; ``None`` for a threshold of 0 or 1, which stores everything.
+    def of(cls, store_threshold: int, max_tracker_size: int) -> ReuseFilter:
+        """The filter for these settings. With a threshold of 0 or 1 it counts nothing, and everything is stored.
 
         Raises ``ConfigError`` for a negative threshold or a tracker of less than one key.
         """
@@ -65,7 +65,7 @@ class ReuseFilter:
             raise ConfigError(f"store_threshold must be at least 0, not {store_threshold}.")
         if max_tracker_size < 1:
             raise ConfigError(f"max_tracker_size must be at least 1, not {max_tracker_size}.")
-        return cls(store_threshold, max_tracker_size) if store_threshold > 1 else None
+        return cls(store_threshold, max_tracker_size) if store_threshold > 1 else _NO_FILTER
 
     def __repr__(self) -> str:
         return f"ReuseFilter(threshold={self.threshold}, {len(self)} of {self.max_tracker_size} keys)"
@@ -84,12 +84,13 @@ class ReuseFilter:
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._counted_by.pop(req_context.req_id, None)
 
-    def looked_up(self, key: OffloadKey, req_context: ReqContext) -> None:
+    def looked_up(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         counted = self._counted_by.get(req_context.req_id)
-        if counted is None:
-            self._raise_count(key)
-        else:
-            self._count_once(key, counted)
+        for key in keys:
+            if counted is None:
+                self._raise_count(key)
+            else:
+                self._count_once(key, counted)
 
     def peeked(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         counted = self._counted_by.get(req_context.req_id)
@@ -97,7 +98,7 @@ class ReuseFilter:
             for key in keys:
                 self._count_once(key, counted)
 
-    def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
+    def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[OffloadKey]:
         """Counts the offer. Returns, in order, those of ``keys`` that enough requests have asked for."""
         counted = self._counted_by.get(req_context.req_id) if req_context.reads_cache else None
         counts, threshold = self._counts, self.threshold
@@ -133,3 +134,22 @@ class ReuseFilter:
         assert len(self._counts) <= self.max_tracker_size
         assert all(count >= 1 for count in self._counts.values())
         assert all(len(counted) <= self._max_remembered for counted in self._counted_by.values())
+
+
+class _StoresEverything(ReuseFilter):
+    """Counts nothing."""
+
+    def on_new_request(self, req_context: ReqContext) -> None:
+        return
+
+    def looked_up(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        return
+
+    def peeked(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        return
+
+    def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[OffloadKey]:
+        return keys
+
+
+_NO_FILTER = _StoresEverything(2)

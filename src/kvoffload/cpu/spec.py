@@ -11,7 +11,7 @@ from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.cpu.region import SharedOffloadRegion
-from kvoffload.errors import ConfigError, LayoutError
+from kvoffload.errors import ConfigError, LayoutError, Problems
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.units import format_bytes
 
@@ -47,12 +47,14 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     @classmethod
     def check_config(cls, config: OffloadingConfig) -> None:
-        POLICIES.get(config.eviction_policy)
+        problems = Problems()
+        with problems:
+            POLICIES.get(config.eviction_policy)
         if config.secondary_tiers and cls is CPUOffloadingSpec:
-            raise ConfigError(
-                "secondary_tiers need 'spec_name': 'TieringOffloadingSpec'; CPUOffloadingSpec keeps blocks in host "
-                "memory alone."
+            problems.add(
+                "CPUOffloadingSpec keeps blocks in host memory alone: leave out spec_name for secondary_tiers."
             )
+        problems.raise_found()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_blocks} blocks of {format_bytes(self.block_bytes)})"
@@ -87,13 +89,11 @@ class CPUOffloadingSpec(OffloadingSpec):
                 f"group_data_refs must have one entry for each of the layout's {len(self.layout.groups)} KV groups, "
                 f"and has {len(kv_caches.group_data_refs)}."
             )
-        slice_bytes = self.layout.slice_bytes(self.block_size_factor)
         self._handlers = make_handlers(
             kv_caches,
             self.region.create_kv_memoryview(),
             self.block_size_factor,
-            slice_start=self.layout.rank * slice_bytes,
-            slice_bytes=slice_bytes,
+            self.layout.slice,
         )
         return self._handlers
 
@@ -129,9 +129,11 @@ class CPUOffloadingSpec(OffloadingSpec):
 
 def _check_processes(layout: EngineLayout) -> None:
     """Raises ``LayoutError`` unless all processes of the engine will map the same memory."""
+    here = layout.slice.num_slices * layout.slice.num_replicas
     is_one = layout.num_ranks == layout.num_processes == 1
-    if not is_one and layout.num_processes != 1 + layout.num_ranks:
+    is_without_scheduler = here < layout.num_ranks and layout.num_processes == here
+    if not is_one and not is_without_scheduler and layout.num_processes != 1 + here:
         raise LayoutError(
-            f"num_processes must be {1 + layout.num_ranks}, one for the scheduler and one for each of "
-            f"{layout.num_ranks} ranks, not {layout.num_processes}: otherwise they do not share the primary tier."
+            f"num_processes must be {1 + here}, one for the scheduler and one for each of {here} ranks, not "
+            f"{layout.num_processes}: otherwise they do not share the primary tier."
         )

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.cpu.memory_limits import available_bytes, limit_bytes, memory_bytes
+from kvoffload.cpu.memory_limits import SHM, available_bytes, limit_bytes, memory_bytes
 from kvoffload.doctor.report import Device, Host, Versions
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["device_facts", "host_facts", "versions"]
 
-_SHM = Path("/dev/shm")
 _LANE_BYTES_PER_S = {2.5: 0.25e9, 5.0: 0.5e9, 8.0: 0.985e9, 16.0: 1.969e9, 32.0: 3.938e9, 64.0: 7.56e9}
 """Of PCIe 1 to 6, by the link's speed in GT/s: what one lane carries in one direction, without its encoding."""
 
@@ -36,7 +35,7 @@ def versions() -> Versions:
 
 def host_facts(root: Path = Path("/")) -> Host:
     """``root`` is where ``/proc`` and ``/sys`` lie."""
-    shm = os.statvfs(_SHM) if _SHM.is_dir() else None
+    shm = os.statvfs(SHM) if SHM.is_dir() else None
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     huge = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
     allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", _text(root / "proc/self/status") or "", re.MULTILINE)

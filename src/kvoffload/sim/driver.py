@@ -17,16 +17,25 @@ configurations; they are no forecast. Above a ``utilisation`` of 0.9 they mean n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.base import OffloadingManager, OffloadKey
+from kvoffload.base import (
+    LoadStoreSpec,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
 from kvoffload.config import DEFAULTS
+from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.metrics import Stats
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link, SimDisk, VirtualClock, VirtualMemory
 from kvoffload.sim.server import Server
@@ -85,10 +94,10 @@ class SimConfig:
     """Blocks that the model's recurrent state takes in a tier; 0 for models with attention alone."""
 
     def __post_init__(self) -> None:
-        if self.cpu_blocks < 1:
-            raise ConfigError("The primary tier must hold at least one block; give it more memory.")
-        if min(self.gpu_blocks, self.disk_blocks, self.state_slots) < 0:
-            raise ConfigError("gpu_blocks, disk_blocks and state_slots must not be negative.")
+        if min(self.cpu_blocks, self.gpu_blocks, self.disk_blocks, self.state_slots) < 0:
+            raise ConfigError("cpu_blocks, gpu_blocks, disk_blocks and state_slots must not be negative.")
+        if self.disk_blocks and not self.cpu_blocks:
+            raise ConfigError("A disk needs host memory above it; give it some.")
         speeds = self.prefill_tokens_per_s, self.load_bytes_per_s, self.disk_read_bytes_per_s
         if min(*speeds, self.disk_write_bytes_per_s, self.block_bytes, self.chunk_tokens) <= 0:
             raise ConfigError("Speeds, block_bytes and chunk_tokens must be positive.")
@@ -167,6 +176,33 @@ def simulate(
     return _Driver(trace, config, trace.keys() if keys is None else keys, on_request, on_first_token).run()
 
 
+class _NoTiers(OffloadingManager):
+    """What an engine without offloading has below its device: it accepts every block and keeps none."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return False
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        raise AssertionError("nothing is found here")
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        raise AssertionError("nothing is found here")
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        pass
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def get_stats(self) -> Stats:
+        return dict.fromkeys((("primary_blocks_stored",), ("primary_blocks_evicted",), ("primary_stores_refused",)), 0)
+
+
 class _Driver:
     """The state of one replay."""
 
@@ -206,10 +242,12 @@ class _Driver:
                 else None,
                 clock=self._clock,
             )
-        else:
+        elif config.cpu_blocks:
             self._manager = CPUOffloadingManager(
                 config.cpu_blocks, config.policy, store_threshold=config.store_threshold
             )
+        else:
+            self._manager = _NoTiers()
         self._hit_blocks = [0, 0, 0]
         self._hit_tokens = [0, 0, 0]
         self._ttfts = np.zeros(len(trace))

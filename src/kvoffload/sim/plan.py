@@ -74,10 +74,13 @@ class Prices:
 class Plan:
     """The chosen run, its price, and every run it was chosen from."""
 
-    chosen: SimResult
+    chosen: SimResult | None
+    """The device alone where that meets the goal; ``None`` where no run does."""
     price: float
     report: Report
     """All runs, those of the bisection included."""
+    best: SimResult
+    """The run that comes closest to the goal."""
 
 
 def make_plan(
@@ -93,23 +96,21 @@ def make_plan(
     """The cheapest machine that meets ``goal``.
 
     Tries a grid of sizes, shares of the trace's footprint (its blocks and states) within the limits, then lowers the
-    host memory of the cheapest that meets the goal by bisection. ``base`` has everything of the machine but its sizes.
-    A ``max_disk_blocks`` of 0 leaves disks out. Raises ``ConfigError``, which reports the best run, if no run meets the
-    goal.
+    host memory of the cheapest that meets the goal by bisection. The device alone is one of the machines tried.
+    ``base`` has everything of the machine but its sizes. A ``max_disk_blocks`` of 0 leaves disks out.
     """
     footprint = _footprint(trace, base.state_slots)
     cpu_sizes = _sizes(footprint, _GRID, max_cpu_blocks)
     disk_sizes = [0, *_sizes(footprint, _DISK_GRID, max_disk_blocks)]
     grid = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes]
-    report = sweep(trace, grid, processes, progress)
+    report = sweep(trace, [replace(base, cpu_blocks=0, disk_blocks=0), *grid], processes, progress)
+    assert report.without is not None
+    best = max([*report.results, report.without], key=goal.reached)
+    if goal.is_met(report.without):
+        return Plan(report.without, 0.0, report, best)
     meeting = [result for result in report.results if goal.is_met(result)]
     if not meeting:
-        best = max(report.results, key=goal.reached)
-        raise ConfigError(
-            f"No size within the limits reaches the goal: the best hits {100 * best.hit_rate:.1f} % of the blocks with "
-            f"a {goal.quantile} of {best.ttft_s[goal.quantile]:.3g} s, and {100 * report.reachable_rate:.1f} % is all "
-            "that this trace offers."
-        )
+        return Plan(None, 0.0, report, best)
     chosen = min(meeting, key=lambda result: prices.of(result, base.block_bytes))
     smaller = [size for size in cpu_sizes if size < chosen.cpu_blocks]
     low, results, bounds = (smaller[-1] if smaller else 0), list(report.results), list(report.optimum_rates)
@@ -125,7 +126,7 @@ def make_plan(
         else:
             low = middle
     all_runs = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
-    return Plan(chosen, prices.of(chosen, base.block_bytes), all_runs)
+    return Plan(chosen, prices.of(chosen, base.block_bytes), all_runs, best)
 
 
 def _footprint(trace: Trace, state_slots: int) -> int:

@@ -62,7 +62,7 @@ def replay_policy(
     offsets = trace.offsets.tolist()
     hits = hit_tokens = 0
     for request, (start, end) in enumerate(itertools.pairwise(offsets)):
-        context = ReqContext(str(request))
+        context = ReqContext(str(request), next_use=trace.next_use(request))
         manager.on_new_request(context)
         path = [table[number] for number in trace.ids[start:end].tolist()]
         answers = manager.lookup_prefix(path, context)
@@ -98,7 +98,7 @@ def _use(
         answers = manager.lookup_prefix(path[:found], context)
         if answers and answers[-1] is not True:
             end = _store_absent(manager, path, 0, found, end, context, most_at_once)
-    manager.touch(path[:end])
+    manager.touch(path[:end], context)
 
 
 def _store_absent(
@@ -123,7 +123,7 @@ def _store_absent(
         while start > first and at - start < most_at_once and manager.lookup(path[start - 1], context) is not True:
             start -= 1
         if at < end:
-            manager.touch(path[at:end])
+            manager.touch(path[at:end], context)
         reserved = manager.prepare_store(path[start:at], context)
         assert reserved is not None, "a cache with nothing in flight always has room for this many blocks"
         manager.complete_store(reserved.keys_to_store, context)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,11 +12,11 @@ from kvoffload.sim.driver import SimResult
 from kvoffload.sim.sweep import Report, knee
 from kvoffload.units import format_bytes
 
-__all__ = ["as_json", "as_page", "best_policy", "curve", "knee_of", "table"]
+__all__ = ["as_json", "as_page", "best_policy", "curve", "format_seconds", "knee_of", "saturation", "table"]
 
 _HEADINGS = (
     "policy",
-    "cpu",
+    "memory",
     "disk",
     "hits %",
     "gpu %",
@@ -30,50 +30,81 @@ _HEADINGS = (
     "saved prefill",
     "TTFT p50",
     "p99",
+    "gained",
     "busy %",
 )
+_NARROW = ("policy", "memory", "disk", "hits %", "TTFT p50", "gained")
+SATURATED = 0.9
+"""The utilisation above which times only say that the server is too slow."""
 
 
-def table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """The headings and one row per run, without the columns of tiers that no run has."""
-    full = [_row(report, result, bound) for result, bound in zip(report.results, report.optimum_rates, strict=True)]
-    unused = set()
+def table(report: Report, is_wide: bool = True) -> tuple[list[str], list[list[str]]]:
+    """The headings and one row per run, the one without offloading first, without the columns of tiers that no run has.
+
+    *gained* is the mean time to first token that the run saves against the one without offloading. Otherwise than
+    ``is_wide`` a terminal of 80 columns holds the table.
+    """
+    runs = list(zip(report.results, report.optimum_rates, strict=True))
+    full = [_row(report, result, bound) for result, bound in runs]
+    if report.without is not None:
+        full.insert(0, _row(report, report.without, None))
+    unused = set() if is_wide else {*_HEADINGS} - {*_NARROW}
+    if report.without is None:
+        unused.add("gained")
     if not any(result.gpu_blocks for result in report.results):
         unused.add("gpu %")
     if not any(result.disk_blocks for result in report.results):
         unused |= {"disk", "disk %", "declined %", "disk written"}
-    if len(unused) == 5:
-        unused.add("cpu %")  # all hits are
+        if "gpu %" in unused:
+            unused.add("cpu %")  # all hits are
     kept = [at for at, heading in enumerate(_HEADINGS) if heading not in unused]
     return [_HEADINGS[at] for at in kept], [[row[at] for at in kept] for row in full]
 
 
-def _row(report: Report, result: SimResult, bound: float) -> tuple[str, ...]:
+def _row(report: Report, result: SimResult, bound: float | None) -> tuple[str, ...]:
     def percent(blocks: int) -> str:
         return f"{100 * blocks / max(result.accesses, 1):.2f}"
 
+    without = report.without
+    policy = f"{result.policy}, {result.cascade}" if result.disk_blocks else result.policy
     return (
-        f"{result.policy}, {result.cascade}" if result.disk_blocks else result.policy,
-        format_bytes(result.cpu_blocks * report.block_bytes),
+        policy if result.cpu_blocks else "none",
+        format_bytes(result.cpu_blocks * report.block_bytes) if result.cpu_blocks else "-",
         format_bytes(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
         f"{100 * result.hit_rate:.2f}",
         percent(result.gpu_hit_blocks),
         percent(result.cpu_hit_blocks),
         percent(result.disk_hit_blocks),
         percent(result.declined_blocks),
-        f"{100 * bound:.2f}",
+        f"{100 * bound:.2f}" if bound is not None else "-",
         format_bytes(result.loaded_bytes),
         format_bytes(result.stored_bytes),
         format_bytes(result.disk_written_bytes) if result.disk_blocks else "-",
-        _seconds(result.saved_prefill_s),
-        _seconds(result.ttft_s["p50"]),
-        _seconds(result.ttft_s["p99"]),
+        format_seconds(result.saved_prefill_s),
+        format_seconds(result.ttft_s["p50"]),
+        format_seconds(result.ttft_s["p99"]),
+        format_seconds(without.ttft_s["mean"] - result.ttft_s["mean"]) if without and result is not without else "-",
         f"{100 * result.utilisation:.0f}",
     )
 
 
-def _seconds(value: float) -> str:
-    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
+def format_seconds(value: float) -> str:
+    """Three digits, of milliseconds below a second."""
+    if abs(value) < 1:
+        return f"{1000 * value:.3g} ms" if abs(value) >= 1e-4 else "0 ms"
+    return f"{value:,.0f} s" if abs(value) >= 100 else f"{value:.3g} s"
+
+
+def saturation(results: Iterable[SimResult]) -> str:
+    """What to say of runs whose server cannot keep up; empty if there is none."""
+    busy = [result.utilisation for result in results if result.utilisation > SATURATED]
+    if not busy:
+        return ""
+    return (
+        f"{len(busy)} of the runs cannot keep up with this trace: their one server is busy {100 * min(busy):.0f} % of "
+        "the time or more, and requests queue. Their hit rates hold; their times only say that the server is too slow. "
+        "--stretch of simulate, or a higher --prefill-speed, gives a load that one server can carry."
+    )
 
 
 def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
@@ -87,6 +118,7 @@ def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
             "block_tokens": report.trace.block_tokens,
             "block_bytes": report.block_bytes,
             "reachable_hit_rate": report.reachable_rate,
+            "without_offloading": None if report.without is None else asdict(report.without),
             "runs": [
                 asdict(result)
                 | {

@@ -154,7 +154,7 @@ class Server:
         asked = self._prompt([self._keys[number] for number in numbers[:whole].tolist()])
         path = asked.path
         usable = min(whole, max(prompt - 1, 0) // trace.block_tokens)
-        context = ReqContext(str(request))
+        context = ReqContext(str(request), next_use=trace.next_use(request))
         manager.on_new_request(context)
         on_device = self._find_on_device(asked, usable)
         in_host, total_hit = self._found_below(asked, on_device, usable, context)

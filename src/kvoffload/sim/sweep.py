@@ -29,6 +29,8 @@ class Report:
     """For each result: the best block hit rate of a single cache as large as all its tiers together."""
     reachable_rate: float
     """The hit rate of a cache that keeps everything."""
+    without: SimResult | None = None
+    """The device alone, of the configuration without host memory if there was one. It is not one of the results."""
 
 
 def sweep(
@@ -37,7 +39,7 @@ def sweep(
     processes: int | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Report:
-    """Runs every configuration on ``trace``, on its whole blocks only.
+    """Runs every configuration on ``trace``, on its whole blocks only. One of them may have no host memory.
 
     ``progress`` is called after each run with its number of accesses. ``processes`` is the number of runs at a time, by
     default one per core; with 1 everything runs in this process. It changes neither the results nor their order.
@@ -50,10 +52,12 @@ def sweep(
             progress(trace.num_accesses)
     done = tuple(result for result in results if result is not None)
     assert len(done) == len(configs)
+    without = next((result for result in done if not result.cpu_blocks), None)
+    done, configs = tuple(each for each in done if each.cpu_blocks), [each for each in configs if each.cpu_blocks]
     totals = [config.gpu_blocks + config.cpu_blocks + config.disk_blocks for config in configs]
     bounds = optimum(trace, [*totals, max(trace.num_unique, 1)])
     rates = [bound.hit_blocks / max(trace.num_accesses, 1) for bound in bounds]
-    return Report(trace, configs[0].block_bytes if configs else 0, done, tuple(rates[:-1]), rates[-1])
+    return Report(trace, configs[0].block_bytes if configs else 0, done, tuple(rates[:-1]), rates[-1], without)
 
 
 def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:

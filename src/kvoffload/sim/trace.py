@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.base import NextUse, OffloadKey, make_offload_key
 from kvoffload.errors import ConfigError
 
 __all__ = ["NO_SESSION", "Trace", "TraceError", "numbered", "parents_of"]
@@ -46,6 +46,9 @@ class Trace:
     """Shape (accesses,)."""
     device_blocks: int = 0
     """Blocks that the device's own cache held when the trace was recorded; 0 if the trace does not say."""
+    next_uses: npt.NDArray[np.int8] | None = None
+    """What the client of each request said of its next use, as numbers of ``NextUse``, shape (requests,). ``None`` if
+    no client said anything."""
 
     def __repr__(self) -> str:
         return (
@@ -75,6 +78,10 @@ class Trace:
         """The blocks of one request, head to tail."""
         return self.ids[self.offsets[request] : self.offsets[request + 1]]
 
+    def next_use(self, request: int) -> NextUse:
+        """What the client of one request said of its next use."""
+        return NextUse.UNKNOWN if self.next_uses is None else NextUse(int(self.next_uses[request]))
+
     def tokens_in(self, request: int, num_blocks: int) -> int:
         """Prompt tokens that the first ``num_blocks`` blocks of a request hold."""
         return min(num_blocks * self.block_tokens, int(self.input_tokens[request]))
@@ -90,6 +97,7 @@ class Trace:
             sessions=self.sessions[:num_requests],
             offsets=self.offsets[: num_requests + 1],
             ids=self.ids[:end],
+            next_uses=None if self.next_uses is None else self.next_uses[:num_requests],
         )
 
     def whole_blocks(self) -> Trace:

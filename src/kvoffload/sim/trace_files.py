@@ -4,8 +4,8 @@
 Two forms are known by their fields:
 
 * *Mooncake* (also what ``record_trace`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``
-  that are prefix-chained, optionally ``session``, ``block_tokens`` and, in the
-  first line, ``machine`` with ``device_blocks``.
+  that are prefix-chained, optionally ``session``, ``next_use`` (``"soon"``, ``"later"`` or ``"never"``),
+  ``block_tokens`` and, in the first line, ``machine`` with ``device_blocks``.
 * *Qwen-Bailian*: ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that name
   single blocks. They are chained here.
 
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvoffload.base import NextUse
 from kvoffload.errors import MissingExtraError
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, numbered, parents_of
 
@@ -48,6 +49,7 @@ class _Line(msgspec.Struct):
     output_length: int
     hash_ids: list[int | str]
     session: int | str | None = None
+    next_use: str | None = None
     block_tokens: int | None = None
     chat_id: int | None = None
     parent_chat_id: int | None = None
@@ -88,6 +90,7 @@ class _Reader:
         self._inputs = array("q")
         self._outputs = array("q")
         self._sessions = array("q")
+        self._next_uses = array("b")
         self._counts = array("q")
         self._hashes = array("q")
 
@@ -110,6 +113,7 @@ class _Reader:
         self._inputs.append(line.input_length)
         self._outputs.append(line.output_length)
         self._sessions.append(self._session_of(number, line))
+        self._next_uses.append(NextUse.UNKNOWN if line.next_use is None else NextUse.named(line.next_use) or 0)
         self._counts.append(len(line.hash_ids))
         hashes = [item if isinstance(item, int) else _hash(item.encode()) for item in line.hash_ids]
         if self._is_bailian:
@@ -125,6 +129,8 @@ class _Reader:
         for field in ("input_length", "output_length"):
             if getattr(line, field) < 0:
                 raise self._error(number, f"{field} must not be negative, and is {getattr(line, field)}")
+        if line.next_use is not None and NextUse.named(line.next_use) is None:
+            raise self._error(number, f"next_use is soon, later or never, not {line.next_use!r}")
         if line.block_tokens is not None and line.block_tokens < 1:
             raise self._error(number, f"block_tokens must be positive, not {line.block_tokens}")
         if self.lines:
@@ -169,6 +175,7 @@ class _Reader:
             offsets=offsets,
             ids=ids,
             device_blocks=self._device_blocks,
+            next_uses=np.frombuffer(self._next_uses, dtype=np.int8) if any(self._next_uses) else None,
         )
 
     def _check_chained(self, offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> None:
@@ -264,4 +271,4 @@ def _zstandard(path: Path) -> Any:
     try:
         return importlib.import_module("zstandard")
     except ImportError as exc:
-        raise MissingExtraError(f"{path} is zstd-compressed; pip install 'kvoffload[sim]' to read it.") from exc
+        raise MissingExtraError(f"{path} is zstd-compressed; pip install zstandard to read it.") from exc

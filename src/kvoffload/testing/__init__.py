@@ -15,6 +15,7 @@ from kvoffload.testing.keys import key, keys
 from kvoffload.testing.manager_contract import OffloadingManagerContract
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 from kvoffload.testing.policy_contract import CachePolicyContract, PolicyDriver
+from kvoffload.testing.shared_store_contract import SharedStoreContract
 from kvoffload.testing.store_contract import BlockStoreContract, block_of
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.testing.tier_contract import SecondaryTierContract
@@ -35,6 +36,7 @@ __all__ = [
     "OffloadingManagerContract",
     "PolicyDriver",
     "SecondaryTierContract",
+    "SharedStoreContract",
     "block_of",
     "key",
     "keys",

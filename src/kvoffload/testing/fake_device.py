@@ -2,7 +2,7 @@
 """Device memory without a device: bytes that are a function of what they stand for, and a pool with a prefix cache.
 
 There is no model. "Computing" a GPU block writes bytes derived from the tokens up to its end, the KV group and the
-rank. So the bytes of any block show whether they are right.
+slice that the rank has. So the bytes of any block show whether they are right.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + repr(tuple(tokens)).encode(), digest_size=16).digest()
 
 
-def page_of(prefix_hash: bytes, group: int, rank: int, page_bytes: int) -> Bytes:
-    """The right bytes of a GPU block that ends a prefix."""
-    seed = hashlib.blake2b(prefix_hash + bytes((group, rank)), digest_size=32).digest()
+def page_of(prefix_hash: bytes, group: int, slice_index: int, page_bytes: int) -> Bytes:
+    """The right bytes of a GPU block that ends a prefix, on the ranks with a slice."""
+    seed = hashlib.blake2b(prefix_hash + bytes((group, slice_index)), digest_size=32).digest()
     return np.resize(np.frombuffer(seed, dtype=np.uint8), page_bytes)
 
 

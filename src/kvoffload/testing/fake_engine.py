@@ -23,7 +23,7 @@ from kvoffload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
+from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig, RankSlice
 from kvoffload.connector import (
     NO_BLOCK,
     BoundaryState,
@@ -38,7 +38,7 @@ from kvoffload.testing.fake_device import Bytes, DevicePool, page_of
 from kvoffload.testing.fake_request import FakeRequest, Scheduling, Status
 from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 
-__all__ = ["FakeEngine", "FakeRequest", "Scheduling", "Status"]
+__all__ = ["FakeEngine", "FakeRequest", "Scheduling", "Status", "slices_of"]
 
 WorkerFactory = Callable[[int, Bytes], OffloadingConnectorWorker]
 """(rank, its device memory as (GPU blocks, page bytes)) -> its worker, with the memory registered."""
@@ -73,8 +73,9 @@ class FakeEngine:
         self.pool = DevicePool(num_gpu_blocks)
         self.pages = [self._new_pages(num_gpu_blocks) for _ in range(layout.num_ranks)]
         self._factor = layout.block_size_factor(config)
+        self.slices = slices_of(layout)
         slice_bytes = layout.slice_bytes(self._factor)
-        self.slots = [np.zeros((num_slots, slice_bytes), dtype=np.uint8) for _ in self.pages]
+        self.slots = [np.zeros((num_slots, slice_bytes), dtype=np.uint8) for _ in range(layout.slice.num_slices)]
         self.handlers: list[ManualHandler] = []
         self.workers = [(make_worker or self._manual_worker)(rank, pages) for rank, pages in enumerate(self.pages)]
         self.waiting: list[FakeRequest] = []
@@ -99,7 +100,8 @@ class FakeEngine:
 
     def _manual_worker(self, rank: int, pages: Bytes) -> OffloadingConnectorWorker:
         widths = tuple(group.page_bytes for group in self.layout.groups)
-        self.handlers.append(ManualHandler(pages, self.slots[rank], widths, self._factor))
+        part = self.slices[rank]
+        self.handlers.append(ManualHandler(pages, self.slots[part.index], widths, self._factor, part))
         worker = OffloadingConnectorWorker(rank)
         worker.register_kv_caches(ManualSpec(self.manager, self.handlers[-1]), CanonicalKVCaches())
         return worker
@@ -347,9 +349,9 @@ class FakeEngine:
             first, stop = start // size, -(-(start + n) // size)
             for position in range(stop - 1 if group.kind is GroupKind.SINGLE_STATE else first, stop):
                 content = request.prefix_hash(min((position + 1) * size, start + n))
-                for rank, pages in enumerate(self.pages):
+                for part, pages in zip(self.slices, self.pages, strict=True):
                     width = self.layout.groups[group.index].page_bytes
-                    pages[table[position], :width] = page_of(content, group.index, rank, width)
+                    pages[table[position], :width] = page_of(content, group.index, part.index, width)
 
     def _advance(self, request: FakeRequest, n: int) -> None:
         request.computed_tokens += n
@@ -443,7 +445,8 @@ class FakeEngine:
         assert block_id != NO_BLOCK, f"group {group}: {what} has no GPU block"
         width = self.layout.groups[group].page_bytes
         for rank, pages in enumerate(self.pages):
-            right = np.array_equal(pages[block_id, :width], page_of(prefix_hash, group, rank, width))
+            page = page_of(prefix_hash, group, self.slices[rank].index, width)
+            right = np.array_equal(pages[block_id, :width], page)
             assert right, f"wrong bytes: group {group}, rank {rank}, GPU block {block_id}, {what}"
 
     def check(self) -> None:
@@ -456,7 +459,7 @@ class FakeEngine:
             self._check_context(request, request.computed_tokens)
 
     def check_slot(self, key: OffloadKey, slot: int) -> None:
-        """Verifies the slot of a ready block, on every rank, as far as a hit may read it."""
+        """Verifies the slot of a ready block, all slices, as far as a hit may read it."""
         group = self.groups[get_offload_group_idx(key)]
         request, end = self._prefixes[get_offload_block_hash(key)]
         block = end // group.block_tokens - 1
@@ -464,8 +467,18 @@ class FakeEngine:
         for position in range(group.first_gpu_block(block), (block + 1) * group.factor):
             content = request.prefix_hash((position + 1) * group.gpu_block_tokens)
             within = position % self._factor
-            for rank, slots in enumerate(self.slots):
+            for index, slots in enumerate(self.slots):
                 found = slots[slot, within * width : (within + 1) * width]
-                assert np.array_equal(found, page_of(content, group.index, rank, width)), (
-                    f"wrong bytes in slot {slot}: group {group.index}, rank {rank}, block {block}, GPU block {position}"
+                assert np.array_equal(found, page_of(content, group.index, index, width)), (
+                    f"wrong bytes in slot {slot}, slice {index}: group {group.index}, block {block}, GPU block "
+                    f"{position}"
                 )
+
+
+def slices_of(layout: EngineLayout) -> list[RankSlice]:
+    """By rank. Replicas have consecutive ranks."""
+    num_slices, num_replicas = layout.slice.num_slices, layout.slice.num_replicas
+    return [
+        RankSlice(rank // num_replicas, num_slices, rank % num_replicas, num_replicas)
+        for rank in range(layout.num_ranks)
+    ]

@@ -18,6 +18,7 @@ from kvoffload.base import (
     OffloadingSpec,
     TransferResult,
 )
+from kvoffload.config import RankSlice
 
 __all__ = ["ManualHandler", "ManualSpec"]
 
@@ -29,13 +30,22 @@ _GARBAGE = 0xEE
 class ManualHandler(OffloadingHandler):
     """Copies between GPU blocks and slots, in both directions, one GPU block at a time.
 
-    ``gpu`` is (GPU blocks, page bytes), ``slots`` is (slots, bytes of this rank's slice). A transfer reads and writes
+    ``gpu`` is (GPU blocks, page bytes), ``slots`` is (slots, bytes of this rank's slice), and ``part`` says which slots
+    the rank stores. A transfer reads and writes
     in ``run`` or ``wait``, not when it is started. So bytes that were overwritten in between are wrong, as with a
     slow device queue.
     """
 
-    def __init__(self, gpu: Bytes, slots: Bytes, page_bytes: tuple[int, ...], factor: int) -> None:
+    def __init__(
+        self,
+        gpu: Bytes,
+        slots: Bytes,
+        page_bytes: tuple[int, ...],
+        factor: int,
+        part: RankSlice = RankSlice(0, 1),  # noqa: B008 - a value
+    ) -> None:
         self._gpu = gpu
+        self._part = part
         self._slots = slots
         self._page_bytes = page_bytes
         self._factor = factor
@@ -90,6 +100,8 @@ class ManualHandler(OffloadingHandler):
                 if slot is None or within == 0:
                     slot = next(slot_ids)
                 on_gpu = self._gpu[next(gpu_ids), :width]
+                if stores and slot % self._part.num_replicas != self._part.replica:
+                    continue
                 in_slot = self._slots[slot, within * width : (within + 1) * width]
                 pages.append((on_gpu, in_slot) if stores else (in_slot, on_gpu))
         assert next(slot_ids, None) is None, "more slots than the GPU blocks fill"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterable
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, with_options
 from kvoffload.testing.keys import key, keys
 
@@ -20,10 +20,18 @@ class PolicyDriver:
         self.policy = policy
         self.policy_evict = with_options(policy.evict, "incoming")
         """``policy.evict``, called with ``incoming`` whether or not the policy has that parameter."""
+        self.policy_insert_all = with_options(policy.insert_all, "next_use")
+        self.policy_touch = with_options(policy.touch, "next_use")
         self.blocks: dict[OffloadKey, BlockStatus] = {}
         self._next_slot = 0
 
-    def reserve(self, arriving: Collection[OffloadKey], evict: int = 0, block: type[BlockStatus] = BlockStatus) -> bool:
+    def reserve(
+        self,
+        arriving: Collection[OffloadKey],
+        evict: int = 0,
+        block: type[BlockStatus] = BlockStatus,
+        next_use: NextUse = NextUse.UNKNOWN,
+    ) -> bool:
         """Evicts ``evict`` blocks and inserts distinct absent keys, head to tail, in flight. ``False`` if it cannot."""
         arrivals = list(arriving)[::-1]
         victims = self.policy_evict(evict, frozenset(), incoming=arrivals)
@@ -36,7 +44,7 @@ class PolicyDriver:
             new.append(block(self._next_slot))
             new[-1].key = one
             self._next_slot += 1
-        self.policy.insert_all(arrivals, new)
+        self.policy_insert_all(arrivals, new, next_use=next_use)
         self.blocks.update(zip(arrivals, new, strict=True))
         return True
 
@@ -295,13 +303,14 @@ class CachePolicyContract:
         action = rng.choice(["reserve", "reserve", "publish", "publish", "pin", "unpin", "touch", "evict", "remove"])
         some = rng.sample(resident, min(len(resident), rng.randint(1, 4)))
         absent = [key(number) for number in rng.sample(range(40), 3) if key(number) not in left.blocks]
+        next_use = rng.choice(list(NextUse))
         capacity = 10
         for driver in drivers:
             blocks = driver.blocks
             if action == "reserve":
                 excess = max(len(blocks) + len(absent) - capacity, 0)
                 if excess <= len(driver.idle()):
-                    assert driver.reserve(absent, excess)
+                    assert driver.reserve(absent, excess, next_use=next_use)
             elif action == "publish":
                 driver.publish([one for one in some if not blocks[one].is_ready])
             elif action == "pin":
@@ -309,7 +318,7 @@ class CachePolicyContract:
             elif action == "unpin":
                 driver.unpin(*(one for one in some if blocks[one].pins > 0))
             elif action == "touch":
-                driver.policy.touch([*some, *absent])
+                driver.policy_touch([*some, *absent], next_use=next_use)
             elif action == "evict":
                 driver.evict(min(len(driver.idle()), 2))
             elif action == "remove":

@@ -66,6 +66,11 @@ class SecondaryTierManager(ABC):
     ``primary_kv_view`` is the primary tier's memory, two-dimensional (num_blocks, block_bytes), format ``B``.
     """
 
+    medium: str | None = None
+    """``CPU`` or ``STORAGE``, for requests that choose their tiers; ``None``: it is not known."""
+    locality: str | None = None
+    """``LOCAL`` or ``REMOTE``; ``None``: it is not known."""
+
     def __init__(self, primary_kv_view: memoryview, tier_type: str) -> None:
         if primary_kv_view.ndim != 2:
             raise ValueError("primary_kv_view must be two-dimensional: (num_blocks, block_bytes).")
@@ -81,7 +86,8 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
-        """Copies blocks from their (pinned) primary slots into the tier. May drop them: that is a failed job."""
+        """Copies blocks from their (pinned) primary slots into the tier. May drop them: that is a failed job. May begin
+        when the step ends."""
 
     @abstractmethod
     def submit_load(self, job: JobMetadata) -> None:

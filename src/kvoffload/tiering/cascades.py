@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cascades: copies of ready blocks from the primary tier to lower ones. Scheduler thread only."""
+"""Cascades: copies of stored blocks from the primary tier to lower ones. Scheduler thread only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
@@ -16,20 +16,27 @@ __all__ = ["Cascades"]
 class Cascades:
     """Pins blocks, once per tier, and submits them; the end of each job gives its own pins back.
 
+    A block that was stored goes to the ``on_store_tiers``, and to the tiers that want the whole of its request.
+
     A request-level tier may ask for a block that is still being written. Such a block is *parked* here until it is
     ready, and then cascaded, or until it is gone, and then dropped.
     """
 
-    def __init__(self, primary: CPUPrimaryTierOffloadingManager, jobs: TierJobs) -> None:
+    def __init__(
+        self, primary: CPUPrimaryTierOffloadingManager, jobs: TierJobs, on_store_tiers: Iterable[GuardedTier]
+    ) -> None:
         self._primary = primary
         self._jobs = jobs
+        self._on_store_tiers = tuple(on_store_tiers)
+        self._storing: dict[OffloadKey, Request] = {}
+        """Blocks that requests are storing in the primary tier."""
         self.parked: dict[OffloadKey, list[Request]] = {}
         """Blocks that are being written, with the requests they will be cascaded for. Others only read it."""
         self._blocks_written = 0
         self._blocks_failed = 0
 
     def __repr__(self) -> str:
-        return f"Cascades(parked={self.num_parked})"
+        return f"Cascades(storing={len(self._storing)}, parked={self.num_parked})"
 
     @property
     def num_parked(self) -> int:
@@ -59,6 +66,38 @@ class Cascades:
         self._blocks_failed += len(job.failed)
         self._primary.complete_read(job.metadata.keys, job.metadata.req_context)
 
+    def begin_stores(self, request: Request, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
+        """``request`` stores ``keys_to_store``, those of ``keys`` that were neither here nor on their way."""
+        self._storing.update(dict.fromkeys(keys_to_store, request))
+        request.open_work += len(keys_to_store)
+        if request.whole_request_tiers:
+            # Blocks that this very request is writing are cascaded in its name when they are complete.
+            others = [key for key in dict.fromkeys(keys) if self._storing.get(key) is not request]
+            self.submit_or_park(request, others)
+
+    def end_stores(self, keys: Sequence[OffloadKey]) -> Collection[Request]:
+        """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored. Returns the
+        requests that have less open work now.
+
+        A store has ended when its block is no longer in flight. That may be later than its own end: while a write from
+        before a reset overlaps with it, the primary tier publishes neither until both have ended. The last of them may
+        be a late promotion.
+        """
+        stored: dict[Request, list[OffloadKey]] = {}
+        for key in [key for key in dict.fromkeys(keys) if key in self._storing]:
+            block = self._primary.slots.get(key)
+            if block is not None and not block.is_ready:
+                continue  # still in flight
+            request = self._storing.pop(key)
+            request.open_work -= 1
+            ready = stored.setdefault(request, [])
+            if block is not None:
+                ready.append(key)
+        for request, ready in stored.items():
+            tiers = {*self._on_store_tiers, *request.whole_request_tiers}
+            self.submit(sorted(tiers, key=lambda tier: tier.index), ready, request.context)
+        return [*stored, *self.retry_parked(keys)]
+
     def submit_or_park(self, request: Request, keys: Iterable[OffloadKey]) -> None:
         """Submits the ready ones of ``keys`` to the tiers that want the whole of ``request``, and parks those that are
         being written. Absent blocks are skipped: there is nothing to read."""
@@ -78,7 +117,7 @@ class Cascades:
         """Looks again at the parked blocks (those of ``keys``, or all); returns the requests that have fewer now."""
         if not self.parked:
             return []
-        again: dict[int, tuple[Request, list[OffloadKey]]] = {}
+        again: dict[Request, list[OffloadKey]] = {}
         for key in list(self.parked) if keys is None else keys:
             if key not in self.parked:
                 continue
@@ -87,21 +126,32 @@ class Cascades:
                 continue
             for request in self.parked.pop(key):
                 request.open_work -= 1
-                again.setdefault(id(request), (request, []))[1].append(key)
-        for request, ready in again.values():
+                again.setdefault(request, []).append(key)
+        for request, ready in again.items():
             self.submit_or_park(request, ready)
-        return [request for request, _ in again.values()]
+        return list(again)
 
-    def drop_parked(self) -> list[Request]:
-        """Forgets every parked block; returns the requests that had any."""
-        parked = [request for requests in self.parked.values() for request in requests]
-        for request in parked:
+    def reset(self) -> list[Request]:
+        """Forgets every block that is being stored or is parked; returns the requests that had any."""
+        open_work = [*self._storing.values(), *(request for requests in self.parked.values() for request in requests)]
+        for request in open_work:
             request.open_work -= 1
+        self._storing.clear()
         self.parked.clear()
-        return parked
+        return open_work
 
-    def check_invariants(self) -> None:
-        """Every parked block is being written, for requests of which some tier wants all."""
+    def check_invariants(self, requests: Iterable[Request], promoted: Collection[OffloadKey]) -> None:
+        """Blocks that are stored or parked are being written; parked ones for requests of which some tier wants all.
+        They are the open work of ``requests``, and of those that store but are not among these. No block is both
+        stored and ``promoted``."""
+        for key in self._storing:
+            assert key not in promoted
+            block = self._primary.slots.get(key)
+            assert block is not None
+            assert not block.is_ready
+        for request in {*requests, *self._storing.values()}:
+            parked = sum(each is request for parked in self.parked.values() for each in parked)
+            assert request.open_work == parked + sum(each is request for each in self._storing.values())
         for key, requests in self.parked.items():
             block = self._primary.slots.get(key)
             assert block is not None

@@ -50,6 +50,7 @@ class Claims(Collection[OffloadKey]):
         self._clock = clock
         self._claims: dict[OffloadKey, _Claim] = {}
         self._new: dict[OffloadKey, None] = {}
+        """What ``take_new`` will return."""
 
     def __repr__(self) -> str:
         return f"Claims({len(self)} of {self.max_total}, max_per_request={self.max_per_request})"
@@ -221,7 +222,8 @@ class Claims(Collection[OffloadKey]):
         prefix.answers[at] = answer
 
     def take_new(self) -> list[OffloadKey]:
-        """Ready blocks claimed since the last call, in that order. Promoted ones are the most recent already."""
+        """Blocks claimed since the last call, in that order, but for those that were claimed when their promotion
+        began: these are the most recent already."""
         new = list(self._new)
         self._new.clear()
         return new

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from kvoffload.base import OffloadKey, StepWork, get_offload_group_idx
 from kvoffload.metrics import HOST, Histogram, Stats
-from kvoffload.tiering.links import Link
+from kvoffload.tiering.links import NO_LINK, Link
 from kvoffload.tiering.speeds import PrefillSpeedEstimator
 from kvoffload.tiering.worth import Choice, Pace, Run, choose
 
@@ -82,7 +82,7 @@ class Place(NamedTuple):
     """Where a block of a hit is."""
 
     tier: int | None = None
-    """The tier that has it; ``None``: host memory."""
+    """The tier that has it; ``None``: host memory, or on its way there from the device."""
     is_arriving: bool = False
     """It is being promoted already, ..."""
     is_overdue: bool = False
@@ -237,24 +237,12 @@ class LoadPlanner(ABC):
     def note_step(self, work: StepWork) -> None:
         """The engine computes a step."""
 
-    def begin(self, tier: int, num_blocks: int) -> None:
-        """Promotions were queued."""
-
-    def drop(self, tier: int, num_blocks: int) -> None:
-        """Queued promotions were dropped before their submit."""
-
-    def submit(self, tier: int, slots: Sequence[int]) -> None:
-        """A promotion's job was submitted, which reads into ``slots``."""
-
-    def end(self, tier: int, slots: Sequence[int], num_read: int, ended_s: float | None) -> None:
-        """That job has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks arrived."""
+    def link(self, tier: int) -> Link:
+        """Which records the reads of the tier."""
+        return NO_LINK
 
     def end_poll(self) -> None:
         """All jobs that have ended were recorded."""
-
-    def is_overdue(self, tier: int, slot: int) -> bool:
-        """Whether the block that is to come into ``slot`` is in an overdue read."""
-        return False
 
     def portion_blocks(self, tier: int) -> int:
         """Blocks per job of a promotion."""
@@ -362,17 +350,8 @@ class LoadByCost(LoadPlanner):
     def note_step(self, work: StepWork) -> None:
         self._prefill.note_step(work)
 
-    def begin(self, tier: int, num_blocks: int) -> None:
-        self._links[tier].begin(num_blocks)
-
-    def drop(self, tier: int, num_blocks: int) -> None:
-        self._links[tier].drop(num_blocks)
-
-    def submit(self, tier: int, slots: Sequence[int]) -> None:
-        self._links[tier].submit(slots)
-
-    def end(self, tier: int, slots: Sequence[int], num_read: int, ended_s: float | None) -> None:
-        self._links[tier].end(slots, num_read, ended_s)
+    def link(self, tier: int) -> Link:
+        return self._links[tier]
 
     def end_poll(self) -> None:
         for tier, link in enumerate(self._links):
@@ -392,9 +371,6 @@ class LoadByCost(LoadPlanner):
             1e-6 / speed.byte_s,
             1e-6 * self._bytes_per_token / self._compute_s(1),
         )
-
-    def is_overdue(self, tier: int, slot: int) -> bool:
-        return self._links[tier].is_overdue(slot)
 
     # -------------------------------------------------------------------------------------------------- metrics
 

@@ -1,35 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups: the answers that a request gets for its blocks, and the promotions that these begin.
 
-An ask goes through three steps. *Survey* says where each block is. *Plan* says how many of them to load. *Reserve*
-begins the promotions, and leaves the answers in the request's ``Prefix``. A request that waits and asks again gets its
-answers as a slice, and only what no claim keeps up to date is surveyed again. Scheduler thread only.
+An ask goes through three steps. *Survey* (``Places``) says where each block is. *Plan* says how many of them to load.
+*Reserve* begins the promotions, and leaves the answers in the request's ``Prefix``. A request that waits and asks again
+gets its answers as a slice, and only what no claim keeps up to date is surveyed again. Scheduler thread only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
 from kvoffload.tiering.claims import Claims
-from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place, Plan, Segment
+from kvoffload.tiering.load_policy import LoadPlanner, Plan
+from kvoffload.tiering.places import Places, Survey
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Prefix, Request, Wait
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 
 __all__ = ["Lookups"]
-
-
-class _Survey(NamedTuple):
-    """Where blocks are."""
-
-    segments: list[Segment]
-    is_end: bool
-    """The next block is nowhere."""
 
 
 class Lookups:
@@ -55,17 +47,14 @@ class Lookups:
         self._planner = planner
         self._poll = poll
         self._clock = clock
-        self._places = [Place(tier.index) for tier in tiers]
-        self._unknown_places = [Place(tier.index, is_unknown=True) for tier in tiers]
+        self._places = Places(primary, tiers, claims, promotions)
         self._asking: Request | None = None
         """The request that asked last, in this step."""
-        self._found: dict[OffloadKey, Place | None] = {}
-        """Where it peeked at blocks that it has not looked up since. So each block is looked up once."""
         self._plan: Plan | None = None
         """Its plan, in case it will wait for blocks of other groups."""
         self.out_of_patience = 0
 
-    def prefix(
+    def ask(
         self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
         """The answers for ``keys`` in order, up to the first ``False``. With ``ends``, a hit that is cut off is of use
@@ -90,8 +79,7 @@ class Lookups:
         for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
             answer: bool | None = block is not None
             if not answer and may_wait:
-                place = self._found[key] = self._below(request, key)
-                answer = place is not None and (None if place.is_unknown else True)
+                answer = self._places.peek(request, key)
             answers.append(answer)
             if answer is False:
                 break
@@ -99,29 +87,24 @@ class Lookups:
         return answers
 
     def end_step(self) -> None:
+        self._waits.end_step(self._places.is_answered)
+        if self._asking is not None:
+            self.forget()
+
+    def forget(self) -> None:
         """What was found holds no longer: the step has ended, or the cache was reset."""
         self._asking = self._plan = None
-        self._found.clear()
-
-    def is_answered(self, prefix: Prefix) -> bool:
-        """Whether all untracked blocks of ``prefix`` have an answer by now. Tiers answer for the last of them last."""
-        for at in reversed(prefix.untracked):
-            block = self._primary.slots.get(prefix.keys[at])
-            if block is not None:
-                if not block.is_ready:
-                    return False
-            elif any(tier.lookup(prefix.keys[at], prefix.request.context) is None for tier in self._tiers):
-                return False
-        return True
+        self._places.forget()
 
     def _take_turn(self, request: Request) -> None:
+        """``request`` asks. What another request found in this step is forgotten: its plan and what it peeked at."""
         if request is self._asking:
             return
-        self.end_step()
+        self.forget()
         self._asking = request
         if request.wait is not None:  # what it does not ask for again in this step it does not wait for
             for prefix in request.wait.prefixes.values():
-                request.wait.set_untracked(prefix, (), self._clock())
+                self._waits.set_untracked(prefix, ())
 
     # -------------------------------------------------------------------------------------------------- answers
 
@@ -133,7 +116,7 @@ class Lookups:
                 self.out_of_patience += block is not None or request.wait is not None
                 if block is not None:
                     request.verdicts[key] = Miss.OUT_OF_PATIENCE
-                self._waits.give_up(request)
+                self._waits.expire(request)
                 return [*answers, False]
             answers.append(True)
         return answers
@@ -141,14 +124,16 @@ class Lookups:
     def _answer(
         self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
+        """For a request that may wait. A range is planned when it is asked for first, and keeps its ``stop``. Once the
+        wait has a deadline, its further ranges are not planned."""
         prefix, wait = self._prefix_of(request, keys), request.wait
-        survey: _Survey | None = None
+        survey: Survey | None = None
         declined: Plan | None = None
         if prefix is None:
             prefix = Prefix(request, [*keys])
             self._waits.add(prefix)
             if wait is None or wait.deadline_s is None:
-                survey = self._survey(request, keys)
+                survey = self._places.survey(request, keys)
                 declined = self._make_plan(prefix, survey, ends)
         if wait is not None and wait.is_late(self._clock()):
             self._stop_late(prefix, wait)
@@ -176,20 +161,20 @@ class Lookups:
         if prefix.keys[:common] != [*keys[:common]]:
             common = next(at for at, (old, new) in enumerate(zip(prefix.keys, keys)) if old != new)
             self._claims.split(wait, prefix, common)
-            wait.set_untracked(prefix, (), self._clock())
+            self._waits.set_untracked(prefix, ())
             prefix.keys += keys[common:]
         elif common < len(keys):
             prefix.keys += keys[common:]
         return prefix
 
-    def _make_plan(self, prefix: Prefix, survey: _Survey, ends: Collection[OffloadKey] | None) -> Plan | None:
+    def _make_plan(self, prefix: Prefix, survey: Survey, ends: Collection[OffloadKey] | None) -> Plan | None:
         """Decides how much of ``prefix`` is loaded. Returns the plan if it declines the rest."""
         keys, verdicts = prefix.keys, prefix.request.verdicts
         useful = None if ends is None else [at for at, key in enumerate(keys, 1) if key in ends]
         plan = self._planner.plan(survey.segments, keys[0], useful)
         if self._planner.weighs(keys[0]):
             self._plan = plan
-        if plan.stop == sum(segment.num_blocks for segment in survey.segments):
+        if plan.stop == survey.num_blocks:
             return None
         prefix.stop = plan.stop
         for place, reason, blocks in plan.declined:
@@ -210,74 +195,24 @@ class Lookups:
             return
         key = prefix.keys[ready]
         is_here = self._primary.slots.get(key) is not None
-        place = self._promotions.place_of(key) if is_here else self._below(prefix.request, key)
+        place = self._promotions.place_of(key) if is_here else self._places.below(prefix.request, key)
         if place is not None:
             self._planner.count_declined(place.tier, "late", prefix.answers[ready:].count(None))
             prefix.request.verdicts[key] = Miss.DECLINED
         prefix.stop = ready
         self._claims.release(wait, prefix, ready)
-        wait.set_untracked(prefix, (), self._clock())
+        self._waits.set_untracked(prefix, ())
 
-    # -------------------------------------------------------------------------------------------- survey, reserve
+    # ------------------------------------------------------------------------------------------------- reserve
 
-    def _survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> _Survey:
-        """Where ``keys`` are, up to the first that is nowhere. They are the blocks of a range from ``first`` on.
-        Changes nothing but what the tiers note of their lookups.
-
-        Ends where the request could claim no more: what comes after may be evicted while it waits. Blocks before the
-        first that must be waited for need no claims.
-        """
-        own = request.wait.num_claims if request.wait is not None else 0
-        most = own + min(self._claims.room_of(request)) - first
-        segments: list[Segment] = []
-        last, count = HERE, 0
-        is_end = False
-        for at, (key, block) in enumerate(zip(keys, self._primary.slots.get_all(keys), strict=True)):
-            if at >= most and (segments or last != HERE):
-                break
-            if block is not None:
-                place: Place | None = HERE if block.is_ready else self._promotions.place_of(key)
-            else:
-                place = self._below(request, key)
-            if place is None:
-                is_end = True
-                break
-            if place is not last and place != last:
-                if count:
-                    segments.append(Segment(last, count))
-                last, count = place, 0
-            count += 1
-        if count:
-            segments.append(Segment(last, count))
-        return _Survey(segments, is_end)
-
-    def _below(self, request: Request, key: OffloadKey) -> Place | None:
-        """The first tier that has ``key``; without one, the first that is still finding out. ``None``: no tier has it,
-        or it is a miss for this request."""
-        if request.verdicts.get(key) is Miss.PROMOTION_FAILED:
-            return None
-        if request.wait is not None and key in request.wait.lost:
-            request.verdicts[key] = Miss.NO_ROOM
-            return None
-        if key in self._found:
-            return self._found.pop(key)
-        unknown: Place | None = None
-        for tier in self._tiers:
-            found = tier.lookup(key, request.context)
-            if found:
-                return self._places[tier.index]
-            if found is None and unknown is None:
-                unknown = self._unknown_places[tier.index]
-        return unknown
-
-    def _reserve(self, prefix: Prefix, stop: int, survey: _Survey | None) -> int:
+    def _reserve(self, prefix: Prefix, stop: int, survey: Survey | None) -> int:
         """Answers for the blocks of ``prefix`` from its head up to ``stop``, and begins their promotions. Returns how
         many blocks have an answer before the first miss."""
         at = prefix.head
         untracked: list[int] = []
         while at < stop:
             if survey is None:
-                survey = self._survey(prefix.request, prefix.keys[at:stop], at)
+                survey = self._places.survey(prefix.request, prefix.keys[at:stop], at)
             for place, num_blocks in survey.segments:
                 end = min(at + num_blocks, stop)
                 if place.is_unknown:
@@ -301,10 +236,11 @@ class Lookups:
         return self._settle(prefix, at, untracked)
 
     def _settle(self, prefix: Prefix, end: int, untracked: list[int]) -> int:
-        """The first ``end`` blocks of ``prefix`` have answers, and the next one is a miss."""
+        """The first ``end`` blocks of ``prefix`` have answers: all that were asked for, or those before a miss. Records
+        which of them no claim keeps up to date, and returns ``end``."""
         wait = prefix.request.wait
         if wait is not None:
-            wait.set_untracked(prefix, untracked, self._clock())
+            self._waits.set_untracked(prefix, untracked)
         return end
 
     def _take_resident(self, prefix: Prefix, start: int, stop: int, untracked: list[int]) -> int:

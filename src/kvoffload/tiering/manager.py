@@ -84,9 +84,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._jobs = TierJobs()
-        self._cascades = Cascades(primary_tier, self._jobs)
-        self._on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
-        self._write_back = WriteBack(primary_tier, on_evict_tiers, self._submit_write_back)
+        on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
+        self._cascades = Cascades(primary_tier, self._jobs, on_store_tiers)
+        self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades)
         self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share, clock)
         self._waits = Waits(self._claims, clock)
         self._planner: LoadPlanner = LoadAlways()
@@ -99,7 +99,6 @@ class TieringOffloadingManager(OffloadingManager):
             primary_tier, self._tiers, self._claims, self._waits, self._promotions, self._planner, self._poll, clock
         )
         self._requests: dict[str, Request] = {}
-        self._storing: dict[OffloadKey, Request] = {}
 
     def __repr__(self) -> str:
         names = [tier.name for tier in self._tiers]
@@ -134,7 +133,7 @@ class TieringOffloadingManager(OffloadingManager):
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
     ) -> list[bool | None]:
-        return self._lookups.prefix(self._request(req_context), keys, ends)
+        return self._lookups.ask(self._request(req_context), keys, ends)
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return self._lookups.peek(self._request(req_context), keys)
@@ -168,13 +167,7 @@ class TieringOffloadingManager(OffloadingManager):
         if output is None:
             return None
         self._on_reserved(len(output.keys_to_store), output.evicted_keys)
-        for key in output.keys_to_store:
-            self._storing[key] = request
-        request.open_work += len(output.keys_to_store)
-        if request.whole_request_tiers:
-            # Blocks that this very request is writing are cascaded in its name when they are complete.
-            others = [key for key in dict.fromkeys(keys) if self._storing.get(key) is not request]
-            self._cascades.submit_or_park(request, others)
+        self._cascades.begin_stores(request, output.keys_to_store, keys)
         return output
 
     def complete_store(
@@ -182,7 +175,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         keys = list(keys)
         self.primary_tier.complete_store(keys, req_context, success)
-        self._end_stores(keys)
+        self._end_writes(keys)
 
     # ----------------------------------------------------------------------------------------------------- steps
 
@@ -191,7 +184,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         self._poll()
-        self._waits.end_step(self._lookups.is_answered)
         self._lookups.end_step()
         if self._promotions.queue:
             self._promotions.submit()
@@ -222,17 +214,13 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.drain_jobs()
         self._poll()
-        self._lookups.end_step()
+        self._lookups.forget()
         self._waits.reset()
         self._promotions.reset()
         self._jobs.mark_stale()
         self._claims.clear()
         self._write_back.reset()
-        touched = self._cascades.drop_parked()
-        for request in self._storing.values():
-            request.open_work -= 1
-            touched.append(request)
-        self._storing.clear()
+        touched = self._cascades.reset()
         self.primary_tier.reset_cache()
         for request in touched:
             self._close_if_done(request)
@@ -288,20 +276,11 @@ class TieringOffloadingManager(OffloadingManager):
         """Recomputes every count from scratch. For tests: O(everything)."""
         self.primary_tier.check_invariants()
         self._promotions.check_invariants()
-        self._cascades.check_invariants()
+        requests = self._requests.values()
+        self._cascades.check_invariants(requests, set(self._promotions))
         self._write_back.check_invariants(self._jobs.in_flight.values())
-        ending = {id(request): request for request in self._storing.values()}
-        requests = {id(request): request for request in self._requests.values()} | ending
-        for request in requests.values():
-            parked = sum(each is request for parked in self._cascades.parked.values() for each in parked)
-            assert request.open_work == parked + sum(each is request for each in self._storing.values())
-        self._waits.check_invariants(requests.values())
-        for key in self._storing:
-            block = self.primary_tier.slots.get(key)
-            assert block is not None
-            assert not block.is_ready
-            assert key not in self._promotions
-        self._claims.check_invariants(requests.values(), set(self._promotions), self.primary_tier.slots.get)
+        self._waits.check_invariants(requests)
+        self._claims.check_invariants(requests, set(self._promotions), self.primary_tier.slots.get)
 
     def _request(self, req_context: ReqContext) -> Request:
         request = self._requests.get(req_context.req_id)
@@ -321,7 +300,8 @@ class TieringOffloadingManager(OffloadingManager):
                 self._cascades.end(job)
             else:
                 self._promotions.end(job)
-                self._end_stores(job.metadata.keys)
+                # One that began before a reset may have delayed a newer write of the same key, which ends with it.
+                self._end_writes(job.metadata.keys)
             self._write_back.end(job)
         self._planner.end_poll()
         return bool(finished)
@@ -331,31 +311,13 @@ class TieringOffloadingManager(OffloadingManager):
         self._claims.left(evicted)  # a claim is not a pin
         self._write_back.on_reserved(num_blocks, evicted)
 
-    def _end_stores(self, keys: Sequence[OffloadKey]) -> None:
-        """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored.
-
-        A store has ended when its block is no longer in flight. That may be later than its own end: while a write from
-        before a reset overlaps with it, the primary tier publishes neither until both have ended. The last of them may
-        be a late promotion.
-        """
+    def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
+        """Writes of ``keys`` into the primary tier have ended: what is ready answers those that wait, and what was
+        stored is cascaded."""
         blocks = self.primary_tier.slots.get_all(keys)
         self._claims.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
         self._claims.left([key for key, block in zip(keys, blocks) if block is None])
-        written: dict[int, tuple[Request, list[OffloadKey]]] = {}
-        ending = [key for key in dict.fromkeys(keys) if key in self._storing]
-        for key in ending:
-            block = self.primary_tier.slots.get(key)
-            if block is not None and not block.is_ready:
-                continue  # still in flight
-            request = self._storing.pop(key)
-            request.open_work -= 1
-            ready = written.setdefault(id(request), (request, []))[1]
-            if block is not None:
-                ready.append(key)
-        for request, ready in written.values():
-            self._cascades.submit(self._tiers_to_store(request), ready, request.context)
-        unparked = self._cascades.retry_parked(keys) if self._cascades.parked else []
-        for request in (*(request for request, _ in written.values()), *unparked):
+        for request in self._cascades.end_stores(keys):
             self._close_if_done(request)
 
     def _split_by_mode(
@@ -379,15 +341,6 @@ class TieringOffloadingManager(OffloadingManager):
             tuple(tier for tier, mode in modes if mode == "on_store"),
             tuple(tier for tier, mode in modes if mode == "on_evict"),
         )
-
-    def _tiers_to_store(self, request: Request) -> Sequence[GuardedTier]:
-        """The tiers that get blocks of ``request`` as soon as they are stored."""
-        whole = request.whole_request_tiers
-        return [tier for tier in self._tiers if tier in whole or tier in self._on_store_tiers]
-
-    def _submit_write_back(self, tier: GuardedTier, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        for refused in self._cascades.submit([tier], keys, context):
-            self._write_back.end(refused)
 
     def _close_if_done(self, request: Request) -> None:
         """Informs the tiers of the request's end, once nothing more can be submitted for it."""

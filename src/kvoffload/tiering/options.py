@@ -12,13 +12,15 @@ import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from kvoffload.base import OffloadPolicy
 from kvoffload.config import parse_struct
-from kvoffload.errors import ConfigError
+from kvoffload.cpu.memory_limits import memory_file_system
+from kvoffload.errors import ConfigError, Problems
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.registry import Registry
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
@@ -27,6 +29,7 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab.directory import check_memory
 from kvoffload.tiering.stores.slab.format import SlabFormat
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
@@ -60,6 +63,10 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
 
     is_persistent: ClassVar[bool] = False
     """Blocks outlive the process, so the engine's block hashes must be the same in every process."""
+    medium: ClassVar[str] = "STORAGE"
+    """What events call the store: ``STORAGE``, or ``CPU`` if it is host memory too."""
+    locality: ClassVar[str | None] = None
+    """``LOCAL``: this host alone has the blocks. ``REMOTE``: others have them too. ``None``: it is not known."""
 
     type: str
     name: str | None = None
@@ -74,7 +81,8 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
     """Bytes that the tier reads in a second, as far as ``load_policy`` knows before it has measured them: a number, or
     text with a unit. Default: it measures first."""
     exclusive: bool = False
-    """No other process writes to this namespace. After the scan at start-up, unknown blocks are misses at once."""
+    """No other process writes to this namespace. After the scan at start-up, unknown blocks are misses at once. Without
+    effect on servers that evict by themselves: they are asked, not scanned."""
 
     def check(self, block_bytes: int | None = None) -> None:
         """Raises ``ConfigError`` for options that cannot work with blocks of ``block_bytes``. Touches nothing."""
@@ -148,15 +156,17 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         shape = primary_kv_view.shape
         assert shape is not None
         self.check(shape[1])
-        return StoreTier(
+        tier = StoreTier(
             primary_kv_view,
             self.label,
             self.open_store(shape[1], namespace),
             self,
             offload_policy=OffloadPolicy(self.offload_policy),
-            exclusive=self.exclusive,
+            exclusive=self.exclusive and not self.server_evicts,
             lost=lost,
         )
+        tier.medium, tier.locality = self.medium, self.locality
+        return tier
 
 
 class _BoundedOptions(StoreOptions, frozen=True, kw_only=True):
@@ -172,6 +182,7 @@ class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
     """A store in a directory of this host's file systems."""
 
     is_persistent: ClassVar[bool] = True
+    locality: ClassVar[str | None] = "LOCAL"
 
     path: str
     durability: Literal["none", "fsync"] = "none"
@@ -201,9 +212,26 @@ class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
 
 class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
     """``{"type": "disk", "path": ..., "max_bytes": "200GiB"}``: a local disk. ``max_bytes`` is a quota on all slabs
-    below ``path``. Default: all but a tenth of the disk."""
+    below ``path``. Default: all but a tenth of the disk.
+
+    On a memory file system, such as ``/dev/shm``, it is a pool that the engines of a machine share, and ``max_bytes``
+    is required.
+    """
+
+    def check_place(self, beside_bytes: int = 0) -> None:
+        """Raises ``ConfigError`` if ``path`` is memory, and there is too little of it for the pool and ``beside_bytes``
+        of something else, or ``max_bytes`` is not given."""
+        place = os.path.abspath(self.directory)
+        existing = next(path for path in (Path(place), *Path(place).parents) if path.exists())
+        if self.max_bytes is None and (kind := memory_file_system(existing)) is not None:
+            raise ConfigError(
+                f"path of the {self.label!r} tier, {self.directory}, is memory ({kind}): give max_bytes, which is for "
+                "all engines with this path together."
+            )
+        check_memory(place, self.bound_bytes, beside_bytes)
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        self.check_place()
         return SlabStore(
             self.directory, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
         )
@@ -217,10 +245,8 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
 
 class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
-    """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``. ``max_bytes`` is a quota on all files below ``path``.
-
-    One host alone may use that directory.
-    """
+    """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``: a directory that many hosts may share. ``max_bytes`` is a
+    quota on all files below ``path``."""
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return FileSystemStore(
@@ -233,6 +259,9 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
 class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
     """``{"type": "memory", "max_bytes": "8GiB"}``: for tests and trials, because it is host memory too."""
+
+    medium: ClassVar[str] = "CPU"
+    locality: ClassVar[str | None] = "LOCAL"
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
@@ -253,19 +282,49 @@ STORES.register("object", "kvoffload.tiering.stores.object.options:ObjectOptions
 STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
 
 
+_ALSO_CALLED = {"fail_fast": "required", "single_writer": "exclusive", "root_dir": "path"}
+"""Other names of keys: plainer ones, and one of vLLM's."""
+_CASCADES_ALSO_CALLED = {"write_through": "on_store", "write_back": "on_evict"}
+_FROM_VLLM = {
+    "n_read_threads": "Here it is threads: reads at once, and writes at once.",
+    "n_write_threads": "Here it is threads: reads at once, and writes at once.",
+    "io_threads": "Here it is threads, or requests of an 'object' tier.",
+    "store_config": "Here a url and config have it: docs/fleet.md.",
+    "backpressure": "Leave it out: a tier that cannot keep up drops writes by itself (max_backlog_blocks).",
+    "enable_kv_events": "Leave it out: tiers announce blocks where vLLM has KV events on.",
+    "module_path": "Register the store's options by the entry point kvoffload.stores: docs/writing-a-store.md.",
+}
+"""Keys of vLLM's own tiers, and what to do instead."""
+
+
 def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> StoreOptions:
-    """One entry of ``secondary_tiers``, checked. A mistake raises ``ConfigError``. Nothing is allocated or touched."""
+    """One entry of ``secondary_tiers``, checked. Mistakes raise ``ConfigError``. Nothing is allocated or touched."""
     name = options.get("type")
     if not isinstance(name, str):
         raise ConfigError(f"Each of secondary_tiers needs a 'type', such as 'disk'; this one has {sorted(options)}.")
-    parsed: StoreOptions = parse_struct(STORES.get(name), options, f"the options of the {name!r} tier")
+    if name == "obj":
+        raise ConfigError("The type of vLLM's 'obj' tier is 'object' here, and a url says where it is: docs/fleet.md.")
+    kind, what = STORES.get(name), f"the {name!r} tier"
+    given: dict[str, Any] = {}
+    for key, value in options.items():
+        known = key if key in kind.__struct_fields__ else _ALSO_CALLED.get(key, key)
+        if known in given or (known != key and known in options):
+            raise ConfigError(f"{key} and {known} of {what} are the same key: keep one.")
+        is_cascade = known == "cascade" and isinstance(value, str)
+        given[known] = _CASCADES_ALSO_CALLED.get(value, value) if is_cascade else value
+    parsed: StoreOptions = parse_struct(kind, given, what, _FROM_VLLM)
     parsed.check(block_bytes)
     return parsed
 
 
 def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = None) -> tuple[StoreOptions, ...]:
     """All of ``secondary_tiers``, checked, each with a name and a directory that no other has."""
-    parsed = [parse_tier(options, block_bytes) for options in tiers]
+    problems = Problems()
+    parsed: list[StoreOptions] = []
+    for tier in tiers:
+        with problems:
+            parsed.append(parse_tier(tier, block_bytes))
+    problems.raise_found()
     directories = Counter(os.path.realpath(options.directory) for options in parsed if options.directory is not None)
     for directory, count in directories.items():
         if count > 1:

@@ -9,11 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvoffload.base import OffloadingEvent, OffloadKey
-from kvoffload.events import PendingEvents
+from kvoffload.events import NO_EVENTS, PendingEvents
 
 __all__ = ["PresenceIndex"]
 
-_MAX_ASKING = 262_144
 _SHARD_BLOCKS = 4_096
 _FORGOTTEN_AT_ONCE = 64
 """The part of a full shard that is forgotten to make room: one key in this many."""
@@ -23,7 +22,7 @@ _EVENT_SHARE = 8
 
 
 class PresenceIndex:
-    """Which keys a store has and which it lacks, the keys to ask it for, and the events that follow. One thread.
+    """Which keys a store has and which it lacks, as far as that is known, and the events that follow. One thread.
 
     It is a hint in both directions: the store may have lost a present key, and another process may have written an
     absent one. It remembers at most ``max_blocks`` present keys (at some 100 bytes each, the key included) and
@@ -52,17 +51,16 @@ class PresenceIndex:
         self._present = _RememberedKeys(max_blocks) if resident is None else _ResidentKeys(resident)
         # Absent keys, and from when on each is worth asking for again.
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
-        self._asking: set[OffloadKey] = set()
         # Keys that a call which hangs asks for or reads: no other call is risked for them.
         self._hanging: set[OffloadKey] = set()
-        self.to_ask: list[OffloadKey] = []
-        """Keys to ask the store for. Others only test whether there are any; ``take_keys_to_ask`` takes them."""
+        self.to_refresh: list[OffloadKey] = []
+        """Absent keys to ask the store for again. Others only test whether there are any."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
-        self._events = None if self._present.is_exact else PendingEvents(medium)
+        self._events = NO_EVENTS if self._present.is_exact else PendingEvents(medium)
 
     def __repr__(self) -> str:
-        return f"PresenceIndex({self._medium!r}, present={len(self)}, asking={len(self._asking)})"
+        return f"PresenceIndex({self._medium!r}, present={len(self)}, absent={len(self._absent)})"
 
     def __len__(self) -> int:
         """Blocks known to be present."""
@@ -79,7 +77,7 @@ class PresenceIndex:
     # -------------------------------------------------------------------------------------------------- questions
 
     def lookup(self, key: OffloadKey, is_complete: bool) -> bool | None:
-        """Whether the store has ``key``. ``None``: unknown, so the store is to be asked for it, once.
+        """Whether the store has ``key``. ``None``: unknown, so the store is to be asked for it.
 
         ``is_complete``: every key in the store was added here, so that an unknown key is absent.
         """
@@ -87,33 +85,20 @@ class PresenceIndex:
             return False
         if key in self._present:
             return True
-        if key in self._asking:
-            return None
         if (refresh_at_s := self._absent.get(key)) is not None:
             if self._clock() >= refresh_at_s:
                 # The answer stays False meanwhile: a request must not be put off again and again for the same key.
                 self._absent[key] = self._clock() + self._absent_ttl_s
-                self.to_ask.append(key)
+                self.to_refresh.append(key)
             return False
-        is_absent = self._present.is_exact or (is_complete and not self._present.has_forgotten)
-        if is_absent or len(self._asking) >= _MAX_ASKING:
-            return False
-        self._asking.add(key)
-        self.to_ask.append(key)
-        return None
+        return False if self._present.is_exact or (is_complete and not self._present.has_forgotten) else None
 
-    @property
-    def is_asking(self) -> bool:
-        """Keys are to be asked for, or were answered ``None`` and the store has not answered yet."""
-        return bool(self.to_ask or self._asking)
-
-    def take_keys_to_ask(self) -> list[OffloadKey]:
-        """The keys to ask the store for. The caller reports each by ``record_answer`` or ``record_no_answer``."""
-        keys, self.to_ask = self.to_ask, []
+    def take_to_refresh(self) -> list[OffloadKey]:
+        keys, self.to_refresh = self.to_refresh, []
         return keys
 
     def record_answer(self, key: OffloadKey, is_present: bool) -> None:
-        self._asking.discard(key)
+        """The store was asked for ``key``."""
         if is_present:
             self.add([key])
         elif key not in self:  # else a store or the scan added it after the store had answered
@@ -121,14 +106,9 @@ class PresenceIndex:
                 self._absent.popitem(last=False)
             self._absent[key] = self._clock() + self._absent_ttl_s
 
-    def record_no_answer(self, keys: Iterable[OffloadKey]) -> None:
-        """The store could not answer. The next lookup of such a key asks again."""
-        self._asking.difference_update(keys)
-
     def begin_hang(self, keys: Iterable[OffloadKey]) -> None:
         """A call for ``keys`` hangs. Until ``end_hang`` they are absent, and not asked for."""
         self._hanging.update(keys)
-        self._asking.difference_update(self._hanging)
 
     def end_hang(self, keys: Iterable[OffloadKey]) -> None:
         """The call has returned. Does nothing for keys of which no call hung."""
@@ -147,7 +127,8 @@ class PresenceIndex:
         if self._absent:
             for key in keys:
                 self._absent.pop(key, None)
-        self._announce(self._present.add(keys), removed=False)
+        if self.has_events or not self.is_exact:  # the store itself has added them
+            self._announce(self._present.add(keys), removed=False)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` were evicted, or could not be read: they are unknown from now on."""
@@ -174,7 +155,7 @@ class PresenceIndex:
     @property
     def has_events(self) -> bool:
         """Changes are being recorded for whoever takes them."""
-        return self._events is not None
+        return self._events is not NO_EVENTS
 
     def begin_events(self) -> None:
         """Events are taken from now on. A scan of the store follows, which adds the existing keys."""
@@ -183,16 +164,14 @@ class PresenceIndex:
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Changes since the last call. Of an exact index: each was true when it was recorded, and some may be repeated
         or concern blocks of other processes that were never announced."""
-        return self._events.take() if self._events is not None else ()
+        return self._events.take()
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
-        if self._events is None:
-            return
         self._events.add(keys, removed=removed)
         # Only the store remembers the keys of an exact index: events that are not taken must not pile them up here.
         # Whoever takes events later gets all keys anew.
         if self.is_exact and len(self._events) > max(_MIN_EVENT_KEYS, len(self._present) // _EVENT_SHARE):
-            self._events = None
+            self._events = NO_EVENTS
 
     # ------------------------------------------------------------------------------------------------------ scans
 

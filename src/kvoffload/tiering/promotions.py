@@ -90,7 +90,7 @@ class Promotions:
         if batch is None:
             return HERE
         tier = batch.tier.index
-        return Place(tier, is_arriving=True, is_overdue=self._planner.is_overdue(tier, batch.slots[key]))
+        return Place(tier, is_arriving=True, is_overdue=self._planner.link(tier).is_overdue(batch.slots[key]))
 
     # ---------------------------------------------------------------------------------------------------- begin
 
@@ -150,7 +150,7 @@ class Promotions:
             batch = self.queue[name] = _Batch(tier, context)
         batch.slots.update(zip(keys, slots, strict=True))
         self._batches.update(dict.fromkeys(keys, batch))
-        self._planner.begin(tier.index, len(keys))
+        self._planner.link(tier.index).begin(len(keys))
 
     def _certain_room(self, request: Request, hits: Collection[OffloadKey]) -> int:
         """Blocks that are certain to find a slot."""
@@ -203,7 +203,7 @@ class Promotions:
         size = self._planner.portion_blocks(batch.tier.index)
         for start in range(0, len(keys), size):
             portion = slots[start : start + size]
-            self._planner.submit(batch.tier.index, portion)
+            self._planner.link(batch.tier.index).submit(portion)
             refused = self._jobs.submit(
                 batch.tier, keys[start : start + size], portion, batch.context, is_promotion=True
             )
@@ -214,7 +214,8 @@ class Promotions:
         """Publishes what arrived. The rest is a miss, for good, for each request that waited for it."""
         self.outcomes["ok"] += len(job.succeeded)
         self.outcomes["failed"] += len(job.failed)
-        self._planner.end(job.tier.index, job.metadata.block_ids.tolist(), len(job.succeeded), job.ended_s)
+        link = self._planner.link(job.tier.index)
+        link.end(job.metadata.block_ids.tolist(), len(job.succeeded), job.ended_s)
         if job.succeeded:
             self._primary.complete_write(job.succeeded, job.metadata.req_context)
         if job.failed:
@@ -235,7 +236,7 @@ class Promotions:
         jobs in flight are given back when those end."""
         for batch in self.queue.values():
             self._primary.complete_write(list(batch.slots), batch.context, success=False)
-            self._planner.drop(batch.tier.index, len(batch.slots))
+            self._planner.link(batch.tier.index).drop(len(batch.slots))
         self.queue.clear()
         self._batches.clear()
 

@@ -59,6 +59,7 @@ class Prefix:
         self.keys = keys
         self.answers: list[bool | None] = []
         self.head = 0
+        """Leading blocks that are claimed. Derived from the claims it would cost more than the rest of an ask."""
         self.untracked: Sequence[int] = ()
         """Answers ``None`` that no claim keeps up to date: no tier has answered, or the request may claim no more."""
         self.stop: int | None = None
@@ -129,7 +130,3 @@ class Wait:
         self.num_open += count
         if not self.num_open:
             self.answered_s = now_s
-
-    def set_untracked(self, prefix: Prefix, untracked: Sequence[int], now_s: float) -> None:
-        before, prefix.untracked = prefix.untracked, untracked
-        self.add_open(len(untracked) - len(before), now_s)

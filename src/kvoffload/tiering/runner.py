@@ -17,7 +17,7 @@ __all__ = ["READS", "IoQueue", "IoResult", "IoStatus", "IoTask", "TierRunner"]
 
 class IoQueue(IntEnum):
     """The queues of a ``TierRunner``. Lookups and loads share threads, and lookups go first. Stores have threads of
-    their own, and none begins while a lookup or load is queued."""
+    their own. While a lookup or load is queued, one slice of a store begins for each eight of those."""
 
     LOOKUP = 0
     LOAD = 1
@@ -27,6 +27,9 @@ class IoQueue(IntEnum):
 
 
 READS = (IoQueue.LOOKUP, IoQueue.LOAD)
+
+_READS_PER_STORE = 8
+"""A disk that is never idle leaves stores this share. Without it they would be cancelled once they are too old."""
 
 
 class IoStatus(Enum):
@@ -135,6 +138,8 @@ class TierRunner:
             IoQueue.UPKEEP: upkeep_queued,
         }
         self._queues: tuple[deque[_Slice], ...] = tuple(deque() for _ in IoQueue)
+        self._reads_since_store = 0
+        """Slices of lookups and loads that began since one of a store did."""
         self._running: dict[_Slice, None] = {}
         self.ended: deque[tuple[_Slice, IoStatus, list[bool], BaseException | None, float]] = deque()
         """Slices whose results ``take_results`` will return. Others only test whether there are any."""
@@ -274,9 +279,12 @@ class TierRunner:
     def _next_queue(self, queues: tuple[IoQueue, ...]) -> IoQueue | None:
         """The first of ``queues`` from which a slice may begin."""
         for queue in queues:
-            if self._queues[queue] and not (queue is IoQueue.STORE and any(self._queues[read] for read in READS)):
+            if self._queues[queue] and (queue is not IoQueue.STORE or self._store_may_begin()):
                 return queue
         return None
+
+    def _store_may_begin(self) -> bool:
+        return self._reads_since_store >= _READS_PER_STORE or not any(self._queues[read] for read in READS)
 
     def _begin_next(self, queues: tuple[IoQueue, ...]) -> _Slice | None:
         if (queue := self._next_queue(queues)) is None:
@@ -284,8 +292,12 @@ class TierRunner:
         part = self._queues[queue].popleft()
         part.since_s = self._clock()
         self._running[part] = None
-        if queue in READS and not any(self._queues[read] for read in READS):
-            self._stores_may_begin.notify_all()
+        if queue is IoQueue.STORE:
+            self._reads_since_store = 0
+        elif queue in READS:
+            self._reads_since_store += 1
+            if self._queues[IoQueue.STORE] and self._store_may_begin():
+                self._stores_may_begin.notify_all()
         return part
 
     # --------------------------------------------------------------------------------------------- in the threads

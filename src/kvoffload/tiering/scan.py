@@ -28,7 +28,7 @@ class StoreScan:
     """Adds the keys of ``store`` to ``index``, a bounded number in each step.
 
     The upkeep thread lists the store, and the keys that it finds wait for the scheduler's thread, on which every method
-    runs. A scan rests while some thousand keys wait, if the store lets it, and the upkeep thread is free meanwhile. A
+    runs. A scan rests while some thousand keys wait, and the upkeep thread is free meanwhile. A
     store that declares ``rescan_s`` is scanned again and again; blocks that were deleted from outside are forgotten
     then.
     """
@@ -96,8 +96,7 @@ class StoreScan:
 
         def go_on(start: int, stop: int) -> list[bool]:
             for _ in listing:
-                is_full = self._store.scan_may_rest and len(self._found) >= _MAX_BATCHES
-                if is_full or self._runner.is_closing:
+                if len(self._found) >= _MAX_BATCHES or self._runner.is_closing:
                     return [False]
             return [True]
 

@@ -13,7 +13,7 @@ from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.cpu.policies.base import with_options
 from kvoffload.cpu.spec import CPUOffloadingSpec
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, Problems
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
@@ -23,7 +23,7 @@ __all__ = ["CACHE_FORMAT_VERSION", "TieringOffloadingSpec", "check_hashes_are_st
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT_VERSION = 1
+CACHE_FORMAT_VERSION = 2
 """Raise it whenever the same layout gives the bytes of a slot another meaning."""
 
 _READABLE = ("model", "dtype", "kv_dtype")
@@ -34,24 +34,25 @@ def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
     """A name that two engines share only if each can use the other's blocks.
 
     It covers everything besides the key that changes the bytes of a block: the engine's own ``identity`` (model,
-    revision, KV dtype, layout, parallel sizes), the groups, the number of GPU blocks in a block, the number of ranks
-    that write a part of it, and the format version. It does not cover the rank, because a slot has the parts of all
-    ranks.
+    revision, KV dtype, layout), the groups, the number of GPU blocks in a block, the number of its
+    slices, and the format version. It does not cover the rank, because a slot has the slices of all ranks. Where pages
+    are of all ranks, it does not cover the number of slices either.
 
     The name begins with readable words for people who look into the store, and ends with a hash of all facts:
     ``Qwen3-8B-bfloat16-1f0c...``. It has only letters, digits and ``._-`` and at most 80 characters, so that it can
     name a directory.
     """
+    num_slices = layout.slice.num_slices
     facts = {
         "format": CACHE_FORMAT_VERSION,
         "identity": {str(name): str(value) for name, value in layout.identity.items()},
         "groups": [
-            [group.kind.value, group.block_tokens, group.page_bytes, group.sliding_window_tokens]
+            [group.kind.value, group.block_tokens, num_slices * group.page_bytes, group.sliding_window_tokens]
             for group in layout.groups
         ],
         "hash_block_tokens": layout.hash_block_tokens,
         "block_size_factor": block_size_factor,
-        "num_ranks": layout.num_ranks,
+        "num_slices": 1 if layout.rank_free else num_slices,
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     words = [str(layout.identity[name]).rstrip("/").rsplit("/", 1)[-1] for name in _READABLE if name in layout.identity]
@@ -90,8 +91,12 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     @classmethod
     def check_config(cls, config: OffloadingConfig) -> None:
-        super().check_config(config)
-        parse_tiers(config.secondary_tiers)
+        problems = Problems()
+        with problems:
+            super().check_config(config)
+        with problems:
+            parse_tiers(config.secondary_tiers)
+        problems.raise_found()
 
     def _make_manager(self) -> OffloadingManager:
         config = self.config

@@ -13,14 +13,15 @@ from typing import ClassVar
 import msgspec
 
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
-from kvoffload.errors import ConfigError
+from kvoffload.errors import Problems
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.health import StoreHealth
 from kvoffload.tiering.losses import StoreLosses
 from kvoffload.tiering.presence import PresenceIndex
-from kvoffload.tiering.runner import READS, IoQueue, IoResult, IoStatus, IoTask, TierRunner
+from kvoffload.tiering.questions import Questions
+from kvoffload.tiering.runner import READS, IoQueue, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.scan import StoreScan
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.transfers import StoreTransfers
@@ -29,7 +30,6 @@ __all__ = ["StoreTier", "TierLimits", "default_max_backlog"]
 
 _log = logging.getLogger(__name__)
 
-_LOOKUP_SLICE = 256
 _MAX_TOUCHED = 65_536
 _TOUCH_INTERVAL_S = 1.0
 
@@ -62,13 +62,15 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_limits(self, tier_type: str) -> None:
         """Raises ``ConfigError``, which names the tier by ``tier_type``, for numbers that no tier can work with."""
+        problems = Problems()
         for name in ("threads", "max_backlog_blocks", "max_index_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} of the {tier_type!r} tier must be at least 1, not {value}.")
+                problems.add(f"{name} of the {tier_type!r} tier must be at least 1, not {value}.")
         for name in ("timeout_s", "drain_timeout_s"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} of the {tier_type!r} tier must be positive, not {getattr(self, name)}.")
+                problems.add(f"{name} of the {tier_type!r} tier must be positive, not {getattr(self, name)}.")
+        problems.raise_found()
 
 
 class StoreTier(SecondaryTierManager):
@@ -78,8 +80,8 @@ class StoreTier(SecondaryTierManager):
     call the store for anything that may take long; what they find waits in queues until the scheduler's thread takes it
     in.
 
-    * Lookups are answered from the presence index. An unknown key is ``None``, and the store is asked for it once,
-      together with the other unknown keys of the step. An absent key is ``False``; after a while the store is asked for
+    * Lookups are answered from the presence index. An unknown key is ``None``, and the store is asked for it when the
+      step ends (``Questions``). An absent key is ``False``; after a while the store is asked for
       it again in the background. ``exclusive`` says that no other process writes to the store's namespace: once the
       store has been scanned, an unknown key is ``False`` at once.
     * While the circuit breaker of reads is open, lookups are ``False`` and loads fail; while that of writes is open,
@@ -115,6 +117,7 @@ class StoreTier(SecondaryTierManager):
         self._index = PresenceIndex(tier_type, limits.max_index_blocks, resident=store.resident, clock=clock)
         self._reads = StoreHealth(tier_type, "read", self._runner, clock)
         self._writes = StoreHealth(tier_type, "write", self._runner, clock)
+        self._questions = Questions(store, self._index, self._runner, self._reads)
         self._losses = StoreLosses(tier_type, store, self._index, lost, server_evicts=limits.server_evicts, clock=clock)
         self._scan = StoreScan(tier_type, store, self._index, self._runner, clock)
         self._transfers = StoreTransfers(
@@ -145,28 +148,14 @@ class StoreTier(SecondaryTierManager):
         answer: bool | None = False
         if self._reads.breaker.is_closed:
             answer = self._index.lookup(key, self._exclusive and self._scan.is_complete)
+            if answer is None:
+                answer = self._questions.ask(key, req_context)
             if answer is None and self._runner.ended:
                 # The store may have answered since the last step; otherwise the request would wait for one step more.
                 self._take_results()
                 return self.lookup(key, req_context)
         self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
-
-    def _submit_lookups(self) -> None:
-        keys = self._index.take_keys_to_ask()
-
-        def ended(result: IoResult) -> None:
-            self._reads.record(result)
-            self._index.end_hang(result.keys)
-            if result.status is not IoStatus.DONE:
-                self._index.record_no_answer(result.keys)
-                return
-            for key, is_present in zip(result.keys, result.outcomes, strict=True):
-                self._index.record_answer(key, is_present)
-
-        store = self._store
-        task = IoTask(IoQueue.LOOKUP, len(keys), lambda start, stop: store.contains(keys[start:stop]), keys, ended)
-        self._runner.submit(task, _LOOKUP_SLICE)
 
     # -------------------------------------------------------------------------------------------------- transfers
 
@@ -180,9 +169,10 @@ class StoreTier(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         self._take_results()
+        self._transfers.submit_stores()
         self._scan.begin_step()
-        if self._index.to_ask:
-            self._submit_lookups()
+        if self._questions.are_open:
+            self._questions.submit()
         if self._touched and self._clock() >= self._next_touch_s:
             self._submit_touches()
         if gone := self._scan.end_step():
@@ -195,7 +185,7 @@ class StoreTier(SecondaryTierManager):
         return self._transfers.take_results()
 
     def has_pending_work(self) -> bool:
-        return self._transfers.is_pending or self._index.is_asking
+        return self._transfers.is_pending or self._questions.are_open
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._index.has_events:
@@ -212,6 +202,7 @@ class StoreTier(SecondaryTierManager):
         return RequestOffloadingContext(self._policy)
 
     def drain_jobs(self) -> None:
+        self._transfers.submit_stores()
         if not self._runner.drain(self._drain_timeout_s):
             _log.warning(
                 "Tier %r: I/O still runs after %g s; its slots stay reserved until it ends.",
@@ -291,6 +282,7 @@ class StoreTier(SecondaryTierManager):
                 result.task.ended(result)
             elif result.task.queue in READS:
                 self._index.begin_hang(result.keys)
+                self._questions.drop(result.keys)
                 self._reads.record_hang()
             else:
                 self._writes.record_hang()

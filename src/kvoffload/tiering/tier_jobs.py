@@ -46,6 +46,9 @@ class GuardedTier:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         # Written out, not through _call: this is the one call that is made per block.
+        allowed = req_context.load_tiers
+        if allowed is not None and not allowed.allows(self.tier.medium, self.tier.locality):
+            return False
         try:
             return self.tier.lookup(key, req_context)
         except (KeyboardInterrupt, SystemExit):

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +23,30 @@ from kvoffload.tiering.stores.base import BlockStore
 __all__ = ["StoreTransfers"]
 
 _SLICE_BYTES = 4 << 20
+_LEAST_STORE_BYTES = 1 << 20
+"""Smaller stores gain less from another thread than it costs to wake it."""
 _MAX_SLICE_BLOCKS = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job in a task."""
+
+    metadata: JobMetadata
+    start: int
+    """Its blocks are the task's items from this one on."""
+    num_blocks: int
+    """How many there are. The others were dropped."""
+    num_open: int
+    """How many of them have no outcome yet."""
 
 
 class StoreTransfers:
     """Loads and stores between the slots of ``primary_kv_view`` and ``store``.
+
+    A load is a task of its own, at once. Stores are gathered until ``submit_stores``, at the end of the step, and are
+    one task then: decode stores a block here and there, and each task wakes a thread, which then wants the
+    interpreter. Each job has its own result, with the last slice that has blocks of it.
 
     While reads are off, loads fail; while writes are off, stores are dropped, except for the first slice of a job now
     and then, which is the probe. A job of which a call hangs has no result, because its slots may still be written.
@@ -53,28 +75,43 @@ class StoreTransfers:
         self._writes = writes
         self._max_backlog = max_backlog_blocks
         self._max_slice_blocks = store.batch_blocks or max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // block_bytes))
-        self._open: dict[IoTask, None] = {}
-        """Tasks of jobs without a result, oldest first."""
+        self._least_store_blocks = -(-_LEAST_STORE_BYTES // block_bytes)
+        self._gathered: list[JobMetadata] = []
+        """Stores that ``submit_stores`` will submit."""
+        self._open: dict[IoTask, Sequence[_Job]] = {}
+        """Tasks that have not ended, oldest first."""
         self._results: list[JobResult] = []
         self._loaded = _Counts(tier_type, "read", block_bytes)
         self._stored = _Counts(tier_type, "write", block_bytes)
         self._num_dropped = 0
 
     def submit_store(self, job: JobMetadata) -> None:
-        num_admitted = self._num_admitted(len(job.keys))
-        self._num_dropped += len(job.keys) - num_admitted
-        if not num_admitted:
-            self._results.append(JobResult(job.job_id, success=False))
-            return
-        self._index.begin_store(job.keys[:num_admitted])
-        self._submit(job, IoQueue.STORE, num_admitted, self._store.write, self._store_slice_ended)
+        self._gathered.append(job)
 
     def submit_load(self, job: JobMetadata) -> None:
         if not self._reads.breaker.is_closed:
             self._loaded.num_failures += len(job.keys)
             self._results.append(JobResult(job.job_id, success=False))
             return
-        self._submit(job, IoQueue.LOAD, len(job.keys), self._store.read_into, self._load_slice_ended)
+        self._submit([job], [len(job.keys)], IoQueue.LOAD)
+
+    def submit_stores(self) -> None:
+        """The step ends: submits what was gathered, as far as there is room in the backlog."""
+        if not self._gathered:
+            return
+        jobs, self._gathered = self._gathered, []
+        counts = self._num_admitted([len(job.keys) for job in jobs])
+        for job, count in zip(jobs, counts, strict=True):
+            self._num_dropped += len(job.keys) - count
+            if not count:
+                self._results.append(JobResult(job.job_id, success=False))
+        jobs, counts = [job for job, count in zip(jobs, counts) if count], [count for count in counts if count]
+        keys = [key for job, count in zip(jobs, counts) for key in job.keys[:count]]
+        if len(set(keys)) == len(keys):
+            self._submit(jobs, counts, IoQueue.STORE)
+        else:  # no call of a store names a block twice
+            for job, count in zip(jobs, counts):
+                self._submit([job], [count], IoQueue.STORE)
 
     def take_results(self) -> list[JobResult]:
         """The jobs that ended since the last call."""
@@ -87,7 +124,7 @@ class StoreTransfers:
     def is_pending(self) -> bool:
         """Whether a job goes on, or its result waits. Jobs that hang do not count."""
         # Oldest first: all that are looked at before the first that goes on hang.
-        return bool(self._results) or any(not task.hangs for task in self._open)
+        return bool(self._results or self._gathered) or any(not task.hangs for task in self._open)
 
     def release(self) -> None:
         """The tier has ended: the slots may be unmapped once no call refers to them."""
@@ -100,56 +137,80 @@ class StoreTransfers:
             ("tier_store_failures", tier_type): self._stored.num_failures,
             ("tier_load_failures", tier_type): self._loaded.num_failures,
             ("tier_dropped_blocks", tier_type): self._num_dropped,
-            ("tier_queued_jobs", tier_type): len(self._open),
+            ("tier_queued_jobs", tier_type): len(self._gathered) + sum(map(self._num_open_jobs, self._open.values())),
             **self._loaded.stats(),
             **self._stored.stats(),
         }
 
-    def _num_admitted(self, num_blocks: int) -> int:
-        """How many of a job's blocks are to be written, from its first block on."""
-        num_admitted = min(num_blocks, self._max_backlog - self._runner.backlog(IoQueue.STORE))
-        if num_admitted <= 0:
-            return 0
-        if self._writes.breaker.is_closed:
-            return num_admitted
-        return min(num_admitted, self._slice_blocks_of(num_blocks)) if self._writes.begin_probe() else 0
+    @staticmethod
+    def _num_open_jobs(jobs: Sequence[_Job]) -> int:
+        return sum(job.num_open > 0 for job in jobs)
 
-    def _slice_blocks_of(self, num_blocks: int) -> int:
-        """Blocks per slice of a job: so few that all threads share the job, and that no slice delays the next one
-        long."""
-        return min(self._max_slice_blocks, -(-num_blocks // self._runner.num_threads))
+    def _num_admitted(self, counts: Sequence[int]) -> list[int]:
+        """How many blocks of each job, which have ``counts``, are to be written: the first ones of all."""
+        room = self._max_backlog - self._runner.backlog(IoQueue.STORE)
+        if not self._writes.breaker.is_closed:
+            is_probe = room > 0 and self._writes.begin_probe()
+            room = min(room, self._slice_blocks_of(sum(counts), IoQueue.STORE)) if is_probe else 0
+        left = [max(0, room - before) for before in accumulate(counts, initial=0)]
+        return [min(count, room) for count, room in zip(counts, left)]
 
-    def _submit(
-        self,
-        job: JobMetadata,
-        queue: IoQueue,
-        num_blocks: int,
-        call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]],
-        slice_ended: Callable[[IoResult], None],
-    ) -> None:
+    def _slice_blocks_of(self, num_blocks: int, queue: IoQueue) -> int:
+        """Blocks per slice of a task: so few that all threads share the task, and that no slice delays the next one
+        long; but no fewer than a store's thread is worth waking for."""
+        shared = -(-num_blocks // self._runner.num_threads)
+        least = self._least_store_blocks if queue is IoQueue.STORE else 1
+        return min(self._max_slice_blocks, max(shared, least))
+
+    def _submit(self, metadata: Sequence[JobMetadata], counts: Sequence[int], queue: IoQueue) -> None:
+        """Submits the first ``counts`` blocks of each job, which are one at least, as one task."""
+        if not metadata:
+            return
+        starts = list(accumulate(counts, initial=0))
+        num_blocks = starts.pop()
+        jobs = [_Job(*each) for each in zip(metadata, starts, counts, counts)]
+        keys = [key for job in jobs for key in job.metadata.keys[: job.num_blocks]]
+        block_ids = [slot for job in jobs for slot in job.metadata.block_ids[: job.num_blocks].tolist()]
+        call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
+        if queue is IoQueue.LOAD:
+            call, slice_ended = self._store.read_into, self._load_slice_ended
+        else:
+            call, slice_ended = self._store.write, self._store_slice_ended
+            self._index.begin_store(keys)
         # The work refers to the slots itself, so that a call which hangs beyond ``shutdown`` keeps them mapped.
-        slots, keys, block_ids, losses = self._slots, job.keys, job.block_ids, self._losses
+        slots, losses = self._slots, self._losses
         assert slots is not None
 
         def transfer(start: int, stop: int) -> list[bool]:
             try:
-                return call(keys[start:stop], [memoryview(slots[slot]) for slot in block_ids[start:stop].tolist()])
+                return call(keys[start:stop], [memoryview(slots[slot]) for slot in block_ids[start:stop]])
             finally:
                 losses.queue()
 
         def ended(result: IoResult) -> None:
             slice_ended(result)
+            for job in jobs[bisect_right(starts, result.start) - 1 : bisect_right(starts, result.stop - 1)]:
+                self._count_end(job, result)
             if result.is_last:
                 del self._open[result.task]
-                # The outcomes are fewer than the keys where a part of the job was dropped.
-                good = [key for key, is_good in zip(keys, result.task.outcomes, strict=False) if is_good]
-                all_good = len(good) == len(keys)
-                some_good = good if good and not all_good else None
-                self._results.append(JobResult(job.job_id, all_good, some_good, result.ended_s))
 
         task = IoTask(queue, num_blocks, transfer, keys, ended)
-        self._open[task] = None
-        self._runner.submit(task, self._slice_blocks_of(num_blocks))
+        self._open[task] = jobs
+        self._runner.submit(task, self._slice_blocks_of(num_blocks, queue))
+
+    def _count_end(self, job: _Job, result: IoResult) -> None:
+        """A slice with blocks of ``job`` has ended."""
+        stop = job.start + job.num_blocks
+        job.num_open -= min(stop, result.stop) - max(job.start, result.start)
+        if job.num_open:
+            return
+        metadata, outcomes = job.metadata, result.task.outcomes[job.start : stop]
+        # The outcomes are fewer than the keys where a part of the job was dropped.
+        good = [key for key, is_good in zip(metadata.keys, outcomes, strict=False) if is_good]
+        all_good = len(good) == len(metadata.keys)
+        self._results.append(
+            JobResult(metadata.job_id, all_good, good if good and not all_good else None, result.ended_s)
+        )
 
     def _store_slice_ended(self, result: IoResult) -> None:
         self._writes.record(result)

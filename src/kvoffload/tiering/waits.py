@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 
 from kvoffload.base import OffloadKey
@@ -27,6 +27,8 @@ class Waits:
         self._claims = claims
         self._clock = clock
         self._waiting: dict[Request, Wait] = {}
+        self._untracked: dict[Prefix, None] = {}
+        """The ranges that wait for answers which no claim keeps up to date."""
         self._due_s = inf
         """Before this time, no wait becomes as long as its request has patience."""
         self._surveyed: dict[Request, dict[OffloadKey, Prefix]] = {}
@@ -63,6 +65,18 @@ class Waits:
                         surveyed.head += 1
         return wait
 
+    def set_untracked(self, prefix: Prefix, untracked: Sequence[int]) -> None:
+        """These answers of ``prefix``, whose request waits, are ``None`` and no claim keeps them up to date."""
+        wait, before, prefix.untracked = prefix.request.wait, prefix.untracked, untracked
+        if not before and not untracked:
+            return
+        assert wait is not None
+        wait.add_open(len(untracked) - len(before), self._clock())
+        if untracked:
+            self._untracked[prefix] = None
+        else:
+            del self._untracked[prefix]
+
     def is_over(self, request: Request) -> bool:
         """Whether ``request`` has no patience left: it may neither begin to wait nor go on."""
         waited_s = 0.0 if request.wait is None else request.wait.waited_s(self._clock())
@@ -81,7 +95,7 @@ class Waits:
         request.wait = None
         del self._waiting[request]
 
-    def give_up(self, request: Request) -> None:
+    def expire(self, request: Request) -> None:
         """Ends the wait for good: ``request`` has no patience left. What it waited for is a miss."""
         if request.wait is not None:
             for prefix in request.wait.prefixes.values():
@@ -102,6 +116,7 @@ class Waits:
 
     def _release_all(self, wait: Wait) -> None:
         for prefix in wait.prefixes.values():
+            self.set_untracked(prefix, ())
             self._claims.release(wait, prefix, 0)
         wait.prefixes.clear()
 
@@ -111,12 +126,10 @@ class Waits:
         self._surveyed.clear()
         if not self._waiting:
             return
+        if self._untracked:
+            for prefix in [prefix for prefix in self._untracked if is_answered(prefix)]:
+                self.set_untracked(prefix, ())
         now_s = self._clock()
-        for wait in self._waiting.values():
-            if wait.num_open:
-                for prefix in wait.prefixes.values():
-                    if prefix.untracked and is_answered(prefix):
-                        wait.set_untracked(prefix, (), now_s)
         if now_s < self._due_s:
             return
         self._due_s = inf
@@ -124,7 +137,7 @@ class Waits:
             if now_s - wait.began_s < request.patience_s:
                 self._due_s = min(self._due_s, wait.began_s + request.patience_s)
             elif wait.answered_s is None:
-                self.give_up(request)
+                self.expire(request)
             else:
                 self.end(request)
 
@@ -134,3 +147,5 @@ class Waits:
         for request, wait in self._waiting.items():
             assert request.wait is wait
             assert (wait.answered_s is None) or not wait.num_open
+        waiting = [prefix for wait in self._waiting.values() for prefix in wait.prefixes.values()]
+        assert self._untracked.keys() == {prefix for prefix in waiting if prefix.untracked}

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob
 
 __all__ = ["WriteBack"]
@@ -15,11 +16,9 @@ __all__ = ["WriteBack"]
 _MOST_WATCHED = 4096
 _PER_STEP = 512
 _PER_JOB = 64
-_STEPS_TO_FIND_OUT = 4
+_STEPS_TO_FIND_OUT = 5
 _MOST_SKIPPED = 15
 _TOLERATED = 0.05
-
-Submit = Callable[[GuardedTier, Sequence[OffloadKey], ReqContext], None]
 
 
 class _Target:
@@ -58,13 +57,15 @@ class WriteBack:
     The jobs belong to no client's request but to ``context``. Tiers are informed of its begin and its end.
     """
 
-    def __init__(self, primary: CPUPrimaryTierOffloadingManager, tiers: Iterable[GuardedTier], submit: Submit) -> None:
+    def __init__(
+        self, primary: CPUPrimaryTierOffloadingManager, tiers: Iterable[GuardedTier], cascades: Cascades
+    ) -> None:
         self._most = max(1, min(primary.num_blocks // 2, _MOST_WATCHED))
         self._least = max(1, min(primary.num_blocks // 32, _MOST_WATCHED))
         self.window = self._least
         self.context = ReqContext("kvoffload:write-back")
         self._primary = primary
-        self._submit = submit
+        self._cascades = cascades
         self._targets = [_Target(tier) for tier in tiers]
         # Since the last review: blocks reserved, and blocks evicted unwritten for that.
         self._reserved = self._dropped = 0
@@ -219,6 +220,7 @@ class WriteBack:
         for start in range(0, len(missing), _PER_JOB):
             keys = missing[start : start + _PER_JOB]
             target.in_flight += len(keys)
-            self._submit(target.tier, keys, self.context)
+            for refused in self._cascades.submit([target.tier], keys, self.context):
+                self.end(refused)
         if present:
             target.tier.touch(present[::-1], self.context)

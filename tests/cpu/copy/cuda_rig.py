@@ -17,7 +17,9 @@ from kvoffload.base import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     OffloadingHandler,
+    SharedPage,
 )
+from kvoffload.config import RankSlice
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.cuda import make_cuda_handlers
 from kvoffload.cpu.copy.driver import Stream
@@ -88,22 +90,34 @@ def make_rig(
     rank: int = 0,
     small: bool = False,
     plain: bool = False,
+    shared: bool = False,
     make: Make = make_cuda_handlers,
 ) -> CudaRig:
     """As in ``test_gpu_worker.py``: two groups over three tensors, of which both use one. ``plain``: both over one
-    tensor, whose pages fill whole slots."""
+    tensor, whose pages fill whole slots. ``shared``: each page is of two ranks."""
     widths, pages = ([96, 200, 64], [64, 200, 64]) if small else ([5000, 70_000, 4096], list(PAGES))
     groups = [[0, 1], [2, 1]]
     num_ranks = 2
     if plain:
         widths, pages, groups, num_ranks = [65_536], [65_536], [[0], [0]], 1
     tensors = [torch.zeros((NUM_GPU_BLOCKS, width), dtype=torch.uint8) for width in widths]
-    refs = [[CanonicalKVCacheRef(index, pages[index]) for index in group] for group in groups]
+    starts = [[2 * sum(pages[index] for index in group[:n]) for n in range(len(group))] for group in groups]
+    refs = [
+        [
+            CanonicalKVCacheRef(
+                index,
+                pages[index],
+                SharedPage(start, 2 * pages[index], rank * pages[index]) if shared else None,
+            )
+            for index, start in zip(group, of_group, strict=True)
+        ]
+        for group, of_group in zip(groups, starts, strict=True)
+    ]
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, pages, strict=True)], refs)
     slice_bytes = factor * max(sum(pages[index] for index in group) for group in groups)
     region = SharedOffloadRegion.anonymous(NUM_SLOTS, slice_bytes * num_ranks)
     view = region.create_kv_memoryview()
-    layout = copy_layout(caches, view, factor, rank * slice_bytes, slice_bytes)
+    layout = copy_layout(caches, view, factor, RankSlice(rank, num_ranks))
     cuda.driver.use_device(0)
     compute = cuda.driver.create_stream()
     cuda.adopt(*tensors)

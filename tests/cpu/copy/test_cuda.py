@@ -20,7 +20,7 @@ from tests.cpu.copy.fake_cuda import BROKEN, FakeCuda, cuda
 from tests.cpu.copy.scenarios import SCENARIOS, Scenario
 from tests.sizes import by_size
 
-from kvoffload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy import self_check
 from kvoffload.cpu.copy.cuda import CudaDevice, make_cuda_handlers
@@ -261,6 +261,28 @@ def test_the_check_at_start_leaves_everything_as_it_was(cuda: FakeCuda) -> None:
     np.testing.assert_equal(before, after)
     assert not rig.slots.any()
     assert cuda.count("copies") > 100
+    rig.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_the_check_at_start_leaves_the_bytes_of_other_ranks(cuda: FakeCuda, rank: int, factor: int) -> None:
+    """They check at the same time."""
+
+    def make(
+        caches: CanonicalKVCaches, view: memoryview, layout: CopyLayout, device: CudaDevice
+    ) -> dict[tuple[str, str], OffloadingHandler]:
+        np.asarray(view)[:] = 7
+        return make_cuda_handlers(caches, view, layout, device)
+
+    rig = make_rig(cuda, factor=factor, rank=rank, shared=True, make=make)
+    layout = rig.store._copies.layout  # type: ignore[attr-defined]
+    own = np.zeros(rig.slots.shape[1], dtype=bool)
+    for part in [*layout.bytes_in_slot(0), *layout.bytes_in_slot(1)]:
+        own[part] = True
+    assert own.any()
+    assert (rig.slots[:, ~own] == 7).all()
+    assert not rig.slots[0, own].any()
     rig.close()
 
 

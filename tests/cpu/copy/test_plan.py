@@ -3,33 +3,48 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.base import GPULoadStoreSpec
+from kvoffload.base import Direction, GPULoadStoreSpec, SharedPage
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
 from kvoffload.errors import TransferError
 
 NUM_GPU_BLOCKS, NUM_SLOTS, REGION = 10, 6, 1_000_000
+STORE = Direction.STORE
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> CopyLayout:
-    factor = draw(st.integers(1, 4))
-    groups, address = [], 0
+    """Groups of pages of a slice, and groups of pages of the whole slot, of which this rank has one or two parts."""
+    factor, slice_start = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    groups, address, slot_bytes = [], 0, 0
     for _ in range(draw(st.integers(1, 3))):
-        pages = []
+        pages: list[PageRef] = []
+        is_shared, start = draw(st.booleans()), 0
         for _ in range(draw(st.integers(1, 3))):
-            page_bytes = draw(st.integers(1, 5))
-            stride = page_bytes + draw(st.integers(0, 2))
-            pages.append(PageRef(address, stride, NUM_GPU_BLOCKS, page_bytes))
-            address += stride * NUM_GPU_BLOCKS
+            parts = [
+                (draw(st.integers(0, 2)), draw(st.integers(1, 5))) for _ in range(1 + draw(st.integers(0, is_shared)))
+            ]
+            num_bytes, offset = sum(map(sum, parts)) + draw(st.integers(0, 2)), 0
+            for gap, page_bytes in parts:
+                stride = page_bytes + draw(st.integers(0, 2))
+                place = SharedPage(start, num_bytes, offset + gap) if is_shared else None
+                pages.append(PageRef(address, stride, NUM_GPU_BLOCKS, page_bytes, place))
+                address += stride * NUM_GPU_BLOCKS
+                offset += gap + page_bytes
+            start += num_bytes
         groups.append(tuple(pages))
-    slice_bytes = factor * max(sum(page.page_bytes for page in group) for group in groups)
-    return CopyLayout(tuple(groups), factor, REGION, slice_bytes + draw(st.integers(0, 3)), NUM_SLOTS)
+        end = factor * start if is_shared else slice_start + factor * sum(page.page_bytes for page in pages)
+        slot_bytes = max(slot_bytes, end)
+    slot_bytes += draw(st.integers(0, 3))
+    return CopyLayout(tuple(groups), factor, REGION, slot_bytes, NUM_SLOTS, slice_start)
 
 
 @st.composite
@@ -53,13 +68,15 @@ def bytes_by_definition(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadS
         first_slot_index = index // layout.factor
         for nth in range(size):
             slot = slots[(index + nth) // layout.factor - first_slot_index]
-            sub, offset = (index + nth) % layout.factor, 0
+            sub, packed = (index + nth) % layout.factor, layout.slice_start
             for page in group:
+                at = packed + sub * page.page_bytes
+                if page.shared is not None:
+                    at = layout.factor * page.shared.start + sub * page.shared.num_bytes + page.shared.offset
                 for byte in range(page.page_bytes):
                     device = page.address + ids[nth] * page.stride_bytes + byte
-                    host = layout.region_address + slot * layout.slot_bytes + offset + sub * page.page_bytes + byte
-                    found.append((device, host))
-                offset += layout.factor * page.page_bytes
+                    found.append((device, layout.region_address + slot * layout.slot_bytes + at + byte))
+                packed += layout.factor * page.page_bytes
         ids = ids[size:]
         slots = slots[-(-(index % layout.factor + size) // layout.factor) if size else 0 :]
     return found
@@ -77,14 +94,43 @@ def bytes_of(runs: Runs) -> list[tuple[int, int]]:
 def test_runs_are_exactly_the_bytes_of_the_definition(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     gpu, cpu = data.draw(transfers(layout))
-    runs = plan_runs(layout, gpu, cpu)
+    runs = plan_runs(layout, gpu, cpu, data.draw(st.sampled_from(Direction)))
     assert sorted(bytes_of(runs)) == sorted(bytes_by_definition(layout, gpu, cpu))
     assert (runs.lengths > 0).all()
 
 
+@given(st.data(), st.integers(1, 4))
+def test_replicas_store_every_byte_once_together_and_load_all(data: st.DataObject, num_replicas: int) -> None:
+    layout = data.draw(layouts())
+    gpu, cpu = data.draw(transfers(layout))
+    replicas = [replace(layout, replica=n, num_replicas=num_replicas) for n in range(num_replicas)]
+    whole = sorted(bytes_by_definition(layout, gpu, cpu))
+    stored = [bytes_of(plan_runs(each, gpu, cpu, STORE)) for each in replicas]
+    assert sorted(itertools.chain.from_iterable(stored)) == whole
+    for replica, found in enumerate(stored):
+        assert {(host - REGION) // layout.slot_bytes % num_replicas for _, host in found} <= {replica}
+    for each in replicas:
+        assert sorted(bytes_of(plan_runs(each, gpu, cpu, Direction.LOAD))) == whole
+
+
+@given(st.data())
+def test_the_bytes_of_a_slot_are_those_that_a_block_fills(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    for group in range(len(layout.groups)):
+        sizes, indices = [0] * len(layout.groups), [0] * len(layout.groups)
+        sizes[group] = layout.factor
+        moved = bytes_by_definition(
+            layout, GPULoadStoreSpec(range(layout.factor), sizes, indices), CPULoadStoreSpec([0])
+        )
+        parts = layout.bytes_in_slot(group)
+        assert sorted(host - REGION for _, host in moved) == [
+            byte for part in parts for byte in range(part.start, part.stop)
+        ]
+
+
 def test_runs_that_touch_on_both_sides_are_merged() -> None:
     layout = CopyLayout(((PageRef(0, 100, 8, 100), PageRef(5000, 100, 8, 100)),), 4, REGION, 800, NUM_SLOTS)
-    runs = plan_runs(layout, GPULoadStoreSpec([2, 3, 4, 5], [4], [0]), CPULoadStoreSpec([1]))
+    runs = plan_runs(layout, GPULoadStoreSpec([2, 3, 4, 5], [4], [0]), CPULoadStoreSpec([1]), STORE)
     assert runs.device.tolist() == [200, 5200]
     assert runs.host.tolist() == [REGION + 800, REGION + 1200]
     assert runs.lengths.tolist() == [400, 400]
@@ -92,8 +138,8 @@ def test_runs_that_touch_on_both_sides_are_merged() -> None:
 
 def test_neighbours_on_one_side_only_are_not_merged() -> None:
     layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
-    assert len(plan_runs(layout, GPULoadStoreSpec([2, 4], [2], [0]), CPULoadStoreSpec([0, 1])).lengths) == 2
-    assert len(plan_runs(layout, GPULoadStoreSpec([2, 3], [2], [0]), CPULoadStoreSpec([1, 0])).lengths) == 2
+    assert len(plan_runs(layout, GPULoadStoreSpec([2, 4], [2], [0]), CPULoadStoreSpec([0, 1]), STORE).lengths) == 2
+    assert len(plan_runs(layout, GPULoadStoreSpec([2, 3], [2], [0]), CPULoadStoreSpec([1, 0]), STORE).lengths) == 2
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
@@ -121,7 +167,7 @@ def test_little_is_not_split_and_nothing_is_nothing() -> None:
     little = Runs(np.array([0]), np.array([9]), np.array([1000]))
     assert little.split(8) == [little]
     layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
-    assert plan_runs(layout, GPULoadStoreSpec([], [0], [0]), CPULoadStoreSpec([])).split(4) == []
+    assert plan_runs(layout, GPULoadStoreSpec([], [0], [0]), CPULoadStoreSpec([]), STORE).split(4) == []
 
 
 @pytest.mark.parametrize(
@@ -131,13 +177,13 @@ def test_little_is_not_split_and_nothing_is_nothing() -> None:
 def test_ids_outside_of_the_layout_are_refused(gpu: list[int], slots: list[int]) -> None:
     layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
     with pytest.raises(TransferError):
-        plan_runs(layout, GPULoadStoreSpec(gpu, [len(gpu)], [0]), CPULoadStoreSpec(slots))
+        plan_runs(layout, GPULoadStoreSpec(gpu, [len(gpu)], [0]), CPULoadStoreSpec(slots), STORE)
 
 
 def test_more_groups_than_the_layout_has_are_refused() -> None:
     layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
     with pytest.raises(TransferError, match="2 groups"):
-        plan_runs(layout, GPULoadStoreSpec([0, 0], [1, 1], [0, 0]), CPULoadStoreSpec([0, 1]))
+        plan_runs(layout, GPULoadStoreSpec([0, 0], [1, 1], [0, 0]), CPULoadStoreSpec([0, 1]), STORE)
 
 
 @given(

@@ -11,11 +11,13 @@ import numpy.typing as npt
 import pytest
 from tests.sizes import by_size
 
-from kvoffload.base import OffloadKey
-from kvoffload.cpu.policies.base import BlockStatus
+from kvoffload.base import NextUse, OffloadKey
+from kvoffload.cpu.policies.base import BlockStatus, with_options
+from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_DRAWS, NUM_USES, RISEN
 from kvoffload.cpu.policies.density.log import Chunk
-from kvoffload.cpu.policies.density.model import NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity, UseCounts, densities
+from kvoffload.cpu.policies.density.model import HitDensity, UseCounts, densities, hazards
 from kvoffload.cpu.policies.density.policy import DensityCachePolicy
+from kvoffload.cpu.policies.density.score import HintScore
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.testing import CachePolicyContract, PolicyDriver, key, keys
 
@@ -45,7 +47,7 @@ class Cache:
         self.policy = policy
         self.free = [BlockStatus(slot) for slot in range(capacity)][::-1]
 
-    def use(self, path: Iterable[int]) -> None:
+    def use(self, path: Iterable[int], hint: NextUse = NextUse.UNKNOWN) -> None:
         """One request: what is absent of its path is stored, from tail to head, and what was there is used."""
         absent = [number for number in path if number not in self]
         present = keys(*(number for number in path if number in self))
@@ -54,15 +56,15 @@ class Cache:
                 victims = self.policy.evict(1, present)
                 assert victims is not None
                 self.free += [block for _, block in victims]
-            self.insert(number)
+            self.insert(number, hint)
             self[number].pins = 0
-        self.policy.touch(present)
+        with_options(self.policy.touch, "next_use")(present, next_use=hint)
 
-    def insert(self, number: int) -> None:
+    def insert(self, number: int, hint: NextUse = NextUse.UNKNOWN) -> None:
         block = self.free.pop()
         block.key = key(number)
         block.pins = BlockStatus.IN_FLIGHT
-        self.policy.insert(key(number), block)
+        with_options(self.policy.insert_all, "next_use")(keys(number), [block], next_use=hint)
 
     def __getitem__(self, number: int) -> BlockStatus:
         block = self.policy.get(key(number))
@@ -85,19 +87,23 @@ class Plain:
         self.lasts: dict[OffloadKey, int] = {}
         self.now = 0
 
-    def use(self, path: Iterable[OffloadKey], counted: Collection[OffloadKey], draw: int) -> None:
-        """The steps between the classes 1, 2, 3, 4, 6, 10, 18, 34 are taken in one draw of 1, 1, 1, 2, 4, 8, 16."""
+    def use(self, path: Iterable[OffloadKey], ready: Collection[OffloadKey], hint: int, draw: int | None) -> None:
+        """The steps between the classes 1, 2, 3, 4, 6, 10, 18, 34 are taken in one draw of 1, 1, 1, 2, 4, 8, 16, and
+        none without a draw. All that happens to a block that is not ready is that it was used."""
         for one in reversed(list(path)):
             if one in self.classes:
                 self.now += 1
                 self.lasts[one] = self.now
-                class_ = self.classes[one]
-                if one in counted and class_ < 7 and draw % (1 << max(class_ - 2, 0)) == 0:
-                    self.classes[one] += 1
+                if one in ready:
+                    uses = self.classes[one] % 8
+                    rises = draw is not None and uses < 7 and draw % (1 << max(uses - 2, 0)) == 0
+                    self.classes[one] = 8 * hint + uses + rises
 
-    def insert(self, path: list[OffloadKey], past: list[int]) -> None:
-        self.classes.update(zip_longest(path, past, fillvalue=-1))
-        self.use(path, [one for one in path if self.classes[one] < 3], draw=0)
+    def insert(self, path: list[OffloadKey], past: list[int], hint: int) -> None:
+        for one, uses in zip_longest(path, past, fillvalue=-1):
+            assert isinstance(one, bytes)
+            self.classes[one] = 8 * hint + uses + (uses < 3)
+        self.use(path, (), hint, None)
 
     def evict(self, n: int, idle: set[OffloadKey]) -> list[OffloadKey]:
         order = sorted(idle, key=self.rank)[:n]
@@ -114,8 +120,9 @@ def draw_of(policy: DensityCachePolicy) -> int:
     return (policy._draw >> 16) % NUM_DRAWS
 
 
+@pytest.mark.parametrize("hints", [[NextUse.UNKNOWN], list(NextUse)], ids=["no hints", "hints"])
 @pytest.mark.parametrize("seed", range(6))
-def test_victims_are_those_of_the_definition(seed: int) -> None:
+def test_victims_are_those_of_the_definition(seed: int, hints: list[NextUse]) -> None:
     """A long random life, in paths, with pins, protected blocks and failed stores, under values that stay."""
     rng = random.Random(seed)
     capacity = 120
@@ -123,14 +130,17 @@ def test_victims_are_those_of_the_definition(seed: int) -> None:
     policy = driver.policy
     assert isinstance(policy, DensityCachePolicy)
     policy._model.values = [
-        [[1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 9.0, 9.0][class_] / (1 + bucket // 3) for bucket in range(40)]
-        for class_ in range(NUM_CLASSES)
+        [[1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 9.0, 9.0][uses] * worth / (1 + bucket // 3) for bucket in range(40)]
+        for worth in (1.0, 6.0, 1.0, 0.2)
+        for uses in range(NUM_USES)
     ]
     plain = Plain(policy._model.values, policy._model.bounds)
     for step in range(1500):
         start = min(int(rng.expovariate(0.15)), 30) * 20
         path = keys(*range(start, start + rng.randint(1, 20)))
         blocks = driver.blocks
+        hint = rng.choice(hints)
+        ready = {one for one in path if one in blocks and blocks[one].is_ready}
         action = rng.choice(["request"] * 6 + ["refresh", "pin", "unpin", "unpin", "evict", "writing", "fail", "ask"])
         if action in ("request", "writing"):
             absent = [one for one in path if one not in blocks]
@@ -143,17 +153,18 @@ def test_victims_are_those_of_the_definition(seed: int) -> None:
             assert [one for one, _ in victims] == plain.evict(excess, driver.idle() - protected)
             for one, _ in victims:
                 del blocks[one]
-            plain.insert(absent, policy._past_uses.recall(absent))
-            assert driver.reserve(absent)
+            plain.insert(absent, policy._past_uses.recall(absent), hint)
+            assert driver.reserve(absent, next_use=hint)
             if action == "request":
                 driver.publish(absent)
-            policy.touch(path)
-            plain.use(path, [one for one in path if one in blocks and blocks[one].is_ready], draw_of(policy))
+            policy.touch(path, next_use=hint)
+            ready = {one for one in path if one in blocks and blocks[one].is_ready}
+            plain.use(path, ready, hint, draw_of(policy))
             if step % 2 and action == "writing":
                 driver.publish(absent)
         elif action == "refresh":
-            policy.touch(path, counts=False)
-            plain.use(path, [], 0)
+            policy.touch(path, counts=False, next_use=hint)
+            plain.use(path, ready, hint, None)
         elif action == "pin":
             driver.pin(*(one for one in path if one in blocks and blocks[one].is_ready))
         elif action == "unpin":
@@ -172,7 +183,20 @@ def test_victims_are_those_of_the_definition(seed: int) -> None:
             number = rng.randint(0, 200)
             assert policy.next_victims(number) == sorted(driver.idle(), key=plain.rank)[:number]
         policy.check_invariants()
+        assert {one: block.policy_state.class_ for one, block in blocks.items()} == plain.classes
     assert len(set(plain.classes.values())) > 3
+
+
+def test_a_block_that_comes_back_to_a_chunk_has_one_entry_there() -> None:
+    """Blocks used most return to a class when their hint does, while the chunk that they left is still short."""
+    driver = PolicyDriver(DensityCachePolicy(64))
+    driver.store(keys(1, 2, 3))
+    for _ in range(500):
+        driver.policy.touch(keys(1, 2, 3), next_use=NextUse.SOON)
+    for hint in (NextUse.LATER, NextUse.SOON, NextUse.UNKNOWN, NextUse.SOON, NextUse.SOON):
+        driver.policy.touch(keys(2), next_use=hint)
+        driver.policy.check_invariants()
+    assert driver.drain() == keys(3, 1, 2)
 
 
 def test_stale_entries_stay_few() -> None:
@@ -337,15 +361,15 @@ def test_a_head_never_falls_behind_its_tail() -> None:
         assert classes == sorted(classes, reverse=True)
         if rng.random() < 0.3:
             driver.evict(rng.randint(1, len(blocks)))
-    assert max(classes) == NUM_CLASSES - 1
+    assert max(classes) == NUM_USES - 1
 
 
 def test_classes_rise_as_often_as_they_should() -> None:
     for class_, step in enumerate((1, 1, 1, 2, 4, 8, 16)):
-        risen = [RISEN[draw][class_] for draw in range(NUM_DRAWS)]
+        risen = [RISEN[draw][0][class_] for draw in range(NUM_DRAWS)]
         assert risen.count(class_ + 1) == NUM_DRAWS // step
         assert risen.count(class_) == NUM_DRAWS - NUM_DRAWS // step
-    assert {RISEN[draw][NUM_CLASSES - 1] for draw in range(NUM_DRAWS)} == {NUM_CLASSES - 1}
+    assert {RISEN[draw][0][NUM_USES - 1] for draw in range(NUM_DRAWS)} == {NUM_USES - 1}
 
 
 class Stream:
@@ -355,7 +379,8 @@ class Stream:
         self.model = HitDensity(capacity)
         self.now = 0
 
-    def use(self, path: Collection[OffloadKey], class_: int) -> None:
+    def use(self, path: Collection[OffloadKey], class_: int, hint: NextUse = NextUse.UNKNOWN) -> None:
+        class_ += hint * NUM_USES
         blocks = [BlockStatus(0) for _ in path]
         for block, one in zip(blocks, path, strict=True):
             block.key, block.pins, block.policy_state = one, 0, Chunk(class_)
@@ -363,47 +388,51 @@ class Stream:
         self.now += len(blocks)
 
 
+def values_of(used: Table, left: Table, widths: Table, prior: float) -> Table:
+    return densities(hazards(used, left, prior), widths)
+
+
 class TestHitDensity:
     def test_values_fall_with_age_and_rise_with_use(self) -> None:
         generator = np.random.default_rng(5)
-        used, left = generator.poisson(3, (2, NUM_CLASSES, 20)).astype(float)
-        found = densities(used, left, np.arange(1.0, 21.0), prior=50)
+        used, left = generator.poisson(3, (2, NUM_USES, 20)).astype(float)
+        found = values_of(used, left, np.arange(1.0, 21.0), prior=50)
         assert (np.diff(found, axis=1) <= 0).all()
         assert (np.diff(found, axis=0) >= 0).all()
         assert (found > 0).all()
 
     def test_a_class_that_comes_back_is_worth_more(self) -> None:
-        used, left = np.zeros((2, NUM_CLASSES, 10))
+        used, left = np.zeros((2, NUM_USES, 10))
         left[0, 9] = used[1, 3] = 10_000
-        found = densities(used, left, np.ones(10), prior=50)
+        found = values_of(used, left, np.ones(10), prior=50)
         assert found[1, 3] == pytest.approx(2, rel=0.05)  # one hit for half a span of waiting
         assert found[1, 4] < 0.1
         assert found[0, 0] < found[1, 0] / 50
 
     def test_thin_evidence_says_nothing(self) -> None:
-        used, left = np.zeros((2, NUM_CLASSES, 10))
+        used, left = np.zeros((2, NUM_USES, 10))
         left[0, 9] = used[0, 3] = 5000
         used[1, 3] = 1
-        found = densities(used, left, np.ones(10), prior=50)
+        found = values_of(used, left, np.ones(10), prior=50)
         assert found[1, 0] == pytest.approx(found[0, 0], rel=0.05)
 
     def test_what_was_not_used_yet_counts_up_to_its_age(self) -> None:
         """Of 100 blocks seen up to age 2, half were used there; 1,000 younger ones say nothing about that age."""
-        used, left = np.zeros((2, NUM_CLASSES, 10))
+        used, left = np.zeros((2, NUM_USES, 10))
         used[0, 2] = left[0, 2] = 50
-        before = densities(used, left, np.ones(10), prior=1e-6)
+        before = values_of(used, left, np.ones(10), prior=1e-6)
         left[0, 1] = 1000
-        after = densities(used, left, np.ones(10), prior=1e-6)
+        after = values_of(used, left, np.ones(10), prior=1e-6)
         assert after[0] == pytest.approx(before[0], rel=0.05)
         left[0, 3] = 1000
-        assert densities(used, left, np.ones(10), prior=1e-6)[0, 2] < before[0, 2] / 5
+        assert values_of(used, left, np.ones(10), prior=1e-6)[0, 2] < before[0, 2] / 5
 
     def test_a_class_that_was_used_more_while_young_is_worth_more_when_old(self) -> None:
         """Nobody has seen a block of class 1 at age 5 yet, but all other ages speak for it."""
-        used, left = np.zeros((2, NUM_CLASSES, 10))
+        used, left = np.zeros((2, NUM_USES, 10))
         used[0, :6], left[0, 5] = 100, 5000
         used[1, :4], left[1, 4] = 1000, 1000
-        found = densities(used, left, np.ones(10), prior=50)
+        found = values_of(used, left, np.ones(10), prior=50)
         assert found[1, 5] > 2 * found[0, 5]
 
     def test_learns_that_a_class_does_not_come_back_without_waiting_for_the_horizon(self) -> None:
@@ -421,11 +450,11 @@ class TestHitDensity:
         """A path whose blocks return together counts as one block would."""
         priors: list[float] = []
 
-        def watched(used: Table, left: Table, widths: Table, prior: float) -> Table:
+        def watched(used: Table, left: Table, prior: float) -> Table:
             priors.append(prior)
-            return densities(used, left, widths, prior)
+            return hazards(used, left, prior)
 
-        monkeypatch.setattr("kvoffload.cpu.policies.density.model.densities", watched)
+        monkeypatch.setattr("kvoffload.cpu.policies.density.model.hazards", watched)
         stream = Stream(2000)
         for turn in range(2000 // path_blocks):
             at = turn * path_blocks % 400
@@ -435,11 +464,11 @@ class TestHitDensity:
     def test_fits_often_while_the_history_is_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fits: list[float] = []
 
-        def watched(used: Table, left: Table, widths: Table, prior: float) -> Table:
+        def watched(used: Table, left: Table, prior: float) -> Table:
             fits.append(used.sum())
-            return densities(used, left, widths, prior)
+            return hazards(used, left, prior)
 
-        monkeypatch.setattr("kvoffload.cpu.policies.density.model.densities", watched)
+        monkeypatch.setattr("kvoffload.cpu.policies.density.model.hazards", watched)
         stream = Stream(1_000_000)
         for _ in range(2):
             for start in range(0, 450, 10):
@@ -468,6 +497,128 @@ class TestHitDensity:
             assert len(stream.model._samples) <= 4300
         assert len(stream.model._samples) > 3800
         assert len(stream.model._follows) <= 4300
+
+    @pytest.mark.parametrize("hint", [NextUse.SOON, NextUse.NEVER])
+    def test_learns_what_a_hint_means(self, hint: NextUse) -> None:
+        """Whatever its name says: blocks with this hint come back, and others of the same class never do."""
+        stream, fresh = Stream(1000), 10_000
+        for turn in range(80):
+            stream.use(keys(*range(fresh, fresh + 25)), 1, NextUse.LATER)
+            stream.use(keys(*range(turn % 10 * 25, turn % 10 * 25 + 25)), 1, hint)
+            fresh += 25
+        values = stream.model.values
+        assert values[hint * NUM_USES + 1][0] > 2 * values[NextUse.LATER * NUM_USES + 1][0]
+        assert stream.model.hint_score > 0
+
+    def test_hints_that_say_nothing_change_no_value(self) -> None:
+        hinted, plain, rng, fresh = Stream(1000), Stream(1000), random.Random(3), 10_000
+        for turn in range(400):
+            again = keys(*range(turn % 10 * 25, turn % 10 * 25 + 25))
+            for path, class_ in ((keys(*range(fresh, fresh + 25)), 0), (again, 1)):
+                hinted.use(path, class_, rng.choice(list(NextUse)))
+                plain.use(path, class_)
+            fresh += 25
+        assert hinted.model.hint_score < 0
+        assert np.allclose(hinted.model.values, plain.model.values, rtol=1e-9)
+
+    def test_a_meaning_that_changes_is_noticed(self) -> None:
+        stream, fresh, in_use = Stream(1000), 10_000, []
+        for turn in range(1000):
+            back, gone = (NextUse.SOON, NextUse.NEVER) if turn < 200 else (NextUse.NEVER, NextUse.SOON)
+            stream.use(keys(*range(fresh, fresh + 25)), 1, gone)
+            stream.use(keys(*range(turn % 10 * 25, turn % 10 * 25 + 25)), 1, back)
+            fresh += 25
+            in_use.append(stream.model.hint_score >= 0)
+        assert in_use[199]
+        assert not all(in_use[200:320])
+        assert in_use[-1]
+        values = stream.model.values
+        assert values[NextUse.NEVER * NUM_USES + 1][0] > values[NextUse.SOON * NUM_USES + 1][0]
+
+    def test_a_hint_that_replaces_another_is_followed_from_then_on(self) -> None:
+        """Two of three sessions are closed by a message after their last use, and never come back."""
+        driver = PolicyDriver(DensityCachePolicy(1000))
+        policy = driver.policy
+        assert isinstance(policy, DensityCachePolicy)
+        for turn in range(300):
+            path = keys(*range(turn * 10, turn * 10 + 10))
+            assert driver.reserve(path, max(len(driver.blocks) + 10 - 1000, 0), next_use=NextUse.LATER)
+            driver.publish(path)
+            if turn % 3:
+                policy.touch(path, counts=False, next_use=NextUse.NEVER)
+                policy.touch(path, counts=False, next_use=NextUse.NEVER)
+            elif turn > 30:
+                policy.touch(keys(*range(turn * 10 - 300, turn * 10 - 290)), next_use=NextUse.LATER)
+            policy.check_invariants()
+        values = policy._model.values
+        assert values[NextUse.LATER * NUM_USES][0] > 5 * values[NextUse.NEVER * NUM_USES][0]
+
+
+class TestHintScore:
+    """Two classes of hints, one age."""
+
+    def test_weighs_paths_not_keys(self) -> None:
+        score = HintScore()
+        score.compare(np.array([[[0.2]], [[0.05]]]), np.array([[0.1]]), np.ones((2, 1, 1)))
+        assert score.favours_hints
+        gains = [np.log(0.2 / 0.125), np.log(0.05 / 0.125)]
+        score.add(np.array([0] * 9 + [1]), [9, 1])
+        assert score.value == pytest.approx(gains[0] * 0.99 + gains[1])
+        assert not score.favours_hints
+
+    def test_expecting_more_of_everything_gains_nothing(self) -> None:
+        score = HintScore()
+        score.compare(np.array([[[0.4]], [[0.4]]]), np.array([[0.1]]), np.ones((2, 1, 1)))
+        score.add(np.array([0, 1]), [1, 1])
+        assert score.value == pytest.approx(0)
+
+    def test_a_path_gains_or_loses_one_at_most(self) -> None:
+        score = HintScore()
+        score.compare(np.array([[[0.4]], [[1e-9]]]), np.array([[0.1]]), np.array([[[1.0]], [[3.0]]]))
+        score.add(np.array([0, 1]), [1, 1])
+        assert score.value == pytest.approx(0.99 - 1)
+
+    def test_forgets(self) -> None:
+        score = HintScore()
+        score.compare(np.array([[[0.2]], [[0.05]]]), np.array([[0.1]]), np.ones((2, 1, 1)))
+        score.add(np.zeros(1000, np.int64), [1] * 1000)
+        score.add(np.ones(100, np.int64), [1] * 100)
+        assert not score.favours_hints
+
+    def test_where_nothing_was_used_no_model_is_better(self) -> None:
+        score = HintScore()
+        score.compare(np.array([[[0.2, 0.0]]]), np.array([[0.1, 0.0]]), np.ones((1, 1, 2)))
+        score.add(np.array([1]), [1])
+        assert score.value == 0
+
+    def test_while_no_use_is_expected_no_model_is_better(self) -> None:
+        score = HintScore()
+        score.compare(np.array([[[0.2, 0.0]]]), np.array([[0.1, 0.0]]), np.array([[[0.0, 1.0]]]))
+        score.add(np.array([0]), [1])
+        assert score.value == 0
+
+    def test_without_hints_or_uses_it_stays(self) -> None:
+        score = HintScore()
+        score.add(np.array([3]), [1])
+        score.compare(np.ones((1, 1, 1)), np.ones((1, 1)), np.ones((1, 1, 1)))
+        score.add(np.array([], np.int64), [])
+        assert score.value == 0
+
+
+def test_a_hint_keeps_what_comes_back() -> None:
+    """Sessions of one turn beside sessions that return, all alike but for the hint. Only with hints they differ."""
+    rates = {}
+    for hinted in (False, True):
+        rng, cache, hits = random.Random(1), Cache(DensityCachePolicy(400), 400), 0
+        for turn in range(600):
+            if turn % 4 == 0 and turn >= 80:
+                start = 10 * (turn - 80)
+                hits += sum(number in cache for number in range(start, start + 10))
+                cache.use(range(start, start + 10), NextUse.NEVER if hinted else NextUse.UNKNOWN)
+            hint = NextUse.LATER if turn % 4 == 0 else rng.choice([NextUse.NEVER, NextUse.SOON])
+            cache.use(range(10 * turn, 10 * turn + 10), hint if hinted else NextUse.UNKNOWN)
+        rates[hinted] = hits / (130 * 10)
+    assert rates[True] > rates[False] + 0.3
 
 
 class TestUseCounts:

@@ -7,14 +7,15 @@ that have what kvoffload reads.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.engines.vllm.harness import HAS_VLLM, hash_block_size
 
-from kvoffload.engines.vllm import layout, versions
+from kvoffload.engines.vllm import layout, slices, versions
 
 PAGE_BYTES = 2 * 16 * 2 * 8 * 4
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
@@ -23,9 +24,27 @@ SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.flo
 def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32."""
     if not HAS_VLLM:
-        monkeypatch.setattr(layout, "_kind_of", lambda spec: spec.kind)
+        monkeypatch.setattr(layout, "kind_of", lambda spec: spec.kind)
+        monkeypatch.setattr(slices, "kind_of", lambda spec: spec.kind)
         monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
+
+
+def know_plain_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes are published as bytes. Without vLLM: its events are plain objects too, and this is vLLM 0.32."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    if HAS_VLLM:
+        return
+    events, hashing = ModuleType("vllm.distributed.kv_events"), ModuleType("vllm.v1.core.kv_cache_utils")
+    events.__dict__.update({name: type(name, (SimpleNamespace,), {}) for name in ("BlockStored", "BlockRemoved")})
+    hashing.__dict__.update(
+        generate_block_hash_extra_keys=lambda *_: (None, 0),
+        maybe_convert_block_hash=lambda block_hash: block_hash,
+        to_event_extra_keys=lambda hashed: None,
+    )
+    for module in (events, hashing):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
 
 
 class HFConfig:
@@ -34,6 +53,27 @@ class HFConfig:
 
     def to_json_string(self, use_diff: bool) -> str:
         return f"theta {self.theta}, {use_diff}"
+
+
+def heads(total: int, **more: Any) -> dict[str, Any]:
+    """What a model's configuration says of its KV heads."""
+    text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": total, **more})
+    return {"get_total_num_kv_heads": lambda: total, "hf_text_config": text}
+
+
+def model_config(total_heads: int, **more: Any) -> Any:
+    """``more``: what else the text part of the model's configuration says."""
+    return SimpleNamespace(
+        model="small",
+        revision=None,
+        quantization=None,
+        dtype="torch.float32",
+        hf_config=HFConfig(),
+        use_mla=False,
+        is_hybrid=False,
+        get_total_num_hidden_layers=lambda: 12,
+        **heads(total_heads, **more),
+    )
 
 
 def vllm_config(**changes: Any) -> Any:
@@ -47,6 +87,7 @@ def vllm_config(**changes: Any) -> Any:
         },
         "parallel_config": {
             "nnodes_within_dp": 1,
+            "data_parallel_size_local": 1,
             "world_size": 1,
             "rank": 0,
             "distributed_executor_backend": "uni",
@@ -54,6 +95,7 @@ def vllm_config(**changes: Any) -> Any:
             "pipeline_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
+            "cp_kv_cache_interleave_size": 1,
         },
         "cache_config": {
             "prefix_caching_hash_algo": "sha256",
@@ -63,14 +105,7 @@ def vllm_config(**changes: Any) -> Any:
             "enable_prefix_caching": True,
             "use_replayssm": False,
         },
-        "model_config": {
-            "model": "small",
-            "revision": None,
-            "quantization": None,
-            "dtype": "torch.float32",
-            "hf_config": HFConfig(),
-            "use_mla": False,
-        },
+        "model_config": vars(model_config(2)),
         "attention_config": {"hisparse_config": None},
     }
     config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})
@@ -87,14 +122,15 @@ def vllm_config(**changes: Any) -> Any:
 
 def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **changes: Any) -> Any:
     names = [[f"group{g}.layer{n}" for n in range(layers)] for g in range(len(specs))]
-    size = num_blocks * layers * PAGE_BYTES
+    page_bytes = max(getattr(spec, "num_kv_heads", 2) for spec in specs) * PAGE_BYTES // 2
+    size = num_blocks * layers * page_bytes
     if HAS_VLLM:
         from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
         config: Any = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[
-                KVCacheTensor(size=size, layers=each, layer_stride=num_blocks * PAGE_BYTES, block_stride=PAGE_BYTES)
+                KVCacheTensor(size=size, layers=each, layer_stride=num_blocks * page_bytes, block_stride=page_bytes)
                 for each in names
             ],
             kv_cache_groups=[KVCacheGroupSpec(each, spec) for each, spec in zip(names, specs, strict=True)],
@@ -111,7 +147,8 @@ def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **change
             ],
             kv_cache_layout="LBHNC",
             hash_block_size=16,
-            prefix_cacheable_group_ids=tuple(range(len(specs))),
+            prefix_cacheable_group_ids=tuple(n for n, spec in enumerate(specs) if spec.kind != "unknown"),
+            kv_tp_replicas=1,
             needs_kv_cache_zeroing=len({getattr(spec, "dtype", "a state's") for spec in specs}) > 1,
         )
     for name, value in changes.items():
@@ -121,7 +158,12 @@ def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **change
 
 def _spec(name: str, kind: str, **values: Any) -> Any:
     if not HAS_VLLM:
-        return SimpleNamespace(kind=kind, **values)
+        plain = {
+            "dcp_sharded": kind != "mamba",
+            "num_head_slots": None,
+            "kv_quant_mode": SimpleNamespace(is_per_token_head=False),
+        }
+        return SimpleNamespace(kind=kind, **plain | values)
     from vllm.v1 import kv_cache_interface
 
     return getattr(kv_cache_interface, name)(**values)
@@ -132,11 +174,23 @@ def attention(**changes: Any) -> Any:
 
 
 def sliding(window: int, **changes: Any) -> Any:
-    return _spec("SlidingWindowSpec", "sliding_window", **SHAPE, sliding_window=window, **changes)
+    return _spec("SlidingWindowSpec", "sliding_window", **SHAPE | {"sliding_window": window} | changes)
+
+
+def latent(window: int | None = None) -> Any:
+    shape = SHAPE | {"num_kv_heads": 1}
+    if window is None:
+        return _spec("MLAAttentionSpec", "mla_attention", **shape)
+    return _spec("SlidingWindowMLASpec", "sliding_window_mla", **shape, sliding_window=window)
 
 
 def chunked() -> Any:
     return _spec("ChunkedLocalAttentionSpec", "chunked_local_attention", **SHAPE, attention_chunk_size=64)
+
+
+def ring() -> Any:
+    """A request's own buffer, which is not in the prefix cache."""
+    return _spec("CircularBufferSpec", "unknown", **SHAPE)
 
 
 def replayed_window() -> Any:
@@ -157,7 +211,7 @@ def mamba(mamba_type: str = "MAMBA2", **changes: Any) -> Any:
 
 def speculative(**changes: Any) -> Any:
     """vLLM's ``SpeculativeConfig`` in plain words."""
-    draft = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig())
+    draft = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig(), **heads(2))
     values = {"method": "eagle", "parallel_drafting": False, "draft_model_config": draft, "drop": True, "modules": 1}
     config = SimpleNamespace(**values | changes)
     config.use_eagle_block_drop = lambda: config.drop

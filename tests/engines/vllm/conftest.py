@@ -111,6 +111,6 @@ def is_locked(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, FileNotFoundError):  # in use, or unlinked just now
+    except (BlockingIOError, FileNotFoundError, IsADirectoryError):  # in use, unlinked just now, or of another test
         return True
     return False

@@ -31,7 +31,7 @@ class FakeCudaSpec(CPUOffloadingSpec):
         for address, tensor in storages.items():
             fake.calls.fake_adopt(address, tensor.untyped_storage().nbytes())
         view = self.region.create_kv_memoryview()
-        layout = copy_layout(kv_caches, view, self.block_size_factor, 0)
+        layout = copy_layout(kv_caches, view, self.block_size_factor)
         idle = fake.driver.create_stream()
         self._handlers = make_cuda_handlers(kv_caches, view, layout, fake.device(idle))
         for handler in self._handlers.values():

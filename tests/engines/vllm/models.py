@@ -32,7 +32,7 @@ class SmallModel:
     num_groups: int
 
 
-def write_llama(directory: Path, seed: int = SEED) -> SmallModel:
+def write_llama(directory: Path, seed: int = SEED, kv_heads: int = 2) -> SmallModel:
     """Four layers of full attention: one KV group. Other seeds give other weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,7 +42,7 @@ def write_llama(directory: Path, seed: int = SEED) -> SmallModel:
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         head_dim=HEAD_DIM,
         max_position_embeddings=16384,
         tie_word_embeddings=False,
@@ -50,7 +50,7 @@ def write_llama(directory: Path, seed: int = SEED) -> SmallModel:
         eos_token_id=VOCAB - 1,
     )
     _write(LlamaForCausalLM, config, directory, seed)
-    return SmallModel(str(directory), num_layers=4, kv_heads=2, num_groups=1)
+    return SmallModel(str(directory), num_layers=4, kv_heads=kv_heads, num_groups=1)
 
 
 def write_gemma3(directory: Path, sliding_window: int = 512) -> SmallModel:

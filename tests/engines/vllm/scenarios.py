@@ -338,12 +338,30 @@ def two_ranks(model: str, extra: dict[str, Any], family: str = "long", **options
     return result
 
 
-def disk(model: str, extra: dict[str, Any], family: str = "long", **options: Any) -> dict[str, Any]:
-    """Every long prompt once, in an engine that is new and a disk tier that may not be; one after the other, since what
-    all waiting requests may have promoted at a time is less than they want together."""
+def return_once(model: str, extra: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Some long prompts, and all of them again when the device has forgotten them."""
+    prompts = long_prompts(4)
+    engine = Engine(model, extra=extra, gpu_blocks=200, **options)
+    result: dict[str, Any] = {}
+    for name in ("first", "again"):
+        result[name], result[f"{name}_cached"] = engine.answers(prompts)
+        engine.drain()
+        engine.forget_device_cache()
+    result["metrics"] = engine.metrics()
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def disk(
+    model: str, extra: dict[str, Any], family: str = "long", first: int = 0, last: int = 8, **options: Any
+) -> dict[str, Any]:
+    """Every long prompt once, or those from ``first`` to before ``last``, in an engine that is new and a disk tier that
+    may not be; one after the other, since what all waiting requests may have promoted at a time is less than they want
+    together."""
     engine = Engine(model, extra=extra, gpu_blocks=100, **options)
     result: dict[str, Any] = {"tokens": {}, "cached": {}}
-    for prompt in state_prompts() if family == "states" else long_prompts():
+    for prompt in (state_prompts() if family == "states" else long_prompts())[first:last]:
         tokens, cached = engine.answers([prompt])
         result["tokens"] |= tokens
         result["cached"] |= cached
@@ -467,6 +485,35 @@ def _replace_weights(engine: Engine, path: str, version_file: str | None, versio
     engine.forget_device_cache()
 
 
+def beside_another_connector(model: str, extra: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Under ``MultiConnector``: kvoffload, and vLLM's example connector, which keeps prompts that are computed
+    in one step. vLLM loads from the first connector that has a prompt, and all store it."""
+    own = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": directory},
+    }
+    engine = Engine(
+        model,
+        gpu_blocks=200,
+        max_num_batched_tokens=8192,
+        transfer={"kv_connector": "MultiConnector", "kv_connector_module_path": None},
+        extra={"connectors": [own, other]},
+    )
+    prompts = long_prompts(4)
+    result: dict[str, Any] = {}
+    for name in ("first", "again", "from the other"):
+        if name == "from the other":
+            engine.connector.sub_connectors[0].reset_cache()
+        result[name], result[f"{name} cached"] = engine.answers(prompts)
+        engine.drain()
+        engine.forget_device_cache()
+        result[f"{name} metrics"] = engine.metrics()
+    engine.close()
+    return result
+
+
 def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
     """What vLLM says at start to configurations that cannot work; of those for which it loads a model, after
     "loaded: "."""
@@ -487,10 +534,18 @@ def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
         "role": {"transfer": {"kv_role": "kv_producer"}, "extra": extra},
         "key": {"extra": extra | {"cpu_bytes": 1}},
         "size": {"extra": {}},
-        "pipeline": {"extra": extra, "pipeline_parallel_size": 2},
+        "pipeline": {"extra": extra, "pipeline_parallel_size": 3},
         "child": {
             "transfer": {"kv_connector": "MultiConnector", "kv_connector_module_path": None},
             "extra": {"connectors": [child | {"kv_connector_extra_config": {"cpu_bytes_to_us": 1}}]},
+        },
+        "policy of the whole": {
+            "transfer": {
+                "kv_connector": "MultiConnector",
+                "kv_connector_module_path": None,
+                "kv_load_failure_policy": "fail",
+            },
+            "extra": {"connectors": [child | {"kv_connector_extra_config": extra}]},
         },
         "block": {"extra": extra | {"block_size": 48}},
         "layout": {"extra": extra | {"kv_cache_layout": "BLNHC"}},

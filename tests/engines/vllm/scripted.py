@@ -7,13 +7,14 @@ it depends on, so that a block with a wrong, rejected or missing position gives 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 from tests.connector.rig import SpyManager
 
-from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
-from kvoffload.connector import ConnectorMeta
+from kvoffload.base import GPULoadStoreSpec, OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.connector import TransferJob
+from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.spec import CPUOffloadingSpec
 
 SCRIPTED = {"spec_name": "ScriptedSpec", "spec_module_path": "tests.engines.vllm.scripted"}
@@ -27,8 +28,10 @@ class ScriptedManager(SpyManager):
         self.refuses = False
         self.looked_up: list[OffloadKey] = []
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        answers = super().lookup_prefix(keys, req_context)
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
+    ) -> list[bool | None]:
+        answers = super().lookup_prefix(keys, req_context, ends)
         self.looked_up += keys[: len(answers)]
         return answers
 
@@ -52,16 +55,26 @@ class ScriptedSpec(CPUOffloadingSpec):
 Content = tuple[int, ...]
 """The tokens up to a position, and those behind it that its KV depends on."""
 GARBAGE: Content = (-1,)
+ZEROES: Content = (0,)
 PROMOTED: Content = ()
 """In slots that a lower tier has filled. These are not checked."""
 
 
 class Worker:
-    """Runs what vLLM's scheduler decides, at once. ``tokens`` and ``computed`` are the truth, which an asynchronous
-    scheduler learns a step later."""
+    """Runs what vLLM's scheduler decides, at once and in the order of vLLM's V1 model runner. ``tokens`` and
+    ``computed`` are the truth, which an asynchronous scheduler learns a step later."""
 
-    def __init__(self, block_tokens: Sequence[int], lookahead_tokens: int) -> None:
+    def __init__(
+        self,
+        block_tokens: Sequence[int],
+        lookahead_tokens: int,
+        state_groups: Collection[int] = (),
+        left_out: Collection[int] = (),
+    ) -> None:
+        """``left_out``: groups that are not offloaded. They come after all others."""
         self._block_tokens = block_tokens
+        self._state_groups = state_groups
+        self._left_out = left_out
         self._lookahead = lookahead_tokens
         self.tokens: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
@@ -69,13 +82,18 @@ class Worker:
         self._device: dict[tuple[int, int], Content] = {}
         """By GPU block and position in it; all groups share one pool of GPU blocks, as in vLLM."""
         self.slots: dict[int, list[Content]] = {}
+        self._ended: list[TransferJob] = []
+
+    def take_ended(self) -> list[TransferJob]:
+        """The transfers that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def execute(self, output: Any, requests: dict[str, Any], token: int, accept: int) -> dict[str, list[int]]:
         """One step of vLLM's ``SchedulerOutput``: at most ``accept`` of each request's drafts are accepted, which are
         all ``token``. Returns the sampled tokens of requests whose prompt is computed."""
         meta = output.kv_connector_metadata.meta
-        self._store(meta, final=True)
-        self._take_tables(output, requests)
+        self._begin_step(output, requests)
         sampled = {}
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
@@ -85,8 +103,31 @@ class Worker:
                 for offset in range(max(self._block_tokens)):
                     content = self.slots[int(slot)][offset : offset + 1] if int(slot) in self.slots else [PROMOTED]
                     self._device[int(block_id), offset] = content[0] if content else GARBAGE
-        self._store(meta, final=False)
+        self._ended += meta.loads
+        self._store(meta.stores)
         return sampled
+
+    def _begin_step(self, output: Any, requests: dict[str, Any]) -> None:
+        self._store(output.kv_connector_metadata.meta.final_stores)
+        self._take_tables(output, requests)
+        self._move_states(output)
+
+    def _store(self, jobs: Iterable[TransferJob]) -> None:
+        for job in jobs:
+            self._run(job)
+
+    def _move_states(self, output: Any) -> None:
+        """Each state goes on in the block that this step ends in."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            first = self._computed[request_id]
+            for group in self._state_groups if first else ():
+                table, size = self._tables[request_id][group], self._block_tokens[group]
+                before, now = table[(first - 1) // size], table[(first + num_tokens - 1) // size]
+                state = self._device.get((before, 0), GARBAGE)
+                assert state in (PROMOTED, tuple(self.tokens[request_id][:first])), (
+                    f"{request_id} goes on from {first} tokens with the state of {state}"
+                )
+                self._device[now, 0] = state
 
     def _take_tables(self, output: Any, requests: dict[str, Any]) -> None:
         for new in output.scheduled_new_reqs:
@@ -117,8 +158,15 @@ class Worker:
         for position in range(first, first + num_tokens):
             content = tuple(known[: position + 1 + self._lookahead]) if position < good else GARBAGE
             for group, table in enumerate(self._tables[request_id]):
+                if group in self._left_out:  # a ring has one block
+                    self._device[table[min(position // self._block_tokens[group], len(table) - 1)], 0] = GARBAGE
+                if group in self._state_groups or group in self._left_out:
+                    continue
                 block, offset = divmod(position, self._block_tokens[group])
                 self._device[table[block], offset] = content
+        for group in self._state_groups:
+            last = (first + num_tokens - 1) // self._block_tokens[group]
+            self._device[self._tables[request_id][group][last], 0] = tuple(known[:good])
         self._computed[request_id] = good
         return sampled
 
@@ -132,13 +180,41 @@ class Worker:
                 f"{request_id} goes on from {computed} tokens, and position {position} was computed from {content}"
             )
 
-    def _store(self, meta: ConnectorMeta, final: bool) -> None:
-        for job in meta.final_stores if final else meta.stores:
-            ids = iter(int(block_id) for block_id in job.source.block_ids)
-            slots = iter(int(slot) for slot in job.destination.block_ids)
-            for group, size in enumerate(job.source.group_sizes):
-                for _ in range(size):
-                    block_id = next(ids)
-                    self.slots[next(slots)] = [
-                        self._device.get((block_id, offset), GARBAGE) for offset in range(self._block_tokens[group])
-                    ]
+    def _run(self, job: TransferJob) -> None:
+        assert isinstance(job.source, GPULoadStoreSpec)
+        assert isinstance(job.destination, CPULoadStoreSpec)
+        ids = iter(int(block_id) for block_id in job.source.block_ids)
+        slots = iter(int(slot) for slot in job.destination.block_ids)
+        for group, size in enumerate(job.source.group_sizes):
+            for _ in range(size):
+                block_id = next(ids)
+                self.slots[next(slots)] = [
+                    self._device.get((block_id, offset), GARBAGE) for offset in range(self._block_tokens[group])
+                ]
+        self._ended.append(job)
+
+
+class EarlyWriter(Worker):
+    """Works in the order of vLLM's V2 model runner: it zeroes new blocks and moves states, and only then lets the
+    connector flush. Its stores run when they are flushed, and never else."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.waiting: dict[int, TransferJob] = {}
+        """Stores that were started and have not run."""
+        self.num_zeroed = 0
+
+    def _begin_step(self, output: Any, requests: dict[str, Any]) -> None:
+        self._take_tables(output, requests)
+        for block_id in output.new_block_ids_to_zero or ():
+            self.num_zeroed += 1
+            for offset in range(max(self._block_tokens)):
+                self._device[block_id, offset] = ZEROES
+        self._move_states(output)
+        meta = output.kv_connector_metadata.meta
+        self._store(meta.final_stores)
+        for job_id in sorted(meta.flush_job_ids):
+            self._run(self.waiting.pop(job_id))
+
+    def _store(self, jobs: Iterable[TransferJob]) -> None:
+        self.waiting |= {job.job_id: job for job in jobs}

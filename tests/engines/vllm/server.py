@@ -49,9 +49,10 @@ def environment_of_the_command(directory: Path) -> dict[str, str]:
 class Server:
     """A server of ``model``. ``extra`` are kvoffload's options besides the size of the CPU tier."""
 
-    def __init__(self, model: str, directory: Path, **extra: Any) -> None:
+    def __init__(self, model: str, directory: Path, num_engines: int = 1, **extra: Any) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.events = f"ipc://{directory / 'events'}"
+        # Engine cores that are more than one number their ports from this one on.
+        self.events = f"ipc://{directory / 'events'}" if num_engines == 1 else f"tcp://127.0.0.1:{free_port()}"
         self.log = directory / "server.log"
         extra = {"cpu_bytes_to_use": CPU_SLOTS * BLOCK_BYTES, "self_describing_kv_events": True} | extra
         command = [
@@ -61,6 +62,7 @@ class Server:
             *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "100"),
             *("--kv-cache-memory-bytes", str(1 << 28), "--max-num-batched-tokens", "512"),
             "--enable-prompt-tokens-details",
+            *("--data-parallel-size", str(num_engines), "--api-server-count", "1"),
             *("--kv-transfer-config", json.dumps(connector_arguments() | {"kv_connector_extra_config": extra})),
             *(
                 "--kv-events-config",
@@ -117,7 +119,9 @@ class Server:
             self._output.close()
 
 
-def ask(client: Any, prompt: Prompt, salt: str | None = None, **kv_transfer_params: Any) -> tuple[list[int], int]:
+def ask(
+    client: Any, prompt: Prompt, salt: str | None = None, engine: int | None = None, **kv_transfer_params: Any
+) -> tuple[list[int], int]:
     """The generated token ids and how many of the prompt's were cached. Nothing is cached under a new ``salt``."""
     cached_under = {} if salt is None else {"cache_salt": salt}
     answer = client.completions.create(
@@ -125,6 +129,7 @@ def ask(client: Any, prompt: Prompt, salt: str | None = None, **kv_transfer_para
         prompt=list(prompt.token_ids),
         max_tokens=NEW_TOKENS,
         temperature=0,
+        extra_headers={"X-data-parallel-rank": str(engine)} if engine is not None else {},
         extra_body={"ignore_eos": True, "kv_transfer_params": kv_transfer_params} | cached_under,
     )
     details = answer.usage.prompt_tokens_details

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 from tests.engines.vllm.harness import CONNECTOR, hash_block_size
-from tests.engines.vllm.scripted import SCRIPTED, ScriptedManager, ScriptedSpec, Worker
+from tests.engines.vllm.scripted import SCRIPTED, EarlyWriter, ScriptedManager, ScriptedSpec, Worker
 
 from kvoffload.base import TransferResult, make_offload_key
 from kvoffload.connector import ConnectorMeta, TransferJob, WorkerReport
@@ -18,15 +20,50 @@ NUM_GPU_BLOCKS = 8
 STOP = 499
 
 
-def attention(window: int | None = None, block: int = BLOCK) -> Any:
+def attention(window: int | None = None, block: int = BLOCK, dtype: str = "float32") -> Any:
     """A KV group of vLLM: full attention, or a sliding window."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     # Groups share one pool of GPU blocks, so their blocks have the same number of bytes.
-    shape: dict[str, Any] = {"block_size": block, "num_kv_heads": 2 * BLOCK // block or 1, "dtype": torch.float32}
-    shape["head_size"] = PAGE_BYTES // (2 * block * shape["num_kv_heads"] * 4)
+    shape: dict[str, Any] = {"block_size": block, "num_kv_heads": 2 * BLOCK // block or 1}
+    shape["dtype"] = getattr(torch, dtype)
+    shape["head_size"] = PAGE_BYTES // (2 * block * shape["num_kv_heads"] * shape["dtype"].itemsize)
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+
+
+def ring() -> Any:
+    """A KV group of vLLM: one block for each request, which is not in the prefix cache."""
+    import torch
+    from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+    shape = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    return CircularBufferSpec(**shape)
+
+
+def replayed_window(window: int) -> Any:
+    """A KV group of vLLM: a window that is not in the prefix cache, and is computed again after each hit."""
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
+
+    shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    return SlidingWindowMLASpec(**shape, sliding_window=window, bounded_replay=True)
+
+
+def states() -> Any:
+    """A KV group of vLLM: recurrent states."""
+    import torch
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(
+        block_size=BLOCK,
+        shapes=((2, 3),),
+        dtypes=(torch.float32,),
+        page_size_padded=PAGE_BYTES,
+        mamba_cache_mode="align",
+        mamba_type=MambaAttentionBackendEnum.MAMBA2,
+    )
 
 
 class Steps:
@@ -42,10 +79,14 @@ class Steps:
         speculative_config: dict[str, Any] | None = None,
         slots: int | None = None,
         max_tokens_per_step: int = 64,
+        v2_model_runner: bool = False,
+        context_ranks: int = 1,
         **options: Any,
     ) -> None:
         """``groups`` of ``attention()``; one of full attention by default. ``slots``: a ``ScriptedManager`` of so many
-        blocks (``manager``). ``options`` of the connector, instead of 1 MiB of host memory."""
+        blocks (``manager``). ``v2_model_runner``: which vLLM's CPU platform lacks, so that its worker is an
+        ``EarlyWriter``. ``context_ranks``: of decode context parallelism, which all report a transfer. ``options`` of
+        the connector, instead of 1 MiB of host memory."""
         from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -57,7 +98,7 @@ class Steps:
 
         groups = groups or (attention(),)
         if slots is not None:
-            options = SCRIPTED | {"cpu_bytes_to_use": slots * PAGE_BYTES} | options
+            options = SCRIPTED | {"cpu_bytes_to_use": slots * PAGE_BYTES * context_ranks} | options
         config = EngineArgs(
             model=model,
             dtype="float32",
@@ -71,11 +112,13 @@ class Steps:
         config.cache_config.num_gpu_blocks = num_gpu_blocks
         # vLLM's CPU platform turns these to its own taste.
         config.cache_config.block_size = BLOCK
-        config.parallel_config.distributed_executor_backend = "uni"
+        config.parallel_config.distributed_executor_backend = "uni" if context_ranks == 1 else "mp"
+        config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = context_ranks
+        config.parallel_config.decode_context_parallel_size = self._num_ranks = context_ranks
         config.scheduler_config.async_scheduling = asynchronous
         config.scheduler_config.enable_chunked_prefill = True
         scheduler_class = AsyncScheduler if asynchronous else Scheduler
-        self.block_tokens = [spec.block_size for spec in groups]
+        self.block_tokens = [spec.block_size * context_ranks for spec in groups]
         hash_tokens = min(self.block_tokens)
         size = num_gpu_blocks * PAGE_BYTES
         names = [f"layer{group}" for group in range(len(groups))]
@@ -86,14 +129,17 @@ class Steps:
             kv_cache_layout="LBHNC",
             **hash_block_size(hash_tokens),
         )
-        self.scheduler = scheduler_class(
-            vllm_config=config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=max(self.block_tokens),
-            hash_block_size=hash_tokens,
-            log_stats=True,
-        )
+        # vLLM's configuration refuses it without Triton, and reads the variable anew whenever it is asked.
+        with patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(v2_model_runner))):
+            assert config.use_v2_model_runner is v2_model_runner
+            self.scheduler = scheduler_class(
+                vllm_config=config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=max(self.block_tokens),
+                hash_block_size=hash_tokens,
+                log_stats=True,
+            )
         hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(hash_tokens, hash_fn)
@@ -102,7 +148,10 @@ class Steps:
         speculative = config.speculative_config
         self._num_drafts = speculative.num_speculative_tokens if speculative else 0
         self.lookahead_tokens = int(speculative is not None and speculative.use_eagle())
-        self.worker = Worker(self.block_tokens, self.lookahead_tokens)
+        self._state_groups = [index for index, spec in enumerate(groups) if hasattr(spec, "mamba_cache_mode")]
+        worker = EarlyWriter if v2_model_runner else Worker
+        left_out = [index for index, spec in enumerate(groups) if not spec.prefix_cacheable]
+        self.worker = worker(self.block_tokens, self.lookahead_tokens, self._state_groups, left_out)
         self.manager: ScriptedManager | None = ScriptedSpec.latest if slots is not None else None
         self.metas: list[ConnectorMeta] = []
         """What the workers were sent, by step."""
@@ -133,7 +182,8 @@ class Steps:
         meta: ConnectorMeta = output.kv_connector_metadata.meta
         self.metas.append(meta)
         sampled = self.worker.execute(output, self.scheduler.requests, token, accept)
-        self._in_flight.append((output, sampled))
+        self._in_flight.append((output, sampled, self.worker.take_ended()))
+        self.check()
         while len(self._in_flight) > self._depth:
             self.deliver()
         return meta
@@ -143,11 +193,14 @@ class Steps:
 
         from kvoffload.engines.vllm.connector import StepReport
 
-        output, sampled = self._in_flight.pop(0)
+        output, sampled, jobs = self._in_flight.pop(0)
         meta = output.kv_connector_metadata.meta
-        jobs = (*meta.loads, *meta.stores, *meta.final_stores)
         report = WorkerReport(
-            tuple((0, TransferResult(job.job_id, job.request_id not in self.failing)) for job in jobs)
+            tuple(
+                (rank, TransferResult(job.job_id, job.request_id not in self.failing))
+                for job in jobs
+                for rank in range(self._num_ranks)
+            )
         )
         ids = list(output.num_scheduled_tokens)
         broken = [job for job in meta.loads if job.request_id in self.failing]
@@ -172,6 +225,12 @@ class Steps:
             # The next step's drafts; with asynchronous scheduling only the worker knows them.
             drafts = [[STOP] * self._num_drafts for _ in ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+
+    def check(self) -> None:
+        side = self.scheduler.connector.scheduler
+        side.core.check_invariants()
+        if side._held is not None:
+            side._held.check_invariants()
 
     def deliver_all(self) -> None:
         while self._in_flight:
@@ -216,6 +275,10 @@ class Steps:
             if state is None:
                 continue
             found.append(block)
+            if group in self._state_groups:
+                content, end = self.worker.slots[state.block_id][0], (block + 1) * size
+                assert content == tuple(tokens[:end]), f"the state at {end} tokens: {content}"
+                continue
             for offset, content in enumerate(self.worker.slots[state.block_id]):
                 position = block * size + offset
                 # What followed the block's last token was another request's affair, but something did.

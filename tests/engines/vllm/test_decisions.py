@@ -14,6 +14,8 @@ import pytest
 from tests.engines.vllm.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps, aborted, attention
 
+from kvoffload.engines.vllm.versions import hit_source
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
@@ -199,11 +201,14 @@ def test_events_tell_all_about_promoted_blocks(llama: SmallModel, asynchronous: 
     first.close()
 
     second = Steps(llama.path, asynchronous, 40, **tier)
-    second.add("second", prompt, 1)
+    request = second.add("second", prompt, 1)
     while not second.loads():
         assert second.scheduler.requests
         second.step()
         time.sleep(0.001)
+    sources = second.scheduler.connector.get_external_cache_hit_sources(request, 3 * BLOCK)
+    assert sources == {hit_source("STORAGE", "LOCAL"): 3 * BLOCK}
+    assert second.scheduler.connector.get_external_cache_hit_sources(request, 0) == {}
     seen = announced(second)  # all of them came up before it was admitted
     second.drain()
     blocks = [tuple(prompt[n * BLOCK : (n + 1) * BLOCK]) for n in range(3)]

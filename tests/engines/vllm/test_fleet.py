@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two vLLM servers on two ports share one store (Valkey, an object store, Mooncake): what one computed the other hits,
-with the same tokens."""
+"""Two vLLM servers on two ports share one store (Valkey, an object store, Mooncake, a pool in memory): what one has
+computed the other hits, with the same tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.engines.vllm.harness import Baseline
 from tests.engines.vllm.models import SmallModel
 from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import Server, ask, judge
+from tests.memory_files import memory_directory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -20,9 +21,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 SEAL_KEY = "0123456789abcdef"
 
 
-@pytest.fixture(params=["redis", "object", "mooncake"])
+@pytest.fixture(params=["redis", "object", "mooncake", "disk"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """The options of a tier that both servers share, over a real server of this machine."""
+    """The options of a tier that both servers share: over a real server of this machine, or in its memory."""
+    if request.param == "disk":
+        with memory_directory() as pool:
+            yield {"type": "disk", "path": str(pool / "kv"), "max_bytes": "256MiB"}
+        return
     place = tmp_path / "store"
     place.mkdir()
     shared = {"type": request.param, "required": True, "seal_key": SEAL_KEY}
@@ -91,6 +96,14 @@ def test_what_one_server_computed_the_other_hits(
             return first.metrics().get(f"tier_blocks_stored|{kind}", 0) >= 4 * 31
 
         wait_until(is_stored, "the first server's blocks are in the store")
+        if kind == "disk":
+            num_bytes = first.metrics()[f"tier_bytes|{kind}"]
+
+            def is_seen() -> bool:
+                ask(other, next(filler))
+                return second.metrics().get(f"tier_bytes|{kind}", 0) >= num_bytes
+
+            wait_until(is_seen, "the second server knows of them")
         shared = {prompt.name: ask(other, prompt) for prompt in prompts}
         metrics = second.metrics()
         judge(first, one, llama_baseline, computed)

@@ -24,8 +24,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 NEXT = "0.33.0"
 SINCE = {
     "vllm.v1.core.kv_cache_utils.to_event_extra_keys": (0, 31),
+    "vllm.v1.kv_cache_interface.KVCacheConfig.kv_tp_replicas": (0, 31),
+    "vllm.v1.kv_cache_interface.KVCacheSpec.dcp_sharded": (0, 31),
     "vllm.v1.metrics.cache_hit_source.CacheHitSource": (0, 32),
     "vllm.v1.kv_cache_interface.KVCacheConfig.hash_block_size": (0, 32),
+    "vllm.config.vllm.VllmConfig.num_hash_lookahead_tokens": (0, 33),
 }
 """What older versions lack. ``versions.py`` does without it there."""
 ADAPTER = Path(__file__).parents[3] / "src" / "kvoffload" / "engines" / "vllm"
@@ -47,16 +50,18 @@ ATTRIBUTES = {
         "skip_reading_prefix_cache mm_features prompt_embeds"
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
-    ("vllm.v1.core.block_pool", "BlockPool"): "null_block",
-    ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): "block_id",
+    ("vllm.v1.core.block_pool", "BlockPool"): "null_block blocks touch free_blocks reset_prefix_cache",
+    ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): "block_id ref_cnt",
     ("vllm.v1.outputs", "KVConnectorOutput"): "kv_connector_worker_meta",
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (
         "num_blocks kv_cache_tensors kv_cache_groups hash_block_size kv_cache_layout prefix_cacheable_group_ids "
-        "needs_kv_cache_zeroing"
+        "needs_kv_cache_zeroing kv_tp_replicas"
     ),
     ("vllm.v1.kv_cache_interface", "KVCacheTensor"): "size",
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "layer_names kv_cache_spec is_eagle_group",
-    ("vllm.v1.kv_cache_interface", "KVCacheSpec"): "block_size",
+    ("vllm.v1.kv_cache_interface", "KVCacheSpec"): "block_size dcp_sharded",
+    ("vllm.v1.kv_cache_interface", "AttentionSpec"): "num_kv_heads kv_quant_mode num_head_slots",
+    ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs"): "kv_cache_specs",
     ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): "sliding_window extra_retained_tokens",
     ("vllm.v1.kv_cache_interface", "RSWASpec"): "rswa_window",
     ("vllm.v1.kv_cache_interface", "KVCacheSpecKind"): (
@@ -67,27 +72,31 @@ ATTRIBUTES = {
     ),
     ("vllm.config.kv_events", "KVEventsConfig"): "enable_kv_cache_events",
     ("vllm.config.parallel", "ParallelConfig"): (
-        "nnodes_within_dp world_size distributed_executor_backend pipeline_parallel_size decode_context_parallel_size "
-        "prefill_context_parallel_size tensor_parallel_size rank"
+        "nnodes_within_dp data_parallel_size_local world_size distributed_executor_backend pipeline_parallel_size "
+        "decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size rank "
+        "cp_kv_cache_interleave_size"
     ),
     ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype use_replayssm",
-    ("vllm.config.model", "ModelConfig"): "model revision quantization dtype hf_config use_mla",
+    ("vllm.config.model", "ModelConfig"): (
+        "model revision quantization dtype hf_config hf_text_config use_mla is_hybrid get_total_num_kv_heads "
+        "get_total_num_hidden_layers"
+    ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
         "method draft_model_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
     ),
     ("vllm.config.vllm", "VllmConfig"): (
         "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config "
-        "attention_config use_v2_model_runner"
+        "attention_config use_v2_model_runner num_hash_lookahead_tokens"
     ),
     ("vllm.config.attention", "AttentionConfig"): "hisparse_config",
     ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
-        "kv_cache_spec_sliding_window extra_keys"
+        "kv_cache_spec_sliding_window extra_keys locality ownership"
     ),
     ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): "identifier mm_position",
     ("vllm.lora.request", "LoRARequest"): "adapter_id name",
-    ("vllm.distributed.kv_events", "BlockRemoved"): "block_hashes medium group_idx",
+    ("vllm.distributed.kv_events", "BlockRemoved"): "block_hashes medium group_idx locality ownership",
     (BASE, "KVConnectorTransferResults"): "finished_recving failed_recving",
     (METRICS, "KVConnectorStats"): "data to_dict",
     (METRICS, "KVConnectorPromMetrics"): "_gauge_cls _counter_cls per_engine_labelvalues",
@@ -186,6 +195,22 @@ def test_a_reset_reaches_the_connector_by_the_names_in_the_docs(sources: Sources
     told = (ADAPTER.parents[3] / "docs" / "vllm.md").read_text()
     assert "/reset_prefix_cache?reset_running_requests=true&reset_external=true" in told
     assert "reset_prefix_cache(reset_running_requests=True, reset_connector=True)" in told
+
+
+def test_no_connector_of_vllm_asks_for_another_layout(sources: Sources) -> None:
+    """``MultiConnector`` raises where two of its connectors ask for different ones."""
+    asked: dict[str, set[object]] = {}
+    folder = sources.root / "vllm/distributed/kv_transfer/kv_connector/v1"
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "get_required_kvcache_layout":
+                returned = {each.value for each in ast.walk(node) if isinstance(each, ast.Return)}
+                names = {each.value for each in returned if isinstance(each, ast.Constant)} - {None}
+                asked[str(path.relative_to(folder))] = names
+    assert {"LBHNC"} in asked.values()
+    others = {file for file, names in asked.items() if not names <= {"LBHNC"}}
+    # For HiSparse, and for hidden states as drafts. We refuse both.
+    assert others <= {"hisparse/connector.py", "offloading_connector.py", "example_hidden_states_connector.py"}
 
 
 def test_the_kinds_of_groups_are_still_called_so(sources: Sources) -> None:

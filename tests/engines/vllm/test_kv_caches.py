@@ -3,15 +3,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sizes import by_size
 
-from kvoffload.base import CanonicalKVCaches
-from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize
+from kvoffload.base import CanonicalKVCaches, Direction, GPULoadStoreSpec
+from kvoffload.config import RankSlice
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy.host import copy_to_device, copy_to_host
+from kvoffload.cpu.copy.plan import plan_runs
+from kvoffload.cpu.gpu_worker import copy_layout
+from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS, LayerCache, canonicalize, canonicalize_heads
 from kvoffload.errors import LayoutError
 
 NUM_BLOCKS, HEADS, TOKENS, CONTENT = 5, 2, 3, 4
@@ -207,3 +217,134 @@ def test_any_order_of_the_axes_copies_right(order: str, num_layers: int) -> None
         expected[[0, 3]] = old[[3, 0]]
         assert torch.equal(view, expected)
     assert math.prod(views[0].shape) == NUM_BLOCKS * HEADS * TOKENS * CONTENT
+
+
+# ------------------------------------------------------------------------------------------------ pages of all heads
+
+
+def rank_views(
+    model: torch.Tensor, layout: str, part: int, num_parts: int, num_blocks: int, kernel_blocks: int, pad: int
+) -> list[torch.Tensor]:
+    """What vLLM gives a rank for ``model``, (layers, blocks, heads, tokens, content): views (B, H, N, C), one per
+    layer, in memory by ``layout``, with padding after each block or, where heads are outside of blocks, none."""
+    num_layers, num_blocks, heads, tokens, content = model.shape
+    mine = heads // num_parts
+    sizes = {"L": num_layers, "B": num_blocks, "H": mine, "N": tokens, "C": content}
+    strides: dict[str, int] = {}
+    step = 1
+    for axis in reversed(layout):
+        if axis == "B" and layout != "LHBNC":
+            step += pad
+        strides[axis] = step
+        step *= sizes[axis]
+    memory = torch.full((step + 3,), -1.0)
+    whole = torch.as_strided(memory, [sizes[a] for a in "LBHNC"], [strides[a] for a in "LBHNC"], storage_offset=3)
+    if kernel_blocks > 1:  # dense pages alone, cut into kernel blocks with their heads inside
+        shape = num_layers, num_blocks * kernel_blocks, mine, tokens // kernel_blocks, content
+        dense = strides["B"] // kernel_blocks
+        whole = torch.as_strided(memory, shape, (strides["L"], dense, shape[3] * content, content, 1), storage_offset=3)
+    own = model[:, :, part * mine : (part + 1) * mine]
+    if kernel_blocks > 1:
+        cut = own.reshape(num_layers, num_blocks, mine, kernel_blocks, tokens // kernel_blocks, content)
+        own = cut.transpose(2, 3).reshape(whole.shape)
+    whole.copy_(own)
+    return list(whole)
+
+
+def slot_of(model: torch.Tensor, layout: str, blocks: list[int]) -> bytes:
+    """A slot by definition: the pages of an engine with one rank, each with its sub-blocks side by side."""
+    inner = layout[layout.index("B") + 1 :]
+    outer = [axis for axis in layout if axis not in inner]
+    order = ["LBHNC".index(axis) for axis in (*[a for a in outer if a != "B"], "B", *inner)]
+    return model[:, blocks].permute(order).contiguous().numpy().tobytes()
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> dict[str, Any]:
+    layout = draw(st.sampled_from(HEADS_BEFORE_TOKENS))
+    parts = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (3, 1), (6, 2)]))
+    return {
+        "layout": layout,
+        "writers": parts[0],
+        "readers": parts[1],
+        "heads": math.lcm(*parts) * draw(st.integers(1, 2)),
+        "replicas": draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)])),
+        "layers": draw(st.integers(1, 3)),
+        "kernel_blocks": draw(st.sampled_from([1, 1, 2, 4])) if layout == "LBHNC" else 1,
+        "factor": draw(st.integers(1, 3)),
+        "pad": draw(st.sampled_from([0, 5])),
+    }
+
+
+@settings(max_examples=by_size(60, 1000))
+@given(shards(), st.randoms(use_true_random=False))
+def test_what_some_ranks_store_others_load(case: dict[str, Any], chance: random.Random) -> None:
+    """The slots have the bytes of the definition, whoever wrote them, and the reading engine has the tensors."""
+    layout, factor, num_layers = case["layout"], case["factor"], case["layers"]
+    kernel_blocks = case["kernel_blocks"]
+    pad = 0 if kernel_blocks > 1 else case["pad"]
+    num_slots, tokens, content = 3, 4, 2
+    num_blocks = num_slots * factor
+    model = torch.arange(num_layers * num_blocks * case["heads"] * tokens * content, dtype=torch.float32)
+    model = model.view(num_layers, num_blocks, case["heads"], tokens, content)
+    slots = np.zeros((num_slots, factor * model[:, 0].numel() * 4), dtype=np.uint8)
+    blocks = chance.sample(range(num_blocks), num_blocks)
+    order = chance.sample(range(num_slots), num_slots)
+    gpu, cpu = GPULoadStoreSpec(blocks, [num_blocks], [0]), CPULoadStoreSpec(order)
+
+    def copy(direction: Direction, parts: int, replicas: int, source: torch.Tensor, kernel: int) -> list[torch.Tensor]:
+        """By all ranks of an engine. Returns their views, layer by layer and rank by rank."""
+        everything = []
+        for part, replica in itertools.product(range(parts), range(replicas)):
+            views = rank_views(source, layout, part, parts, num_blocks, kernel, pad)
+            caches = canonicalize_heads([layers(views)], num_blocks, layout, part, parts)
+            plan = copy_layout(caches, memoryview(slots), factor, RankSlice(part, parts, replica, replicas))
+            runs = plan_runs(plan, gpu, cpu, direction)
+            (copy_to_host if direction is Direction.STORE else copy_to_device)(runs)
+            everything.append(torch.stack(views))
+        return everything
+
+    copy(Direction.STORE, case["writers"], case["replicas"][0], model, kernel_blocks)
+    for nth, slot in enumerate(order):
+        assert slots[slot].tobytes() == slot_of(model, layout, blocks[nth * factor : (nth + 1) * factor])
+    # The reader may cut its blocks into other kernel blocks.
+    kernel = 1 if pad or layout != "LBHNC" else chance.choice([1, 2])
+    loaded = copy(Direction.LOAD, case["readers"], case["replicas"][1], torch.zeros_like(model), kernel)
+    for nth, views in enumerate(loaded):
+        part = nth // case["replicas"][1]
+        wanted = rank_views(model, layout, part, case["readers"], num_blocks, kernel, pad)
+        assert torch.equal(views, torch.stack(wanted))
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_one_rank", "of_two"),
+    [("LBHNC", 3, 3), ("LHBNC", 12, 6), ("BLHNC", 1, 3), ("BHLNC", 1, 1)],
+)
+def test_a_block_is_copied_in_few_pieces(layout: str, of_one_rank: int, of_two: int) -> None:
+    model = torch.rand(3, NUM_BLOCKS, 4, TOKENS, CONTENT)
+    for parts, pieces in ((1, of_one_rank), (2, of_two)):
+        for part in range(parts):
+            views = rank_views(model, layout, part, parts, NUM_BLOCKS, 1, 0)
+            caches = canonicalize_heads([layers(views)], NUM_BLOCKS, layout, part, parts)
+            assert len(caches.group_data_refs[0]) == pieces
+
+
+def test_groups_that_overlay_each_other_share_tensors_in_pages_of_all_heads_too() -> None:
+    views = rank_views(torch.rand(2, NUM_BLOCKS, 2, TOKENS, CONTENT), "LBHNC", 0, 1, NUM_BLOCKS, 1, 0)
+    again = [*views, views[0]]  # a layer that reuses the cache of the first
+    caches = canonicalize_heads([layers(again), layers(views[:1])], NUM_BLOCKS, "LBHNC")
+    assert [[ref.tensor_idx for ref in refs] for refs in caches.group_data_refs] == [[0, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ([torch.zeros(NUM_BLOCKS, 2, 8)], "does not have the tokens of a head side by side"),
+        ([torch.zeros(NUM_BLOCKS, 3, 2, 4).transpose(1, 2)], "does not have the tokens of a head side by side"),
+        ([torch.zeros(NUM_BLOCKS + 1, 2, 3, 4)], "does not have the tokens of a head side by side"),
+        ([torch.zeros(NUM_BLOCKS, 2, 3, 4), torch.zeros(NUM_BLOCKS, 2, 3, 8)], "differ in size"),
+    ],
+)
+def test_what_has_no_pages_of_heads_is_refused(tensors: list[torch.Tensor], words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        canonicalize_heads([layers(tensors)], NUM_BLOCKS, "LBHNC")

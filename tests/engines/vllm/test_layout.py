@@ -18,18 +18,22 @@ from tests.engines.vllm.configs import (
     HFConfig,
     attention,
     chunked,
+    heads,
     know_plain_specs,
     kv_cache_config,
     mamba,
     replayed_window,
+    ring,
     sliding,
     speculative,
     vllm_config,
 )
 
-from kvoffload.config import GroupKind, parse_config
+from kvoffload.config import GroupKind, RankSlice, parse_config
 from kvoffload.connector import NO_BLOCK, BoundaryState
+from kvoffload.cpu.memory_limits import SHM
 from kvoffload.engines.vllm import versions
+from kvoffload.engines.vllm.held_blocks import are_written_early
 from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, refuse_kv_cache
 from kvoffload.engines.vllm.steps import StepTranslator, with_states
 from kvoffload.errors import ConfigError, LayoutError
@@ -53,14 +57,26 @@ def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
+@BOTH
+def test_engine_cores_that_take_more_than_the_machine_has_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "kvoffload.engines.vllm.layout.check_all_engines", lambda *args, **mount: asked.append((args, mount))
+    )
+    check_engine(vllm_config())
+    assert not asked
+    check_engine(vllm_config(parallel_config__data_parallel_size_local=4))
+    check_engine(
+        vllm_config(parallel_config__data_parallel_size_local=2, parallel_config__distributed_executor_backend="mp")
+    )
+    assert asked == [((1 << 20, 4), {"mount": None}), ((1 << 20, 2), {"mount": SHM})]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
         ({"kv_transfer_config__kv_role": "kv_consumer"}, '"kv_role": "kv_both"'),
-        ({"parallel_config__nnodes_within_dp": 2}, "spans 2 nodes"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size above 1"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size above 1"),
         ({"parallel_config__prefill_context_parallel_size": 4}, "prefill_context_parallel_size above 1"),
         (
             {"parallel_config__world_size": 2, "parallel_config__distributed_executor_backend": "ray"},
@@ -81,6 +97,47 @@ def test_engines_that_cannot_be_served_say_why_before_they_have_a_kv_cache(chang
         check_engine(vllm_config(**change))
 
 
+def test_tiers_are_refused_where_an_engine_spans_several_nodes() -> None:
+    nodes = {"parallel_config__nnodes_within_dp": 2, "parallel_config__world_size": 2}
+    mp = {"parallel_config__distributed_executor_backend": "mp"}
+    check_engine(vllm_config(**nodes, **mp))
+    extra = EXTRA | TIERING | {"secondary_tiers": [{"type": "memory"}]}
+    with pytest.raises(ConfigError, match=r"spans 2 nodes, .*: leave out secondary_tiers, or run one engine per node"):
+        check_engine(vllm_config(**nodes, **mp, kv_transfer_config__kv_connector_extra_config=extra))
+
+
+@pytest.mark.vllm
+def test_pipeline_stages_must_be_of_equal_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(stages: int, **changes: Any) -> Any:
+        return vllm_config(
+            parallel_config__pipeline_parallel_size=stages,
+            parallel_config__world_size=stages,
+            parallel_config__distributed_executor_backend="mp",
+            **changes,
+        )
+
+    check_engine(config(3))  # of 12 layers
+    check_engine(config(2, speculative_config=speculative(method="ngram")))
+    with pytest.raises(ConfigError, match=r"these have 2, 2, 3, 3, 2 layers: set .* to a divisor of 12"):
+        check_engine(config(5))
+    with pytest.raises(ConfigError, match="KV of 'eagle' drafters lies in the last pipeline stage alone"):
+        check_engine(config(2, speculative_config=speculative()))
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "5,7")
+    with pytest.raises(ConfigError, match="these have 5, 7 layers"):
+        check_engine(config(2))
+
+
+@pytest.mark.parametrize("release", [(0, 30), (0, 31)])
+def test_context_parallelism_needs_0_31(release: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "vllm_release", lambda: release)
+    config = vllm_config(parallel_config__decode_context_parallel_size=2)
+    if release < (0, 31):
+        with pytest.raises(ConfigError, match=r"decode_context_parallel_size .* needs vLLM 0\.31"):
+            check_engine(config)
+    else:
+        check_engine(config)
+
+
 @pytest.mark.parametrize("release", [(0, 30), (0, 31)])
 def test_before_0_31_drafters_with_kv_are_refused(release: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "vllm_release", lambda: release)
@@ -93,22 +150,23 @@ def test_before_0_31_drafters_with_kv_are_refused(release: tuple[int, int], monk
         check_engine(config)
 
 
+@BOTH
 def test_a_draft_model_beside_several_groups_is_refused() -> None:
     """There vLLM 0.32 answers with other tokens than without drafts, also when nothing is stored or loaded."""
     config = vllm_config(speculative_config=speculative(method="draft_model"))
-    refuse_kv_cache(config, SimpleNamespace(**NO_GROUPS))
+    refuse_kv_cache(config, kv_cache_config(attention()))
     with pytest.raises(ConfigError, match="'draft_model' beside several KV groups"):
-        refuse_kv_cache(config, SimpleNamespace(**NO_GROUPS | {"kv_cache_groups": [None, None]}))
+        refuse_kv_cache(config, kv_cache_config(attention(), attention()))
 
 
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({}, "needs cpu_bytes_to_use"),
+        ({}, "lacks .cpu_bytes_to_use."),
         (EXTRA | {"eviction_polcy": "arc"}, "Did you mean 'eviction_policy'"),
         (EXTRA | {"eviction_policy": "arcs"}, "Did you mean 'arc'"),
         (EXTRA | {"spec_name": "TieringOfloadingSpec"}, "Did you mean 'TieringOffloadingSpec'"),
-        (EXTRA | {"secondary_tiers": [{"type": "memory"}]}, "'spec_name': 'TieringOffloadingSpec'"),
+        (EXTRA | {"spec_name": "CPUOffloadingSpec", "secondary_tiers": [{"type": "memory"}]}, "leave out spec_name"),
         (EXTRA | TIERING | {"secondary_tiers": [{"type": "dsk"}]}, "Did you mean 'disk'"),
         (EXTRA | TIERING | {"secondary_tiers": [{"type": "memory", "max_byte": 1}]}, "Did you mean 'max_bytes'"),
     ],
@@ -181,24 +239,29 @@ def test_groups_that_hashes_cannot_restore_are_refused() -> None:
 
 
 @BOTH
-def test_groups_outside_the_prefix_cache_are_refused() -> None:
-    caches = kv_cache_config(attention(), sliding(64))
-    half = SimpleNamespace(kv_cache_groups=caches.kv_cache_groups, prefix_cacheable_group_ids=(0,))
-    with pytest.raises(LayoutError, match="KV group 1 "):
-        refuse_kv_cache(vllm_config(), half)
+def test_groups_outside_the_prefix_cache_are_left_out() -> None:
+    """vLLM computes what they hold again, after a hit of its own too."""
+    caches = kv_cache_config(attention(), ring(), sliding(64))
+    refuse_kv_cache(vllm_config(), caches)
+    layout = layout_of(vllm_config(), caches, CONFIG)
+    assert [group.kind for group in layout.groups] == [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW]
+    assert "full_attention:16:3,sliding_window:16:3" in layout.identity["groups"]
+    with pytest.raises(LayoutError, match="No KV group of this model is in vLLM's prefix cache"):
+        refuse_kv_cache(vllm_config(), kv_cache_config(ring()))
 
 
 @BOTH
 @pytest.mark.parametrize("other", [mamba, lambda: attention(dtype=torch.bfloat16)], ids=["states", "two precisions"])
-def test_blocks_that_the_v2_runner_writes_before_it_says_so_are_refused(
+def test_blocks_that_the_v2_runner_writes_before_it_says_so_are_held(
     other: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
     mixed = kv_cache_config(attention(), other())
-    refuse_kv_cache(vllm_config(), mixed)
-    refuse_kv_cache(vllm_config(use_v2_model_runner=True), kv_cache_config(attention(), sliding(64)))
-    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        refuse_kv_cache(vllm_config(use_v2_model_runner=True), mixed)
+    for is_v2 in (False, True):
+        config = vllm_config(use_v2_model_runner=is_v2)
+        refuse_kv_cache(config, mixed)
+        assert are_written_early(config, mixed) is is_v2
+        assert not are_written_early(config, kv_cache_config(attention(), sliding(64)))
 
 
 @BOTH
@@ -252,6 +315,13 @@ def test_groups_windows_and_sizes() -> None:
 
 
 @BOTH
+def test_context_parallelism_makes_blocks_longer() -> None:
+    config = vllm_config(parallel_config__decode_context_parallel_size=4)
+    layout = layout_of(config, kv_cache_config(attention(), attention(dcp_sharded=False)), CONFIG)
+    assert [group.block_tokens for group in layout.groups] == [64, 16]
+
+
+@BOTH
 def test_speculative_heads_look_a_token_ahead_where_vllm_drops_a_block() -> None:
     def lookahead(speculative_config: Any, *flags: bool) -> list[int]:
         caches = kv_cache_config(attention(), sliding(64), attention(), sliding(32))
@@ -279,9 +349,27 @@ def test_a_hash_covers_the_smallest_block() -> None:
     ("world_size", "backend", "num_processes"), [(1, "uni", 1), (1, "mp", 2), (2, "mp", 3), (4, "mp", 5)]
 )
 def test_who_maps_the_primary_tier(world_size: int, backend: str, num_processes: int) -> None:
-    config = vllm_config(parallel_config__world_size=world_size, parallel_config__distributed_executor_backend=backend)
+    config = vllm_config(
+        parallel_config__world_size=world_size,
+        parallel_config__tensor_parallel_size=world_size,
+        parallel_config__distributed_executor_backend=backend,
+    )
     layout = layout_of(config, kv_cache_config(attention()), CONFIG, rank=world_size - 1)
     assert (layout.num_ranks, layout.rank, layout.num_processes) == (world_size, world_size - 1, num_processes)
+
+
+@BOTH
+def test_the_scheduler_maps_host_memory_on_the_first_node() -> None:
+    config = vllm_config(
+        parallel_config__nnodes_within_dp=2,
+        parallel_config__world_size=4,
+        parallel_config__tensor_parallel_size=4,
+        parallel_config__distributed_executor_backend="mp",
+    )
+    layouts = [layout_of(config, kv_cache_config(attention()), CONFIG, rank) for rank in range(4)]
+    assert [layout.num_processes for layout in layouts] == [3, 3, 2, 2]
+    assert [layout.slice for layout in layouts] == [RankSlice(0, 2), RankSlice(1, 2)] * 2
+    assert {layout.num_ranks for layout in layouts} == {4}
 
 
 @BOTH
@@ -308,7 +396,6 @@ def test_stability_of_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
         {"model_config__hf_config": HFConfig(2.0)},
         {"cache_config__cache_dtype": "fp8"},
         {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
-        {"parallel_config__tensor_parallel_size": 2},
         {"speculative_config": speculative()},
     ],
 )
@@ -326,7 +413,7 @@ def test_identity_covers_the_drafter_if_it_has_kv() -> None:
     def identity(config: Any) -> Any:
         return layout_of(vllm_config(speculative_config=config), kv_cache_config(attention()), CONFIG).identity
 
-    other = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig(2.0))
+    other = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig(2.0), **heads(2))
     drafters = [speculative(), speculative(method="eagle3"), speculative(draft_model_config=other)]
     assert len({identity(each)["drafter"] for each in drafters}) == 3
     assert identity(speculative(method="ngram")) == identity(None)
@@ -397,7 +484,7 @@ def test_states_and_copies_are_translated() -> None:
     output = scheduler_output(kv_connector_block_state=named, kv_cache_block_copies=copies)
     step = with_states(StepTranslator().step(output), output)
     assert step.boundary_states == (BoundaryState("new", 1, 4, 32), BoundaryState("new", 2, 6, 32))
-    assert step.copied_block_ids == (8,)
+    assert step.needed_block_ids == (8,)
     assert len(step.scheduled) == 4
     output = scheduler_output(kv_connector_block_state=None, kv_cache_block_copies=None)
     step = StepTranslator().step(output)
@@ -407,6 +494,23 @@ def test_states_and_copies_are_translated() -> None:
 def test_the_null_block_may_have_another_id() -> None:
     translator = StepTranslator(null_block_id=9)
     assert translator.block_ids(([0, 9, 3],)) == ([0, NO_BLOCK, 3],)
+
+
+def test_groups_that_are_not_offloaded_are_left_out_of_steps_and_their_blocks_are_needed() -> None:
+    translator = StepTranslator(group_ids=(1,))
+    assert translator.block_ids(([8, 9], [0, 4])) == ([NO_BLOCK, 4],)
+    named = SimpleNamespace(boundary_state_offloads={"new": [(0, 3, 32), (1, 4, 32)]})
+    output = scheduler_output(kv_connector_block_state=named, kv_cache_block_copies=None)
+    step = with_states(translator.step(output), output, (1,))
+    assert {each.request_id: each.new_block_ids for each in step.scheduled} == {
+        "new": ([NO_BLOCK, 4],),
+        "running": ([NO_BLOCK],),
+        "resumed": ([3],),
+        "idle": (),
+    }
+    assert sorted(step.needed_block_ids) == [0, 1, 2, 5, 7, 8, 9], "a store may read what these held before"
+    assert step.boundary_states == (BoundaryState("new", 0, 4, 32),)
+    assert translator.step(output).needed_block_ids == (1, 2, 5, 0, 7), "each once"
 
 
 def test_preemptions_may_be_unknown() -> None:

@@ -7,23 +7,21 @@ What is ours of the events, which request describes a block and for how long, ru
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import HAS_VLLM
+from tests.engines.vllm.configs import know_plain_events
 from tests.tiering.rig import Rig, keys
 
 from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.cpu import CPUOffloadingManager
-from kvoffload.engines.vllm import versions
 from kvoffload.engines.vllm.events import EventTranslator, _extra_keys
-from kvoffload.engines.vllm.versions import vllm_release
+from kvoffload.engines.vllm.versions import event_extra_keys, vllm_release
 from kvoffload.metrics import METRICS
 
 pytestmark = pytest.mark.vllm
@@ -41,18 +39,7 @@ LAYOUT = EngineLayout(
 
 @pytest.fixture(autouse=True)
 def hashes_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
-    if not HAS_VLLM:
-        events, hashing = ModuleType("vllm.distributed.kv_events"), ModuleType("vllm.v1.core.kv_cache_utils")
-        events.__dict__.update({name: type(name, (SimpleNamespace,), {}) for name in ("BlockStored", "BlockRemoved")})
-        hashing.__dict__.update(
-            generate_block_hash_extra_keys=lambda *_: (None, 0),
-            maybe_convert_block_hash=lambda block_hash: block_hash,
-            to_event_extra_keys=lambda hashed: None,
-        )
-        for module in (events, hashing):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
+    know_plain_events(monkeypatch)
 
 
 def request(name: str, num_hashes: int, lora: Any = None, salt: str | None = None, images: Any = ()) -> Any:
@@ -89,14 +76,12 @@ def stored(*keys: OffloadKey) -> OffloadingEvent:
 def test_plain_events_name_hashes_only_one_event_per_group() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=False)
     translator.track(request("a", 3))
-    events = translator.translate(
-        [stored(key("a", 0), key("a", 0, 1), key("a", 1)), OffloadingEvent([key("b", 5, 1)], "fs", removed=True)]
-    )
-    full, window, removed = events
+    (full, window) = translator.translate([stored(key("a", 0), key("a", 0, 1), key("a", 1))])
     assert (full.block_hashes, full.group_idx, full.block_size, full.token_ids) == ([b"a-0", b"a-1"], 0, 0, [])
     assert (full.medium, full.parent_block_hash, full.kv_cache_spec_kind) == ("CPU", None, "full_attention")
     assert (window.block_hashes, window.group_idx, window.kv_cache_spec_sliding_window) == ([b"a-0"], 1, 6)
-    assert (removed.block_hashes, removed.medium, removed.group_idx) == ([b"b-5"], "fs", 1)
+    (removed,) = translator.translate([OffloadingEvent([key("a", 0, 1)], "CPU", removed=True)])
+    assert (removed.block_hashes, removed.medium, removed.group_idx) == ([b"a-0"], "CPU", 1)
     assert type(removed).__name__ == "BlockRemoved"
 
 
@@ -109,17 +94,17 @@ def test_states_have_vllms_word_and_no_tokens() -> None:
     assert (state.kv_cache_spec_kind, state.block_hashes, state.token_ids) == ("mamba", [b"a-2"], [])
 
 
-def test_described_events_carry_tokens_parent_and_size_of_the_block_that_can_be_fetched() -> None:
+def test_described_events_carry_tokens_and_parent_of_each_of_the_engines_blocks() -> None:
     translator = EventTranslator(LAYOUT, factor=2, describe=True)
     lora = SimpleNamespace(adapter_id=7, name="tuned", lora_name="tuned", lora_path="/adapters/7")
     translator.track(request("a", 4, lora))
     first, second, plain = translator.translate([stored(key("a", 1), key("a", 3)), stored(key("unknown", 1))])
-    assert (first.block_hashes, first.parent_block_hash, first.block_size) == ([b"a-1"], None, 8)
+    assert (first.block_hashes, first.parent_block_hash, first.block_size) == ([b"a-0", b"a-1"], None, 4)
     assert first.token_ids == list(range(100, 108))
-    assert (second.block_hashes, second.parent_block_hash) == ([b"a-3"], b"a-1")
+    assert (second.block_hashes, second.parent_block_hash) == ([b"a-2", b"a-3"], b"a-1")
     assert second.token_ids == list(range(108, 116))
     assert (second.lora_id, second.lora_name) == (7, "tuned")
-    assert second.extra_keys == [("tuned",)]
+    assert second.extra_keys == [("tuned",), ("tuned",)]
     assert (plain.block_size, plain.token_ids, plain.extra_keys) == (0, [], None)
 
 
@@ -129,10 +114,18 @@ def test_described_events_carry_what_else_went_into_the_hash() -> None:
     translator.track(asked)
 
     def extras() -> list[Any]:
-        return [event.extra_keys for event in translator.translate([stored(*(key("a", n) for n in (1, 3, 5, 7)))])]
+        blocks = [key("a", n) for n in (1, 3, 5, 7)]
+        events = translator.translate([stored(*blocks)])
+        translator.translate([OffloadingEvent(blocks, "CPU", removed=True)])
+        return [event.extra_keys for event in events]
 
-    # By block of 8 tokens: the image's offset counts from the block's first token; the salt goes into the first block.
-    expected = [[(("cat", 3), "tenant")], [(("dog", 6),)], [(("dog", -2),)], [None]]
+    # By block of 4 tokens: the image's offset counts from the block's first token; the salt goes into the first block.
+    expected = [
+        [(("cat", 3), "tenant"), (("cat", -1),)],
+        [None, (("dog", 2),)],
+        [(("dog", -2),), None],
+        [None, None],
+    ]
     assert extras() == expected
     translator.finish(asked)
     assert extras() == expected, "stores end after their request"
@@ -192,7 +185,9 @@ def test_finished_requests_are_tracked_without_their_prompt_embeddings(factor: i
     expected = []
     for first in range(0, 16, 4 * factor):
         twin = Request("twin", None, SamplingParams(max_tokens=9), None, prompt_embeds=embeds)
-        expected.append(_extra_keys(twin, first, first + 4 * factor))
+        expected.append(
+            event_extra_keys([_extra_keys(twin, each, each + 4) for each in range(first, first + 4 * factor, 4)])
+        )
     translator = EventTranslator(LAYOUT, factor=factor, describe=True)
     translator.track(asked)
     translator.finish(asked)
@@ -220,6 +215,7 @@ def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end
     translator.finish(growing)
     (event,) = translator.translate([stored(key("a", 1))])
     assert event.block_size == 4  # stores end after their request
+    translator.translate([OffloadingEvent([key("a", 1)], "CPU", removed=True)])
     for n in range(512):
         translator.finish(request(f"r{n}", 1))
     (event,) = translator.translate([stored(key("a", 1))])
@@ -238,6 +234,7 @@ def test_finished_requests_are_tracked_up_to_a_number_of_tokens(monkeypatch: pyt
     events = translator.translate([stored(key(name, 4)) for name in "abc"])
     assert [event.block_size for event in events] == [0, 4, 4]
     translator.finish(request("long", 11))
+    translator.translate([OffloadingEvent([key("c", 4)], "CPU", removed=True)])
     events = translator.translate([stored(key("c", 4)), stored(key("long", 10))])
     assert [event.block_size for event in events] == [0, 4], "the last one is tracked however long it is"
     assert len(translator._holders) == 11
@@ -285,6 +282,7 @@ def test_a_block_that_a_session_gave_up_is_described_from_the_request_that_still
     session.all_token_ids[7:] = [7, 8, 9, 10, 11]
     (given_up,) = translator.translate([stored(key("a", 1))])
     assert given_up.token_ids == [104, 105, 106, 107]
+    translator.translate([OffloadingEvent([key("a", 1)], "CPU", removed=True)])
     translator.finish(twin)
     for n in range(512):
         translator.finish(request(f"r{n}", 1))
@@ -309,7 +307,7 @@ def test_unknown_blocks_cost_one_look_at_the_live_requests_a_call() -> None:
     counts = []
     for num_blocks in (1, 100, 100):
         looks.clear()
-        translator.translate([stored(*(key("unknown", n) for n in range(num_blocks)))])
+        translator.translate([stored(*(key(f"unknown{len(counts)}", n) for n in range(num_blocks)))])
         counts.append(len(looks))
     assert counts[0] > 0 and counts == [counts[0]] * 3
 
@@ -323,6 +321,7 @@ def test_an_id_used_again_is_another_request() -> None:
     translator.track(new)
     keys = key("new", 0), key("new", 1), key("old", 2)
     assert [event.block_size for event in translator.translate([stored(*keys)])] == [4, 4, 4]
+    translator.translate([OffloadingEvent([*keys], "CPU", removed=True)])
     translator.finish(new)
     for n in range(512):
         translator.finish(request(f"r{n}", 1))
@@ -349,7 +348,7 @@ def test_blocks_promoted_before_their_request_is_admitted_are_described() -> Non
 
     manager = Promoting(8, enable_events=True)
     config = OffloadingConfig(cpu_bytes_to_use=1 << 20, self_describing_kv_events=True)
-    layout = EngineLayout(LAYOUT.groups[:1], 4, "engine")
+    layout = EngineLayout(LAYOUT.groups[:1], 4, "engine", events_enabled=True)
     side = _SchedulerSide(SimpleNamespace(get_manager=lambda: manager), layout, config)
     asked = request("a", 2)
     asked.num_tokens = asked.num_prompt_tokens = 10
@@ -373,7 +372,7 @@ def test_a_request_is_tracked_with_whichever_call_comes_first(call: str) -> None
     from kvoffload.engines.vllm.connector import _SchedulerSide
 
     config = OffloadingConfig(cpu_bytes_to_use=1 << 20, self_describing_kv_events=True)
-    layout = EngineLayout(LAYOUT.groups[:1], 4, "engine")
+    layout = EngineLayout(LAYOUT.groups[:1], 4, "engine", events_enabled=True)
     side = _SchedulerSide(SimpleNamespace(get_manager=lambda: CPUOffloadingManager(8)), layout, config)
     asked = request("a", 2)
     asked.num_tokens = asked.num_prompt_tokens = 10

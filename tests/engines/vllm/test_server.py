@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,48 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
     assert max(from_limited, key=len) == limited.token_ids[: 2 * BLOCK_TOKENS]
     whole = {tokens for tokens in chain.values() if len(tokens) == 992}
     assert {prompt.token_ids[:992] for prompt in prompts} <= whole
+
+
+def test_two_engine_cores_have_a_host_memory_each_and_share_a_pool(
+    llama: SmallModel, llama_baseline: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import openai
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    pool = {"type": "disk", "path": str(tmp_path / "pool"), "max_bytes": "256MiB", "cascade": "on_store"}
+    server = Server(llama.path, tmp_path, num_engines=2, secondary_tiers=[pool], load_policy="always")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    prompts = long_prompts(4)
+    try:
+        server.wait_until_ready()
+        cached: dict[str, list[int]] = {"first": [], "again": [], "elsewhere": []}
+
+        def ask_engine(engine: int, name: str, prompt: Prompt) -> None:
+            answer = {prompt.name: ask(client, prompt, engine=engine)}
+            judge(server, client, llama_baseline, answer)
+            cached[name].append(answer[prompt.name][1])
+
+        for name in ("first", "again"):
+            for prompt in prompts:
+                ask_engine(1, name, prompt)
+        for (
+            prompt
+        ) in prompts:  # a neighbour's blocks are known after a poll of the directory, and asking changes what is there
+            ask_engine(0, "elsewhere", prompt)
+            if cached["elsewhere"][-1] == 992:
+                break
+            time.sleep(2.0)
+        own = re.findall(
+            r'^kvoffload_tier_hit_tokens_total\{engine="(\d)".*tier="(\w+)".*\} (\S+)$',
+            server.get("/metrics"),
+            flags=re.MULTILINE,
+        )
+    finally:
+        client.close()
+        server.stop()
+    assert set(cached["first"]) == {0}
+    assert set(cached["again"]) == {992}
+    assert cached["elsewhere"][-1] == 992
+    hits = {(engine, tier): float(tokens) for engine, tier, tokens in own}
+    assert hits["0", "disk"] > 0, "the other engine core found in the pool what this one stored"
+    assert hits["1", "disk"] == 0

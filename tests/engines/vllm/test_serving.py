@@ -169,15 +169,28 @@ def test_a_restarted_engine_finds_its_prefixes_on_disk(
     assert_idle(after["idle"])
 
 
+def test_another_connector_beside_this_one(llama: SmallModel, llama_baseline: Baseline, tmp_path: Path) -> None:
+    seen = run_child("beside_another_connector", model=llama.path, extra=EXTRA, directory=str(tmp_path))
+    for name in ("first", "again", "from the other"):
+        assert llama_baseline.wrong(seen[name]) == []
+    assert set(seen["first cached"].values()) == {0}
+    assert set(seen["again cached"].values()) == {992}
+    assert seen["again metrics"]["hit_tokens"] == 4 * 992
+    # kvoffload has forgotten them, and the other connector has not.
+    assert seen["from the other metrics"]["hit_tokens"] == 4 * 992
+    assert set(seen["from the other cached"].values()) == {992}
+
+
 def test_what_cannot_work_is_refused_at_start_with_the_reason(llama: SmallModel) -> None:
     said = run_child("refusals", model=llama.path, extra=EXTRA)
     assert '"kv_load_failure_policy": "recompute"' in said["policy"]
     assert '"kv_role": "kv_both"' in said["role"]
     assert "'cpu_bytes'" in said["key"]
     assert "Did you mean 'cpu_bytes_to_use'?" in said["key"]
-    assert "needs cpu_bytes_to_use" in said["size"]
-    assert "pipeline_parallel_size above 1" in said["pipeline"]
-    assert "needs cpu_bytes_to_use" in said["child"]
+    assert "lacks 'cpu_bytes_to_use'" in said["size"]
+    assert "pipeline stages of equal size, and these have 1, 2, 1 layers" in said["pipeline"]
+    assert "lacks 'cpu_bytes_to_use'" in said["child"]
+    assert '"kv_load_failure_policy": "recompute"' in said["policy of the whole"]
     assert "multiple of the engine's block of 32 tokens" in said["block"]
     assert "kv_cache_layout asks for BLNHC, and vLLM uses LBHNC" in said["layout"]
     assert "no kv_cache_layout 'NHD': use one of LBHNC, " in said["layout's name"]

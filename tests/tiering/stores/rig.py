@@ -11,7 +11,6 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 
 SMALL, PAGED = 1000, 65536
 KEY, OTHER = keys_of(1, 2)
@@ -35,4 +34,4 @@ def files(root: Path) -> list[Path]:
 
 
 def room_for(num_blocks: int, size: int = SMALL) -> int:
-    return num_blocks * BlockFormat("", size).file_bytes + USAGE_FILE_BYTES
+    return num_blocks * BlockFormat("", size).file_bytes

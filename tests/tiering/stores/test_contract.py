@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import pytest
+from tests.memory_files import memory_directory
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
@@ -83,6 +87,16 @@ class TestSlabStoreDirect(TestSlabStore):
 class TestSlabStoreDurable(TestSlabStore):
     def make_store(self, directory: Path) -> BlockStore:
         return SlabStore(directory, self.block_bytes, max_bytes=1 << 24, durability="fsync")
+
+
+class TestSlabStoreInMemory(TestSlabStore):
+    """A pool in ``/dev/shm``, which is mapped."""
+
+    @pytest.fixture(autouse=True)
+    def in_memory(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        with memory_directory() as path:
+            monkeypatch.setattr(tempfile, "tempdir", str(path))
+            yield
 
 
 class TestSlabStoreThatIsFull(TestSlabStore):

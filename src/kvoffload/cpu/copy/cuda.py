@@ -304,7 +304,7 @@ class CudaHandler(OffloadingHandler):
         if self._copies.is_broken:
             raise TransferError("The device is broken.")
         extent = Extent(frozenset(cpu.block_ids.tolist()), frozenset(gpu.block_ids.tolist()))
-        runs = plan_runs(self._copies.layout, gpu, cpu)
+        runs = plan_runs(self._copies.layout, gpu, cpu, self._direction)
         num_bytes = runs.num_bytes
         batches = self._batches(runs.cut_at(self._copies.region.borders), extent, gpu, cpu)
         start, end = self._copies.take_event(), self._copies.take_event()

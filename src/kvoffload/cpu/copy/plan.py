@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From block ids to byte runs: what a transfer copies, as plain arrays, computed in one vectorised pass.
 
-An offloaded block fills a rank's slice of one slot of the primary region. Within the slice, its pages lie one after
-the other in the group's ref order, and each page holds the block's ``factor`` sub-blocks side by side::
+An offloaded block fills one slot of the primary region, in pages. Each page holds the block's ``factor`` sub-blocks
+side by side::
 
-    slice:  | page 0: sub 0, sub 1, .. | page 1: sub 0, sub 1, .. | ...
+    | page 0: sub 0, sub 1, .. | page 1: sub 0, sub 1, .. | ...
 
-So consecutive GPU blocks are contiguous on both sides, and merge into one run.
+So consecutive GPU blocks are contiguous on both sides, and merge into one run. Either each rank has a slice of the slot
+with pages of its own, one after the other in the group's ref order; or the pages are those of the whole slot, and a
+rank has a part of each (``SharedPage``), which is the same part of every sub-block.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import Direction, GPULoadStoreSpec
+from kvoffload.base import Direction, GPULoadStoreSpec, SharedPage
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.errors import TransferError
 
@@ -40,6 +42,9 @@ class PageRef:
     num_blocks: int
     """GPU blocks in the tensor."""
     page_bytes: int
+    """Of this rank."""
+    shared: SharedPage | None = None
+    """Where they lie in a page of all ranks; ``None``: they are a page of this rank's slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +55,25 @@ class _PageColumns:
     stride_bytes: Int64s
     page_bytes: Int64s
     offset: Int64s
-    """Of the page within the slice."""
+    """Within the slot, of sub-block 0."""
+    slot_stride_bytes: Int64s
+    """In the slot, from one sub-block to the next."""
     num_blocks: int
     """GPU blocks that all of its tensors have."""
 
     @classmethod
-    def of(cls, pages: Sequence[PageRef], factor: int) -> _PageColumns:
-        rows = [(page.address, page.stride_bytes, page.page_bytes) for page in pages]
-        address, stride_bytes, page_bytes = np.array(rows, dtype=np.int64).reshape(-1, 3, 1).swapaxes(0, 1)
-        ends = np.cumsum(factor * page_bytes, axis=0)
-        return cls(
-            address, stride_bytes, page_bytes, ends - factor * page_bytes, min(page.num_blocks for page in pages)
-        )
+    def of(cls, pages: Sequence[PageRef], factor: int, slice_start: int) -> _PageColumns:
+        rows, end = [], slice_start
+        for page in pages:
+            offset, slot_stride = end, page.page_bytes
+            if page.shared is None:
+                end += factor * page.page_bytes
+            else:
+                offset, slot_stride = factor * page.shared.start + page.shared.offset, page.shared.num_bytes
+            rows.append((page.address, page.stride_bytes, page.page_bytes, offset, slot_stride))
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 5, 1).swapaxes(0, 1)
+        address, stride, length, offsets, slot_strides = columns
+        return cls(address, stride, length, offsets, slot_strides, min(page.num_blocks for page in pages))
 
 
 @dataclass(frozen=True)
@@ -72,15 +84,29 @@ class CopyLayout:
     factor: int
     """GPU blocks per offloaded block."""
     region_address: int
-    """Of this rank's slice in slot 0."""
+    """Of slot 0."""
     slot_bytes: int
     """From one slot to the next."""
     num_slots: int
+    slice_start: int = 0
+    """From the slot's start to this rank's slice."""
+    replica: int = 0
+    num_replicas: int = 1
+    """Ranks that hold the same bytes. Slot s is stored by replica s modulo this number, and loaded by all."""
 
     @functools.cached_property
     def columns(self) -> tuple[_PageColumns | None, ...]:
         """By group; ``None`` for one without pages."""
-        return tuple(_PageColumns.of(pages, self.factor) if pages else None for pages in self.groups)
+        return tuple(_PageColumns.of(pages, self.factor, self.slice_start) if pages else None for pages in self.groups)
+
+    def bytes_in_slot(self, group: int) -> list[slice]:
+        """The parts of a slot that a block of ``group`` fills on this rank, disjoint and ascending."""
+        pages, parts = self.columns[group], []
+        if pages is not None:
+            sides = pages.offset, pages.slot_stride_bytes, pages.page_bytes
+            for offset, stride, length in zip(*(side.ravel().tolist() for side in sides), strict=True):
+                parts += [slice(offset + sub * stride, offset + sub * stride + length) for sub in range(self.factor)]
+        return sorted(parts, key=lambda part: part.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +197,9 @@ class Runs:
 _LEAST_PART_BYTES = 64 << 10
 
 
-def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Runs:
-    """The runs between the blocks of ``gpu`` and the slots of ``cpu``. Runs that touch on both sides are merged.
+def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, direction: Direction) -> Runs:
+    """The runs between the blocks of ``gpu`` and the slots of ``cpu``. Runs that touch on both sides are merged. A
+    store leaves out the slots that other replicas store.
 
     ``cpu.block_ids`` lists, group after group, the slots that hold the group's GPU blocks. Raises ``TransferError`` for
     ids outside the layout, so that a mistake is a failed transfer and never a write to foreign memory.
@@ -195,13 +222,16 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) 
         if len(slots) != num_slots:
             raise TransferError(f"A transfer of {size} GPU blocks needs {num_slots} slots, and names {len(slots)}.")
         gpu_ids = all_gpu_ids[gpu_start : gpu_start + size]
-        slot_starts = layout.region_address + slots[positions // layout.factor] * layout.slot_bytes
-        sub_blocks = positions % layout.factor
+        slots, sub_blocks = slots[positions // layout.factor], positions % layout.factor
         if pages is not None:
             _check_ids(gpu_ids, pages.num_blocks)
+            if direction is Direction.STORE and layout.num_replicas > 1:
+                mine = slots % layout.num_replicas == layout.replica
+                gpu_ids, slots, sub_blocks = gpu_ids[mine], slots[mine], sub_blocks[mine]
+            slot_starts = layout.region_address + slots * layout.slot_bytes
             device.append((pages.address + gpu_ids * pages.stride_bytes).ravel())
-            host.append((slot_starts + pages.offset + sub_blocks * pages.page_bytes).ravel())
-            lengths.append(np.repeat(pages.page_bytes, size))
+            host.append((slot_starts + pages.offset + sub_blocks * pages.slot_stride_bytes).ravel())
+            lengths.append(np.repeat(pages.page_bytes, len(gpu_ids)))
         gpu_start += size
         cpu_start += num_slots
     if cpu_start != len(all_slots):
@@ -214,7 +244,7 @@ def plan_parts(
 ) -> tuple[list[Runs], int]:
     """The runs of a copy within host memory, by ascending addresses of its source, in at most ``num_parts`` parts; and
     their bytes together. Raises as ``plan_runs`` does."""
-    runs = plan_runs(layout, gpu, cpu)
+    runs = plan_runs(layout, gpu, cpu, direction)
     runs = runs.in_order_of(runs.device if direction is Direction.STORE else runs.host)
     return runs.split(num_parts), runs.num_bytes
 

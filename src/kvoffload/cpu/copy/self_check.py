@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,19 @@ def check_copies(
     group. Any two neighbours of that chain out of order leave other bytes.
 
     Call it before the handlers are used, and before slots or GPU blocks hold anything that matters. GPU blocks are as
-    before when it returns, and the slots it used are zero. Takes some milliseconds. Does nothing with fewer than four
-    slots, or two blocks of GPU blocks. Raises ``TransferError`` for a wrong byte or a failed copy.
+    before when it returns, and the slots it used are zero. Takes some milliseconds. Does nothing with fewer
+    than four slots that this rank stores, or two blocks of GPU blocks. Raises ``TransferError`` for a wrong byte or a
+    failed copy.
     """
     for group, pages in enumerate(layout.groups):
         num_gpu_blocks = min((page.num_blocks for page in pages), default=0)
-        if layout.num_slots >= 4 and num_gpu_blocks >= 2 * layout.factor:
+        if len(_own_slots(layout)) >= 4 and num_gpu_blocks >= 2 * layout.factor:
             _Chain(store, load, kv_view, layout, group).run(np.random.default_rng([seed, group]))
+
+
+def _own_slots(layout: CopyLayout) -> range:
+    """Those that this rank stores. Replicas check at the same time, each with its own."""
+    return range(layout.replica, layout.num_slots, layout.num_replicas)
 
 
 class _Chain:
@@ -51,19 +57,18 @@ class _Chain:
     ) -> None:
         self._store, self._load = store, load
         self._layout, self._group = layout, group
-        self._num_bytes = layout.factor * sum(page.page_bytes for page in layout.groups[group])
+        self._parts = layout.bytes_in_slot(group)
+        self._num_bytes = sum(part.stop - part.start for part in self._parts)
         slots: npt.NDArray[np.uint8] = np.frombuffer(kv_view.cast("B"), dtype=np.uint8)
-        start = layout.region_address - slots.ctypes.data
-        rows = slots.reshape(layout.num_slots, layout.slot_bytes)
-        self._slots = rows[:, start : start + self._num_bytes]
+        self._slots = slots.reshape(layout.num_slots, layout.slot_bytes)
         self._num_jobs = 0
         self._job_ids: dict[OffloadingHandler, set[int]] = {store: set(), load: set()}
 
     def run(self, random: np.random.Generator) -> None:
-        last = self._layout.num_slots - 1
-        swapped, kept = (0, last), (1, last - 1)
+        own = _own_slots(self._layout)
+        swapped, kept = (own[0], own[-1]), (own[1], own[-2])
         before = random.integers(0, 256, (2, self._num_bytes), dtype=np.uint8)
-        self._slots[list(swapped)] = before
+        self._write(swapped, before)
         for block, slot in enumerate(kept):
             self._submit(self._store, block, slot)
         num_swaps = _SWAPS if _SWAPS * 4 * self._num_bytes <= _MAX_BYTES else 1
@@ -75,17 +80,28 @@ class _Chain:
         for block, slot in enumerate(kept):
             self._submit(self._load, block, slot)
         self._finish()
-        is_right = np.array_equal(self._slots[list(swapped)], before[::-1])
+        is_right = np.array_equal(self._read(swapped), before[::-1])
         for block, slot in enumerate(swapped):
             self._submit(self._store, block, slot)
         self._finish()
-        is_right &= np.array_equal(self._slots[list(swapped)], self._slots[list(kept)])
-        self._slots[[*swapped, *kept]] = 0
+        is_right &= np.array_equal(self._read(swapped), self._read(kept))
+        self._write((*swapped, *kept), np.zeros((4, self._num_bytes), dtype=np.uint8))
         if not is_right:
             raise TransferError(
                 "Blocks that were copied to the device and back at start came back with wrong bytes: this machine does "
                 "not keep the order of copies; serve without kvoffload, and report what `kvoffload doctor` says."
             )
+
+    def _read(self, slots: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """(slots, bytes): those that this rank fills. Other ranks check at the same time, with the bytes between."""
+        return np.concatenate([self._slots[list(slots), part] for part in self._parts], axis=1)
+
+    def _write(self, slots: Sequence[int], content: npt.NDArray[np.uint8]) -> None:
+        start = 0
+        for part in self._parts:
+            end = start + part.stop - part.start
+            self._slots[list(slots), part] = content[:, start:end]
+            start = end
 
     def _submit(self, handler: OffloadingHandler, block: int, slot: int) -> None:
         sizes, indices = [0] * len(self._layout.groups), [0] * len(self._layout.groups)

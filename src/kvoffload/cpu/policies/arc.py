@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
 from kvoffload.cpu.policies.recency import RecencyList, Sweep
 
@@ -54,7 +54,7 @@ class ARCCachePolicy(CachePolicy):
                 return self.recent.get(key) or self.frequent.get(key)
         return block
 
-    def touch(self, keys: Iterable[OffloadKey], counts: bool = True) -> None:
+    def touch(self, keys: Iterable[OffloadKey], counts: bool = True, next_use: NextUse = NextUse.UNKNOWN) -> None:
         if not counts:
             self._refresh(keys)
             return
@@ -103,7 +103,9 @@ class ARCCachePolicy(CachePolicy):
             self.recent.blocks[key] = block
         self._trim_ghosts()
 
-    def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
+    def insert_all(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], next_use: NextUse = NextUse.UNKNOWN
+    ) -> None:
         if not self._recalled and (self._is_prepared or not self._any_ghost(keys)):
             self.recent.blocks.update(zip(keys, blocks))
             self._trim_ghosts()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, TypeVar
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import NextUse, OffloadKey
 from kvoffload.registry import Registry
 
 __all__ = ["POLICIES", "BlockStatus", "CachePolicy", "Union", "Victims", "with_options"]
@@ -74,10 +74,10 @@ class CachePolicy(ABC):
     * ``touch(keys)`` takes a prefix head to tail and applies it tail to head, so that the tail is evicted first: a
       block is worthless once its predecessor is gone. Keys that are not resident are ignored.
 
-    The abstract methods are all that a policy needs. It may leave out the parameters ``counts`` and ``incoming`` if it
-    has no use for them. The other methods are options: ``get_all`` and ``insert_all`` may be faster than their loops,
-    ``released`` saves a policy from stepping over the same pinned block twice, and ``next_victims`` lets lower tiers
-    write blocks before they are evicted.
+    The abstract methods are all that a policy needs. It may leave out the parameters ``counts``, ``incoming`` and
+    ``next_use`` if it has no use for them. The other methods are options: ``get_all`` and ``insert_all`` may be faster
+    than their loops, ``released`` saves a policy from stepping over the same pinned block twice, and ``next_victims``
+    lets lower tiers write blocks before they are evicted.
     """
 
     @abstractmethod
@@ -97,9 +97,9 @@ class CachePolicy(ABC):
         """Takes a block out without remembering it as evicted; ``None`` if it is not resident."""
 
     @abstractmethod
-    def touch(self, keys: Iterable[OffloadKey], counts: bool = True) -> None:
+    def touch(self, keys: Iterable[OffloadKey], counts: bool = True, next_use: NextUse = NextUse.UNKNOWN) -> None:
         """One request used these blocks. With ``counts=False`` the use was counted before: the blocks become the most
-        recent, and the policy learns nothing from it."""
+        recent, and the policy learns nothing from it. ``next_use``: what the request's client says of the next."""
 
     @abstractmethod
     def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
@@ -122,8 +122,11 @@ class CachePolicy(ABC):
         """``get`` for each of ``keys``, in their order."""
         return list(map(self.get, keys))
 
-    def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
-        """``insert`` for each of these distinct keys, in their order: the last is the most recently used."""
+    def insert_all(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], next_use: NextUse = NextUse.UNKNOWN
+    ) -> None:
+        """``insert`` for each of these distinct keys, in their order: the last is the most recently used.
+        ``next_use``: what the client of the request that stores them says of their next use."""
         for key, block in zip(keys, blocks, strict=True):
             self.insert(key, block)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
 from kvoffload.cpu.policies.recency import RecencyList
 
@@ -38,13 +38,15 @@ class LRUCachePolicy(CachePolicy):
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self._blocks[key] = block
 
-    def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
+    def insert_all(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], next_use: NextUse = NextUse.UNKNOWN
+    ) -> None:
         self._blocks.update(zip(keys, blocks))
 
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         return self.recency.pop(key)
 
-    def touch(self, keys: Iterable[OffloadKey], counts: bool = True) -> None:
+    def touch(self, keys: Iterable[OffloadKey], counts: bool = True, next_use: NextUse = NextUse.UNKNOWN) -> None:
         blocks, skipped = self._blocks, self._skipped
         move_to_end = blocks.move_to_end
         for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):

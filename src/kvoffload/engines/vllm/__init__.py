@@ -45,6 +45,20 @@ def register() -> None:
     _check_what_is_read()
 
 
+def _pass_failure_policy_on(transfer: Any) -> None:
+    """Under a ``MultiConnector`` vLLM reads the policy of failed loads from the whole, and never from its children. So
+    the connector, which sees its own part alone, finds the policy of the whole there."""
+    extra, policy = transfer.kv_connector_extra_config, transfer.kv_load_failure_policy
+    children = extra.get("connectors")
+    if isinstance(children, list):
+        transfer.kv_connector_extra_config = extra | {
+            "connectors": [
+                child | {"kv_load_failure_policy": policy} if child.get("kv_connector") == _NAME else child
+                for child in children
+            ]
+        }
+
+
 def _check_what_is_read() -> None:
     """From now on ``EngineArgs.create_engine_config`` raises what the connector refuses without a KV cache.
 
@@ -63,6 +77,7 @@ def _check_what_is_read() -> None:
         vllm_config = read(self, *args, **kwargs)
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.has_connector(_NAME):
+            _pass_failure_policy_on(transfer)
             KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(vllm_config)
         return vllm_config
 

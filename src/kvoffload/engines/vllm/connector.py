@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from msgspec.structs import replace
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -38,13 +39,16 @@ from kvoffload.connector import (
     OffloadingConnectorWorker,
     WorkerReport,
 )
+from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.events import EventTranslator
-from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize
-from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, refuse_kv_cache
+from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
+from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
+from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, preferred_layout, refuse_kv_cache
 from kvoffload.engines.vllm.log import log_with_vllm
+from kvoffload.engines.vllm.slices import offloaded_groups, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
-from kvoffload.engines.vllm.steps import StepTranslator, with_states
-from kvoffload.engines.vllm.versions import host_hit_source
+from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
+from kvoffload.engines.vllm.versions import hash_lookahead_tokens, hit_source
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import make_spec
 from kvoffload.tiering.options import parse_tiers
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
 
     from kvoffload.base import OffloadingSpec
     from kvoffload.config import EngineLayout, OffloadingConfig
+    from kvoffload.tiering.options import StoreOptions
 
 __all__ = ["KVOffloadConnector"]
 
@@ -107,7 +112,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Offloads vLLM's KV cache through kvoffload. See ``docs/vllm.md``."""
 
-    _cache_hit_source = host_hit_source()
+    _cache_hit_source = hit_source("CPU", None)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -122,7 +127,18 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: _WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             logger.info("kvoffload offloads %d KV group(s) to %r", len(layout.groups), spec)
-            self._scheduler = _SchedulerSide(spec, layout, config)
+            if config.secondary_tiers and not layout.rank_free:
+                reason = why_not_rank_free(vllm_config, kv_cache_config)
+                logger.info("kvoffload's tiers serve engines with as many ranks alone: %s", reason)
+            group_ids = kv_cache_config.prefix_cacheable_group_ids
+            self._scheduler = _SchedulerSide(
+                spec,
+                layout,
+                config,
+                blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
+                can_describe=not hash_lookahead_tokens(vllm_config),
+                group_ids=group_ids if len(group_ids) < len(kv_cache_config.kv_cache_groups) else None,
+            )
         else:
             self._worker = _WorkerSide(spec, layout, kv_cache_config)
 
@@ -135,9 +151,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """What the user asks for. ``register`` has this asked before an engine starts, so whatever needs no KV cache is
-        refused here. vLLM asks once more when it has loaded the model."""
-        return check_engine(vllm_config).kv_cache_layout
+        """Which one is preferred, if any. ``register`` has this asked before an engine starts, so whatever needs no KV
+        cache is refused here. vLLM asks once more when it has loaded the model."""
+        return preferred_layout(vllm_config, check_engine(vllm_config))
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
@@ -159,13 +175,17 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.scheduler.bind_null_block(gpu_block_pool.null_block.block_id)
+        self.scheduler.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """By tier, for vLLM's own metrics (0.32 and later)."""
+        return self.scheduler.hit_sources(request) if num_external_tokens else {}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
@@ -189,11 +209,16 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def take_events(self) -> Iterable[Any]:
         return self.scheduler.take_events()
 
+    def has_pending_block_frees(self) -> bool:
+        """vLLM has no block for a running request. If blocks are held, it waits a step for them instead of preempting
+        another request."""
+        return self.scheduler.has_pending_block_frees()
+
     def has_pending_push_work(self) -> bool:
         return self.scheduler.core.has_pending_work()
 
     def reset_cache(self) -> bool:
-        self.scheduler.core.reset_cache()
+        self.scheduler.reset_cache()
         return True
 
     # --------------------------------------------------------------------------------------------------- worker
@@ -263,29 +288,64 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> OffloadPromMetrics:
         config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        try:
-            tiers = [options.label for options in parse_tiers(config.secondary_tiers)]
-        except ConfigError:
-            tiers = []  # a spec of the user's own may have other tiers; their series appear with their first report
+        tiers = [options.label for options in _tiers_of(config)]
         series = OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         series.begin(tiers)
         return series
 
 
+def _tiers_of(config: OffloadingConfig) -> tuple[StoreOptions, ...]:
+    """The tiers below host memory. Empty for those of a spec of the user's own, which show with their first report."""
+    try:
+        return parse_tiers(config.secondary_tiers)
+    except ConfigError:
+        return ()
+
+
 class _SchedulerSide:
     """``OffloadingConnectorScheduler`` and the translators around it. In the engine core, on the scheduler's thread."""
 
-    def __init__(self, spec: OffloadingSpec, layout: EngineLayout, config: OffloadingConfig) -> None:
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        layout: EngineLayout,
+        config: OffloadingConfig,
+        blocks_are_written_early: bool = False,
+        can_describe: bool = True,
+        group_ids: Sequence[int] | None = None,
+    ) -> None:
+        """``can_describe``: a block's hash covers its tokens and those before, so that events can say what it is of.
+        ``group_ids``: vLLM's numbers of the groups that are offloaded; ``None``: all are."""
         self.core = OffloadingConnectorScheduler(GuardedManager(spec.get_manager()), layout, config)
-        self._steps = StepTranslator()
+        self._group_ids = group_ids
+        self._steps = StepTranslator(group_ids)
         self._has_states = layout.has_states
-        self._events = EventTranslator(layout, layout.block_size_factor(config), config.self_describing_kv_events)
+        self._places = places_of(_tiers_of(config))
+        self._publishes_events = layout.events_enabled
+        self._events = EventTranslator(
+            layout,
+            layout.block_size_factor(config),
+            describe=config.self_describing_kv_events and layout.events_enabled and can_describe,
+            places=self._places,
+        )
+        self._ended_events: list[Any] = []
+        """Those of epochs that have ended, which vLLM has not taken."""
         self._reporter = StatsReporter()
         self._stats_due_s = 0.0
         self._was_pending = False
+        self._holds_blocks = blocks_are_written_early
+        self._held: HeldBlocks | None = None
+        # Of the step that is being scheduled:
+        self._refused_running = False
+        """vLLM found no blocks for a running request."""
+        self._refused_waiting = False
+        """vLLM had an answer for a waiting request, and has not given it blocks since."""
 
-    def bind_null_block(self, null_block_id: int) -> None:
-        self._steps = StepTranslator(null_block_id)
+    def bind_block_pool(self, pool: Any) -> None:
+        self._steps = StepTranslator(self._group_ids, pool.null_block.block_id)
+        if self._holds_blocks:
+            self._held = HeldBlocks(pool)
+            self.core.hold_sources(self._held)
 
     def on_new_request(self, request: Any) -> None:
         self._events.track(request)
@@ -293,15 +353,34 @@ class _SchedulerSide:
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._events.track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
-        return self.core.get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = self.core.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._refused_waiting |= answer[0] is not None
+        return answer
+
+    def has_pending_block_frees(self) -> bool:
+        self._refused_running = True
+        return self._held is not None and bool(self._held.blocks_without_request())
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
+        self._refused_waiting = False
         self.core.update_state_after_alloc(request, self._steps.block_ids(block_ids), num_external_tokens)
+
+    def hit_sources(self, request: Any) -> dict[Any, int]:
+        sources: dict[Any, int] = {}
+        for tier, tokens in self.core.hit_tokens_by_tier(request).items():
+            place = self._places.get(tier, Place("STORAGE"))
+            source = hit_source(place.medium, place.locality)
+            sources[source] = sources.get(source, 0) + tokens
+        return sources
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         step = self._steps.step(scheduler_output)
         if self._has_states:
-            step = with_states(step, scheduler_output)
+            step = with_states(step, scheduler_output, self._group_ids)
+        if self._held is not None and (self._refused_running or self._refused_waiting or not step.scheduled):
+            # What vLLM could not allocate in this step it can in the next. A step without a forward pass has time.
+            step = with_needed_blocks(step, self._held.blocks_without_request())
+        self._refused_running = self._refused_waiting = False
         meta = self.core.build_connector_meta(step)
         return StepMeta(meta, has_forward_pass=bool(scheduler_output.num_scheduled_tokens))
 
@@ -316,7 +395,21 @@ class _SchedulerSide:
         self._stats_due_s = 0.0
 
     def take_events(self) -> list[Any]:
-        return self._events.translate(self.core.take_events())
+        ended, self._ended_events = self._ended_events, []
+        events, group_ids = ended + self._translate(), self._group_ids
+        if group_ids is None:
+            return events
+        return [replace(event, group_idx=group_ids[event.group_idx]) for event in events]
+
+    def _translate(self) -> list[Any]:
+        events = self.core.take_events()  # also if vLLM publishes none: they must not pile up
+        return self._events.translate(events) if self._publishes_events else []
+
+    def reset_cache(self) -> None:
+        tiers_are_kept = self.core.reset_cache()
+        self._ended_events += self._translate()
+        if not tiers_are_kept:
+            self._ended_events += self._events.forget_tiers()
 
     def get_stats(self) -> OffloadStats | None:
         now_s, was_pending = time.monotonic(), self._was_pending
@@ -342,13 +435,15 @@ class _WorkerSide:
     def register(self, kv_caches: dict[str, torch.Tensor], flushes_on_host: bool) -> None:
         """``kv_caches`` by layer name. Layers that only reuse the cache of another are ignored."""
         config = self._kv_cache_config
-        caches = canonicalize(
-            [
-                [LayerCache(name, _tensors(kv_caches[name])) for name in group.layer_names]
-                for group in config.kv_cache_groups
-            ],
-            config.num_blocks,
-        )
+        layers = [
+            [LayerCache(name, _tensors(kv_caches[name])) for name in group.layer_names]
+            for group in offloaded_groups(config)
+        ]
+        if self._layout.rank_free:
+            part = self._layout.slice
+            caches = canonicalize_heads(layers, config.num_blocks, config.kv_cache_layout, part.index, part.num_slices)
+        else:
+            caches = canonicalize(layers, config.num_blocks)
         for index, (refs, group) in enumerate(zip(caches.group_data_refs, self._layout.groups, strict=True)):
             num_bytes = sum(ref.page_size_bytes for ref in refs)
             if num_bytes > group.page_bytes:
@@ -371,7 +466,7 @@ class _WorkerSide:
             time.sleep(_NAP_S)
             outcome = self.core.take_load_outcome()
         ended = set(outcome.ended_request_ids)
-        if len(self._layout.groups) > 1 or self._layout.has_states:
+        if len(self._kv_cache_config.kv_cache_groups) > 1 or self._layout.has_states:
             return KVConnectorTransferResults(finished_recving=ended, failed_recving=set(outcome.failed_loads))
         self._invalid_block_ids |= outcome.invalid_block_ids
         return KVConnectorTransferResults(finished_recving=ended)

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From kvoffload's events to vLLM's KV events, plain or self-describing.
+"""From kvoffload's events to vLLM's KV events, self-describing or plain.
 
-A plain stored event has only hashes, with block size 0: whoever needs tokens takes them from vLLM's own events of the
-same hashes. Some routers drop those, so ``self_describing_kv_events`` adds token ids, parent hash, block size and what
-else went into the hash. Only the request has them, so requests are tracked here from their arrival until the events of
-their stores have been sent.
+A self-describing event has token ids, parent hash, block size and what else went into the hash, as vLLM's own events
+have. Only the request has them, so requests are tracked here from their arrival until the events of their stores have
+been sent. A block that no tracked request has gets a plain event: its hash, with block size 0. Whoever needs tokens
+takes them from vLLM's own events of the same hash, and some routers drop it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvoffload.base import OffloadingEvent, OffloadKey, get_offload_block_hash, get_offload_group_idx
+from kvoffload.base import (
+    OffloadingEvent,
+    OffloadKey,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
 from kvoffload.config import EngineLayout, GroupKind
+from kvoffload.engines.vllm.announcements import Announced, Announcements, Place, places_of
 from kvoffload.engines.vllm.versions import event_extra_keys
 
 __all__ = ["EventTranslator"]
@@ -51,16 +58,23 @@ class _Tracked:
 
 
 class EventTranslator:
-    """Translates events, on the scheduler thread. ``describe``: whether stored events are self-describing."""
+    """Translates events, on the scheduler thread.
 
-    def __init__(self, layout: EngineLayout, factor: int, describe: bool) -> None:
+    ``describe``: whether stored events are self-describing. ``places``: of the tiers, by label (``places_of``).
+    """
+
+    def __init__(
+        self, layout: EngineLayout, factor: int, describe: bool, places: Mapping[str, Place] | None = None
+    ) -> None:
         self._describe = describe
+        self._announced = Announcements(places_of(()) if places is None else places)
         self._hash_tokens = layout.hash_block_tokens
         # 0: never described. Only groups that keep every block are chains of tokens.
         self._hashes_per_block = [
             factor * group.block_tokens // layout.hash_block_tokens if group.kind is GroupKind.FULL_ATTENTION else 0
             for group in layout.groups
         ]
+        self._hashes_per_gpu_block = [group.block_tokens // layout.hash_block_tokens for group in layout.groups]
         self._kinds = [(_VLLM_KINDS[group.kind], group.sliding_window_tokens) for group in layout.groups]
         self._holders: dict[bytes, dict[_Tracked, int]] = {}
         """By hash, the requests that have it, and its index in them. Any of them describes it."""
@@ -109,7 +123,11 @@ class EventTranslator:
 
     def _hash_prompt_embeds(self, tracked: _Tracked) -> None:
         """Makes vLLM keep the hashes of the embeddings in each block, where it looks before it needs embeddings."""
-        for per_block in {each for each in self._hashes_per_block if each}:
+        for per_block in {
+            per_gpu_block
+            for per_block, per_gpu_block in zip(self._hashes_per_block, self._hashes_per_gpu_block, strict=True)
+            if per_block
+        }:
             block_tokens = per_block * self._hash_tokens
             for block in range(len(tracked.hashes) // per_block):
                 _extra_keys(tracked.request, block * block_tokens, (block + 1) * block_tokens)
@@ -152,7 +170,7 @@ class EventTranslator:
     # ---------------------------------------------------------------------------------------------- translation
 
     def translate(self, events: Iterable[OffloadingEvent]) -> list[Any]:
-        """vLLM's ``BlockStored`` and ``BlockRemoved``, in order; one per group where an event has several."""
+        """vLLM's ``BlockStored`` and ``BlockRemoved``, in order."""
         self._is_fresh = False
         return [
             translated
@@ -160,48 +178,77 @@ class EventTranslator:
             for translated in (self._removed(event) if event.removed else self._stored(event))
         ]
 
+    def forget_tiers(self) -> list[Any]:
+        """Removals of all that was announced below the primary tier: the engine finds it no longer."""
+        copies: dict[str, list[OffloadKey]] = {}
+        for tier, key in self._announced.below():
+            copies.setdefault(tier, []).append(key)
+        return self.translate(OffloadingEvent(keys, tier, removed=True) for tier, keys in copies.items())
+
     def _removed(self, event: OffloadingEvent) -> Iterator[Any]:
         from vllm.distributed.kv_events import BlockRemoved
 
-        for group, keys in _by_group(event.keys):
-            yield BlockRemoved(block_hashes=[_external(key) for key in keys], medium=event.medium, group_idx=group)
+        gone: dict[tuple[int, Announced], list[OffloadKey]] = {}
+        for key in event.keys:
+            known = self._announced.remove(event.medium, key)
+            if known is not None:
+                keys = gone.setdefault((get_offload_group_idx(key), known), [])
+                keys += self._announced.take_inner(event.medium, key)
+                keys.append(key)
+        for (group, known), keys in gone.items():
+            yield BlockRemoved(
+                block_hashes=[_external(key) for key in keys],
+                medium=known.place.medium,
+                group_idx=group,
+                locality=known.place.locality,
+                ownership=known.place.ownership,
+            )
 
     def _stored(self, event: OffloadingEvent) -> Iterator[Any]:
+        place = self._announced.place(event.medium)
         for group, keys in _by_group(event.keys):
             plain: list[OffloadKey] = []
             for key in keys:
+                if not self._announced.add(event.medium, key):
+                    continue
                 found = self._holder(key) if self._describe and self._hashes_per_block[group] else None
                 if found is None:
                     plain.append(key)
                 else:
-                    yield self._described(key, group, event.medium, *found)
+                    yield self._described(event.medium, key, group, *found)
             if plain:
-                yield self._event(plain, group, event.medium)
+                yield self._event([_external(key) for key in plain], group, place)
 
-    def _described(self, key: OffloadKey, group: int, medium: str, tracked: _Tracked, hash_index: int) -> Any:
-        # The event names the whole block, by the hash at its end, since that is what can be loaded: not the engine's
-        # blocks inside it.
-        per_block = self._hashes_per_block[group]
-        first, request = hash_index + 1 - per_block, tracked.request
+    def _described(self, tier: str, key: OffloadKey, group: int, tracked: _Tracked, hash_index: int) -> Any:
+        """All of the engine's blocks in the block of ``key``, but for those that are known by another block."""
+        step, request = self._hashes_per_gpu_block[group], tracked.request
         hashes, lora = request.block_hashes, request.lora_request
-        first_token, stop_token = first * self._hash_tokens, (first + per_block) * self._hash_tokens
+        first = hash_index + 1 - self._hashes_per_block[group]
+        ends = range(first + step - 1, hash_index + 1, step)
+        inner = [make_offload_key(bytes(hashes[end]), group) for end in ends[:-1]]
+        num_known = self._announced.describe(tier, key, inner)
+        first, ends = first + num_known * step, ends[num_known:]
+        size = step * self._hash_tokens
+        first_token, stop_token = first * self._hash_tokens, (hash_index + 1) * self._hash_tokens
         return self._event(
-            [key],
+            [_convert(bytes(hashes[end])) for end in ends],
             group,
-            medium,
+            self._announced.place(tier),
             parent=_convert(bytes(hashes[first - 1])) if first > 0 else None,
             token_ids=list(request.all_token_ids[first_token:stop_token]),
-            block_size=per_block * self._hash_tokens,
+            block_size=size,
             lora_id=lora.adapter_id if lora is not None else None,
             lora_name=lora.name if lora is not None else None,
-            extra_keys=_extra_keys(request, first_token, stop_token),
+            extra_keys=event_extra_keys(
+                [_extra_keys(request, token, token + size) for token in range(first_token, stop_token, size)]
+            ),
         )
 
     def _event(
         self,
-        keys: list[OffloadKey],
+        hashes: Sequence[Any],
         group: int,
-        medium: str,
+        place: Place,
         *,
         parent: Any = None,
         token_ids: list[int] | None = None,
@@ -214,17 +261,19 @@ class EventTranslator:
 
         kind, window = self._kinds[group]
         return BlockStored(
-            block_hashes=[_external(key) for key in keys],
+            block_hashes=list(hashes),
             parent_block_hash=parent,
             token_ids=token_ids or [],
             block_size=block_size,
             lora_id=lora_id,
             lora_name=lora_name,
-            medium=medium,
+            medium=place.medium,
             extra_keys=extra_keys,
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
+            locality=place.locality,
+            ownership=place.ownership,
         )
 
 
@@ -240,12 +289,12 @@ def _without_inputs(request: Any) -> Any:
     return lean
 
 
-def _extra_keys(request: Any, first_token: int, stop_token: int) -> list[Any] | None:
-    """What beside tokens went into a block's hash: adapter, images, cache salt; as vLLM's own events have it."""
+def _extra_keys(request: Any, first_token: int, stop_token: int) -> tuple[Any, ...] | None:
+    """What beside tokens went into a block's hash: adapter, images, cache salt; as vLLM hashed it."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-    hashed, _ = generate_block_hash_extra_keys(request, first_token, stop_token, 0)
-    return event_extra_keys(hashed)
+    hashed: tuple[Any, ...] | None = generate_block_hash_extra_keys(request, first_token, stop_token, 0)[0]
+    return hashed
 
 
 def _by_group(keys: Iterable[OffloadKey]) -> Iterator[tuple[int, list[OffloadKey]]]:

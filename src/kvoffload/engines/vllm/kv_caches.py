@@ -5,20 +5,28 @@ Layouts are read from shapes and strides alone. A *run* is a range of bytes that
 layer. A layer is one run where its blocks are contiguous, and several where they are not (keys apart from values, heads
 outside blocks). Neighbouring runs of a group are joined: a layout with all layers of a block side by side is copied in
 one piece.
+
+Blocks that engines with other numbers of ranks may use have the pages of an engine with one rank, and each rank fills
+its KV heads' part of them. The order of their bytes is that of vLLM's layout, outermost first: L for layers, B blocks,
+H heads, N tokens, C content.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, SharedPage
 from kvoffload.errors import LayoutError
 
-__all__ = ["LayerCache", "canonicalize"]
+__all__ = ["HEADS_BEFORE_TOKENS", "LayerCache", "canonicalize", "canonicalize_heads"]
+
+HEADS_BEFORE_TOKENS = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
+"""Layouts in which the tokens of a head lie side by side, so that a rank's part of a page is in few pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +72,100 @@ def canonicalize(groups: Sequence[Sequence[LayerCache]], num_blocks: int) -> Can
     blocks on disk outlive this process. A layer that shares the memory of an earlier one of its group is left out.
     Raises ``LayoutError`` for layouts that are not understood.
     """
+    runs = (_joined([run for layer in layers for run in _runs_of_layer(layer, num_blocks)]) for layers in groups)
+    return _caches([[(run, None) for run in each] for each in runs], num_blocks)
+
+
+def canonicalize_heads(
+    groups: Sequence[Sequence[LayerCache]], num_blocks: int, layout: str, part: int = 0, num_parts: int = 1
+) -> CanonicalKVCaches:
+    """As ``canonicalize``, on a rank with part ``part`` of ``num_parts`` equal parts of the KV heads, in pages of all.
+
+    ``layout`` is one of ``HEADS_BEFORE_TOKENS``. Each layer has one tensor, (num_blocks, heads, tokens, content), as
+    large as those of the group's other layers. A page has the bytes that an engine with one rank and this layout has
+    there, without padding. A tensor may count kernel blocks smaller than GPU blocks; the page is the same. Raises
+    ``LayoutError`` for other tensors.
+    """
+    return _caches([_runs_in_pages(layers, num_blocks, layout, part, num_parts) for layers in groups], num_blocks)
+
+
+def _caches(groups: Sequence[Sequence[tuple[_Run, SharedPage | None]]], num_blocks: int) -> CanonicalKVCaches:
     tensors: list[CanonicalKVCacheTensor] = []
     index_by_location: dict[tuple[int, int, int], int] = {}
     group_data_refs: list[list[CanonicalKVCacheRef]] = []
-    for layers in groups:
+    for runs in groups:
         refs: list[CanonicalKVCacheRef] = []
-        for run in _joined([run for layer in layers for run in _runs_of_layer(layer, num_blocks)]):
+        for run, page in runs:
             if run.location not in index_by_location:
                 index_by_location[run.location] = len(tensors)
                 tensors.append(CanonicalKVCacheTensor(_view(run, num_blocks), run.num_bytes))
-            refs.append(CanonicalKVCacheRef(index_by_location[run.location], run.num_bytes))
+            refs.append(CanonicalKVCacheRef(index_by_location[run.location], run.num_bytes, page))
         group_data_refs.append(refs)
     return CanonicalKVCaches(tensors, group_data_refs)
+
+
+def _runs_in_pages(
+    layers: Sequence[LayerCache], num_blocks: int, layout: str, part: int, num_parts: int
+) -> list[tuple[_Run, SharedPage | None]]:
+    """Runs with their places, in the order of the pages. A page consists of *pieces*: the tokens of one head in one
+    layer and kernel block."""
+    by_layer = [_pieces(layer, num_blocks) for layer in layers]
+    # A layer may reuse the memory of an earlier one.
+    by_layer = list({heads[0][0].location: heads for heads in by_layer}.values())
+    num_heads, per_head, num_bytes = _common_sizes(layers[0].name, by_layer)
+    sizes = {"L": len(by_layer), "H": num_parts * num_heads}
+    outer, inner = [axis for axis in layout if axis in sizes]
+    placed: dict[int, _Run] = {}
+    for layer, heads in enumerate(by_layer):
+        for head, pieces in enumerate(heads, start=part * num_heads):
+            at = {"L": layer, "H": head}
+            first = (at[outer] * sizes[inner] + at[inner]) * per_head
+            placed.update(enumerate(pieces, start=first))
+    # What the layout has inside of a block is one page.
+    page_pieces = per_head * math.prod(sizes.get(axis, 1) for axis in layout[layout.index("B") :])
+    result: list[tuple[_Run, SharedPage | None]] = []
+    end = 0
+    for index, run in sorted(placed.items(), key=lambda item: item[0]):
+        page, within = divmod(index, page_pieces)
+        both = result[-1][0].joined(run) if within and index == end else None
+        if both is not None:
+            result[-1] = both, result[-1][1]
+        else:
+            place = SharedPage(page * page_pieces * num_bytes, page_pieces * num_bytes, within * num_bytes)
+            result.append((run, place))
+        end = index + 1
+    return result
+
+
+def _common_sizes(name: str, by_layer: Sequence[Sequence[Sequence[_Run]]]) -> tuple[int, int, int]:
+    """Heads of a layer, pieces of a head, and bytes of a piece."""
+    sizes = {(len(heads), len(heads[0]), heads[0][0].num_bytes) for heads in by_layer}
+    if len(sizes) != 1:
+        raise LayoutError(f"The layers of {name}'s KV group differ in size; kvoffload does not know this layout.")
+    return sizes.pop()
+
+
+def _pieces(layer: LayerCache, num_blocks: int) -> list[list[_Run]]:
+    """By head and kernel block, one run each."""
+    tensor = layer.tensors[0]
+    is_known = len(layer.tensors) == 1 and tensor.dim() == 4 and tensor.numel() and tensor.shape[0] % num_blocks == 0
+    if not is_known or tensor.stride()[2:] != (tensor.shape[3], 1):
+        raise LayoutError(
+            f"The KV cache of layer {layer.name} (shape {tuple(tensor.shape)}, strides {tensor.stride()}) does not "
+            "have the tokens of a head side by side; kvoffload does not know this layout."
+        )
+    item = tensor.element_size()
+    per_block = tensor.shape[0] // num_blocks
+    block_stride, head_stride = tensor.stride(0) * item, tensor.stride(1) * item
+    base = int(tensor.storage_offset()) * item
+    num_bytes = tensor.shape[2] * tensor.shape[3] * item
+    storage = tensor.untyped_storage()
+
+    def piece(head: int, kernel_block: int) -> _Run:
+        offset = base + head * head_stride + kernel_block * block_stride
+        return _Run(storage, offset, per_block * block_stride, num_bytes)
+
+    return [[piece(head, n) for n in range(per_block)] for head in range(tensor.shape[1])]
 
 
 def _joined(runs: Sequence[_Run]) -> list[_Run]:

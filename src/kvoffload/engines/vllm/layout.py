@@ -12,18 +12,22 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, parse_config
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.config_file import with_config_file
+from kvoffload.cpu.memory_limits import SHM, check_all_engines
+from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, slice_of, why_not_rank_free
 from kvoffload.engines.vllm.versions import (
     drafters_are_proven,
     hash_block_tokens,
     hashes_have_adapter_paths,
     names_states,
+    says_what_is_sharded,
 )
 from kvoffload.errors import ConfigError, LayoutError
-from kvoffload.specs import spec_class
+from kvoffload.specs import read_config
 from kvoffload.tiering.options import parse_tiers
 
-__all__ = ["check_engine", "config_of", "layout_of", "refuse_kv_cache"]
+__all__ = ["check_engine", "config_of", "layout_of", "preferred_layout", "refuse_kv_cache"]
 
 _KINDS = {
     "full_attention": GroupKind.FULL_ATTENTION,
@@ -44,15 +48,9 @@ _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculato
 
 
 def config_of(extra: Mapping[str, Any]) -> OffloadingConfig:
-    """The user's ``kv_connector_extra_config``, validated as far as this needs neither a model nor a layout."""
-    if "cpu_bytes_to_use" not in extra:
-        raise ConfigError(
-            "kv_connector_extra_config needs cpu_bytes_to_use: the host memory for offloaded KV on this node, for "
-            'example "8GiB".'
-        )
-    config = parse_config(extra)
-    spec_class(config).check_config(config)
-    return config
+    """The user's ``kv_connector_extra_config``, over a file that it or the environment names, validated as far as this
+    needs neither a model nor a layout."""
+    return read_config(with_config_file(extra))
 
 
 def check_engine(vllm_config: Any) -> OffloadingConfig:
@@ -60,7 +58,9 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     whatever its KV cache: vLLM need not load a model to find that out."""
     config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     _refuse_transfer(vllm_config.kv_transfer_config)
-    _refuse_parallel(vllm_config.parallel_config)
+    _refuse_parallel(vllm_config.parallel_config, config)
+    _refuse_sum(config, vllm_config.parallel_config)
+    _refuse_stages(vllm_config)
     if vllm_config.speculative_config is not None:
         _refuse_speculation(vllm_config.speculative_config)
     if vllm_config.attention_config.hisparse_config is not None:
@@ -86,9 +86,21 @@ def _refuse_layout(asked: str, model: Any) -> None:
         )
 
 
+def preferred_layout(vllm_config: Any, config: OffloadingConfig) -> str | None:
+    """The layout of the KV cache that vLLM is asked for; ``None``: any.
+
+    The user's choice; or, if there are tiers in which engines with other numbers of ranks may find blocks, the one that
+    vLLM's own connectors ask for. ``MultiConnector`` takes no two.
+    """
+    model = vllm_config.model_config
+    if config.kv_cache_layout is not None or not config.secondary_tiers or model.use_mla or model.is_hybrid:
+        return config.kv_cache_layout
+    return "LBHNC"
+
+
 def refuse_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises ``ConfigError`` or ``LayoutError``, with the reason, if the KV cache that vLLM made cannot be restored."""
-    asked = vllm_config.kv_transfer_config.kv_connector_extra_config.get("kv_cache_layout")
+    asked = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
     if asked is not None and asked != kv_cache_config.kv_cache_layout:
         # vLLM only warns when it takes another.
         raise ConfigError(
@@ -99,21 +111,18 @@ def refuse_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     speculative, groups = vllm_config.speculative_config, kv_cache_config.kv_cache_groups
     if speculative is not None and speculative.method == "draft_model" and len(groups) > 1:
         raise _unproven_drafter("'draft_model' beside several KV groups")
-    cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
-    for index, group in enumerate(groups):
-        kind = _kind_of(group.kv_cache_spec)
-        if kind not in _KINDS or index not in cacheable or hasattr(group.kv_cache_spec, "rswa_window"):
+    if not kv_cache_config.prefix_cacheable_group_ids:
+        raise LayoutError("No KV group of this model is in vLLM's prefix cache, so there is nothing to offload.")
+    for index in kv_cache_config.prefix_cacheable_group_ids:
+        group = groups[index]
+        kind = kind_of(group.kv_cache_spec)
+        if kind not in _KINDS or hasattr(group.kv_cache_spec, "rswa_window"):
             raise LayoutError(
                 f"KV group {index} of this model (kind {kind!r}, {type(group.kv_cache_spec).__name__}) cannot be "
                 f"restored from block hashes; kvoffload supports {', '.join(_KINDS)}."
             )
         if _KINDS[kind] is GroupKind.SINGLE_STATE:
             _refuse_states(vllm_config, kv_cache_config, group.kv_cache_spec)
-    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
-        raise ConfigError(
-            "vLLM's V2 model runner writes to new blocks of a model with recurrent states or KV of several precisions "
-            "while stores may still read them: set VLLM_USE_V2_MODEL_RUNNER=0, or serve this model without kvoffload."
-        )
 
 
 def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
@@ -160,23 +169,54 @@ def _refuse_transfer(transfer: Any) -> None:
         )
 
 
-def _refuse_parallel(parallel: Any) -> None:
-    if parallel.nnodes_within_dp > 1:
+def _refuse_parallel(parallel: Any, config: OffloadingConfig) -> None:
+    if parallel.nnodes_within_dp > 1 and config.secondary_tiers:
         raise ConfigError(
-            f"The engine spans {parallel.nnodes_within_dp} nodes, and kvoffload's primary tier is the memory of one; "
-            "run one engine per node."
+            f"The engine spans {parallel.nnodes_within_dp} nodes, and a tier would see the blocks of one: leave out "
+            "secondary_tiers, or run one engine per node."
         )
     if parallel.world_size > 1 and parallel.distributed_executor_backend != "mp":
         raise ConfigError(
             "With several ranks kvoffload needs --distributed-executor-backend mp: under "
             f"{parallel.distributed_executor_backend!r} it cannot know that they share this node's memory."
         )
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) > 1:
-            raise ConfigError(
-                f"kvoffload does not support {name} above 1, and it is {getattr(parallel, name)}: ranks would not hold "
-                "slices of the same blocks."
-            )
+    if parallel.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            f"kvoffload does not support prefill_context_parallel_size above 1, and it is "
+            f"{parallel.prefill_context_parallel_size}: set it to 1."
+        )
+    if parallel.decode_context_parallel_size > 1 and not says_what_is_sharded():
+        raise ConfigError("With decode_context_parallel_size above 1 kvoffload needs vLLM 0.31 or newer.")
+
+
+def _refuse_stages(vllm_config: Any) -> None:
+    """Stages whose blocks differ in size. A slot has a slice of equal size for each."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return
+    from vllm.distributed.utils import get_pp_indices
+
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    bounds = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
+    sizes = [end - start for start, end in bounds]
+    if len(set(sizes)) > 1:
+        raise ConfigError(
+            f"kvoffload needs pipeline stages of equal size, and these have {', '.join(map(str, sizes))} layers: set "
+            f"pipeline_parallel_size to a divisor of {num_layers}, and leave out VLLM_PP_LAYER_PARTITION."
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method in _DRAFTERS_WITH_KV:
+        raise ConfigError(
+            f"The KV of {speculative.method!r} drafters lies in the last pipeline stage alone, and kvoffload needs "
+            f"stages of equal size: use one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or pipeline_parallel_size 1."
+        )
+
+
+def _refuse_sum(config: OffloadingConfig, parallel: Any) -> None:
+    """Data parallelism: every engine core on this machine takes all of ``cpu_bytes_to_use``."""
+    if parallel.data_parallel_size_local > 1:
+        mount = SHM if parallel.distributed_executor_backend == "mp" else None
+        check_all_engines(config.cpu_bytes, parallel.data_parallel_size_local, mount=mount)
 
 
 def _refuse_speculation(speculative: Any) -> None:
@@ -218,14 +258,18 @@ def _refuse_adapters(vllm_config: Any, config: OffloadingConfig) -> None:
 def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, rank: int = 0) -> EngineLayout:
     """The engine's KV cache as kvoffload describes it. Call ``check_engine`` and ``refuse_kv_cache`` first."""
     page_bytes = _bytes_per_gpu_block(kv_cache_config)
-    lookahead = _lookahead_tokens(vllm_config.speculative_config, kv_cache_config.kv_cache_groups)
+    offloaded = offloaded_groups(kv_cache_config)
+    lookahead = _lookahead_tokens(vllm_config.speculative_config, offloaded)
     groups = tuple(
-        _group_layout(group.kv_cache_spec, page_bytes, ahead)
-        for group, ahead in zip(kv_cache_config.kv_cache_groups, lookahead, strict=True)
+        _group_layout(group.kv_cache_spec, page_bytes, ahead, vllm_config.parallel_config)
+        for group, ahead in zip(offloaded, lookahead, strict=True)
     )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    # Without a tier no other engine finds the blocks, and whole slices are copied in fewer pieces.
+    is_rank_free = bool(config.secondary_tiers) and why_not_rank_free(vllm_config, kv_cache_config) is None
     parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
     # vLLM's single-process executor runs the one worker on the scheduler's own thread.
+    ranks_per_node = parallel.world_size // parallel.nnodes_within_dp
     one_process = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
     return EngineLayout(
         groups=groups,
@@ -233,9 +277,11 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, 
         instance_id=vllm_config.kv_transfer_config.engine_id,
         num_ranks=parallel.world_size,
         rank=rank,
-        num_processes=1 if one_process else 1 + parallel.world_size,
+        rank_slice=slice_of(vllm_config, kv_cache_config, rank),
+        rank_free=is_rank_free,
+        num_processes=1 if one_process else ranks_per_node + (rank < ranks_per_node),
         events_enabled=events is not None and events.enable_kv_cache_events,
-        identity=_identity(vllm_config, kv_cache_config, config),
+        identity=_identity(vllm_config, kv_cache_config, config, is_rank_free),
         hashes_are_stable=algorithm in _STABLE_ALGORITHMS or os.environ.get("PYTHONHASHSEED") is not None,
         unstable_hash_hint=(
             f"vLLM's --prefix-caching-hash-algo {algorithm} gives other hashes in every process: use sha256, or set "
@@ -280,19 +326,16 @@ def _lookahead_tokens(speculative: Any, groups: Sequence[Any]) -> list[int]:
     return [int(not flagged or group.kv_cache_spec in flagged) for group in groups]
 
 
-def _group_layout(spec: Any, page_bytes: int, lookahead_tokens: int) -> KVGroupLayout:
-    kind = _KINDS[_kind_of(spec)]
+def _group_layout(spec: Any, page_bytes: int, lookahead_tokens: int, parallel: Any) -> KVGroupLayout:
+    kind = _KINDS[kind_of(spec)]
     window = None
     if kind is GroupKind.SLIDING_WINDOW:
         # vLLM keeps more tokens than the window when a speculative head needs them.
         window = _window_of(spec) + int(getattr(spec, "extra_retained_tokens", 0))
-    return KVGroupLayout(kind, spec.block_size, page_bytes, window, lookahead_tokens)
-
-
-def _kind_of(spec: Any) -> str:
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
-
-    return str(get_kv_cache_spec_kind(spec).value)
+    block_tokens = spec.block_size
+    if parallel.decode_context_parallel_size > 1 and spec.dcp_sharded:
+        block_tokens *= parallel.decode_context_parallel_size  # each rank has a part of them
+    return KVGroupLayout(kind, block_tokens, page_bytes, window, lookahead_tokens)
 
 
 def _window_of(spec: Any) -> int:
@@ -304,13 +347,13 @@ def _window_of(spec: Any) -> int:
     return int(window)
 
 
-def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig) -> dict[str, str]:
+def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
     """Everything besides its key that changes the bytes of a block. The same in every process of equal engines."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     groups = [
-        f"{_kind_of(group.kv_cache_spec)}:{group.kv_cache_spec.block_size}:{len(group.layer_names)}"
+        f"{kind_of(group.kv_cache_spec)}:{group.kv_cache_spec.block_size}:{len(group.layer_names)}"
         f"{_state_identity(group.kv_cache_spec)}"
-        for group in kv_cache_config.kv_cache_groups
+        for group in offloaded_groups(kv_cache_config)
     ]
     drafter = _drafter_identity(vllm_config.speculative_config)
     return {
@@ -324,17 +367,22 @@ def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig) 
         "layout": str(kv_cache_config.kv_cache_layout),
         "groups": ",".join(groups),
         "block_size": str(config.block_size),
-        "page_bytes": str(_bytes_per_gpu_block(kv_cache_config)),
-        "tensor_parallel_size": str(parallel.tensor_parallel_size),
+        "pages": "of all heads" if is_rank_free else _division(vllm_config.parallel_config),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         **({"drafter": drafter} if drafter else {}),
     }
 
 
+def _division(parallel: Any) -> str:
+    """How ranks divide a block, beside the number of its slices."""
+    context = f"{parallel.decode_context_parallel_size}:{parallel.cp_kv_cache_interleave_size}"
+    return f"of {parallel.pipeline_parallel_size} stages, context {context}"
+
+
 def _state_identity(spec: Any) -> str:
     """What a group's states consist of; empty for attention."""
-    if _KINDS[_kind_of(spec)] is not GroupKind.SINGLE_STATE:
+    if _KINDS[kind_of(spec)] is not GroupKind.SINGLE_STATE:
         return ""
     # Layers of one group may have states of several shapes.
     layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]

@@ -9,23 +9,43 @@ from typing import Any
 
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, BoundaryState, EngineStep, ScheduledRequest
 
-__all__ = ["StepTranslator", "with_states"]
+__all__ = ["StepTranslator", "with_needed_blocks", "with_states"]
 
 
 class StepTranslator:
-    """Knows the id of vLLM's null block, which stands where a request has no GPU block."""
+    """Knows the id of vLLM's null block, which stands where a request has no GPU block, and which of vLLM's KV groups
+    are offloaded."""
 
-    def __init__(self, null_block_id: int = 0) -> None:
+    def __init__(self, group_ids: Sequence[int] | None = None, null_block_id: int = 0) -> None:
+        """``group_ids``: vLLM's numbers of the groups that are offloaded, in order; ``None``: all are."""
         self._null = null_block_id
+        self._group_ids = group_ids
+        self._others: list[int] = []
+        """GPU blocks of other groups that requests were given since the last step."""
 
     def block_ids(self, ids: Sequence[Sequence[int]]) -> BlockIds:
         null = self._null
+        if self._group_ids is not None:
+            ids = self._offloaded(ids)
         return tuple(
             group if null not in group else [NO_BLOCK if each == null else each for each in group] for group in ids
         )
 
+    def _offloaded(self, ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        assert self._group_ids is not None
+        for number, group in enumerate(ids):
+            if number not in self._group_ids:
+                self._others += group
+        return [ids[number] for number in self._group_ids] if ids else ids
+
     def step(self, output: Any) -> EngineStep:
-        """``output``: vLLM's ``SchedulerOutput``."""
+        """``output``: vLLM's ``SchedulerOutput``. Blocks of groups that are not offloaded are needed too: a store may
+        still read what they held before."""
+        step = self._step(output)
+        others, self._others = self._others, []
+        return with_needed_blocks(step, others)
+
+    def _step(self, output: Any) -> EngineStep:
         tokens = output.num_scheduled_tokens
         scheduled = [
             ScheduledRequest(
@@ -49,16 +69,23 @@ class StepTranslator:
         return EngineStep(tuple(scheduled), frozenset(output.preempted_req_ids or ()))
 
 
-def with_states(step: EngineStep, output: Any) -> EngineStep:
+def with_states(step: EngineStep, output: Any, group_ids: Sequence[int] | None = None) -> EngineStep:
     """``step``, and what vLLM says of recurrent states in the same ``output``: those to store, and its own copies.
 
-    vLLM names a state in the step that ends at it, or when the last token of its block becomes known.
+    vLLM names a state in the step that ends at it, or when the last token of its block becomes known. ``group_ids``: as
+    in ``StepTranslator``.
     """
     named = output.kv_connector_block_state
     states = tuple(
-        BoundaryState(request_id, group, block_id, num_tokens)
+        BoundaryState(request_id, group if group_ids is None else group_ids.index(group), block_id, num_tokens)
         for request_id, entries in (named.boundary_state_offloads.items() if named is not None else ())
         for group, block_id, num_tokens in entries
+        if group_ids is None or group in group_ids
     )
     copied = tuple(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-    return replace(step, boundary_states=states, copied_block_ids=copied)
+    return with_needed_blocks(replace(step, boundary_states=states), copied)
+
+
+def with_needed_blocks(step: EngineStep, block_ids: Sequence[int]) -> EngineStep:
+    """``step``, which needs these GPU blocks too."""
+    return replace(step, needed_block_ids=(*step.needed_block_ids, *block_ids)) if block_ids else step

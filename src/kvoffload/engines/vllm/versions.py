@@ -19,17 +19,20 @@ __all__ = [
     "drafters_are_proven",
     "event_extra_keys",
     "hash_block_tokens",
+    "hash_lookahead_tokens",
     "hashes_have_adapter_paths",
-    "host_hit_source",
+    "hit_source",
+    "kv_tp_replicas",
     "names_states",
     "release_of",
+    "says_what_is_sharded",
     "vllm_release",
 ]
 
 OLDEST, NEWEST = (0, 30), (0, 33)
 """Major and minor version. The tests run with all of them but the newest, which was compared by its sources alone."""
 
-_0_31, _0_32 = (0, 31), (0, 32)
+_0_31, _0_32, _0_33 = (0, 31), (0, 32), (0, 33)
 
 
 def release_of(version: str) -> tuple[int, int]:
@@ -56,13 +59,15 @@ def vllm_release() -> tuple[int, int]:
     return release_of(__version__)
 
 
-def host_hit_source() -> Any:
-    """What vLLM calls hits from host memory in its metrics. ``None`` before 0.32, which does not tell sources apart."""
+def hit_source(medium: str, locality: str | None) -> Any:
+    """What vLLM calls hits from a tier in its metrics. ``None`` before 0.32, which does not tell sources apart."""
     if vllm_release() < _0_32:
         return None
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    return CacheHitSource.HOST
+    if medium == "CPU":
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if locality == "LOCAL" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
@@ -75,6 +80,11 @@ def hash_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(tokens)
 
 
+def kv_tp_replicas(kv_cache_config: Any) -> int:
+    """Consecutive ranks of which vLLM says that they hold the same KV in every layer. Before 0.31 it does not say."""
+    return int(kv_cache_config.kv_tp_replicas) if vllm_release() >= _0_31 else 1
+
+
 def drafters_are_proven() -> bool:
     """Whether the KV of drafters was shown to be good after a load. Not before 0.31, whose CPU build cannot draft."""
     return vllm_release() >= _0_31
@@ -85,16 +95,26 @@ def hashes_have_adapter_paths() -> bool:
     return vllm_release() >= _0_31
 
 
+def says_what_is_sharded() -> bool:
+    """Whether KV groups say if decode context parallelism divides the tokens of their blocks. Not before 0.31."""
+    return vllm_release() >= _0_31
+
+
 def names_states() -> bool:
     """Whether a step's output names the recurrent states to store in the form that ``steps.py`` reads."""
     return vllm_release() >= _0_32
 
 
-def event_extra_keys(hashed: tuple[Any, ...] | None) -> list[Any] | None:
-    """``hashed``, what went into a block's hash beside its tokens, as vLLM's events of one block have it. Before 0.31
-    they have it as it was hashed."""
+def event_extra_keys(hashed: list[tuple[Any, ...] | None]) -> list[Any] | None:
+    """``hashed``, what went into each block's hash beside its tokens, as vLLM's events have it. Before 0.31 they have
+    it as it was hashed."""
     if vllm_release() < _0_31:
-        return [hashed]
+        return hashed
     from vllm.v1.core.kv_cache_utils import to_event_extra_keys
 
-    return cast("list[Any] | None", to_event_extra_keys([hashed]))
+    return cast("list[Any] | None", to_event_extra_keys(hashed))
+
+
+def hash_lookahead_tokens(vllm_config: Any) -> int:
+    """Tokens after a block that its hash covers too. None before 0.33."""
+    return int(vllm_config.num_hash_lookahead_tokens) if vllm_release() >= _0_33 else 0

@@ -49,10 +49,6 @@ class BlockStore(ABC):
     rescan_s: float | None = None
     """How many seconds after a scan the tier scans the store again, to find what others have written or deleted.
     ``None``: it scans once."""
-    scan_may_rest: bool = True
-    """Between two batches of a scan nothing is held that others wait for, so the tier takes the next one when it has
-    room for its keys: in an idle engine that may be hours later. ``False``: the tier takes all at once, and the keys
-    wait in memory."""
     resident: Collection[OffloadKey] | None = None
     """The keys that are here now, for a store that has them all in memory. ``in`` and ``len`` return at once, without
     I/O, on any thread. The tier then looks keys up here, and keeps no index of its own. ``None``: only I/O can tell."""
@@ -94,7 +90,8 @@ class BlockStore(ABC):
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         """Yields the keys that are here, in batches of some thousand at most, without reading payloads. Runs at the
         start, and every ``rescan_s``, on a thread of its own, while other threads call the store: a block written
-        meanwhile may be missing, and a block yielded may be gone. Each key comes once, but where only the server knows
+        meanwhile may be missing, and a block yielded may be gone. The tier takes the next batch when it has room for
+        its keys, in an idle engine hours later. Each key comes once, but where only the server knows
         them all and may name one again.
         """
         return iter(())

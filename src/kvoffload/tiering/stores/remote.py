@@ -25,6 +25,8 @@ _LONGEST_S = 1e9
 """Some 30 years: the longest age or deadline, which every clock and server can count."""
 
 _SHORTEST_SEAL_KEY = 16
+_NAMES_A_SECRET = re.compile("key|secret|token|password", re.IGNORECASE)
+"""Of the settings of a service, those that are credentials."""
 
 
 def check_age(seconds: float | None, what: str) -> None:
@@ -91,6 +93,7 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
     """Options of a store that other machines share."""
 
     is_persistent: ClassVar[bool] = True
+    locality: ClassVar[str | None] = "REMOTE"
 
     required: bool = False
     """Refuse to start if the store cannot be used. Otherwise the engine starts, and the tier is used once it works."""
@@ -103,6 +106,15 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
         if isinstance(url, dict):
             return f"the URL from {' '.join(*url.items())}"
         return without_credentials(url) if url else ""
+
+    @property
+    def holds_secrets(self) -> bool:
+        """Whether the options themselves have credentials, instead of naming where they are read."""
+        settings = (getattr(self, "config", None) or {}).items()
+        texts = [value for name, value in settings if _NAMES_A_SECRET.search(name)]
+        texts += [getattr(self, name, None) for name in ("password", "sentinel_password", "seal_key")]
+        url = getattr(self, "url", None)
+        return any(isinstance(value, str) for value in texts) or (isinstance(url, str) and url != self.place)
 
     def __repr__(self) -> str:
         # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
@@ -156,6 +168,14 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
                 store.close()
                 raise
         return store
+
+    def check_servers(self, block_bytes: int) -> None:
+        """Asks the store's servers for a block. Raises ``StoreError``, in one sentence, if they cannot be used."""
+        store = self._open(block_bytes, "")
+        try:
+            self._check_store(store)
+        finally:
+            store.close()
 
     @abstractmethod
     def _open(self, block_bytes: int, namespace: str) -> BlockStore:

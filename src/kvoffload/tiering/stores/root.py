@@ -4,6 +4,7 @@ through a link."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -26,6 +27,7 @@ __all__ = [
     "check_directory",
     "check_locks",
     "check_root",
+    "check_type",
     "directory_of",
     "display_name",
     "find_directory",
@@ -37,6 +39,9 @@ __all__ = [
 ]
 
 CONTROL_DIR = ".kvoffload"
+
+_FILES_OF_TYPES = {"disk": ("slabs",), "fs": ("files", "ledger")}
+"""Files in the control directory that only a tier of this type makes; releases before this one made the last."""
 
 _LONGEST_DIRECTORY = 200
 _DEFAULT_DIRECTORY = "="
@@ -129,8 +134,9 @@ class Access:
 PRIVATE = Access()
 
 
-def check_root(root: str, mode: Literal["private", "group"]) -> Access:
-    """Makes ``root`` and its control directory if they are absent. Raises ``ConfigError`` if either cannot be used."""
+def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: bool = True) -> Access:
+    """Makes ``root`` and its control directory if they are absent. Raises ``ConfigError`` if either cannot be used, or
+    if the store ``needs_locks`` and the file system has none."""
     access = Access(mode)
     try:
         if not os.path.isdir(root):
@@ -138,7 +144,7 @@ def check_root(root: str, mode: Literal["private", "group"]) -> Access:
             make_directory(root, access)
     except OSError as exc:
         raise ConfigError(f"The store's directory {root} cannot be made: {exc.strerror}.") from exc
-    check_locks(root)
+    check_locks(root, needs_locks)
     control = os.path.join(root, CONTROL_DIR)
     try:
         make_directory(control, access)
@@ -168,9 +174,15 @@ def check_control(root: str, mode: Literal["private", "group"]) -> Access:
     return Access(mode, status.st_uid)
 
 
-def check_locks(root: str) -> None:
-    """Raises ``ConfigError`` if ``root`` cannot be opened, or if its file system has no locks, without which no writer
-    is safe."""
+def check_type(root: str, own: str) -> None:
+    """Raises ``ConfigError`` if a tier of another type than ``own`` uses ``root``: neither counts the other's files."""
+    for other, names in _FILES_OF_TYPES.items():
+        if other != own and any(os.path.lexists(os.path.join(root, CONTROL_DIR, name)) for name in names):
+            raise ConfigError(f"{root} belongs to a tier of type {other!r}; choose another directory.")
+
+
+def check_locks(root: str, needs_locks: bool = True) -> None:
+    """Raises ``ConfigError`` if ``root`` cannot be opened, or if locks are needed and its file system has none."""
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:
@@ -178,7 +190,8 @@ def check_locks(root: str) -> None:
             f"{root} cannot be opened ({exc.strerror}); run as its owner, or choose another directory."
         ) from exc
     try:
-        try_lock(fd)
+        if needs_locks:
+            try_lock(fd)
     except OSError as exc:
         raise ConfigError(
             f"The file system of {root} cannot lock ({exc.strerror}); choose a directory on a local disk."
@@ -201,8 +214,9 @@ def make_directory(path: str, access: Access) -> None:
     try:
         os.mkdir(path, access.directory_mode & 0o777)
     except FileExistsError:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise
+        with contextlib.suppress(FileNotFoundError):  # the old cache of a network mount, on which another host made it
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                raise
         return
     if access.is_group:  # mkdir takes the umask's bits away, and has no bit for the group to be handed on
         fd = os.open(path, _OPEN_DIRECTORY)

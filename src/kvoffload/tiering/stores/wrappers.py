@@ -26,7 +26,6 @@ class StoreWrapper(BlockStore):
         self.batch_blocks = inner.batch_blocks
         self.requests_in_flight = inner.requests_in_flight
         self.rescan_s = inner.rescan_s
-        self.scan_may_rest = inner.scan_may_rest
         self.resident = inner.resident
 
     def __repr__(self) -> str:

@@ -132,7 +132,7 @@ class TestModes:
 
         assert as_user(NOBODY, lambda: session(0), gid=GROUP, umask=0o077) == [True] * 4
         assert as_user(SOMEBODY, lambda: session(4), gid=GROUP, umask=0o077) == [True] * 8
-        assert as_user(NOBODY, lambda: session(0), gid=GROUP)[-4:] == [True] * 4
+        assert as_user(NOBODY, lambda: session(0), gid=GROUP).count(True) >= 2, "those that were not the oldest"
         assert {path.lstat().st_gid for path in [root, *root.rglob("*")]} == {GROUP}
         assert {path.lstat().st_uid for path in files(root)} == {NOBODY, SOMEBODY}
         assert disk_bytes(root) <= room_for(6)
@@ -141,12 +141,21 @@ class TestModes:
 
 
 class TestLinks:
-    def test_a_staging_directory_that_is_a_link_is_not_emptied(self, open_store, tmp_path: Path, victim: Path) -> None:
-        (tmp_path / "kv" / CONTROL_DIR).mkdir(parents=True)
+    def test_directories_that_are_links_are_not_emptied(self, open_store, tmp_path: Path, victim: Path) -> None:
+        store = open_store(max_bytes=room_for(1))
+        write(store, KEY)
         (tmp_path / "kv" / CONTROL_DIR / "w-x").symlink_to(victim)
-        store = open_store(max_bytes=room_for(2))
-        write(store, *keys_of(1, 2, 3))
+        (tmp_path / "precious").mkdir()
+        (tmp_path / "precious" / "00.kvb").write_bytes(b"p")
+        for fan in range(256):
+            try:
+                (tmp_path / "kv" / "=" / f"{fan:02x}").symlink_to(tmp_path / "precious")
+            except FileExistsError:
+                continue
+        write(store, OTHER)  # its directory may be a link, too
         assert StoreRoot(tmp_path / "kv").sweep() == 0
+        StoreRoot(tmp_path / "kv").shrink(0)
+        assert (tmp_path / "precious" / "00.kvb").read_bytes() == b"p"
 
     def test_a_control_directory_that_is_a_link_is_refused(self, open_store, tmp_path: Path, victim: Path) -> None:
         (tmp_path / "kv").mkdir()
@@ -156,23 +165,18 @@ class TestLinks:
         with pytest.raises(ConfigError, match="is a link or a file"):
             StoreRoot(tmp_path / "kv").sweep()
 
-    def test_a_control_directory_that_becomes_one_fails_writes(self, open_store, tmp_path: Path, victim: Path) -> None:
+    def test_a_control_directory_that_becomes_one_is_not_written_to(
+        self, open_store, tmp_path: Path, victim: Path
+    ) -> None:
         store, control = open_store(max_bytes=room_for(2)), tmp_path / "kv" / CONTROL_DIR
+        (control / "files").unlink()
         control.rmdir()
         control.symlink_to(victim)
-        with pytest.raises(StoreError):
-            write(store, KEY)
+        write(store, *keys_of(1, 2, 3))
         store.discard([KEY])
-        with pytest.raises(StoreError):
-            list(store.scan())
-
-    def test_a_usage_file_that_is_a_link_fails_writes(self, open_store, tmp_path: Path, victim: Path) -> None:
-        store = open_store(max_bytes=room_for(2))
-        (tmp_path / "kv" / CONTROL_DIR / "ledger").symlink_to(victim / "precious")
-        with pytest.raises(StoreError):
-            write(store, KEY)
-        (tmp_path / "kv" / CONTROL_DIR / "ledger").unlink()
-        assert write(store, KEY) == [True]
+        assert len(files(tmp_path / "kv" / "=")) <= 2
+        with pytest.raises(ConfigError, match="is a link or a file"):
+            StoreRoot(tmp_path / "kv").sweep()
 
     @pytest.mark.parametrize("size", [SMALL, PAGED])
     @pytest.mark.parametrize("to", ["same size", "directory", "nothing"])
@@ -186,7 +190,7 @@ class TestLinks:
         path.rename(tmp_path / "copy")
         path.symlink_to(target)
         copy = (tmp_path / "copy").read_bytes()
-        used_ns = (tmp_path / "copy").stat().st_mtime_ns
+        written_ns = (tmp_path / "copy").stat().st_mtime_ns
         store.touch([KEY])
         assert store.contains([KEY]) == [False]
         assert read(store, KEY, size) is None
@@ -199,15 +203,7 @@ class TestLinks:
         store.discard([KEY])
         assert not path.is_symlink()
         assert (tmp_path / "copy").read_bytes() == copy
-        assert (tmp_path / "copy").stat().st_mtime_ns == used_ns
-
-    def test_a_file_with_another_name_is_not_written_over(self, open_store, tmp_path: Path) -> None:
-        store = open_store(max_bytes=room_for(1))
-        write(store, KEY)
-        os.link(files(tmp_path)[0], tmp_path / "elsewhere")
-        before = (tmp_path / "elsewhere").read_bytes()
-        assert write(store, OTHER) == [True]
-        assert (tmp_path / "elsewhere").read_bytes() == before
+        assert (tmp_path / "copy").stat().st_mtime_ns == written_ns
 
     def test_a_pipe_in_a_blocks_place_holds_nobody_up(self, open_store, tmp_path: Path) -> None:
         store = open_store()

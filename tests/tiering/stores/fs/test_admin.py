@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing import block_of, keys
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.admin import StoreRoot, is_sound
+from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX
+from kvoffload.tiering.stores.fs.quota import time_at
+from kvoffload.tiering.stores.root import CONTROL_DIR
 
 SIZE = 1000
 
@@ -44,6 +48,26 @@ def test_a_damaged_file_is_not_sound_and_a_missing_one_is_neither(root: StoreRoo
     assert is_sound(str(path)) is False
     assert root.remove([bad]) == 1
     assert not path.exists()
+
+
+def test_leftovers_of_dead_writers_are_removed_those_of_the_release_before_too(root: StoreRoot) -> None:
+    fan = (root.path / next(iter(root.files())).path).parent
+    old_s = time_at(str(root.path)) / 1e9 - 7200  # type: ignore[operator]
+    dead = [fan / f"{TEMPORARY_PREFIX}1", root.path / CONTROL_DIR / f"{TEMPORARY_PREFIX}2"]
+    staging = root.path / CONTROL_DIR / "w-0123456789abcdef"
+    staging.mkdir()
+    for path in [*dead, staging / "7"]:
+        path.write_bytes(b"half")
+    alive = fan / f"{TEMPORARY_PREFIX}3"
+    alive.write_bytes(b"half")
+    assert root.sweep() == 0
+    for path in [*dead, staging]:
+        os.utime(path, (old_s, old_s))
+    assert root.sweep() == 3
+    assert not staging.exists()
+    assert not any(path.exists() for path in dead)
+    assert alive.exists()
+    assert sum(one.num_blocks for one in root.usage()) == 5
 
 
 def test_a_quota_is_enforced_and_reported(root: StoreRoot) -> None:

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.files import disk_bytes
 from tests.tiering.stores.rig import (
     KEY,
     OTHER,
@@ -24,7 +23,6 @@ from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs.format import BlockFormat
-from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
 from kvoffload.tiering.stores.root import CONTROL_DIR
 
 POSITIONS = {
@@ -126,15 +124,24 @@ def test_a_directory_in_place_of_a_file(open_store, tmp_path: Path, size: int) -
 def test_damage_to_the_control_directory_costs_nothing(open_store, tmp_path: Path) -> None:
     store = open_store(max_bytes=room_for(4))
     write(store, KEY)
-    usage_file = tmp_path / "kv" / CONTROL_DIR / "ledger"
-    for content in (b"", b"garbage", os.urandom(USAGE_FILE_BYTES), bytes(10_000)):
-        usage_file.write_bytes(content)
-        write(store, *keys_of(*range(10, 20)))
-        assert disk_bytes(tmp_path / "kv") <= room_for(4)
-        assert len(files(tmp_path)) == 4
-    usage_file.unlink()
-    write(store, *keys_of(*range(30, 40)))
-    assert disk_bytes(tmp_path / "kv") <= room_for(4)
     shutil.rmtree(tmp_path / "kv" / CONTROL_DIR)
+    (tmp_path / "kv" / CONTROL_DIR).write_bytes(b"garbage")
+    assert write(store, *keys_of(*range(10, 20))).count(True) == 4
+    assert len(files(tmp_path)) == 4
+    (tmp_path / "kv" / CONTROL_DIR).unlink()
     assert write(store, KEY) == [True]
     assert read(store, KEY) == block_of(KEY, SMALL)
+
+
+def test_what_the_release_before_wrote_is_read(open_store, tmp_path: Path) -> None:
+    """Its blocks, beside its usage file and the directory of a writer that was killed."""
+    write(open_store(), KEY)
+    control = tmp_path / "kv" / CONTROL_DIR
+    (control / "files").unlink()
+    (control / "ledger").write_bytes(os.urandom(114))
+    (control / "w-0123456789abcdef").mkdir()
+    (control / "w-0123456789abcdef" / "7").write_bytes(b"half")
+    store = open_store(max_bytes=room_for(4))
+    assert read(store, KEY) == block_of(KEY, SMALL)
+    assert write(store, OTHER) == [True]
+    assert {key for batch in store.scan() for key in batch} == {KEY, OTHER}

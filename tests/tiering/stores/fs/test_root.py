@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +16,6 @@ from tests.files import disk_bytes
 from tests.tiering.stores.rig import (
     KEY,
     OTHER,
-    PAGED,
     SMALL,
     files,
     here,
@@ -27,9 +29,8 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs import io as fs_io
-from kvoffload.tiering.stores.fs.admin import is_sound
-from kvoffload.tiering.stores.root import CONTROL_DIR, directory_of, namespace_of
+from kvoffload.tiering.stores.fs.admin import StoreRoot, is_sound
+from kvoffload.tiering.stores.root import directory_of, namespace_of
 from kvoffload.tiering.stores.slab import SlabStore
 
 
@@ -65,22 +66,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
-    store = FileSystemStore(small_disk, PAGED)
-    keys = keys_of(*range(12))
-    answers = write(store, *keys, size=PAGED)
-    assert True in answers
-    assert False in answers
-    for key, answer in zip(keys, answers, strict=True):
-        assert read(store, key, PAGED) == (block_of(key, PAGED) if answer else None)
-    with pytest.raises(StoreError, match="No space left"):
-        write(store, *keys_of(20, 21), size=PAGED)
-    assert not list((small_disk / CONTROL_DIR).glob("w-*/*")), "no incomplete files are left"
-    store.discard([key for key, answer in zip(keys, answers, strict=True) if answer][:2])
-    assert write(store, *keys_of(20), size=PAGED) == [True]
-    store.close()
-
-
 def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:
     store = FileSystemStore(small_disk, SMALL, max_bytes=room_for(10))
     write(store, KEY)
@@ -104,22 +89,50 @@ def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
 ) -> None:
     """What is then written to that path is on another disk, which the quota is not for."""
     store, root = open_store(max_bytes=room_for(8)), tmp_path / "kv"
-    real_rename = fs_io._rename_if_absent
+    real_rename = os.rename
 
-    def rename(temporary: str, final: str) -> bool:
+    def rename(temporary: str, final: str) -> None:
         if root.exists():
-            root.rename(tmp_path / "away")
-        return real_rename(temporary, final)
+            real_rename(root, tmp_path / "away")
+        real_rename(temporary, final)
 
-    monkeypatch.setattr(fs_io, "_rename_if_absent", rename)
-    with pytest.raises(StoreError):
-        write(store, KEY)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(StoreError):
+            write(store, KEY)
     assert not root.exists()
     (tmp_path / "away").rename(root)
-    monkeypatch.setattr(fs_io, "_rename_if_absent", real_rename)
     assert write(store, KEY) == [True]
     assert read(store, KEY) == block_of(KEY, SMALL)
-    assert store.stats().used_bytes >= disk_bytes(tmp_path)
+
+
+def test_a_mount_point_without_its_mount_is_not_written_to(small_disk: Path) -> None:
+    store = FileSystemStore(small_disk, SMALL)
+    write(store, KEY)
+    subprocess.run(["mount", "-t", "tmpfs", "none", small_disk], check=True)  # what is below is hidden
+    assert write(store, KEY) == [True], "a mount all the same"
+    subprocess.run(["umount", small_disk], check=True)
+    assert read(store, KEY) == block_of(KEY, SMALL)
+    subprocess.run(["umount", small_disk], check=True)
+    with pytest.raises(StoreError, match="is gone"):
+        write(store, OTHER)
+    assert read(store, KEY) is None
+    assert list(small_disk.iterdir()) == []
+    subprocess.run(["mount", "-t", "tmpfs", "none", small_disk], check=True)
+    assert write(store, OTHER) == [True]
+    store.close()
+
+
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    store = FileSystemStore(tmp_path / "kv", SMALL, max_bytes=room_for(4))
+    assert write(store, KEY) == [True]
+    assert read(store, KEY) == block_of(KEY, SMALL)
+    assert StoreRoot(tmp_path / "kv").shrink(0)[0] == 1
+    store.close()
 
 
 @pytest.mark.parametrize("namespace", ["", "a", "org/model", "..", ".kvoffload", "=", "%2F", "ü" * 20, "a b", "~~"])
@@ -150,6 +163,8 @@ def test_keys_longer_than_a_file_name_are_blocks_like_any_other(open_store, tmp_
     assert here(again, one, two) == {one, two}
     again.discard([one])
     assert here(again, one, two) == {two}
+    for path in files(tmp_path):
+        os.utime(path, ns=(10**18, 10**18))  # older than what comes, whatever a tick of the file system's clock is
     assert write(again, KEY, OTHER) == [True, True]
     assert here(again, one, two) == set(), "evicted"
 
@@ -187,5 +202,5 @@ def test_mistakes_are_refused_before_anything_is_made(tmp_path: Path) -> None:
 def test_a_root_of_a_disk_tier_is_refused(tmp_path: Path) -> None:
     """Neither counts the other's files, so the quota would hold twice."""
     SlabStore(tmp_path / "kv", SMALL, max_bytes=1 << 20).close()
-    with pytest.raises(ConfigError, match="belongs to a 'disk' tier; choose another directory"):
+    with pytest.raises(ConfigError, match="belongs to a tier of type 'disk'; choose another directory"):
         FileSystemStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)

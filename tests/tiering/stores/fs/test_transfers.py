@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.files import disk_bytes
 from tests.tiering.stores.rig import (
     KEY,
     OTHER,
@@ -23,6 +22,7 @@ from tests.tiering.stores.rig import (
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.fs.io import is_absence
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,9 @@ def test_direct_io_falls_back_by_itself(open_store, monkeypatch) -> None:
     assert read(store, KEY, PAGED) == block_of(KEY, PAGED)
 
 
-def test_what_a_neighbour_wrote_meanwhile_is_not_counted_twice(open_store, tmp_path: Path, monkeypatch) -> None:
-    """The store found no file, and has reserved bytes for all; then its neighbour publishes some of the blocks."""
+def test_a_block_that_a_neighbour_publishes_meanwhile_is_replaced_by_the_same(
+    open_store, tmp_path: Path, monkeypatch
+) -> None:
     store, neighbour, keys = open_store(max_bytes=room_for(9)), open_store(max_bytes=room_for(9)), keys_of(*range(6))
     real_writev, is_late = os.writev, []
 
@@ -110,8 +111,84 @@ def test_what_a_neighbour_wrote_meanwhile_is_not_counted_twice(open_store, tmp_p
 
     monkeypatch.setattr(os, "writev", writev)
     assert write(store, *keys) == [True] * 6
-    assert store.stats().used_bytes == disk_bytes(tmp_path)
+    assert len(files(tmp_path)) == 6
     assert [read(store, key) for key in keys] == [block_of(key, SMALL) for key in keys]
+
+
+def test_no_two_writes_have_the_same_temporary_name(open_store, tmp_path: Path, monkeypatch) -> None:
+    """Also those of the same block, by stores that know nothing of each other."""
+    names, real = list[str](), os.rename
+
+    def rename(temporary: str, final: str) -> None:
+        names.append(temporary)
+        assert Path(temporary).parent == Path(final).parent, "some file systems rename only within a directory"
+        real(temporary, final)
+
+    monkeypatch.setattr(os, "rename", rename)
+    for store in (open_store(), open_store()):
+        for _ in range(3):
+            write(store, KEY, OTHER)
+            store.discard([KEY, OTHER])
+    assert len(set(names)) == len(names) == 12
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE, errno.ELOOP, errno.ENOTDIR, errno.EIO, errno.EACCES])
+def test_what_counts_as_absence(number: int) -> None:
+    assert is_absence(OSError(number, "")) == (number not in (errno.EIO, errno.EACCES))
+
+
+@pytest.mark.parametrize("call", ["open", "readv"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT], ids=errno.errorcode.get)
+def test_a_file_that_another_host_deletes_while_it_is_read_is_a_miss(
+    open_store, monkeypatch, call: str, number: int
+) -> None:
+    """A network mount has no file any more, even for who has it open."""
+    store = open_store()
+    write(store, KEY)
+
+    def gone(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, gone)
+        assert read(store, KEY) is None
+    assert store.stats().corrupt_blocks == 0
+    assert store.take_lost() == {}
+    assert read(store, KEY) == block_of(KEY, SMALL)
+
+
+def test_a_rename_whose_answer_was_lost_and_that_is_sent_again_has_succeeded(open_store, tmp_path, monkeypatch) -> None:
+    store, real = open_store(), os.rename
+
+    def rename_twice(temporary: str, final: str) -> None:
+        real(temporary, final)
+        real(temporary, final)
+
+    monkeypatch.setattr(os, "rename", rename_twice)
+    assert write(store, KEY, OTHER) == [True, True]
+    assert read(store, KEY) == block_of(KEY, SMALL)
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_bad_file_that_was_written_anew_while_it_was_judged_stays(open_store, tmp_path: Path, monkeypatch) -> None:
+    store, neighbour = open_store(), open_store()
+    write(store, KEY)
+    (path,) = files(tmp_path)
+    path.write_bytes(b"x" * path.stat().st_size)
+    real, calls = os.readv, []
+
+    def readv(fd: int, buffers: list[memoryview]) -> int:
+        moved = real(fd, buffers)
+        calls.append(fd)
+        if len(calls) == 2:
+            path.unlink()
+            assert write(neighbour, KEY) == [True]
+        return moved
+
+    monkeypatch.setattr(os, "readv", readv)
+    assert read(store, KEY) is None
+    assert read(store, KEY) == block_of(KEY, SMALL)
+    assert store.stats().corrupt_blocks == 0
 
 
 def test_memory_that_may_not_be_written_is_not_written(open_store) -> None:
@@ -136,4 +213,3 @@ def test_a_block_that_cannot_be_synced_is_not_published(open_store, tmp_path: Pa
             write(store, KEY)
     assert len(files(tmp_path)) == 1
     assert store.contains([KEY, OTHER]) == [False, True]
-    assert store.stats().used_bytes == disk_bytes(tmp_path)

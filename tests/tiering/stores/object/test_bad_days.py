@@ -79,11 +79,15 @@ def test_a_frozen_server_costs_a_deadline_and_touches_no_buffer_later(s3: S3Serv
     wait_until(lambda: succeeds(lambda: read(store, keys(1, 2)) == [True, True]), "the store works again")
 
 
-@pytest.mark.parametrize("call", ["head", "get", "put"])
+@pytest.mark.parametrize("does", ["contains", "read", "write"])
 def test_a_frozen_server_costs_a_large_batch_one_deadline(
-    s3: S3Server, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, call: str
+    s3: S3Server, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
-    store, wanted = open_store(s3, "batch", request_s=SOON_S), keys(*range(256))
+    store, wanted, call = (
+        open_store(s3, "batch", request_s=SOON_S),
+        keys(*range(256)),
+        "get" if does == "read" else "head",
+    )
     begun, original = list[Any](), getattr(obstore, call)
 
     def counted(*what: Any, **more: Any) -> Any:
@@ -93,7 +97,7 @@ def test_a_frozen_server_costs_a_large_batch_one_deadline(
     monkeypatch.setattr(obstore, call, counted)
     s3.freeze()
     with pytest.raises(StoreError):
-        {"head": store.contains, "get": partial(read, store), "put": partial(write, store)}[call](wanted)
+        {"contains": store.contains, "read": partial(read, store), "write": partial(write, store)}[does](wanted)
     assert 0 < len(begun) <= 16  # as many as there are threads, and none after these
     s3.thaw()
 
@@ -268,3 +272,88 @@ def test_a_batch_is_read_side_by_side(shared_s3: S3Server, open_store: OpenStore
     assert write(store, wanted) == [True] * 40
     assert read(store, wanted) == [True] * 40
     assert store.contains(keys(*range(20, 60))) == [True] * 20 + [False] * 20
+
+
+class Counting:
+    """obstore, which counts uploads by path. ``fails``: they fail. After each question it calls ``asked``."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.uploads: list[str] = []
+        self.fails = False
+        self.asked: Callable[[], object] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def head(self, *what: Any) -> Any:
+        try:
+            return self._inner.head(*what)
+        finally:
+            self.asked()
+
+    def put(self, objects: Any, path: str, *what: Any, **how: Any) -> Any:
+        if self.fails:
+            raise OSError("no upload today")
+        self.uploads.append(path)
+        return self._inner.put(objects, path, *what, **how)
+
+
+def test_what_is_there_is_not_uploaded(shared_s3: S3Server, open_store: OpenStore) -> None:
+    store = open_store(shared_s3, "again")
+    store._client = client = Counting(store._client)
+    assert write(store, keys(1, 2)) == [True, True]
+    assert write(store, keys(1, 2, 3)) == [True, True, True]
+    assert sorted(client.uploads) == sorted(store._path(key) for key in keys(1, 2, 3))
+    store.discard(keys(2))
+    assert write(store, keys(1, 2)) == [True, True]  # nothing remembers that it was there
+    assert client.uploads[-1] == store._path(keys(2)[0])
+    assert read(store, keys(1, 2, 3)) == [True, True, True]
+
+
+def test_blocks_that_are_there_hide_no_failure_of_the_others(shared_s3: S3Server, open_store: OpenStore) -> None:
+    store = open_store(shared_s3, "hidden")
+    assert write(store, keys(1)) == [True]
+    store._client = client = Counting(store._client)
+    client.fails = True
+    assert write(store, keys(1)) == [True]
+    with pytest.raises(StoreError, match="no upload today"):
+        write(store, keys(1, 2))
+
+
+def test_an_object_of_another_length_is_replaced(shared_s3: S3Server, open_store: OpenStore) -> None:
+    store = open_store(shared_s3, "replaced")
+    store._client.put(store._objects, store._path(keys(1)[0]), b"short")
+    assert store.contains(keys(1)) == [False]
+    assert write(store, keys(1)) == [True]
+    assert read(store, keys(1)) == [True]
+
+
+def test_a_block_that_a_reader_evicts_once_a_writer_has_found_it_is_lost_after_the_write(
+    shared_s3: S3Server, open_store: OpenStore
+) -> None:
+    """It is reported as lost when it is gone, so that no write that found it before is announced later."""
+    store = open_store(shared_s3, "evicted")
+    path = store._path(keys(1)[0])
+    store._client.put(store._objects, path, bytes(BLOCK_BYTES + 16))  # as long as the block, and not it
+    store._client = client = Counting(store._client)
+    lost_before: list[object] = []
+
+    def evict() -> None:
+        client.asked = lambda: None
+        assert read(store, keys(1)) == [False]
+
+    discard = store.discard
+
+    def slow(wanted: Any) -> None:
+        lost_before.append(store.take_lost())
+        discard(wanted)
+
+    client.asked, store.discard = evict, slow  # type: ignore[method-assign]
+    assert write(store, keys(1)) == [True]
+    assert client.uploads == []
+    assert lost_before == [{}]
+    assert store.take_lost() == {keys(1)[0]: "corrupt"}
+    assert write(store, keys(1)) == [True]
+    assert client.uploads == [path]
+    assert read(store, keys(1)) == [True]

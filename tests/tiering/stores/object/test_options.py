@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import builtins
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import free_port
 from tests.s3_server import BUCKET, S3Server
 from tests.tiering.stores.blocks import read, write
 
@@ -57,8 +59,8 @@ def parse(**options: Any) -> ObjectOptions:
             "allow_http of the 'object' tier is false, but",
         ),
         ({"config": {"proxy_url": "http://id:hush@host"}}, "config of the 'object' tier is not what obstore takes"),
-        ({"config": {"skip_signature": True}}, "Bad value in the options of the .object. tier"),
-        ({"config": {"region": None}}, "Bad value in the options of the .object. tier"),
+        ({"config": {"skip_signature": True}}, "of the .object. tier must be"),
+        ({"config": {"region": None}}, "of the .object. tier must be"),
         ({"config": {"secret_access_key": {"nev": "x"}}}, '{"env": name}'),
         ({"tls_ca": "/nowhere/ca.pem"}, "tls_ca of the 'object' tier is /nowhere/ca.pem, which fails: No such file"),
         ({"seal_key": "short"}, "16 characters"),
@@ -117,6 +119,59 @@ def test_what_the_client_says_of_a_setting_is_not_shown(options: dict[str, Any])
     assert caught.value.__suppress_context__
 
 
+def service_account(endpoint: str) -> str:
+    """Of Google's, as its own JSON. It needs no key, as it asks for no token."""
+    known = {"type": "service_account", "private_key": "", "private_key_id": "i", "client_email": "kv@example.com"}
+    return json.dumps(known | {"gcs_base_url": endpoint, "disable_oauth": True})
+
+
+@pytest.mark.parametrize("name", ["service_account", "service_account_path", "google_service_account_key"])
+@pytest.mark.parametrize(
+    ("endpoint", "text"), [("https://id:hush@host", "has no credentials"), ("http://[::1", "not a URL")]
+)
+def test_an_endpoint_in_a_service_account_is_checked_too(name: str, endpoint: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "account").write_text(service_account(endpoint))
+    value = service_account(endpoint) if name.endswith("key") else str(tmp_path / "account")
+    with pytest.raises(ConfigError, match=f"gcs_base_url in {name} of the 'object' tier .*{text}") as caught:
+        parse(url="gs://bucket/prefix", config={name: value})
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["GOOGLE_SERVICE_ACCOUNT", "SERVICE_ACCOUNT"])
+def test_an_endpoint_in_a_service_account_of_the_environment_is_checked_too(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "account").write_text(service_account("https://id:hush@host"))
+    monkeypatch.setenv(variable, str(tmp_path / "account"))
+    with pytest.raises(ConfigError, match=f"gcs_base_url in {variable} of the 'object' tier has no credentials"):
+        parse(url="gs://bucket/prefix")
+
+
+def test_an_endpoint_of_http_in_a_service_account_is_one_like_others(tmp_path: Path) -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    options: dict[str, Any] = {"url": "gs://bucket/prefix", "config": {"service_account_key": service_account(nowhere)}}
+    store = parse(**options).open_store(4096, "ns")
+    with pytest.raises(StoreError, match=f"HEAD {nowhere}"):  # it was asked, although it has no TLS
+        store.contains(keys(1))
+    store.close()
+    with pytest.raises(ConfigError, match="allow_http of the 'object' tier is false, but"):
+        parse(**(options | {"config": options["config"] | {"allow_http": "false"}}))
+
+
+@pytest.mark.parametrize(
+    ("url", "config"),
+    [
+        ("az://container/prefix", {"account_name": "someone", "account_key": {"env": "KV_UNSET"}}),
+        ("gs://bucket/prefix", {"service_account_key": {"env": "KV_UNSET"}}),
+        (URL, {"access_key_id": "someone", "secret_access_key": {"env": "KV_UNSET"}}),
+    ],
+)
+def test_a_secret_of_any_cloud_is_read_when_the_store_is_opened(url: str, config: dict[str, Any]) -> None:
+    options = parse(url=url, config=config)
+    with pytest.raises(ConfigError, match="environment variable KV_UNSET, which is not set"):
+        options.open_store(4096, "ns")
+
+
 def test_it_is_persistent_and_secrets_appear_nowhere() -> None:
     assert STORES.get("object").is_persistent
     options = parse(config={"access_key_id": "me", "secret_access_key": "hush"})
@@ -165,5 +220,5 @@ def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         return original(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtraError, match=r"pip install 'kvoffload\[object\]'"):
+    with pytest.raises(MissingExtraError, match="pip install obstore"):
         parse()

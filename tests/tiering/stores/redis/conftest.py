@@ -8,7 +8,7 @@ import pytest
 from tests.redis_server import RedisCluster, RedisServer
 
 from kvoffload.tiering.stores.redis import RedisStore
-from kvoffload.tiering.stores.redis.nodes import Timeouts
+from kvoffload.tiering.stores.redis.connector import Access, Timeouts
 
 BLOCK_BYTES = 4096
 
@@ -56,7 +56,8 @@ def open_store() -> Iterator[Callable[..., RedisStore]]:
 
     def make(url: str, block_bytes: int = BLOCK_BYTES, namespace: str = "", window_s: float = 30.0, **options):
         timeouts = Timeouts(connect_s=min(window_s, 10.0), window_s=window_s)
-        opened.append(RedisStore(url, block_bytes, namespace, timeouts=timeouts, **options))
+        access = Access(**{name: options.pop(name) for name in Access._fields if name in options})
+        opened.append(RedisStore(url, block_bytes, namespace, timeouts=timeouts, access=access, **options))
         return opened[-1]
 
     yield make

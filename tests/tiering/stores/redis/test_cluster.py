@@ -13,14 +13,16 @@ import pytest
 from redis.crc import key_slot
 from tests.ports import free_port
 from tests.redis_server import RedisCluster, RedisServer, wait_until
-from tests.tiering.stores.blocks import read, write
+from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
+from tests.tiering.stores.redis.strangers import answering_server
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.redis import RedisStore
-from kvoffload.tiering.stores.redis.cluster import Cluster, slot_of
-from kvoffload.tiering.stores.redis.nodes import Address, Connector, Node, Timeouts
+from kvoffload.tiering.stores.redis.connector import Address, Connector, Timeouts, parse_url
+from kvoffload.tiering.stores.redis.node import Node
+from kvoffload.tiering.stores.redis.servers import Cluster, slot_of
 from kvoffload.tiering.stores.redis.wire import ErrorReply
 
 OpenStore = Callable[..., RedisStore]
@@ -66,7 +68,6 @@ def test_keys_are_spread_over_all_nodes(shared_cluster: RedisCluster, open_store
     assert all(any(part) for part in parts)
     assert [sum(column) for column in zip(*parts, strict=True)] == [1] * len(WANTED)
     assert read(store, WANTED) == [True] * len(WANTED)
-    assert {key for batch in store.scan() for key in batch} == set(WANTED)
 
 
 def test_a_lost_node_costs_its_own_keys(cluster: RedisCluster, open_store: OpenStore) -> None:
@@ -94,9 +95,9 @@ def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster
     frozen.freeze()
     try:
         wait_until(lambda: read(store, WANTED) == others, "the others answer")
-        cluster_nodes = store._nodes
+        cluster_nodes = store._servers
         assert isinstance(cluster_nodes, Cluster)
-        open_breakers = [address for address, breaker in cluster_nodes._breakers.items() if not breaker.is_closed]
+        open_breakers = [address for address, node in cluster_nodes._nodes.items() if not node.breaker.is_closed]
         assert [address.port for address in open_breakers] == [frozen.port]
     finally:
         frozen.thaw()
@@ -147,6 +148,53 @@ def test_a_replica_that_takes_over_is_found(cluster: RedisCluster, open_store: O
         wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the replica is asked")
 
 
+def test_a_node_that_hangs_does_not_delay_the_map(cluster: RedisCluster) -> None:
+    store = RedisStore(cluster.url, BLOCK_BYTES, cluster=True, timeouts=Timeouts(connect_s=1e6, window_s=1.0))
+    nodes = store._servers
+    assert isinstance(nodes, Cluster)
+    wait_until(lambda: _all_written(store), "all is written")
+    frozen = cluster.nodes[0]  # which the URL names
+    frozen.freeze()
+    try:
+        before = nodes._slots
+        nodes._is_stale, nodes._next_refresh_s = True, 0.0
+        nodes.split([])
+        assert nodes._slots is not before  # by another node, long before the first one's deadline
+    finally:
+        frozen.thaw()
+    store.close()
+
+
+def _all_written(store: RedisStore) -> bool:
+    try:
+        return all(write(store, WANTED))
+    except StoreError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b":5",
+        b"$-1",
+        b"*1\r\n:5",
+        b"*1\r\n*1\r\n:5",
+        b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\nh\r\n:0",
+        b"*1\r\n*3\r\n:0\r\n:x\r\n*2\r\n$1\r\nh\r\n:1",
+        b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\n\xff\r\n:1",
+        b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n:7\r\n:1",
+    ],
+)
+@pytest.mark.parametrize("is_cluster", [True, False])
+def test_an_answer_about_servers_that_cannot_be_read_is_an_error(
+    reply: bytes, is_cluster: bool, open_store: OpenStore
+) -> None:
+    with answering_server(reply + b"\r\n") as port:
+        url = f"redis://127.0.0.1:{port}" if is_cluster else f"redis+sentinel://127.0.0.1:{port}/kv"
+        with pytest.raises(StoreError, match=f"Redis at 127.0.0.1:{port} (answers|fails)"):
+            open_store(url, cluster=is_cluster).contains(keys(1))
+
+
 def test_all_nodes_lost_is_an_error(cluster: RedisCluster, open_store: OpenStore) -> None:
     store = open_store(cluster.url, cluster=True)
     assert all(write(store, WANTED))
@@ -175,7 +223,7 @@ def test_a_slot_that_moves_and_has_moved_is_followed(cluster: RedisCluster, open
         old.execute_command("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
     # The old one answers MOVED.
     assert read(store, WANTED) == [True] * len(WANTED)
-    nodes = store._nodes
+    nodes = store._servers
     assert isinstance(nodes, Cluster)
     wait_until(lambda: _owner_after_a_read(store, nodes, slot) == target.port, "the new map is known")
 
@@ -184,7 +232,7 @@ def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, clock, exchange = open_store(cluster.url, cluster=True, window_s=1.0), ManualClock(), Node.exchange
-    nodes, asked = store._nodes, list[int]()
+    nodes, asked = store._servers, list[int]()
     assert isinstance(nodes, Cluster)
     nodes._clock, hasty, patient = clock, Timeouts(1.0, 1.0), Timeouts(1.0, 30.0)
     wait_until(lambda: all(write(store, WANTED)), "all is written")
@@ -257,15 +305,15 @@ def test_a_cluster_has_no_socket_file(open_store: OpenStore) -> None:
 def test_a_map_that_is_adopted_while_keys_are_split_is_not_mixed_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cluster = Cluster(Connector(f"redis://127.0.0.1:{free_port()}", Timeouts()), clock=ManualClock())
+    cluster = Cluster(Connector(parse_url(f"redis://127.0.0.1:{free_port()}"), Timeouts()), clock=ManualClock())
     asked = Address("127.0.0.1", 7000)
-    cluster._adopt(asked, [[slot, slot, [b"127.0.0.1", 7001]] for slot in range(16_384)])
-    cluster._is_stale = False
+    cluster._learn(asked, [[slot, slot, [b"127.0.0.1", 7001]] for slot in range(16_384)])()
+    cluster._is_known, cluster._is_stale = True, False
     find = bisect.bisect_right
 
     def adopt_meanwhile(*what: Any) -> int:
         found = find(*what)
-        cluster._adopt(asked, [[0, 16_383, [b"127.0.0.1", 7002]]])
+        cluster._learn(asked, [[0, 16_383, [b"127.0.0.1", 7002]]])()
         return found
 
     names = [b"a", b"b", b"c"]
@@ -278,7 +326,7 @@ def test_a_map_that_is_adopted_while_keys_are_split_is_not_mixed_with_the_one_be
 
 
 def test_redirections_are_read_and_other_errors_are_none() -> None:
-    cluster = Cluster(Connector(f"redis://127.0.0.1:{free_port()}", Timeouts()), clock=ManualClock())
+    cluster = Cluster(Connector(parse_url(f"redis://127.0.0.1:{free_port()}"), Timeouts()), clock=ManualClock())
     for reply, address in (
         ("MOVED 3999 10.0.0.2:6381", "10.0.0.2:6381"),
         ("ASK 3999 [fe80::1]:6381", "fe80::1:6381"),
@@ -287,5 +335,5 @@ def test_redirections_are_read_and_other_errors_are_none() -> None:
         node = cluster.redirect(ErrorReply(reply))
         assert node is not None
         assert str(node.address) == address
-    for reply in ("MOVED", "MOVED 1 x:y", "OOM command not allowed", ""):
+    for reply in ("MOVED", "MOVED 1 x:y", "MOVED 1 x:0", "MOVED 1 x:65536", "OOM command not allowed", ""):
         assert cluster.redirect(ErrorReply(reply)) is None

@@ -17,6 +17,7 @@ from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, Throttled
 
 
 class TestRedisStore(BlockStoreContract):
+    has_scan = False
     secret: bytes | None = None
 
     @pytest.fixture(autouse=True)
@@ -44,6 +45,8 @@ class TestKeyed(TestRedisStore):
 
 
 class TestCluster(BlockStoreContract):
+    has_scan = False
+
     @pytest.fixture(autouse=True)
     def _on(self, shared_cluster: RedisCluster) -> None:
         self.url = shared_cluster.url

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import builtins
 import logging
 import os
 from collections.abc import Callable
@@ -13,15 +12,15 @@ from typing import Any
 
 import pytest
 from tests.ports import free_port
-from tests.redis_server import PATIENT_OPTIONS, RedisServer
+from tests.redis_server import PATIENT_OPTIONS, RedisServer, wait_until
 from tests.tiering.stores.blocks import read, write
 
-from kvoffload.config import parse_config
-from kvoffload.errors import ConfigError, MissingExtraError, StoreError
+from kvoffload.base import ReqContext
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.specs import read_config
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.options import STORES, build_tier, parse_tier
 from kvoffload.tiering.stores.redis import RedisStore
-from kvoffload.tiering.stores.redis.nodes import Connector, Timeouts
 from kvoffload.tiering.stores.redis.options import RedisOptions
 from kvoffload.tiering.stores.remote import read_secret, without_credentials
 from kvoffload.tiering.tier import StoreTier
@@ -117,7 +116,7 @@ def test_secrets_appear_nowhere(
     with pytest.raises(ConfigError) as wrong:
         parse(**(secret | {"thread": 1}))
     with pytest.raises(ConfigError) as no_type:
-        parse_config({"cpu_bytes_to_use": 1, "secondary_tiers": [secret]})
+        read_config({"cpu_bytes_to_use": 1, "secondary_tiers": [secret]})
     texts += [str(wrong.value), str(no_type.value)]
     assert not [text for text in texts if "hush" in text]
 
@@ -142,7 +141,7 @@ def test_a_password_that_is_not_escaped_is_refused_and_no_part_of_it_is_shown(ur
     assert_hushed(caught.value)
 
 
-@pytest.mark.parametrize("url", ["redis://engine:hu[sh@host:6379/0", "redis://host:hush", "redis://host:6379:hush"])
+@pytest.mark.parametrize("url", ["redis://engine:1234@[host:hush/0", "redis://host:hush", "redis://host:6379:hush"])
 def test_a_url_that_nobody_reads_is_not_shown_in_what_caused_the_error(url: str) -> None:
     with pytest.raises(ConfigError, match="url of the 'redis' tier is not one that") as caught:
         parse(url=url)
@@ -233,24 +232,30 @@ def test_required_with_a_server_starts(shared_server: RedisServer) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("is_checked", [True, False])
-def test_whether_tls_checks_the_name_does_not_depend_on_the_library(is_checked: bool) -> None:
-    """Before redis-py 6 it does not, unless it is asked to."""
-    made = Connector("rediss://kv.example.com", Timeouts(), tls_verify=is_checked)
-    assert made.connection(made.address).check_hostname is is_checked
+def test_an_exclusive_tier_finds_the_blocks_of_an_earlier_process(shared_server: RedisServer) -> None:
+    """The server is not scanned, so an unknown block may be there."""
+    options = {"type": "redis", "url": shared_server.url, "prefix": "exclusive", "exclusive": True, **PATIENT_OPTIONS}
+    store = parse_tier(options, 4096).open_store(4096, "ns")
+    assert write(store, keys(1)) == [True]
+    store.close()
+    tier = build_tier(options, memoryview(bytearray(4 * 4096)).cast("B", (4, 4096)), "ns")
+    assert isinstance(tier, StoreTier)
+    answers: list[bool | None] = []
 
+    def has_begun() -> bool:
+        tier.on_schedule_end()
+        return tier._scan.is_complete
 
-def test_without_redis_py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
+    wait_until(has_begun, "what a tier does at its start has ended")
 
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "redis" or name.startswith("redis."):
-            raise ImportError(f"No module named {name!r}")
-        return original(name, *rest, **more)
+    def is_found() -> bool:
+        answers.append(tier.lookup(keys(1)[0], ReqContext("r")))
+        tier.on_schedule_end()
+        return answers[-1] is not None
 
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtraError, match=r"pip install 'kvoffload\[redis\]'"):
-        parse()
+    wait_until(is_found, "the server has answered")
+    assert answers[-1] is True
+    tier.shutdown()
 
 
 def test_a_socket_file_is_a_way_to_a_server_too(start_server: Callable[..., RedisServer], tmp_path: Path) -> None:

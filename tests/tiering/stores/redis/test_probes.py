@@ -15,8 +15,8 @@ from kvoffload.errors import StoreError
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.redis import RedisStore
-from kvoffload.tiering.stores.redis.cluster import Cluster
-from kvoffload.tiering.stores.redis.nodes import Node
+from kvoffload.tiering.stores.redis.node import Node
+from kvoffload.tiering.stores.redis.servers import Cluster
 from kvoffload.tiering.stores.requests import Requests
 
 WANTED = keys(*range(60))
@@ -28,7 +28,7 @@ def test_a_probe_that_ends_in_any_other_way_is_followed_by_another(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     store, clock = open_store(cluster.url, cluster=True, window_s=0.5), ManualClock()
-    nodes, lost = store._nodes, cluster.nodes[2]
+    nodes, lost = store._servers, cluster.nodes[2]
     assert isinstance(nodes, Cluster)
     nodes._clock = clock
     wait_until(lambda: all(write(store, WANTED)), "all is written")
@@ -64,7 +64,7 @@ def test_a_probe_that_ends_in_any_other_way_is_followed_by_another(
 
 def _open_ports(store: RedisStore, nodes: Cluster) -> list[int]:
     store.contains(WANTED)
-    return [address.port for address, breaker in nodes._breakers.items() if not breaker.is_closed]
+    return [address.port for address, node in nodes._nodes.items() if not node.breaker.is_closed]
 
 
 def _found_later(store: RedisStore, clock: ManualClock) -> int:

@@ -12,13 +12,14 @@ import redis
 from tests.ports import free_port
 from tests.redis_server import RedisSentinel, RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
+from tests.tiering.stores.redis.strangers import Mute
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.redis import RedisStore
-from kvoffload.tiering.stores.redis.nodes import Address
-from kvoffload.tiering.stores.redis.sentinel import Primary, parse_sentinel_url
+from kvoffload.tiering.stores.redis.connector import Address, Timeouts, parse_url
+from kvoffload.tiering.stores.redis.servers import Primary
 
 OpenStore = Callable[..., RedisStore]
 SERVICE = "kv"
@@ -53,7 +54,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 
 def address_of(store: RedisStore) -> Address:
-    (node,) = store._nodes.all()
+    (node,) = store._servers.split([b"name"])
     return node.address
 
 
@@ -113,7 +114,8 @@ def test_sentinels_that_are_lost_later_cost_nothing(watched: Watched, open_store
     store = open_store(url)
     assert write(store, keys(1)) == [True]  # by the second of them
     watched.sentinel.kill()
-    store._nodes.record(store._nodes.all()[0], is_good=False)
+    (node,) = store._servers.split([b"name"])
+    store._servers.record(node, is_good=False)
     assert read(store, keys(1)) == [True]
 
 
@@ -141,6 +143,15 @@ def test_a_sentinel_that_answers_with_an_error_hides_no_other(
                 open_store(f"redis+sentinel://{address}/{SERVICE}").contains(keys(1))
     finally:
         strict.stop()
+
+
+def test_a_sentinel_that_hangs_delays_no_other(watched: Watched) -> None:
+    mute = Mute()
+    url = f"redis+sentinel://127.0.0.1:{mute.port},127.0.0.1:{watched.sentinel.port}/{SERVICE}"
+    store = RedisStore(url, BLOCK_BYTES, timeouts=Timeouts(connect_s=1e6, window_s=60.0))
+    assert write(store, keys(1)) == [True]  # long before the first one's deadline
+    mute.close()
+    store.close()
 
 
 class TestCredentials:
@@ -191,12 +202,10 @@ class TestCredentials:
 
 
 def test_its_url() -> None:
-    parsed = parse_sentinel_url("rediss+sentinel://me:p%40w@a:1,b,[::1]:3,[::2]/kv/4")
-    assert parsed is not None
-    assert parsed.url == "rediss://me:p%40w@a:1/4"
-    assert parsed.sentinels == (Address("a", 1), Address("b", 26379), Address("::1", 3), Address("::2", 26379))
+    parsed = parse_url("rediss+sentinel://me:p%40w@a:1,b,[::1]:3,[::2]/kv/4")
+    assert (parsed.has_tls, parsed.username, parsed.password, parsed.database) == (True, "me", "p@w", 4)
+    assert parsed.addresses == (Address("a", 1), Address("b", 26379), Address("::1", 3), Address("::2", 26379))
     assert parsed.service == "kv"
-    assert parse_sentinel_url("redis://a:1/0") is None
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://a:1", "redis+sentinel://a:x/kv", "redis+sentinel:///kv"])
@@ -209,6 +218,6 @@ def test_a_cluster_has_no_sentinels(open_store: OpenStore) -> None:
     with pytest.raises(ConfigError, match="give it no sentinels"):
         open_store("redis+sentinel://a:1/kv", cluster=True)
     store = open_store("redis+sentinel://me:hush@a:1/kv")
-    assert isinstance(store._nodes, Primary)
+    assert isinstance(store._servers, Primary)
     assert "primary kv of the sentinels a:1" in repr(store)
     assert "hush" not in repr(store)

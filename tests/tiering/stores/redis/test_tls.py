@@ -19,6 +19,7 @@ from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.connector import Access
 
 pytestmark = [
     pytest.mark.tls,
@@ -59,12 +60,14 @@ def start_tls(directory: Path, authority: Authority, **more: str) -> RedisServer
 
 
 class TestOverTls(BlockStoreContract):
+    has_scan = False
+
     @pytest.fixture(autouse=True)
     def _on(self, tls_server: RedisServer, authority: Authority) -> None:
         self.url, self.ca = tls_server.url, authority.ca
 
     def make_store(self, directory: Path) -> BlockStore:
-        return RedisStore(self.url, self.block_bytes, str(directory), tls_ca=self.ca, timeouts=PATIENT)
+        return RedisStore(self.url, self.block_bytes, str(directory), timeouts=PATIENT, access=Access(tls_ca=self.ca))
 
     def reopen(self, directory: Path) -> BlockStore | None:
         return self.make_store(directory)
@@ -140,7 +143,7 @@ def test_a_frozen_server_costs_a_deadline(authority: Authority, tmp_path: Path, 
 def test_a_cluster_over_tls(authority: Authority, tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path, tls_authority=redis_options(authority, tls_auth_clients="no"))
     try:
-        store = RedisStore(cluster.url, 4096, cluster=True, tls_ca=authority.ca, timeouts=PATIENT)
+        store = RedisStore(cluster.url, 4096, cluster=True, timeouts=PATIENT, access=Access(tls_ca=authority.ca))
         wanted = keys(*range(30))
         assert write(store, wanted) == [True] * 30
         assert read(store, wanted) == [True] * 30

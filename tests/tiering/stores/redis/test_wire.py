@@ -24,23 +24,10 @@ SIZE = 700
 SEALER = Sealer("ns")
 
 
-class Connected:
-    """Stands for redis-py's connection: a socket that is there already."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def connect(self) -> None:
-        pass
-
-    def disconnect(self) -> None:
-        self._sock.close()
-
-
 @contextmanager
 def wire() -> Iterator[tuple[Wire, socket.socket]]:
     near, far = socket.socketpair()
-    opened = open_wire(Connected(near))
+    opened = open_wire(near)
     opened.begin(60.0)
     try:
         yield opened, far
@@ -178,6 +165,53 @@ def test_what_is_there_already_is_not_sent() -> None:
     assert received == b"".join(
         encode(b"SET", names[n], bytes(blocks[n]) + SEALER.seal(wanted[n], blocks[n]), b"NX") for n in (1, 3)
     )
+
+
+def test_each_mebibyte_is_answered_before_the_next_is_sent() -> None:
+    size, wanted = 512 << 10, keys(*range(6))
+    names, blocks = [b"%d" % n for n in range(6)], [memoryview(block_of(key, size)) for key in wanted]
+    put = Put(names, 10, wanted, blocks, SEALER, ttl_s=None)
+    commands = [
+        encode(b"SET", name, bytes(block) + SEALER.seal(key, block), b"NX")
+        for name, key, block in zip(names, wanted, blocks, strict=True)
+    ]
+    received = list[bytes]()
+    with wire() as (opened, far):
+
+        def serve() -> None:
+            far.recv(len(names) * len(encode(b"TOUCH", b"0")), socket.MSG_WAITALL)
+            far.sendall(b":0\r\n:1\r\n:0\r\n:0\r\n:0\r\n:0\r\n")
+            for new, reply in (((0, 2), b"+OK\r\n-OOM\r\n"), ((3, 4), b"$-1\r\n+OK\r\n"), ((5,), b"+OK\r\n")):
+                received.append(far.recv(sum(len(commands[n]) for n in new), socket.MSG_WAITALL))
+                with pytest.raises(BlockingIOError):
+                    far.recv(1, socket.MSG_DONTWAIT)
+                far.sendall(reply)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        answers = PutNew(Ask(b"TOUCH", names, 10), put).exchange(opened, range(6))
+        thread.join()
+    assert answers == [True, True, ErrorReply("OOM"), True, True, True]
+    assert received == [commands[0] + commands[2], commands[3] + commands[4], commands[5]]
+
+
+@pytest.mark.parametrize("line", [b":2", b"+QUEUED", b"$3", b"", b"HTTP/1.1 400 Bad Request"])
+def test_an_answer_that_such_a_command_has_not_is_an_error(line: bytes) -> None:
+    wanted, block = keys(1), memoryview(bytes(8))
+    for commands in (Ask(b"EXISTS", [b"a"], 1), Put([b"a"], 1, wanted, [block], SEALER, None)):
+        with wire() as (opened, far):
+            far.sendall(line + b"\r\n")
+            with pytest.raises(ConnectionError, match="not a reply"):
+                commands.receive(opened, [0])
+
+
+def test_lines_that_do_not_end_take_no_memory() -> None:
+    with (
+        wire() as (opened, far),
+        answering(far, bytes(1 << 17), []),
+        pytest.raises(ConnectionError, match="does not end"),
+    ):
+        opened.read_lines(3)
 
 
 def test_permission_is_asked_for_each_command() -> None:

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import mmap
+import time
 from pathlib import Path
 
 from kvoffload.base import OffloadKey
+from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.slab import SlabStore
 from kvoffload.tiering.stores.slab.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
@@ -68,3 +71,22 @@ def damage(root: Path, key: OffloadKey, size: int = SMALL, at: int = -1) -> None
                 file.write(bytes([block[at] ^ 4]))
             return
     raise AssertionError("the block is in no slab")
+
+
+def sparse_root(root: Path, num_slabs: int, num_slots: int, size: int) -> None:
+    """A root of slabs whose payloads are holes. The first slot of each slab, ``number``, has the block of that key."""
+    layout, now_s = SlabFormat(directory_of(""), size), int(time.time())
+    SlabStore(root, size, max_bytes=layout.slab_bytes(2)).close()
+    for number, key in enumerate(keys_of(*range(num_slabs))):
+        path = root / layout.directory / f"{number:016x}"
+        entry = layout.entry(layout.hashed(key), memoryview(bytes(size)), now_s * 10**9)
+        for suffix, header, length in (
+            (PAYLOAD_SUFFIX, b"", num_slots * size),
+            (TABLE_SUFFIX, layout.header(num_slots), layout.table_bytes(num_slots)),
+        ):
+            with path.with_suffix(suffix).open("wb") as file:
+                file.write(header)
+                file.truncate(length)
+                if header:
+                    file.seek(layout.entries_at(num_slots))
+                    file.write(entry)

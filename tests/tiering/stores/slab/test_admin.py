@@ -94,7 +94,7 @@ def test_a_slab_with_a_bad_header_is_one_bad_thing(server, tmp_path: Path, capsy
 def test_gc_removes_what_no_server_uses_and_sweeps(server, tmp_path: Path, capsys) -> None:
     (tmp_path / "=" / "new-12.slab").write_bytes(b"half")
     code, out, _ = run(capsys, "gc", tmp_path)
-    assert (code, out.split(",")[:2]) == (0, ["0 blocks deleted", " 1 directories of dead writers removed"])
+    assert (code, out.split(",")[:2]) == (0, ["0 blocks deleted", " 1 leftovers of dead writers removed"])
     code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "2MiB")
     assert (code, out.split(",")[0]) == (0, "3 blocks deleted"), "the oldest"
     assert disk_bytes(tmp_path) <= 2 << 20

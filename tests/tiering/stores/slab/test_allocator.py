@@ -74,7 +74,7 @@ def test_slabs_are_no_neighbours() -> None:
     free.add(Run(SLAB_STRIDE - 2, 1))
     free.add(Run(SLAB_STRIDE, 4))
     assert len(free) == 2
-    free.drop_slab(1)
+    free.drop_slabs([1])
     assert free.runs() == [Run(SLAB_STRIDE - 2, 1)]
     assert free.num_slots == 1
 
@@ -119,12 +119,29 @@ def test_slots_of_a_dropped_slab_are_forgotten() -> None:
     allocator = full(64)
     allocator.add_slab(4, np.zeros(5, np.int64))
     allocator.evict(2, before_ns=1000)
-    allocator.drop_slab(3)
+    allocator.drop_slabs([3])
     allocator.release(Run(BASE, 2))
     allocator.use([BASE], [7])
     assert allocator.num_slots == 5
     assert allocator.evict(1, before_ns=1000) == []
     assert allocator.take(9) == [Run(4 * SLAB_STRIDE, 5)]
+
+
+def test_free_runs_of_new_and_dropped_slabs_are_those_of_single_slots() -> None:
+    rng, allocator, oracle = random.Random(0), Allocator(), FreeRuns()
+    used = {slab: np.array([rng.choice((0, 0, 5)) for _ in range(200)]) for slab in range(1, 9)}
+    for slab, used_ns in used.items():
+        allocator.add_slab(slab, used_ns)
+        for index in np.flatnonzero(used_ns == 0).tolist():
+            oracle.add(Run(slab * SLAB_STRIDE + index, 1))
+        allocator.check_invariants()
+        assert allocator.free.runs() == oracle.runs()
+    allocator.evict(20, before_ns=10)
+    allocator.drop_slabs([2, 3, 5, 99])
+    allocator.check_invariants()
+    assert allocator.free.runs() == [run for run in oracle.runs() if run.slab not in (2, 3, 5)]
+    assert allocator.num_slots == 1000
+    assert sorted(allocator.take(10_000)) == [run for run in oracle.runs() if run.slab not in (2, 3, 5)]
 
 
 @pytest.mark.parametrize(("num_slots", "mean_run"), [(300, 4), (4096, 15)])

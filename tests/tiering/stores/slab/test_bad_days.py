@@ -299,9 +299,9 @@ def say(store):
         log, before, after = self.run(tmp_path, 128, 128, f"{others}; store.refresh(); {fewer}")
         assert log.startswith("LOG The store at ")
         assert "files are open, half of what this process may" in log
-        num_slabs, _, num_unfit = map(int, before.split())
+        num_slabs, _, num_quarantined = map(int, before.split())
         assert 0 < num_slabs < 10
-        assert num_unfit == 0
+        assert num_quarantined == 0
         assert after == "16 98 0"
 
     def test_without_one_slab_a_store_fails_in_words(self, tmp_path: Path) -> None:

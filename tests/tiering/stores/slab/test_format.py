@@ -75,3 +75,11 @@ def test_slabs_are_neither_few_nor_many() -> None:
         number = max_bytes // LAYOUT.slab_bytes(LAYOUT.slots_per_slab(max_bytes))
         assert 16 <= number <= 2100
     assert SlabFormat("", 4 << 20).slots_per_slab(5 << 20) == 1
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "slab_gib"), [(200 << 30, 1), (1 << 40, 4), (10 * 10**12, 16), (20 << 40, 16), (1 << 30, 1 / 16)]
+)
+def test_slabs_are_larger_where_there_would_be_many(max_bytes: int, slab_gib: float) -> None:
+    slab_bytes = LAYOUT.slab_bytes(LAYOUT.slots_per_slab(max_bytes))
+    assert 0.99 * slab_gib <= slab_bytes / (1 << 30) <= slab_gib

@@ -13,6 +13,7 @@ import pytest
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
+from kvoffload.tiering.stores.slab import index as index_module
 from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE
 from kvoffload.tiering.stores.slab.format import ENTRY, ENTRY_BYTES, HashedKey, SlabFormat
 from kvoffload.tiering.stores.slab.index import ResidentKeys, SlotIndex
@@ -93,17 +94,18 @@ def test_one_key_in_several_slots() -> None:
     assert len(index) == 1
 
 
-def test_a_reader_without_the_lock_knows_when_all_cells_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle it cannot tell; before and after it can, without the lock."""
+def test_a_reader_without_the_lock_finds_what_it_found_while_all_cells_are_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     index, absent = SlotIndex(), LAYOUT.hashed(OffloadKey(b"absent"))
     held = [LAYOUT.hashed(key) for key in keys_of(*range(1500))]
-    place, meanwhile = SlotIndex._place, list[bool | None]()
+    place, meanwhile = index_module._place, list[bool | None]()
 
-    def place_and_ask(index: SlotIndex, cells: npt.NDArray[np.uint64]) -> None:
+    def place_and_ask(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
         meanwhile.extend(index.holds(key) for key in (held[0], absent))
-        place(index, cells)
+        place(array, cells)
 
-    monkeypatch.setattr(SlotIndex, "_place", place_and_ask)
+    monkeypatch.setattr(index_module, "_place", place_and_ask)
     for slot, key in enumerate(held):
         put(index, SLAB_STRIDE + slot if slot else 0, key)
         assert index.holds(key)
@@ -112,9 +114,69 @@ def test_a_reader_without_the_lock_knows_when_all_cells_are_moved(monkeypatch: p
     assert index.holds(absent) is False
     assert index.holds(held[0])
     assert index.holds(held[1]) is False
+    assert 1 not in index.tables, "the number may be used again"
     index.remove(held[0].hash64 & 0xFFFF_FFFF, 0)
     assert index.holds(held[0]) is False
-    assert meanwhile == [None, None] * 3, "twice for more cells, once for the slab"
+    assert meanwhile == [True, False] * 3, "twice for more cells, once for the slab"
+
+
+def test_a_reader_without_the_lock_waits_for_no_holder_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread holds the lock and moves all cells, as when a slab is dropped from a large store. It goes on only
+    after the lookups."""
+    index, lock = SlotIndex(), threading.Lock()
+    held = keys_of(*range(1500))
+    for slot, key in enumerate(held):
+        put(index, SLAB_STRIDE + slot if slot else 0, LAYOUT.hashed(key))
+    resident = ResidentKeys(index, lock, LAYOUT.hashed, lambda: iter(()))
+    is_moving, go_on, place = threading.Event(), threading.Event(), index_module._place
+
+    def place_late(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
+        is_moving.set()
+        assert go_on.wait(60)
+        place(array, cells)
+
+    def drop() -> None:
+        with lock:
+            index.drop_slab(1)
+
+    monkeypatch.setattr(index_module, "_place", place_late)
+    dropper = threading.Thread(target=drop)
+    dropper.start()
+    assert is_moving.wait(60)
+    found = list[bool]()
+    reader = threading.Thread(target=lambda: found.extend(key in resident for key in (held[0], held[5], b"absent")))
+    reader.start()
+    reader.join(10)
+    go_on.set()
+    dropper.join()
+    reader.join()
+    assert found == [True, False, False], "answered while the lock was held"
+    assert not lock.locked()
+
+
+def test_to_drop_every_slab_takes_work_in_proportion_to_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in cells that are placed anew."""
+    index, placed, place = SlotIndex(), list[int](), index_module._place
+    num_slabs, per_slab = 128, 256
+    keys = [LAYOUT.hashed(key) for key in keys_of(*range(num_slabs * per_slab))]
+    for slab in range(num_slabs):
+        some = keys[slab * per_slab : (slab + 1) * per_slab]
+        index.tables[slab] = bytearray(b"".join(LAYOUT.entry(key, memoryview(b""), 0) for key in some))
+        hashes = np.array([key.hash64 & 0xFFFF_FFFF for key in some], np.uint32)
+        index.add_many(hashes, np.arange(per_slab) + slab * SLAB_STRIDE)
+
+    def place_and_count(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
+        placed.append(len(cells))
+        place(array, cells)
+
+    monkeypatch.setattr(index_module, "_place", place_and_count)
+    for slab in range(num_slabs):
+        index.drop_slab(slab)
+        left = keys[(slab + 1) * per_slab :]
+        assert len(index) == len(left)
+        assert all(index.find(key) >= 0 for key in left[:: 8 * per_slab])
+        assert index.find(keys[slab * per_slab]) == -1
+    assert sum(placed) <= 2 * len(keys)
 
 
 class Interrupted(dict[int, bytearray]):
@@ -146,14 +208,18 @@ def test_a_reader_without_the_lock_misses_no_block_that_moves() -> None:
 
 
 def test_a_reader_without_the_lock_passes_over_a_slab_that_goes() -> None:
+    """Its cells are replaced, and its table removed, after the reader took the old cells."""
     index, lock = SlotIndex(), threading.Lock()
-    (key,) = keys_of(1)
-    put(index, 7, LAYOUT.hashed(key))
-    resident = ResidentKeys(index, lock, LAYOUT.hashed, lambda: iter(()))
-    assert key in resident
-    with lock:
-        table = index.tables.pop(0)  # as ``drop_slab`` begins
-        assert index.holds(LAYOUT.hashed(key)) is None, "only the lock's holder knows"
-        index.tables[0] = table
+    first, second = keys_of(1, 2)
+    put(index, 7, same(first))
+    put(index, SLAB_STRIDE, same(second))
+
+    def drop() -> None:
         index.drop_slab(0)
-    assert key not in resident
+        index.purge()
+
+    index.tables = Interrupted(index.tables, drop)
+    with lock:  # which is not asked for
+        assert second in ResidentKeys(index, lock, same, lambda: iter(()))
+    assert index.holds(same(first)) is False
+    assert 0 not in index.tables

@@ -45,11 +45,11 @@ def put(slabs: Slabs, slab: Slab, index: int, number: int) -> int:
 def test_a_slab_is_closed_by_its_last_user(slabs: Slabs) -> None:
     slab = slabs.by_name["a"]
     with slabs.lock:
-        first, second = slabs.begin([slab.number]), slabs.begin([slab.number, slab.number])
-        slabs.drop(slab, "removed")
-    slabs.end(first)
+        first, second = slabs.pin([slab.number]), slabs.pin([slab.number, slab.number])
+        slabs._drop([slab])
+    slabs.unpin(first)
     assert slab.file.read_changes().tolist() == [0], "still open"
-    slabs.end(second)
+    slabs.unpin(second)
     with pytest.raises(OSError, match="Bad file"):
         slab.file.read_changes()
 
@@ -78,6 +78,25 @@ def test_a_block_is_gone_with_its_last_copy(slabs: Slabs) -> None:
     slabs.lose(second, OSError("bad"))
     assert slabs.take_lost() == {KEYS[1]: "corrupt"}
     assert len(slabs.index) == 0
+
+
+def test_slabs_are_dropped_together_and_each_once(slabs: Slabs) -> None:
+    first, second = slabs.by_name["a"], slabs.by_name["b"]
+    put(slabs, first, 0, 1)
+    put(slabs, second, 5, 1)
+    put(slabs, second, 6, 2)
+    assert slabs.drop([first, second], "removed") == [first, second]
+    assert slabs.drop([first, second], "removed") == []
+    assert slabs.take_lost() == dict.fromkeys(KEYS[1:3], "removed")
+    assert (len(slabs.index), slabs.allocator.num_slots, slabs.open, slabs.by_name) == (0, 0, {}, {})
+
+
+def test_a_slab_that_fails_is_quarantined_before_a_poll_can_open_it_again(slabs: Slabs, monkeypatch) -> None:
+    drop = slabs._drop
+    monkeypatch.setattr(slabs, "_drop", lambda dropped: (drop(dropped), seen.append(set(slabs.quarantined))))
+    seen = list[set[str]]()
+    slabs.lose(slabs.by_name["a"], OSError("bad"))
+    assert seen == [{"a"}]
 
 
 def test_blocks_of_a_store_that_closes_are_not_gone(slabs: Slabs) -> None:

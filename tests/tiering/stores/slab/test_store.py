@@ -37,9 +37,11 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import CONTROL_DIR
+from kvoffload.tiering.stores.slab import file as file_module
 from kvoffload.tiering.stores.slab.directory import LOCK_NAME, SlabSeen
 from kvoffload.tiering.stores.slab.file import SlabFile
 from kvoffload.tiering.stores.slab.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
+from kvoffload.tiering.stores.slab.sharing import BULLETIN_NAME
 from kvoffload.tiering.stores.slab.slabs import Slab, Slabs
 from kvoffload.tiering.stores.slab.store import SlabStore
 from kvoffload.tiering.stores.slab.upkeep import Upkeep
@@ -223,9 +225,8 @@ class TestRestart:
             (namespace / name).write_bytes(bytes(5000))
         store = open_store(max_bytes=slab_of(8) + slab_of(5))
         assert write(store, *KEYS[3:12]) == [True] * 9
-        assert sorted(path.name for path in namespace.iterdir()) == sorted(
-            path.name for path in [*tables(tmp_path), *payloads(tmp_path)]
-        )
+        every = {path.name for path in namespace.iterdir()} - {BULLETIN_NAME}
+        assert every == {path.name for path in [*tables(tmp_path), *payloads(tmp_path)]}
         assert len(tables(tmp_path)) == len(payloads(tmp_path)) == 2
 
 
@@ -509,7 +510,8 @@ class TestRoot:
     def test_a_root_that_goes_away_and_comes_back(self, open_store, tmp_path: Path) -> None:
         store = open_store()
         write(store, *KEYS[:3])
-        shutil.rmtree(tmp_path / "kv")
+        with store._upkeep.lock:
+            shutil.rmtree(tmp_path / "kv")
         store.refresh()
         assert right(store, *KEYS[:3]) == set()
         with pytest.raises(StoreError, match="gone"):
@@ -561,6 +563,23 @@ class TestRoot:
         store.refresh()
         store._growth.not_before_s = 0.0
         assert write(store, *KEYS[:3]) == [True] * 3
+        store.close()
+
+    def test_a_mount_that_goes_in_the_middle_of_a_check_is_not_written_to(self, small_disk: Path, monkeypatch) -> None:
+        store, samestat = SlabStore(small_disk, SMALL, max_bytes=1 << 20), os.path.samestat
+
+        def unmounted_then(*arguments) -> bool:
+            is_same = samestat(*arguments)
+            monkeypatch.setattr(os.path, "samestat", samestat)
+            subprocess.run(["umount", "-l", small_disk], check=True)
+            return is_same
+
+        with store._upkeep.lock:
+            monkeypatch.setattr(os.path, "samestat", unmounted_then)
+            assert store._directory.check()
+        store.refresh()
+        assert list(small_disk.iterdir()) == []
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", small_disk], check=True)
         store.close()
 
     def test_a_disk_that_cannot_give_the_next_slab_uses_those_it_has(self, small_disk: Path) -> None:
@@ -696,7 +715,7 @@ class TestRoot:
             (lambda: SlabStore(tmp_path, SMALL, max_bytes=SMALL), "no room for one block"),
             (lambda: SlabStore(tmp_path, SMALL, durability="yes"), "durability must be"),
             (lambda: SlabStore(tmp_path, SMALL, mode="all"), "mode must be"),
-            (lambda: SlabStore(tmp_path / "fs", SMALL, max_bytes=1 << 20), "belongs to an 'fs' tier"),
+            (lambda: SlabStore(tmp_path / "fs", SMALL, max_bytes=1 << 20), "belongs to a tier of type 'fs'"),
         ]:
             with pytest.raises(ConfigError, match=said):
                 make()
@@ -777,6 +796,95 @@ class TestRoot:
         write(open_store(namespace="durable", max_bytes=2 << 20, durability="fsync"), *KEYS[:3])
         assert [Path(path).suffix for path in synced] == [".slab", ".table"]
 
+    def test_a_durable_slab_is_in_its_directory_before_a_block_is_in_it(
+        self, open_store, tmp_path: Path, monkeypatch
+    ) -> None:
+        """A power failure would lose its name otherwise, with all blocks."""
+        calls = list[tuple[str, str]]()
+        for name in ("fsync", "fdatasync", "rename"):
+            real = getattr(os, name)
+
+            def noted(*arguments, name: str = name, real: Callable[..., None] = real, **options: int) -> None:
+                path = arguments[-1] if name == "rename" else os.readlink(f"/proc/self/fd/{arguments[0]}")
+                calls.append((name, Path(path).suffix or Path(path).name))
+                real(*arguments, **options)
+
+            monkeypatch.setattr(os, name, noted)
+        write(open_store(max_bytes=1 << 20, durability="fsync"), KEYS[0])
+        assert calls == [
+            ("fsync", "kv"),
+            ("rename", ".slab"),
+            ("rename", ".table"),
+            ("fsync", ".table"),
+            ("fsync", "="),
+            ("fdatasync", ".slab"),
+            ("fdatasync", ".table"),
+        ]
+
+    def test_a_directory_that_cannot_be_synced_gets_no_slab(self, open_store, tmp_path: Path, monkeypatch) -> None:
+        store = open_store(durability="fsync")
+
+        def fail(fd: int) -> None:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith("/="):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", fail)
+            with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
+                write(store, KEYS[0])
+        assert [*tables(tmp_path), *payloads(tmp_path)] == []
+        store._growth.not_before_s = 0.0
+        assert write(store, KEYS[0]) == [True]
+
+    def test_a_slab_gets_its_size_alone_where_the_file_system_gives_no_space(
+        self, open_store, tmp_path: Path, monkeypatch
+    ) -> None:
+        def refuse(fd: int, offset: int, num_bytes: int) -> None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+        monkeypatch.setattr(file_module, "_fallocate", refuse)
+        store = open_store(max_bytes=8 << 20)
+        assert write(store, *KEYS[:3]) == [True] * 3
+        (path,) = payloads(tmp_path)
+        assert path.stat().st_size > 500_000
+        assert path.stat().st_blocks * 512 <= 3 * 4096, "written nowhere but where the blocks are"
+        assert right(store, *KEYS[:3]) == set(KEYS[:3])
+
+    def test_ext2_knows_no_way_to_give_a_slab_its_space(self, tmp_path: Path) -> None:
+        """The C library's function writes to each page there."""
+        (tmp_path / "disk").mkdir()
+        with (tmp_path / "image").open("wb") as image:
+            image.truncate(32 << 20)
+        make = f"mke2fs -q {tmp_path}/image && mount -o loop {tmp_path}/image {tmp_path}/disk"
+        if os.geteuid() or subprocess.run(make, shell=True, capture_output=True, check=False).returncode:
+            pytest.skip("mounting is not allowed here")
+        try:
+            store = SlabStore(tmp_path / "disk", SMALL, max_bytes=16 << 20)
+            assert write(store, *KEYS[:3]) == [True] * 3
+            (path,) = payloads(tmp_path / "disk")
+            assert path.stat().st_size > 900_000
+            assert path.stat().st_blocks * 512 < 100_000
+            store.close()
+        finally:
+            subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)
+
+    def test_space_is_given_again_after_a_signal_and_in_parts(self, tmp_path: Path, monkeypatch) -> None:
+        asked, real = list[tuple[int, int]](), file_module._fallocate
+
+        def interrupted(fd: int, offset: int, num_bytes: int) -> None:
+            asked.append((offset, num_bytes))
+            if len(asked) == 2:
+                raise OSError(errno.EINTR, os.strerror(errno.EINTR))
+            real(fd, offset, num_bytes)
+
+        monkeypatch.setattr(file_module, "_fallocate", interrupted)
+        monkeypatch.setattr(file_module, "_ALLOCATED_AT_ONCE", 1 << 16)
+        fd = os.open(tmp_path / "slab", os.O_RDWR | os.O_CREAT)
+        file_module._allocate(fd, 150_000)
+        assert asked == [(0, 65536), (65536, 65536), (65536, 65536), (131072, 18928)]
+        assert os.fstat(fd).st_size == 150_000
+        os.close(fd)
+
 
 class TestClock:
     @pytest.fixture
@@ -856,7 +964,7 @@ class TestThreads:
 
     def test_a_slab_whose_making_hangs_costs_one_thread(self, open_store, monkeypatch) -> None:
         store, hangs, go_on = open_store(max_bytes=2 << 20), threading.Event(), threading.Event()
-        keys, real = keys_of(*range(1100)), os.posix_fallocate
+        keys, real = keys_of(*range(1100)), file_module._allocate
         for start in range(0, 900, 100):
             assert all(write(store, *keys[start : start + 100]))
 
@@ -865,7 +973,7 @@ class TestThreads:
             assert go_on.wait(60)
             real(*args)
 
-        monkeypatch.setattr(os, "posix_fallocate", hang)
+        monkeypatch.setattr(file_module, "_allocate", hang)
         writer = threading.Thread(target=write, args=(store, *keys[900:1100]))
         writer.start()
         assert hangs.wait(30)
@@ -898,7 +1006,8 @@ class TestThreads:
         writer = threading.Thread(target=fail)
         writer.start()
         assert in_write.wait(30)
-        shutil.rmtree(tmp_path / "kv")
+        with store._upkeep.lock:
+            shutil.rmtree(tmp_path / "kv")
         store.refresh()
         other = os.open(tmp_path / "precious", os.O_RDWR | os.O_CREAT)
         os.write(other, b"p" * 5000)
@@ -913,6 +1022,84 @@ class TestThreads:
             for fd in os.listdir("/proc/self/fd")
             if os.path.lexists(f"/proc/self/fd/{fd}") and ".slab" in os.readlink(f"/proc/self/fd/{fd}")
         )
+
+
+def test_a_write_that_comes_after_the_close_makes_no_slab(tmp_path: Path, monkeypatch) -> None:
+    """Or one that makes a slab just then. Nothing would close it."""
+    store = SlabStore(tmp_path / "kv", SMALL, max_bytes=slab_of(8))
+    create = SlabFile.create.__func__
+
+    def create_late(cls: type[SlabFile], *arguments, **options) -> SlabFile:
+        file = create(cls, *arguments, **options)
+        store.close()
+        return file
+
+    monkeypatch.setattr(SlabFile, "create", classmethod(create_late))
+    for _ in range(2):
+        store._growth.not_before_s = 0.0
+        with pytest.raises(StoreError, match="closed"):
+            write(store, KEYS[0])
+    opened = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if fd.isdigit() and int(fd) > 2 and os.path.lexists(f"/proc/self/fd/{fd}")
+    ]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
+
+
+class TestFullQuota:
+    def test_to_find_that_it_has_no_room_opens_no_slab_again(self, open_store, monkeypatch) -> None:
+        """It is found out up to once a second. A slab of another block size gives way as soon as nobody uses it."""
+        other = open_store(500, max_bytes=4 << 20)
+        other.write(KEYS[:5], [aligned(bytes(500))] * 5)
+        store, keys = open_store(max_bytes=4 << 20), keys_of(*range(3800))
+        for start in range(0, 3800, 100):
+            write(store, *keys[start : start + 100])
+        assert len(store._slabs.open) == 3
+        opened, real = list[str](), SlabFile.open
+        monkeypatch.setattr(SlabFile, "open", lambda name, *arguments: opened.append(name) or real(name, *arguments))
+        with other._upkeep.lock, store._upkeep.lock:
+            opened.clear()
+            for first in (5000, 6000):
+                store._growth.not_before_s = 0.0
+                assert all(write(store, *keys_of(*range(first, first + 100))))
+            assert opened == []
+            assert len(store._slabs.open) == 3
+        other.close()
+        store._growth.not_before_s = 0.0
+        while len(store._slabs.open) < 4:
+            store._growth.not_before_s = 0.0
+            write(store, *keys_of(*range(7000, 7100)))
+        assert store.stats().evicted_blocks > 0
+
+    def test_a_directory_that_is_replaced_while_a_slab_is_made_leads_nowhere_else(
+        self, open_store, tmp_path: Path, monkeypatch
+    ) -> None:
+        """The number of its descriptor may be another directory's a moment later."""
+        store, create = open_store(max_bytes=2 << 20), SlabFile.create.__func__
+        (tmp_path / "precious").mkdir()
+        held = list[int]()
+
+        def create_late(cls: type[SlabFile], *arguments, **options) -> SlabFile:
+            with monkeypatch.context() as once:
+                once.setattr(SlabFile, "create", classmethod(create))
+                (tmp_path / "kv" / "=").rename(tmp_path / "moved")
+                (tmp_path / "kv" / "=").symlink_to(tmp_path / "precious")
+                store.refresh()
+                held.extend(os.open(tmp_path / "precious", os.O_RDONLY) for _ in range(8))
+            return create(cls, *arguments, **options)
+
+        monkeypatch.setattr(SlabFile, "create", classmethod(create_late))
+        write(store, KEYS[0])
+        monkeypatch.setattr(SlabFile, "create", classmethod(create))
+        assert list((tmp_path / "precious").iterdir()) == []
+        (tmp_path / "kv" / "=").unlink()
+        store.refresh()
+        store._growth.not_before_s = 0.0
+        assert write(store, *KEYS[:4]) == [True] * 4
+        assert right(store, *KEYS[:4]) == set(KEYS[:4])
+        for fd in held:
+            os.close(fd)
 
 
 def test_empty_entries_are_what_a_new_table_has() -> None:

@@ -27,12 +27,16 @@ _CHUNK_WEIGHT = 16
 
 class Chunk:
     """Consecutive uses in a log, with their rising times. Entries before ``first`` are gone. Of the others, an entry is
-    live while its block's ``policy_state`` is the chunk, so a block has at most one live entry in all logs."""
+    live while its block's ``policy_state`` is the chunk, so a block has at most one live entry in all logs.
 
-    __slots__ = ("blocks", "class_", "first", "times")
+    Once a block has ``left``, the chunk takes no more blocks: if that one came back, its old entry would be live again.
+    """
+
+    __slots__ = ("blocks", "class_", "first", "left", "times")
 
     def __init__(self, class_: int) -> None:
         self.class_ = class_
+        self.left = False
         self.blocks: list[BlockStatus] = []
         self.times = array("q")
         self.first = 0
@@ -90,12 +94,12 @@ class UseLog:
         self._deferred: list[Skipped] = []
         """Protected ones, out of the heap until the eviction is over."""
 
-    def open(self, apart_from: object = None) -> Chunk:
-        """Returns the chunk that the next ``append`` fills. It is never ``apart_from``, in which the blocks to append
-        have entries already. The caller sets their ``policy_state`` to it."""
+    def open(self) -> Chunk:
+        """Returns the chunk that the next ``append`` fills. The caller sets the ``policy_state`` of the blocks to it,
+        and before, if that was a chunk, its ``left``."""
         if self._rest:
             last = self._rest[-1]
-            if len(last.times) < _FULL and last is not apart_from:
+            if len(last.times) < _FULL and not last.left:
                 return last
         chunk = Chunk(self.class_)
         self._rest.append(chunk)
@@ -112,14 +116,6 @@ class UseLog:
             else:
                 chunk.times.frombytes(np.arange(begin, end, dtype=np.int64).tobytes())
             self.weight += len(blocks)
-
-    def leave(self, block: BlockStatus) -> None:
-        """Takes a block out. It may be inserted again at once."""
-        if self._rest and block.policy_state is self._rest[-1]:
-            # A new entry in this chunk would make the old one live again, so the chunk takes no more blocks.
-            self._rest.append(Chunk(self.class_))
-            self.weight += _CHUNK_WEIGHT
-        block.policy_state = None
 
     def head(self, protected: Collection[OffloadKey]) -> int | None:
         """When the least recent idle and unprotected block was used."""

@@ -6,31 +6,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import cache
-from itertools import pairwise, repeat, starmap
+from itertools import repeat, starmap
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
+from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_HINTS, NUM_USES
+from kvoffload.cpu.policies.density.score import HintScore
 
-__all__ = ["CERTAIN", "NUM_CLASSES", "NUM_DRAWS", "RISEN", "HitDensity", "UseCounts"]
-
-_LEAST_USES = (1, 2, 3, 4, 6, 10, 18, 34)
-NUM_CLASSES = len(_LEAST_USES)
-"""Classes of blocks by number of uses: 1, 2, 3, about 4, about 6, ... , 34 or more."""
-_TOP = NUM_CLASSES - 1
-_STEPS = [more - less for less, more in pairwise(_LEAST_USES)]
-NUM_DRAWS = max(_STEPS)
-RISEN = [
-    tuple(class_ + (class_ < _TOP and draw % _STEPS[class_] == 0) for class_ in range(NUM_CLASSES))
-    for draw in range(NUM_DRAWS)
-]
-"""``RISEN[draw][class]``: the class after one more use. Beyond 4 uses only some uses raise the class, at random
-(R. Morris, "Counting large numbers of events in small registers", 1978), so blocks need no counters. Where a class
-rises, all below it rise too: with one draw for all blocks of a path, a head never has a lower class than its tail."""
-CERTAIN = 1
-"""The draw in which only those classes rise that rise in every draw."""
+__all__ = ["HitDensity", "UseCounts", "densities"]
 
 _BUCKETS_PER_OCTAVE = 2
 _FINEST = 64
@@ -110,6 +96,9 @@ class HitDensity:
         self._lost_ages: list[int] = []
         self._num_events = 0
         """Keys that ceased to be followed since the last fit."""
+        self._used_sizes: list[int] = []
+        """How many of ``_used_ages`` each path brought."""
+        self._score = HintScore()
         self._num_again = self._num_again_paths = 0.0
         """Followed keys that were used again, and the paths that used them. Both fade, as the counts do."""
         self._samples.clear()
@@ -122,6 +111,11 @@ class HitDensity:
         recency = (1.0 / np.cumsum(self._widths)).tolist()
         self.values: list[list[float]] = [recency] * NUM_CLASSES
         """``values[class][bucket]``. Falls with age (bucket), rises with uses (class)."""
+
+    @property
+    def hint_score(self) -> float:
+        """How much better uses were foreseen with hints than without, lately. Below 0, hints change no value."""
+        return self._score.value
 
     def _set_gap(self, gap: int) -> None:
         self._gap = gap
@@ -145,6 +139,7 @@ class HitDensity:
             stamp, pop = now * NUM_CLASSES, samples.pop
             self._used_ages += [stamp - pop(key) for key in again]
             self._num_events += len(again)
+            self._used_sizes.append(len(again))
             self._num_again += len(again)
             self._num_again_paths += 1
         if self._next_pick < now:
@@ -195,26 +190,44 @@ class HitDensity:
         self._follows.extend((since, key) for key, since in self._samples.items())
 
     def _count_ages(self) -> None:
-        """Brings ``_used`` and ``_lost`` up to date."""
-        self._used += self._table(self._used_ages)
-        self._lost += self._table(self._lost_ages)
+        """Brings ``_used``, ``_lost`` and the score up to date."""
+        at = self._cells(self._used_ages)
+        self._score.add(at, self._used_sizes)
+        self._used += self._counted(at)
+        self._lost += self._counted(self._cells(self._lost_ages))
         self._used_ages.clear()
+        self._used_sizes.clear()
         self._lost_ages.clear()
 
-    def _table(self, ages: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
-        """How many of ``ages``, each times ``NUM_CLASSES`` and less a class, there are by class and bucket."""
+    def _cells(self, ages: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The place of each of ``ages`` (times ``NUM_CLASSES``, less a class) in a flat table (class, bucket)."""
         packed = np.asarray(ages, np.int64)
         classes = -packed & (NUM_CLASSES - 1)
         buckets = np.searchsorted(self._whole_bounds, (packed + classes) // NUM_CLASSES, side="right")
-        shape = self._used.shape
-        return np.bincount(classes * shape[1] + buckets, minlength=self._used.size).reshape(shape)
+        return classes * self._used.shape[1] + buckets
+
+    def _counted(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+        return np.bincount(cells, minlength=self._used.size).reshape(self._used.shape)
 
     def _fit(self, now: int) -> None:
         self._count_ages()
         since = np.fromiter(self._samples.values(), np.int64, len(self._samples))
-        left = self._lost + self._table(now * NUM_CLASSES - since)
+        followed = self._counted(self._cells(now * NUM_CLASSES - since))
+        left = self._lost + followed
         keys_per_path = max(self._num_again / max(self._num_again_paths, 1.0), 1.0)
-        self.values = densities(self._used, left, self._widths, self._prior * keys_per_path).tolist()
+        prior = self._prior * keys_per_path
+        shape = NUM_HINTS, NUM_USES, -1
+        by_uses = hazards(self._used.reshape(shape).sum(axis=0), left.reshape(shape).sum(axis=0), prior)
+        values = densities(by_uses, self._widths)
+        if not (self._used[NUM_USES:].any() or left[NUM_USES:].any()):
+            self.values = values.tolist() * NUM_HINTS
+        else:
+            by_class = hinted_hazards(self._used.reshape(shape), left.reshape(shape), prior)
+            self._score.compare(by_class, by_uses, (followed / self._widths).reshape(shape))
+            if self._score.favours_hints:
+                self.values = densities(by_class, self._widths).reshape(NUM_CLASSES, -1).tolist()
+            else:
+                self.values = values.tolist() * NUM_HINTS
         # A gap that is still small gives more events in the same time, so these fade the counts by less.
         fade = _DECAY ** (self._gap / self._widest_gap * self._events_per_fit / _EVENTS_PER_FIT)
         self._num_events = 0
@@ -223,40 +236,72 @@ class HitDensity:
         self._num_again *= fade
         self._num_again_paths *= fade
 
+    def hinted_anew(self, blocks: Sequence[BlockStatus], begin: int) -> None:
+        """These blocks were refreshed one after the other, the first at time ``begin``. Those of another class than
+        before are followed anew: the class they had did not see them used again."""
+        samples, stamp = self._samples, (begin + len(blocks)) * NUM_CLASSES
+        for block in blocks:
+            since = samples.get(block.key)
+            if since is not None and since % NUM_CLASSES != block.policy_state.class_:
+                del samples[block.key]
+                self._lost_ages.append(stamp - since)
+                samples[block.key] = since = stamp + block.policy_state.class_
+                self._follows.append((since, block.key))
+
     def forget(self, key: OffloadKey) -> None:
         """Stops following ``key``: its store failed, so its last use did not happen."""
         self._samples.pop(key, None)
 
 
-def densities(
-    used: npt.NDArray[np.float64], left: npt.NDArray[np.float64], widths: npt.NDArray[np.float64], prior: float
-) -> npt.NDArray[np.float64]:
-    """Values by (class, age bucket). ``used`` counts the blocks that were used again at each age, ``left`` those that
-    were last seen unused at it.
+Table = npt.NDArray[np.float64]
 
-    Both have shape (classes, buckets); ``widths`` is the length of each bucket. ``prior``: the hazard of a class is
-    its own as far as it has more blocks at risk than this. Otherwise it is that of all classes together, times how
-    much more often the class was used than that predicts at the ages where it was seen.
+
+def hazards(used: Table, left: Table, prior: float) -> Table:
+    """The chance of a use at each age, by class. ``used`` counts the blocks that were used again at each age, ``left``
+    those that were last seen unused at it; both have shape (classes, buckets).
+
+    The hazard of a class is its own as far as it has more blocks at risk than ``prior``. Otherwise it is that of all
+    classes together, times how much more often the class was used than that predicts at the ages where it was seen.
     """
+    at_risk = _at_risk(used, left)
+    return _shrunk(used, at_risk, used.sum(axis=0) / (at_risk.sum(axis=0) + 1), prior)
+
+
+def hinted_hazards(used: Table, left: Table, prior: float) -> Table:
+    """The same by hint and class, all of shape (hints, classes, buckets): of a class with little evidence they are
+    those of its hint, and of a hint with little, those of all classes together."""
+    of_hints = hazards(used.sum(axis=1), left.sum(axis=1), prior)
+    return _shrunk(used, _at_risk(used, left), of_hints[:, None, :], prior)
+
+
+def _at_risk(used: Table, left: Table) -> Table:
     # Those who left a bucket were at risk for half of it, on average.
-    at_risk = np.cumsum((used + left)[:, ::-1], axis=1)[:, ::-1] - left / 2
-    everyone = used.sum(axis=0) / (at_risk.sum(axis=0) + 1)
-    expected = (everyone * at_risk).sum(axis=1)
-    times_as_likely = (used.sum(axis=1) + prior) / (expected + prior)
-    likely = np.minimum(np.outer(times_as_likely, everyone), _MOST_LIKELY)
-    hazard = (used + prior * likely) / (at_risk + prior)
+    reached: Table = np.cumsum((used + left)[..., ::-1], axis=-1)[..., ::-1]
+    return reached - left / 2
+
+
+def _shrunk(used: Table, at_risk: Table, towards: Table, prior: float) -> Table:
+    expected = (towards * at_risk).sum(axis=-1)
+    times_as_likely = (used.sum(axis=-1) + prior) / (expected + prior)
+    likely = np.minimum(times_as_likely[..., None] * towards, _MOST_LIKELY)
+    hazard: Table = (used + prior * likely) / (at_risk + prior)
+    return hazard
+
+
+def densities(hazard: Table, widths: Table) -> Table:
+    """Values of the same shape as ``hazard``, (..., classes, buckets); ``widths`` is the length of each bucket."""
     alive = np.ones_like(hazard)
-    np.cumprod(1 - hazard[:, :-1], axis=1, out=alive[:, 1:])
+    np.cumprod(1 - hazard[..., :-1], axis=-1, out=alive[..., 1:])
     # Hits to come and space to spend from each bucket on; the difference of two is what lies between.
     hits = _sums_ahead(alive * hazard)
     spent = _sums_ahead(alive * widths * (1 - hazard / 2))
     # ``later[i, j]``: bucket j ends after bucket i begins.
-    later = _later(hazard.shape[1])
-    gained = hits[:, :-1, None] - hits[:, None, 1:]
-    paid = spent[:, :-1, None] - spent[:, None, 1:]
-    values = np.divide(gained, paid, out=np.zeros_like(gained), where=later).max(axis=2)
-    falling: npt.NDArray[np.float64] = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
-    monotone: npt.NDArray[np.float64] = np.maximum.accumulate(falling, axis=0)
+    later = _later(hazard.shape[-1])
+    gained = hits[..., :-1, None] - hits[..., None, 1:]
+    paid = spent[..., :-1, None] - spent[..., None, 1:]
+    values = np.divide(gained, paid, out=np.zeros_like(gained), where=later).max(axis=-1)
+    falling: Table = np.maximum.accumulate(values[..., ::-1], axis=-1)[..., ::-1]
+    monotone: Table = np.maximum.accumulate(falling, axis=-2)
     return monotone
 
 
@@ -265,10 +310,10 @@ def _later(buckets: int) -> npt.NDArray[np.bool_]:
     return np.tri(buckets, dtype=np.bool_).T
 
 
-def _sums_ahead(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Along each row, the sums of each term and all after it. One more column, of zeros, stands for no terms."""
-    sums = np.zeros((terms.shape[0], terms.shape[1] + 1))
-    np.cumsum(terms[:, ::-1], axis=1, out=sums[:, -2::-1])
+def _sums_ahead(terms: Table) -> Table:
+    """Along the last axis, the sums of each term and all after it. One more column, of zeros, stands for no terms."""
+    sums = np.zeros((*terms.shape[:-1], terms.shape[-1] + 1))
+    np.cumsum(terms[..., ::-1], axis=-1, out=sums[..., -2::-1])
     return sums
 
 

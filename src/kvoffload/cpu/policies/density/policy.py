@@ -10,16 +10,16 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple, cast
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
+from kvoffload.cpu.policies.density.classes import CERTAIN, NUM_CLASSES, NUM_DRAWS, NUM_USES, RISEN, SAME_USES
 from kvoffload.cpu.policies.density.log import Chunk, Skipped, UseLog
-from kvoffload.cpu.policies.density.model import CERTAIN, NUM_CLASSES, NUM_DRAWS, RISEN, HitDensity, UseCounts
+from kvoffload.cpu.policies.density.model import HitDensity, UseCounts
 
 __all__ = ["DensityCachePolicy"]
 
 _SLACK = 1024
 _TIDY_EVERY = 256
-_SAME_CLASS = range(NUM_CLASSES)
 
 
 class _Front(NamedTuple):
@@ -57,8 +57,9 @@ class DensityCachePolicy(CachePolicy):
         self._blocks: dict[OffloadKey, BlockStatus] = {}
         self._waiting: dict[OffloadKey, Skipped] = {}
         """Blocks that evictions stepped over because they were pinned."""
-        self._logs = tuple(UseLog(class_, self._waiting) for class_ in range(NUM_CLASSES))
-        self._fronts: list[_Front | None] = [None] * NUM_CLASSES
+        self._logs = [UseLog(class_, self._waiting) for class_ in range(NUM_USES)]
+        """One for each class. Those of classes with hints come with the first hint."""
+        self._fronts: list[_Front | None] = []
         """The front of each class, as last seen. A class may have lost its front since, but never gained a lesser one:
         whatever could do that removes the front from here (a pinned block that is idle again, a new fit), or makes it
         expire (an age that enters the next bucket)."""
@@ -82,7 +83,11 @@ class DensityCachePolicy(CachePolicy):
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self.insert_all((key,), (block,))
 
-    def insert_all(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus]) -> None:
+    def insert_all(
+        self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], next_use: NextUse = NextUse.UNKNOWN
+    ) -> None:
+        if next_use:
+            self._expect_hints()
         begin = self._now + 1
         self._now += len(blocks)
         self._blocks.update(zip(keys, blocks))
@@ -91,28 +96,38 @@ class DensityCachePolicy(CachePolicy):
         num_new = len(blocks) - len(known)
         if num_new:
             new = blocks[:num_new] if known else blocks
-            chunk = self._logs[0].open()
+            log = self._logs[next_use * NUM_USES]
+            chunk = log.open()
             for block in new:
                 block.policy_state = chunk
-            self._logs[0].append(new, begin)
+            log.append(new, begin)
         if known:
             for time, block, past in zip(range(begin + num_new, self._now + 1), blocks[num_new:], known[::-1]):
-                log = self._logs[RISEN[CERTAIN][past]]
+                log = self._logs[RISEN[CERTAIN][next_use][past]]
                 block.policy_state = log.open()
                 log.append((block,), time)
         self._model.used(keys, blocks, begin)
         if self._now - self._tidied_at > _TIDY_EVERY:
             self._tidy()
 
-    def touch(self, keys: Iterable[OffloadKey], counts: bool = True) -> None:
+    def touch(self, keys: Iterable[OffloadKey], counts: bool = True, next_use: NextUse = NextUse.UNKNOWN) -> None:
         path = keys if isinstance(keys, (list, tuple)) else list(keys)
-        if not counts:
-            self._refresh(path, _SAME_CLASS)
-            return
+        if next_use:
+            self._expect_hints()
         begin = self._now + 1
+        if not counts:
+            blocks, _ = self._refresh(path, SAME_USES[next_use])
+            if len(self._logs) > NUM_USES:
+                self._model.hinted_anew(blocks, begin)
+            return
         self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
-        blocks, all_ready = self._refresh(path, RISEN[(self._draw >> 16) % NUM_DRAWS])
+        blocks, all_ready = self._refresh(path, RISEN[(self._draw >> 16) % NUM_DRAWS][next_use])
         self._model.used(path, blocks, begin, all_ready)
+
+    def _expect_hints(self) -> None:
+        if len(self._logs) == NUM_USES:
+            self._logs += [UseLog(class_, self._waiting) for class_ in range(NUM_USES, NUM_CLASSES)]
+            self._forget_fronts()
 
     def _refresh(self, path: Sequence[OffloadKey], risen: Sequence[int]) -> tuple[list[BlockStatus], bool]:
         """Moves the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[class]``; those
@@ -129,20 +144,22 @@ class DensityCachePolicy(CachePolicy):
         # A path consists of few runs: consecutive blocks that leave one chunk together and enter one chunk together.
         # The invariant: ``blocks[start:at]`` have ``chunk`` as their state already, and are not in ``log`` yet. A run
         # ends where a block leaves another chunk than ``source``, or is being written. It is appended as a whole, with
-        # the times that its blocks would have got one by one. It never enters the chunk that it leaves
-        # (``apart_from``): its blocks would have two live entries there.
+        # the times that its blocks would have got one by one. It never enters a chunk that a block has left,
+        # which may be one of its own: such a block would have two live entries there.
         for at, block in enumerate(blocks):
             if block.policy_state is not source or block.pins < 0:
                 if at:
                     log.append(blocks[start:at], begin + start)
                     start = at
                 source = block.policy_state
+                if isinstance(source, Chunk):
+                    source.left = True
                 if block.pins < 0:
                     log = logs[source.class_]
                     source, all_ready = None, False
                 else:
                     log = logs[risen[source.class_]]
-                chunk = log.open(apart_from=block.policy_state)
+                chunk = log.open()
             block.policy_state = chunk
         log.append(blocks[start:], begin + start)
         if self._now - self._tidied_at > _TIDY_EVERY:
@@ -155,21 +172,23 @@ class DensityCachePolicy(CachePolicy):
         logs, enough = self._logs, 3 * len(self._blocks) // 2 + _SLACK
         weight = sum(log.weight for log in logs)
         budget, rounds = 3 * (weight - self._tidied_weight), 0
-        while weight > enough and budget > 0 and rounds <= NUM_CLASSES:
+        while weight > enough and budget > 0 and rounds <= len(logs):
             log = logs[self._tidied]
             before = log.weight
             looked_at = log.tidy()
             weight += log.weight - before
             budget -= looked_at
             if not looked_at:
-                self._tidied = (self._tidied + 1) % NUM_CLASSES
+                self._tidied = (self._tidied + 1) % len(logs)
                 rounds += 1
         self._tidied_at, self._tidied_weight = self._now, weight
 
     def remove(self, key: OffloadKey) -> BlockStatus | None:
         block = self._blocks.pop(key, None)
         if block is not None:
-            self._log_of(block.policy_state).leave(block)
+            if isinstance(block.policy_state, Chunk):
+                block.policy_state.left = True
+            block.policy_state = None
             self._waiting.pop(key, None)
             self._model.forget(key)
         return block
@@ -185,7 +204,7 @@ class DensityCachePolicy(CachePolicy):
                 head = log.head(protected)
                 fronts[log.class_] = None if head is None else self._front(head, log.class_)
         victims: list[BlockStatus] = []
-        classes: list[int] = []
+        uses: list[int] = []
         while len(victims) < n and (seen := list(filter(None, fronts))):
             best = min(seen)
             class_ = best.class_
@@ -201,7 +220,7 @@ class DensityCachePolicy(CachePolicy):
                     if not missing:
                         break
                     head = log.head(protected)
-                classes += repeat(class_, len(victims) - len(classes))
+                uses += repeat(class_ % NUM_USES, len(victims) - len(uses))
                 if not missing:
                     break  # the class has another front now, which the next eviction looks for
             if head is not None:
@@ -218,14 +237,14 @@ class DensityCachePolicy(CachePolicy):
             return None
         keys: list[OffloadKey] = [block.key for block in victims]  # type: ignore[misc]
         deque(map(self._blocks.__delitem__, keys), maxlen=0)
-        self._past_uses.remember(keys, classes)
+        self._past_uses.remember(keys, uses)
         return list(zip(keys, victims))
 
     def _log_of(self, entry: Chunk | Skipped) -> UseLog:
         return self._logs[entry.class_]
 
     def _forget_fronts(self) -> None:
-        self._fronts[:] = [None] * NUM_CLASSES
+        self._fronts[:] = [None] * len(self._logs)
         self._fronts_values = self._model.values
 
     def next_victims(self, n: int) -> list[OffloadKey]:

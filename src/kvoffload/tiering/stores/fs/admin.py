@@ -1,32 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maintenance of a file store: usage, verification, deletion.
-
-All of it works beside running servers, with the same locks and the same count of bytes.
-"""
+"""Maintenance of a root of files: usage, verification, deletion. All of it works beside running servers."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.stores.fs.format import PAGE_BYTES, SUFFIX, BlockFormat, Header, parse_name
-from kvoffload.tiering.stores.fs.quota import Deletion, Quota
-from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep
-from kvoffload.tiering.stores.fs.usage_file import FileSeen, walk
-from kvoffload.tiering.stores.root import (
-    CONTROL_DIR,
-    Access,
-    NamespaceUsage,
-    check_control,
-    check_locks,
-    find_directory,
-)
+from kvoffload.tiering.stores.direct_io import PAGE_BYTES
+from kvoffload.tiering.stores.fs.format import NUM_FANS, SUFFIX, BlockFormat, Header, parse_name
+from kvoffload.tiering.stores.fs.io import is_absence
+from kvoffload.tiering.stores.fs.quota import FileSeen, delete_oldest, is_dead, namespaces_of, seen_in, sweep, time_at
+from kvoffload.tiering.stores.root import CONTROL_DIR, NamespaceUsage, check_control, find_directory
 
 __all__ = ["StoreRoot", "is_sound"]
 
@@ -46,31 +36,27 @@ class StoreRoot:
 
     def directories(self) -> list[str]:
         """The directories of all namespaces, sorted. Skips other directories."""
-        found = (entry.name for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False))
-        return sorted(name for name in found if not name.startswith(".") and name != "lost+found")
+        return namespaces_of(self._root)
 
     def directory(self, namespace: str) -> str:
         """The directory of a namespace, which is given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
         return find_directory(namespace, self.directories(), str(self.path))
 
     def usage(self) -> list[NamespaceUsage]:
-        """One entry per namespace. Reads no block."""
+        """One entry per namespace. A use is a write, as reads leave no trace. Reads no block."""
         found = []
         for directory in self.directories():
             usage = NamespaceUsage(directory)
-            for files in walk(self._root, directory):
-                for file in files:
-                    usage.num_blocks += 1
-                    usage.size_bytes += file.size_bytes
-                    usage.add_use(file.used_ns)
+            for file in self.files(directory):
+                usage.num_blocks += 1
+                usage.size_bytes += file.size_bytes
+                usage.add_use(file.written_ns)
             found.append(usage)
         return found
 
     def files(self, directory: str | None = None) -> Iterator[FileSeen]:
         """The block files of one namespace's ``directory``, or of all."""
-        for one in self.directories() if directory is None else [directory]:
-            for files in walk(self._root, one):
-                yield from files
+        return (file for file in self._seen(directory) if file.is_block)
 
     def is_sound(self, file: FileSeen) -> bool | None:
         """Whether a file verifies, ``None`` if it is gone. Reads a file twice before it calls it bad."""
@@ -78,9 +64,9 @@ class StoreRoot:
         return is_sound(os.path.join(self._root, file.path)) if sound is False else sound
 
     def remove(self, files: list[FileSeen]) -> int:
-        """Deletes files and subtracts their bytes from the count. Returns how many there were."""
-        with self._quota(None) as quota:
-            return quota.remove(Deletion(file.path, file.size_bytes) for file in files)
+        """Deletes files. Returns how many are gone."""
+        self._check()
+        return len(delete_oldest(self._root, files, -1))
 
     def clear(self, directory: str) -> int:
         """Removes a namespace. Returns how many blocks it had. What a server writes meanwhile stays."""
@@ -94,33 +80,41 @@ class StoreRoot:
         return count
 
     def sweep(self) -> int:
-        """Removes the staging directories of dead writers. Returns how many there were."""
-        return sweep(self._root, self._access())
+        """Removes what dead writers left an hour ago or longer, those of earlier releases too. Returns how many files
+        and directories there were."""
+        self._check()
+        count = sweep(self._root, [*self._seen(), *seen_in(self._root, CONTROL_DIR)])
+        now_ns = time_at(self._root)
+        for entry in list(os.scandir(os.path.join(self._root, CONTROL_DIR))):
+            is_staging = entry.name.startswith("w-") and entry.is_dir(follow_symlinks=False)
+            if is_staging and is_dead(entry.stat(follow_symlinks=False).st_mtime_ns, now_ns):
+                shutil.rmtree(entry.path, ignore_errors=True)
+                count += 1
+        return count
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
-        """Enforces a quota on what is on the disk now, and counts that anew.
+        """Deletes the oldest blocks of all namespaces until at most ``max_bytes`` are left. ``None``: deletes nothing.
 
-        Returns the number of deleted files and the bytes on the disk.
+        Returns the number of deleted blocks and the bytes on the disk.
         """
-        with self._quota(max_bytes) as quota:
-            return quota.shrink(max_bytes)
+        files = list(self._seen())
+        gone = list[FileSeen]()
+        if max_bytes is not None:
+            self._check()
+            unfinished_bytes = sum(file.size_bytes for file in files if not file.is_block)
+            gone = delete_oldest(self._root, [file for file in files if file.is_block], max_bytes - unfinished_bytes)
+        return len(gone), sum(file.size_bytes for file in files) - sum(file.size_bytes for file in gone)
 
-    @contextmanager
-    def _quota(self, max_bytes: int | None) -> Iterator[Quota]:
-        staging = StagingDirectory(self._root, self._access())
-        quota = Quota(self._root, max_bytes, staging)
-        try:
-            yield quota
-        finally:
-            quota.close()
-            staging.close()
+    def _seen(self, directory: str | None = None) -> Iterator[FileSeen]:
+        for namespace in self.directories() if directory is None else [directory]:
+            for fan in range(NUM_FANS):
+                yield from seen_in(self._root, f"{namespace}/{fan:02x}")
 
-    def _access(self) -> Access:
-        """As the servers on this root have it. Raises ``ConfigError`` if the root is not for us to change."""
-        check_locks(self._root)
+    def _check(self) -> None:
+        """Raises ``ConfigError`` if the root is not for us to change."""
         shared = stat.S_ISGID | stat.S_IRWXG
         is_group = (self.path / CONTROL_DIR).lstat().st_mode & shared == shared
-        return check_control(self._root, "group" if is_group else "private")
+        check_control(self._root, "group" if is_group else "private")
 
 
 def is_sound(path: str) -> bool | None:
@@ -146,5 +140,7 @@ def is_sound(path: str) -> bool | None:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
             return digest.digest() == header.digest
-    except FileNotFoundError:
-        return None
+    except OSError as exc:
+        if is_absence(exc):
+            return None
+        raise

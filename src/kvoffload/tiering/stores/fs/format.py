@@ -3,9 +3,11 @@
 
 ::
 
-    root/.kvoffload/ledger            the usage file: bytes in use, shared by all processes on the root
-    root/.kvoffload/w-<random>/       one writer's staging directory, on which the writer holds a lock
+    root/.kvoffload/files             says that the root is one of files
     root/<namespace>/<2 hex>/<key in hex>.kvb
+    root/<namespace>/<2 hex>/tmp-<random>-<number>      a block that is being written, until it is renamed
+
+The two hex digits are the *fan*: one of 256 directories in each namespace, over which keys are spread evenly.
 
 A file is a header and then the payload. The header is one page where payloads are whole pages, so that direct I/O
 can move both, and 128 bytes otherwise::
@@ -25,19 +27,24 @@ from dataclasses import dataclass, field
 import xxhash
 
 from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.direct_io import PAGE_BYTES
 
 __all__ = [
-    "PAGE_BYTES",
-    "STAGING_PREFIX",
+    "MARKER",
+    "NUM_FANS",
     "SUFFIX",
+    "TEMPORARY_PREFIX",
     "BlockFormat",
     "Header",
+    "fan_of",
     "parse_name",
+    "turn_of",
 ]
 
-STAGING_PREFIX = "w-"
+MARKER = "files"
 SUFFIX = ".kvb"
-PAGE_BYTES = 4096
+TEMPORARY_PREFIX = "tmp-"
+NUM_FANS = 256
 
 _MAGIC = b"KVOBLOCK"
 _VERSION = 1
@@ -58,6 +65,16 @@ def parse_name(name: str) -> OffloadKey | None:
         return None
     # Upper case and spaces are hexadecimal too, but no block is ever looked for under such a name.
     return key if key.hex() + SUFFIX == name else None
+
+
+def fan_of(path: str) -> int:
+    """The fan of a block's path, relative to the root."""
+    return int(path.split("/", 2)[1], 16)
+
+
+def turn_of(key: OffloadKey) -> int:
+    """A number that is spread evenly over the keys of each fan."""
+    return xxhash.xxh3_64_intdigest(key) // NUM_FANS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +128,7 @@ class BlockFormat:
     def path_of(self, key: OffloadKey) -> str:
         """The file of ``key``, relative to the root. A key too long for a name is replaced by its digest."""
         name = key.hex() if len(key) <= _LONGEST_HEX_KEY else "~" + self.identity(key).hex()
-        return f"{self.directory}/{xxhash.xxh3_64_intdigest(key) & 0xFF:02x}/{name}{SUFFIX}"
+        return f"{self.directory}/{xxhash.xxh3_64_intdigest(key) % NUM_FANS:02x}/{name}{SUFFIX}"
 
     def identity(self, key: OffloadKey) -> bytes:
         return hashlib.blake2b(self._salt + key, digest_size=32).digest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks as files in a directory: bounded, verified on every read, and still there after a restart."""
+"""Blocks as files in a directory that many hosts share: verified on every read, and still there after a restart."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
-from kvoffload.tiering.stores.fs.format import BlockFormat, parse_name
-from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, set_used
-from kvoffload.tiering.stores.fs.quota import Deletion, Quota, Reservation
-from kvoffload.tiering.stores.fs.staging import StagingDirectory, sweep, unlink_quietly
-from kvoffload.tiering.stores.fs.usage_file import USAGE_FILE_BYTES
-from kvoffload.tiering.stores.root import CONTROL_DIR, check_directory, check_root, directory_of
+from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, BlockFormat, parse_name
+from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
+from kvoffload.tiering.stores.fs.quota import Quota, list_names
+from kvoffload.tiering.stores.root import CONTROL_DIR, check_directory, check_root, check_type, directory_of
 
 __all__ = ["FileSystemStore"]
 
@@ -30,30 +28,28 @@ _FULL_DISK_ROUNDS = 3
 
 
 class FileSystemStore(BlockStore):
-    """One file per block of ``block_bytes`` under ``root`` (``format`` has the layout).
+    """One file per block of ``block_bytes`` under ``root`` (``format`` has the layout). Any number of processes, on any
+    number of hosts, may share a root. There is no lock, and no process knows of another.
 
-    A write goes to a temporary file, completely, which is then renamed. A read verifies every byte of the file,
-    including the key's identity. A file that fails twice is deleted and is a miss.
+    A write goes to a temporary file in the block's directory, completely, which is then renamed. A read verifies every
+    byte of the file, including the key's identity. A file that fails twice is deleted and is a miss.
 
-    ``max_bytes`` bounds all files under the root, of every namespace and process, headers included. The least
-    recently used are evicted first, in an order that survives restarts. A block without room is ``False``. With
-    ``durability="fsync"`` a block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose or
-    tear recent blocks, and verification turns those into misses.
+    ``max_bytes`` bounds all files under the root, of every namespace and process, headers included. It holds within a
+    tenth (``quota``). The blocks that were written first are deleted first; use does not count. A disk that is full
+    makes room in the same way, with ``max_bytes`` or without.
+
+    With ``durability="fsync"`` a block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose
+    or tear recent blocks, and verification turns those into misses.
 
     Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
     read and write as well. Links under the root are never followed, and a root of another user is refused.
 
-    A block that the disk cannot read is a miss until it is written anew. A disk that is full below ``max_bytes`` makes
-    room as a full quota does. No writer waits longer than 10 s for a lock, and no reader waits for one at all.
-
-    Several processes of one host may share a root, but not several hosts: locks on directories often end at the host,
-    and who sees no lock sweeps another's temporary files. Its file system must have locks. It is made only here: if it
-    goes away later, calls raise ``StoreError`` until it is back. Blocks of a prefix are best given head to tail.
+    A block that the disk cannot read is a miss until it is written anew. The root is made only here: if it goes away
+    later, calls raise ``StoreError`` until it is back.
     """
 
-    rescan_s = 30.0
-    scan_may_rest = False
-    """A scan counts the bytes anew beside other writers, and learns the order in which blocks are evicted."""
+    rescan_s = 600.0
+    """Other hosts delete too. A scan lists 256 directories, and every host scans."""
 
     def __init__(
         self,
@@ -72,32 +68,28 @@ class FileSystemStore(BlockStore):
         if block_bytes < 1:
             raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
         layout = BlockFormat(directory_of(namespace), block_bytes)
-        if max_bytes is not None and max_bytes < layout.file_bytes + USAGE_FILE_BYTES:
+        if max_bytes is not None and max_bytes < layout.file_bytes:
             raise ConfigError(
-                f"max_bytes={max_bytes} has no room for one block: a file takes {layout.file_bytes} bytes, "
-                f"the usage file {USAGE_FILE_BYTES}."
+                f"max_bytes={max_bytes} has no room for one block: a file takes {layout.file_bytes} bytes."
             )
         self._root = os.path.abspath(os.fspath(root))
         self._layout = layout
-        access = check_root(self._root, mode)
-        if os.path.lexists(os.path.join(self._root, CONTROL_DIR, "slabs")):
-            raise ConfigError(f"{self._root} belongs to a 'disk' tier; choose another directory.")
+        self._access = check_root(self._root, mode, needs_locks=False)
+        check_type(self._root, "fs")
         try:
-            check_directory(self._root, layout.directory, access)
+            check_directory(self._root, layout.directory, self._access)
         except OSError as exc:
             raise ConfigError(f"{exc.filename} {exc.strerror}; remove it, or choose another directory.") from exc
-        self._access = access
+        self._mark()
         self._durable = durability == "fsync"
-        self._io = FileIO(self._root, layout, access, durable=self._durable)
-        self._staging = StagingDirectory(self._root, access)
+        self._io = FileIO(self._root, layout, self._access, durable=self._durable)
         self._max_bytes = max_bytes
-        self._quota = Quota(self._root, max_bytes, self._staging, layout)
+        self._quota = Quota(self._root, max_bytes, layout.file_bytes, self._access)
         self._lock = threading.Lock()
-        self._bad: list[OffloadKey] = []
-        self._num_bad = 0
+        self._lost: dict[OffloadKey, LossCause] = {}
+        self._num_bad = self._num_evicted = 0
         # Files that the disk could not read, oldest first; each until it is written anew.
         self._unreadable: OrderedDict[str, None] = OrderedDict()
-        sweep(self._root, access)
 
     def __repr__(self) -> str:
         return f"FileSystemStore({self._root!r}, {self._layout.directory!r}, block_bytes={self._layout.block_bytes})"
@@ -111,73 +103,92 @@ class FileSystemStore(BlockStore):
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         self._check_directory()
-        try:
-            return self._write(keys, blocks)
-        except OSError as exc:
-            raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
+        errors = BatchErrors(self._root)
+        paths = [self._layout.path_of(key) for key in keys]
+        found = self._find(keys, paths, errors)
+        here = {path for path, is_here in zip(paths, found, strict=True) if is_here}
+        published, gone = dict[str, OffloadKey](), set[str]()
+        for key, path, block in zip(keys, paths, blocks, strict=True):
+            is_new = path not in here and path not in published
+            if is_new and self._publish(path, key, self._bytes(block), errors, gone):
+                published[path] = key
+        if self._durable and published:
+            try:
+                self._io.sync_names(published)
+            except OSError as exc:
+                raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
+        self._evicted(self._quota.keep((key, path) for path, key in published.items()), gone)
+        answers = [(path in here or path in published) and path not in gone for path in paths]
+        errors.raise_unless_any(answers)
+        return answers
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         self._check_directory()
-        answers, errors, bad = list[bool](), BatchErrors(self._root), dict[OffloadKey, Deletion]()
-        paths = [self._layout.path_of(key) for key in keys]
-        for key, block, path, stamp_ns in zip(keys, blocks, paths, self._quota.use(paths), strict=True):
-            if self._quota.is_doomed(path):
-                answers.append(False)
-                continue
+        answers, errors = list[bool](), BatchErrors(self._root)
+        for key, block in zip(keys, blocks, strict=True):
+            path, outcome = self._layout.path_of(key), None
             try:
-                outcome, inode = self._io.read(path, key, self._bytes(block), stamp_ns)
+                outcome = self._io.read(path, key, self._bytes(block))
             except OSError as exc:
-                outcome = None
                 self._add_error(errors, exc, key, path)
             answers.append(outcome is ReadOutcome.GOOD)
             if answers[-1] and self._unreadable:
                 self._unreadable.pop(path, None)
-            if outcome is ReadOutcome.ABSENT:
-                self._quota.forget(path)
-            elif outcome is ReadOutcome.BAD:
-                bad[key] = Deletion(path, self._layout.file_bytes, inode)
-        if bad:
-            with self._lock:
-                self._bad += bad
-                self._num_bad += len(bad)
-            self._quota.remove(bad.values(), timeout_s=0)  # readers wait for no lock
+            if outcome is ReadOutcome.BAD:
+                with self._lock:
+                    self._lost[key] = "corrupt"
+                    self._num_bad += 1
         errors.raise_unless_any(answers)
         return answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self._quota.remove(Deletion(self._layout.path_of(key), self._layout.file_bytes) for key in keys)
-
-    def close(self) -> None:
-        self._quota.close()
-        self._staging.close()
-
-    def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        try:
-            for files in self._quota.scan():
-                whole = (file.path for file in files if file.size_bytes == self._layout.file_bytes)
-                yield self._own_keys(path for path in whole if not self._is_out_of_use(path))
-        except OSError as exc:
-            raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
-
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
         try:
             self._check_directory()
         except StoreError:
             return
-        self._touch([self._layout.path_of(key) for key in reversed(keys)])
+        for key in keys:
+            self._io.remove(self._layout.path_of(key))
+
+    def close(self) -> None:
+        """Holds nothing open."""
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        self._check_directory()
+        for fan in range(NUM_FANS):
+            directory = f"{self._layout.directory}/{fan:02x}"
+            try:
+                names = list_names(self._root, directory)
+            except OSError as exc:
+                raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
+            if keys := self._own_keys(f"{directory}/{name}" for name in names):
+                yield [key for path, key in keys if path not in self._unreadable]
+        if not os.path.isdir(self._root):
+            raise StoreError(f"The store's directory {self._root} is gone.")
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
+        if not self._lost:
+            return {}
         with self._lock:
-            bad, self._bad = self._bad, []
-        lost: dict[OffloadKey, LossCause] = dict.fromkeys(bad, "corrupt")
-        if self._quota.evicted:
-            lost |= dict.fromkeys(self._own_keys(self._quota.take_evicted()), "evicted")
+            lost, self._lost = self._lost, {}
         return lost
 
     def stats(self) -> StoreStats:
-        return StoreStats(self._quota.used_bytes, self._num_bad, self._quota.num_evicted, self._max_bytes)
+        return StoreStats(None, self._num_bad, self._num_evicted, self._max_bytes)
 
     # --------------------------------------------------------------------------------------------------- helpers
+
+    def _mark(self) -> None:
+        """Says that the root is one of files, where that can be said."""
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            fd = os.open(f"{self._root}/{CONTROL_DIR}/{MARKER}", flags, self._access.file_mode)
+            try:
+                if self._access.is_group:
+                    os.fchmod(fd, self._access.file_mode)  # the umask took bits away
+            finally:
+                os.close(fd)
+        except OSError:
+            pass  # it is there, or the file system is read-only
 
     def _check_directory(self) -> None:
         """Before each batch: raises ``StoreError`` if somebody has put a link in the place of our directory."""
@@ -189,104 +200,53 @@ class FileSystemStore(BlockStore):
     def _find(self, keys: Sequence[OffloadKey], paths: Sequence[str], errors: BatchErrors) -> list[bool]:
         """Which files are there with the right size. Here and below, paths are relative to the root."""
         found = list[bool]()
-        for key, path in zip(keys, paths):
+        for key, path in zip(keys, paths, strict=True):
             try:
-                found.append(not self._is_out_of_use(path) and self._io.is_whole(path))
+                found.append(path not in self._unreadable and self._io.is_whole(path))
             except OSError as exc:
                 self._add_error(errors, exc, key, path)
                 found.append(False)
         return found
 
-    def _is_out_of_use(self, path: str) -> bool:
-        """The file is a miss, whatever is there: the disk could not read it, or it is about to be deleted."""
-        return path in self._unreadable or self._quota.is_doomed(path)
+    def _publish(self, path: str, key: OffloadKey, payload: memoryview, errors: BatchErrors, gone: set[str]) -> bool:
+        """Writes one block, and makes room for it on a full disk. Others may take that room meanwhile. Adds the paths
+        of deleted files to ``gone``."""
+        for rounds_left in reversed(range(_FULL_DISK_ROUNDS)):
+            try:
+                self._io.write(path, key, payload)
+                self._unreadable.pop(path, None)
+                return True
+            except OSError as exc:
+                is_full = exc.errno in _FULL and rounds_left > 0
+                if not is_full or not self._evicted(self._quota.make_room(path, self._layout.file_bytes), gone):
+                    errors.add(exc)
+                    break
+        return False
+
+    def _evicted(self, paths: Sequence[str], gone: set[str]) -> bool:
+        """Records deleted files, also in ``gone``. Returns whether there are any."""
+        gone.update(paths)
+        with self._lock:
+            self._num_evicted += len(paths)
+            self._lost.update((key, "evicted") for _, key in self._own_keys(paths))
+        return bool(paths)
 
     def _add_error(self, errors: BatchErrors, error: OSError, key: OffloadKey, path: str) -> None:
         """Records the error of one file. If the disk cannot read it, the file is a miss until it is written anew."""
         errors.add(error)
         if error.errno in _BLOCK_ERRORS:
             with self._lock:
-                self._bad.append(key)
+                self._lost[key] = "corrupt"
                 self._unreadable[path] = None
                 if len(self._unreadable) > _MAX_UNREADABLE:
                     self._unreadable.popitem(last=False)
 
-    def _write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        errors = BatchErrors(self._root)
-        paths = [self._layout.path_of(key) for key in keys]
-        found = self._find(keys, paths, errors)
-        if here := [path for path, is_here in zip(paths, found) if is_here]:
-            self._touch(here)
-        new: dict[str, int] = {}
-        for index, path in enumerate(paths):
-            if not found[index]:
-                new.setdefault(path, index)  # of a key that is given twice, the first block is written
-        if not new:
-            return found
-        payloads = {path: self._bytes(blocks[index]) for path, index in new.items()}
-        # A batch never evicts its own blocks: those found here are True in the answer.
-        protected = set(paths)
-        reservation = self._reserve(len(new), protected)
-        published, num_unused = dict[str, int](), 0
-        files = list(zip(new, reservation.temporaries, reservation.stamps_ns))
-        try:
-            for _ in range(_FULL_DISK_ROUNDS):
-                without_room = []
-                for path, temporary, stamp_ns in files:
-                    bad = path in self._unreadable
-                    try:
-                        num_unused += not self._io.write(
-                            temporary, path, keys[new[path]], payloads[path], stamp_ns, replaces=bad
-                        )
-                        published[path] = stamp_ns
-                        self._unreadable.pop(path, None)
-                    except OSError as exc:
-                        errors.add(exc)
-                        if exc.errno in _FULL:
-                            without_room.append((path, temporary, stamp_ns))
-                        num_unused += 1
-                temporaries = [temporary for _, temporary, _ in without_room]
-                if not without_room or not self._quota.make_disk_room(self._layout.file_bytes, temporaries, protected):
-                    break
-                files, num_unused = without_room, num_unused - len(without_room)
-            else:
-                num_unused += len(without_room)
-        finally:
-            self._quota.release(reservation, published, num_unused)
-        if self._durable:
-            self._io.sync_names(published)
-        answers = [is_here or path in published for path, is_here in zip(paths, found)]
-        errors.raise_unless_any(answers)
-        return answers
-
-    def _reserve(self, count: int, protected: set[str]) -> Reservation:
-        try:
-            return self._quota.reserve(count, self._layout.file_bytes, protected)
-        except OSError as exc:
-            if exc.errno not in _FULL:
-                raise
-        # Even the usage file may find the disk full.
-        temporaries = self._staging.new_paths(1)
-        self._quota.make_disk_room(self._layout.file_bytes, temporaries, protected)
-        unlink_quietly(temporaries[0])
-        return self._quota.reserve(count, self._layout.file_bytes, protected)
-
-    def _touch(self, paths: Sequence[str]) -> None:
-        """Records that files are used now, the last of them latest."""
-        for path, stamp_ns in zip(paths, self._quota.use(paths)):
-            try:
-                set_used(f"{self._root}/{path}", stamp_ns)
-            except (FileNotFoundError, NotADirectoryError):
-                self._quota.forget(path)
-            except OSError:
-                pass  # a read-only file system keeps no order of use
-
-    def _own_keys(self, paths: Iterable[str]) -> list[OffloadKey]:
-        """The keys of this namespace's files, where the names have them. Files in other places than their own are
-        skipped."""
+    def _own_keys(self, paths: Iterable[str]) -> list[tuple[str, OffloadKey]]:
+        """The files of this namespace and their keys, where the names have them. Files in other places than their own
+        are skipped."""
         own = self._layout.directory + "/"
         named = ((path, parse_name(os.path.basename(path))) for path in paths if path.startswith(own))
-        return [key for path, key in named if key is not None and self._layout.path_of(key) == path]
+        return [(path, key) for path, key in named if key is not None and self._layout.path_of(key) == path]
 
     def _bytes(self, block: memoryview) -> memoryview:
         size = self._layout.block_bytes

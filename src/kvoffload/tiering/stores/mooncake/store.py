@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import ConfigError, MissingExtraError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
-from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
+from kvoffload.errors import MissingExtraError, StoreError
+from kvoffload.tiering.stores.seal import SEAL_BYTES
+from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 __all__ = ["MooncakeStore"]
 
@@ -30,7 +30,7 @@ failed, which a value that is too short gives as well."""
 _CONNECT_S = 1.0
 
 
-class MooncakeStore(BlockStore):
+class MooncakeStore(SharedStore):
     """Blocks of ``block_bytes`` in the pool that ``master`` (host:port) manages.
 
     The client connects at the first call, in an I/O thread, once the metadata service answers. Its calls end by
@@ -57,20 +57,18 @@ class MooncakeStore(BlockStore):
         segment_bytes: int = 0,
         secret: bytes | None = None,
     ) -> None:
-        if block_bytes < 1:
-            raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
+        super().__init__(block_bytes, namespace, secret)
         try:
             from mooncake import store as library
         except ImportError as exc:
-            raise MissingExtraError("The 'mooncake' tier needs its client: pip install 'kvoffload[mooncake]'.") from exc
+            raise MissingExtraError(
+                "The 'mooncake' tier needs its client: pip install mooncake-transfer-engine."
+            ) from exc
         self._library: Any = library
         self._master, self._metadata = master, metadata
         self._setup = (hostname, metadata, segment_bytes, 16 << 20, protocol, device, master)
-        self._block_bytes = block_bytes
-        identity, digest = shared_identity(namespace, block_bytes, secret)
-        self._directory = f"kvoffload:{digest}:"
-        self._sealer = Sealer(identity, secret)
-        self._lock = threading.Lock()
+        self._directory = f"kvoffload:{self._digest}:"
+        self._client_lock = threading.Lock()
         self._client: Any = None
         self._is_closed = False
         self._memory: npt.NDArray[np.uint8] | None = None
@@ -81,8 +79,6 @@ class MooncakeStore(BlockStore):
         self._free_rows: queue.SimpleQueue[int] = queue.SimpleQueue()
         for row in range(_MOST_CALLS):
             self._free_rows.put(row)
-        self._bad: list[OffloadKey] = []
-        self._num_bad = 0
 
     def __repr__(self) -> str:
         return f"MooncakeStore({self._master!r}, {self._directory!r}, block_bytes={self._block_bytes})"
@@ -118,30 +114,21 @@ class MooncakeStore(BlockStore):
             self._connected().batch_remove([self._name(key) for key in keys], True)
 
     def close(self) -> None:
-        with self._lock:
+        with self._client_lock:
             client, self._client = self._client, None
             self._is_closed = True
         if client is not None:
             client.close()
         self._memory = None
 
-    def take_lost(self) -> dict[OffloadKey, LossCause]:
-        with self._lock:
-            bad, self._bad = self._bad, []
-        return dict.fromkeys(bad, "corrupt")
-
-    def stats(self) -> StoreStats:
-        return StoreStats(corrupt_blocks=self._num_bad)
-
     # --------------------------------------------------------------------------------------------------- batches
 
     def _in_batches(self, call: Any, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         """``call`` for as many blocks as there is registered memory for, one part after the other."""
         answers: list[bool] = []
-        errors: list[int] = []
+        failures: list[StoreError] = []
         client = self._connected()
-        all_views = [np.frombuffer(block, np.uint8) for block in blocks]
-        assert all(view.nbytes == self._block_bytes for view in all_views), "a block of another size"
+        all_views = [np.frombuffer(self._bytes(block), np.uint8) for block in blocks]
         is_attached = all(self._is_attached(view) for view in all_views)
         step = _BATCH_BLOCKS if is_attached else _STAGED_BLOCKS
         for start in range(0, len(keys), step):
@@ -154,17 +141,15 @@ class MooncakeStore(BlockStore):
             try:
                 seals = self._seals[row]
                 if is_attached:
-                    outcomes = call(client, keys[part], views, views, seals)
+                    codes = call(client, keys[part], views, views, seals)
                 else:
                     with self._staging_lock:
-                        outcomes = call(client, keys[part], views, list(self._staging[: len(views)]), seals)
+                        codes = call(client, keys[part], views, list(self._staging[: len(views)]), seals)
             finally:
                 self._free_rows.put(row)
-            answers += [code == 0 for code in outcomes]
-            errors += [code for code in outcomes if code not in (0, _ABSENT)]
-        if errors and not any(answers):
-            raise self._failed(errors[0])
-        return answers
+            answers += [code == 0 for code in codes]
+            failures += [self._failed(code) for code in codes if code not in (0, _ABSENT)]
+        return outcomes(answers, failures)
 
     def _write(
         self,
@@ -190,7 +175,7 @@ class MooncakeStore(BlockStore):
         seals: npt.NDArray[np.uint8],
     ) -> list[int]:
         codes = client.batch_get_into_multi_buffers(*self._arguments(keys, memories, seals))
-        outcomes, bad = [], []
+        ends, bad = [], []
         for index, (key, code) in enumerate(zip(keys, codes, strict=True)):
             memory = memories[index]
             # A value that is shorter than its memory is a success to the library.
@@ -198,18 +183,14 @@ class MooncakeStore(BlockStore):
             if is_whole and self._sealer.fits(seals[index].tobytes(), key, memory.data):
                 if memory is not blocks[index]:
                     blocks[index][:] = memory
-                outcomes.append(0)
+                ends.append(0)
             elif code >= 0 or code == _TOO_LONG or (code == _NO_TRANSFER and self._is_other(client, key)):
                 bad.append(key)
-                outcomes.append(_ABSENT)
+                ends.append(_ABSENT)
             else:
-                outcomes.append(int(code))
-        if bad:
-            with self._lock:
-                self._bad += bad
-                self._num_bad += len(bad)
-            self.discard(bad)
-        return outcomes
+                ends.append(int(code))
+        self._remove_bad(bad)
+        return ends
 
     def _arguments(
         self, keys: Sequence[OffloadKey], memories: list[npt.NDArray[np.uint8]], seals: npt.NDArray[np.uint8]
@@ -236,7 +217,7 @@ class MooncakeStore(BlockStore):
         return bool(first <= block.ctypes.data and block.ctypes.data + block.nbytes <= first + memory.nbytes)
 
     def _connected(self) -> Any:
-        with self._lock:
+        with self._client_lock:
             if self._is_closed:
                 raise StoreError("The store is closed.")
             if self._client is None:

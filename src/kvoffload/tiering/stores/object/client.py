@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 """Of the environment variables that obstore reads, by the scheme of the URL."""
 _ENDPOINT = re.compile("(^|_)(endpoint|endpoint_url|endpoint_url_s3|endpoint_url_sts|base_url)$")
 _ENDPOINTS_OF_BLOCKS = ("endpoint", "endpoint_url_s3", "base_url")
+_SERVICE_ACCOUNT_FILES = ("service_account", "service_account_path")
+_SERVICE_ACCOUNT_KEY = "service_account_key"
 
 
 class Deadlines(NamedTuple):
@@ -40,12 +43,13 @@ def check_url(url: str) -> str:
 
 
 def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_ca: str | None) -> tuple[Any, Any]:
-    """obstore, and its store for ``url``, which ``check_url`` has passed. Does no I/O but to read ``tls_ca``."""
+    """obstore, and its store for ``url``, which ``check_url`` has passed. Does no I/O but to read ``tls_ca``
+    and the file of a service account."""
     try:
         import obstore
         from obstore.store import from_url
     except ImportError as exc:
-        raise MissingExtraError("The 'object' tier needs obstore: pip install 'kvoffload[object]'.") from exc
+        raise MissingExtraError("The 'object' tier needs obstore: pip install obstore.") from exc
     for name, value in config.items():
         if not isinstance(value, str):
             raise ConfigError(f"config of the 'object' tier: {name} must be text, not {type(value).__name__}.")
@@ -88,6 +92,10 @@ def _may_be_http(config: Mapping[str, str], environment: Mapping[str, str]) -> b
     given = {_bare(name): value.lower() for name, value in config.items()}
     used = {**{name: value for name, value in environment.items() if _bare(name) not in given}, **config}
     is_http = False
+    for name, value in _service_account_endpoints(used):
+        _check_endpoint(name, value)
+        # A base_url takes its place.
+        is_http |= "base_url" not in map(_bare, used) and value.lower().startswith("http://")
     for name, value in used.items():
         bare = _bare(name)
         if _ENDPOINT.search(bare):
@@ -103,6 +111,21 @@ def _may_be_http(config: Mapping[str, str], environment: Mapping[str, str]) -> b
     return is_http
 
 
+def _service_account_endpoints(settings: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Each endpoint of Google's that a service account of ``settings`` has, with a name for people. What cannot be read
+    is left to obstore, which refuses it."""
+    for name, value in settings.items():
+        bare = _bare(name)
+        if bare not in (*_SERVICE_ACCOUNT_FILES, _SERVICE_ACCOUNT_KEY):
+            continue
+        try:
+            account = json.loads(value if bare == _SERVICE_ACCOUNT_KEY else Path(value).read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(account, dict) and isinstance(endpoint := account.get("gcs_base_url"), str):
+            yield f"gcs_base_url in {name}", endpoint
+
+
 def _check_endpoint(name: str, value: str) -> None:
     parts = _split(value)
     if parts is None:
@@ -114,7 +137,9 @@ def _check_endpoint(name: str, value: str) -> None:
 
 
 def _environment(scheme: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES[scheme])}
+    """The variables that obstore reads. Google's may name a service account without a prefix."""
+    alone = ("SERVICE_ACCOUNT",) if scheme == "gs" else ()
+    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES[scheme]) or name in alone}
 
 
 def _bare(name: str) -> str:

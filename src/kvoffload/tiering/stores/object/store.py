@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
+from kvoffload.errors import StoreError
 from kvoffload.tiering.stores.object.client import Deadlines, check_url, open_client
 from kvoffload.tiering.stores.requests import Requests
-from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, shared_identity
+from kvoffload.tiering.stores.seal import SEAL_BYTES
+from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 __all__ = ["ObjectStore"]
 
@@ -22,7 +21,7 @@ _LIST_CHUNK = 1000
 _LONGEST_KEY = 112
 
 
-class ObjectStore(BlockStore):
+class ObjectStore(SharedStore):
     """Blocks of ``block_bytes`` as objects below ``url``: ``s3://bucket/prefix``, ``gs://...`` or ``az://...``.
 
     The constructor does no I/O. ``config`` are obstore's settings for the service (``endpoint``, ``region``,
@@ -49,46 +48,40 @@ class ObjectStore(BlockStore):
         deadlines: Deadlines | None = None,
         tls_ca: str | None = None,
     ) -> None:
-        if block_bytes < 1:
-            raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
+        super().__init__(block_bytes, namespace, secret)
         self.batch_blocks = requests
-        self._block_bytes = block_bytes
         self._where = check_url(url)
-        identity, digest = shared_identity(namespace, block_bytes, secret)
-        self._directory = digest
-        self._sealer = Sealer(identity, secret)
         deadlines = deadlines or Deadlines()
         self._request_s = deadlines.request_s
         self._client, self._objects = open_client(url, config or {}, deadlines, tls_ca)
         self._reads, self._writes = Requests("object-read", requests), Requests("object-write", requests)
-        self._lock = threading.Lock()
-        self._bad: list[OffloadKey] = []
-        self._num_bad = 0
 
     def __repr__(self) -> str:
-        return f"ObjectStore({self._where!r}, {self._directory!r}, block_bytes={self._block_bytes})"
+        return f"ObjectStore({self._where!r}, {self._digest!r}, block_bytes={self._block_bytes})"
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        def is_here(index: int) -> bool:
-            try:
-                size = self._client.head(self._objects, self._path(keys[index]))["size"]
-            except FileNotFoundError:
-                return False
-            return bool(size == self._block_bytes + SEAL_BYTES)
-
-        return self._outcomes(self._reads, is_here, len(keys))
+        return self._outcomes(self._reads, lambda index: self._size(keys[index]) == self._file_bytes, len(keys))
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        there: set[int] = set()
+
         def put(index: int) -> bool:
+            # Another engine may have written it. The question is a fraction of an upload, which the service would
+            # take whole before it refuses it.
+            size = self._size(keys[index])
+            if size == self._file_bytes:
+                there.add(index)
+                return True
             block = self._bytes(blocks[index])
             sealed = b"".join((block, self._sealer.seal(keys[index], block)))
+            mode = "create" if size is None else "overwrite"  # a value of another length is not the block
             try:
-                self._client.put(self._objects, self._path(keys[index]), sealed, mode="create", use_multipart=False)
+                self._client.put(self._objects, self._path(keys[index]), sealed, mode=mode, use_multipart=False)
             except self._client.exceptions.AlreadyExistsError:
                 pass
             return True
 
-        return self._outcomes(self._writes, put, len(keys))
+        return self._outcomes(self._writes, put, len(keys), there)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         bad: list[OffloadKey] = []
@@ -109,8 +102,7 @@ class ObjectStore(BlockStore):
             return False
 
         answers = self._outcomes(self._reads, get, len(keys))
-        if bad:
-            self._remove_bad(bad)
+        self._remove_bad(bad)
         return answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
@@ -128,7 +120,7 @@ class ObjectStore(BlockStore):
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         with self._errors_in_words():
-            pages = self._client.list(self._objects, self._directory + "/", chunk_size=_LIST_CHUNK)
+            pages = self._client.list(self._objects, self._digest + "/", chunk_size=_LIST_CHUNK)
         while True:
             with self._errors_in_words():
                 page = next(pages, None)
@@ -137,19 +129,11 @@ class ObjectStore(BlockStore):
             names = [entry["path"].rpartition("/")[2] for entry in page if entry["size"] == self._file_bytes]
             yield [key for key in map(_key_of, names) if key is not None]
 
-    def take_lost(self) -> dict[OffloadKey, LossCause]:
-        with self._lock:
-            bad, self._bad = self._bad, []
-        return dict.fromkeys(bad, "corrupt")
-
-    def stats(self) -> StoreStats:
-        return StoreStats(corrupt_blocks=self._num_bad)
-
     def check(self) -> None:
         """Raises ``StoreError``, in one sentence, if the bucket cannot be used. A missing block alone looks like a
         missing bucket."""
         with self._errors_in_words():
-            next(self._client.list(self._objects, self._directory + "/", chunk_size=1), None)
+            next(self._client.list(self._objects, self._digest + "/", chunk_size=1), None)
 
     # --------------------------------------------------------------------------------------------------- helpers
 
@@ -157,16 +141,21 @@ class ObjectStore(BlockStore):
     def _file_bytes(self) -> int:
         return self._block_bytes + SEAL_BYTES
 
+    def _size(self, key: OffloadKey) -> int | None:
+        """Bytes of the object of ``key``; ``None``: there is none."""
+        try:
+            return int(self._client.head(self._objects, self._path(key))["size"])
+        except FileNotFoundError:
+            return None
+
     def _path(self, key: OffloadKey) -> str:
         # Some services are file systems inside, with names of 255 bytes at most. A scan leaves out what has a digest.
         name = key.hex() if len(key) <= _LONGEST_KEY else f"~{hashlib.blake2b(key, digest_size=32).hexdigest()}"
-        return f"{self._directory}/{name}"
+        return f"{self._digest}/{name}"
 
-    def _bytes(self, block: memoryview) -> memoryview:
-        assert block.nbytes == self._block_bytes, f"a block of {block.nbytes} bytes for a store of {self._block_bytes}"
-        return block if block.ndim == 1 and block.format == "B" else block.cast("B")
-
-    def _outcomes(self, requests: Requests, call: Callable[[int], bool], count: int) -> list[bool]:
+    def _outcomes(
+        self, requests: Requests, call: Callable[[int], bool], count: int, there: Collection[int] = ()
+    ) -> list[bool]:
         """The outcomes of ``count`` requests. What fails is a miss; if nothing came of the batch, the store fails.
 
         There are more requests than threads. So that those of a frozen server do not wait for one deadline after the
@@ -185,11 +174,8 @@ class ObjectStore(BlockStore):
                 raise
 
         results = requests.run(ask, count)
-        answers = [result is True for result in results]
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors and not any(answers):
-            raise self._failed(errors[0]) from errors[0]
-        return answers
+        failures = [self._failed(result) for result in results if isinstance(result, BaseException)]
+        return outcomes([result is True for result in results], failures, there)
 
     @contextmanager
     def _errors_in_words(self) -> Iterator[None]:
@@ -201,18 +187,11 @@ class ObjectStore(BlockStore):
             raise self._failed(exc) from exc
 
     def _failed(self, exc: BaseException) -> StoreError:
-        # The client's message goes on for many lines, with all of the request.
+        # The message of obstore goes on for many lines, with all of the request.
         reason = str(exc).strip().split("\n")[0].strip().rstrip(".")
-        return StoreError(f"The object store {self._where} fails: {reason or type(exc).__name__}.")
-
-    def _remove_bad(self, keys: list[OffloadKey]) -> None:
-        with self._lock:
-            self._bad += keys
-            self._num_bad += len(keys)
-        try:
-            self.discard(keys)
-        except StoreError:
-            pass  # the next read finds them bad again
+        failure = StoreError(f"The object store {self._where} fails: {reason or type(exc).__name__}.")
+        failure.__cause__ = exc
+        return failure
 
 
 def _key_of(name: str) -> OffloadKey | None:

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each, error_reply
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
 
 __all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put", "PutNew"]
+
+_AT_ONCE_BYTES = 1 << 20
+
+_WHETHER = {b":0": False, b":1": True}
+_SET = {b"+OK": True, b"$-1": True}
+"""``SET NX`` is answered with nothing if the key is there."""
 
 Answer = bool | ErrorReply
 """Of one key: its outcome, or what the server has against it."""
@@ -64,7 +70,7 @@ class Ask(Pipelined):
         wire.send([encode_each(self._command, [self.names[index] for index in indexes])])
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
-        return [_answer_of(line, line != b":0") for line in wire.read_lines(len(indexes))]
+        return _answers(wire.read_lines(len(indexes)), _WHETHER)
 
 
 class Put(Pipelined):
@@ -81,6 +87,8 @@ class Put(Pipelined):
     ) -> None:
         super().__init__(names, most)
         self._keys, self._blocks, self._sealer = keys, blocks, sealer
+        self.at_once = max(1, _AT_ONCE_BYTES // max(1, blocks[0].nbytes)) if blocks else 1
+        """Blocks, all of one size, that are sent before they are answered."""
         options = [b"NX"] if ttl_s is None else [b"NX", b"EX", b"%d" % ttl_s]
         self._end = b"\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in options)
         self._begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
@@ -95,12 +103,15 @@ class Put(Pipelined):
         return head, block, self._sealer.seal(self._keys[index], block) + self._end
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
-        return [_answer_of(line, True) for line in wire.read_lines(len(indexes))]
+        return _answers(wire.read_lines(len(indexes)), _SET)
 
 
 class PutNew(Commands):
     """``put`` for the keys that are not there by ``touch``. Another engine may have written them meanwhile, and the
-    answer may save megabytes. The question also counts as a use where the server evicts the least recently used."""
+    answer may save megabytes. The question also counts as a use where the server evicts the least recently used.
+
+    Blocks of some 1 MiB are sealed, sent and answered before the next ones: they are still in the processor's cache
+    when they are sent, and when a server on the same machine receives them."""
 
     def __init__(self, touch: Ask, put: Put) -> None:
         super().__init__(put.names, put.most)
@@ -108,14 +119,18 @@ class PutNew(Commands):
 
     def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         self._touch.send(wire, indexes)
-        # The seals are made while the server answers, so that no thread sleeps: that cost more than seals made in vain.
-        parts = [self._put.parts(index) for index in indexes]
+        # The first seals are made while the server answers, so that the thread does not sleep: that cost more than
+        # seals made in vain.
+        at_once = self._put.at_once
+        made = {place: self._put.parts(index) for place, index in enumerate(indexes[:at_once])}
         answers = self._touch.receive(wire, indexes)
         new = [place for place, answer in enumerate(answers) if answer is False]
         self.there.update(index for index, answer in zip(indexes, answers, strict=True) if answer is True)
-        if new:
-            wire.send([part for place in new for part in parts[place]])
-            for place, answer in zip(new, self._put.receive(wire, new), strict=True):
+        for start in range(0, len(new), at_once):
+            places = new[start : start + at_once]
+            commands = (made.get(place) or self._put.parts(indexes[place]) for place in places)
+            wire.send([part for parts in commands for part in parts])
+            for place, answer in zip(places, self._put.receive(wire, places), strict=True):
                 answers[place] = answer
         return answers
 
@@ -180,5 +195,14 @@ class Asking(Pipelined):
         return answers
 
 
-def _answer_of(line: bytes, outcome: bool) -> Answer:
-    return error_reply(line) if line[:1] == b"-" else outcome
+def _answers(lines: Sequence[bytes], meanings: Mapping[bytes, bool]) -> list[Answer]:
+    """What ``lines`` mean. Raises ``ConnectionError`` for what such a command is not answered with."""
+    answers: list[Answer] = []
+    for line in lines:
+        if (meaning := meanings.get(line)) is not None:
+            answers.append(meaning)
+        elif line[:1] == b"-":
+            answers.append(error_reply(line))
+        else:
+            raise ConnectionError("the server's answer is not a reply")
+    return answers

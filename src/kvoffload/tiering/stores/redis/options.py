@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.redis.nodes import Timeouts
+from kvoffload.tiering.stores.redis.connector import Access, Timeouts
 from kvoffload.tiering.stores.redis.store import RedisStore
 from kvoffload.tiering.stores.remote import RemoteOptions, Secret, check_age, check_secret
 from kvoffload.units import parse_seconds
@@ -52,8 +52,8 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
         self._check_deadlines("connect_timeout_s", "window_timeout_s")
         check_age(self.ttl_s, "ttl of the 'redis' tier")
         if isinstance(self.url, str):
-            unread = None if self.sentinel_password is None else "unread"
             # Reads no secret, and connects to nothing.
+            unread = None if self.sentinel_password is None else "unread"
             self._make(block_bytes or 1, "", self.url, sentinel_password=unread).close()
 
     @property
@@ -74,6 +74,16 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
         password: str | None = None,
         sentinel_password: str | None = None,
     ) -> RedisStore:
+        access = Access(
+            self.username,
+            password,
+            self.sentinel_username,
+            sentinel_password,
+            self.tls_ca,
+            self.tls_cert,
+            self.tls_key,
+            self.tls_verify,
+        )
         return RedisStore(
             url,
             block_bytes,
@@ -83,12 +93,5 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
             prefix=self.prefix,
             secret=secret,
             timeouts=Timeouts(self.connect_timeout_s, self.window_timeout_s),
-            username=self.username,
-            password=password,
-            sentinel_username=self.sentinel_username,
-            sentinel_password=sentinel_password,
-            tls_ca=self.tls_ca,
-            tls_cert=self.tls_cert,
-            tls_key=self.tls_key,
-            tls_verify=self.tls_verify,
+            access=access,
         )

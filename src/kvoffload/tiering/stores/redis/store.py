@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
-from kvoffload.tiering.stores.redis.cluster import Cluster
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Commands, Get, Put, PutNew
-from kvoffload.tiering.stores.redis.nodes import Connector, Node, Nodes, Server, Timeouts
-from kvoffload.tiering.stores.redis.sentinel import Primary, parse_sentinel_url
-from kvoffload.tiering.stores.redis.wire import ErrorReply
+from kvoffload.tiering.stores.redis.connector import Access, Connector, Timeouts, parse_url
+from kvoffload.tiering.stores.redis.node import Node
+from kvoffload.tiering.stores.redis.servers import Cluster, OneServer, Primary, Servers
+from kvoffload.tiering.stores.redis.wire import ErrorReply, in_one_line
 from kvoffload.tiering.stores.remote import check_age
 from kvoffload.tiering.stores.requests import Requests
-from kvoffload.tiering.stores.seal import Sealer, shared_identity
+from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 __all__ = ["RedisStore"]
 
@@ -27,7 +25,6 @@ _MOST_KEYS = 4096
 _MOST_ROUNDS = 3
 _MOST_THREADS = 64
 """For the nodes of a cluster, all batches together. They start as they are needed; one server alone needs none."""
-_SCAN_COUNT = b"1000"
 _SERVER_STATES = ("READONLY", "NOAUTH", "LOADING", "MASTERDOWN", "CLUSTERDOWN")
 """Error replies about the server, not the key: the next connection may find another server, or this one recovered."""
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:")
@@ -41,11 +38,11 @@ class _Part:
     indexes: Sequence[int]
     commands: Commands
     answers: list[Answer] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    lost: list[StoreError] = field(default_factory=list)
     """Why the rest has no answers."""
 
 
-class RedisStore(BlockStore):
+class RedisStore(SharedStore):
     """Blocks of ``block_bytes`` in the server or cluster that ``url`` names, or in the primary that the sentinels of
     ``redis+sentinel://host:26379,host:26379/service`` name.
 
@@ -56,6 +53,8 @@ class RedisStore(BlockStore):
     A server that cannot be reached, or does not answer a window of some 4 MiB in time, costs the keys it has: the batch
     raises ``StoreError`` if that is all of them, else their answer is ``False``. No buffer is touched after a call.
     """
+
+    requests_in_flight = 8
 
     def __init__(
         self,
@@ -68,59 +67,28 @@ class RedisStore(BlockStore):
         prefix: str = "kvoffload",
         secret: bytes | None = None,
         timeouts: Timeouts | None = None,
-        username: str | None = None,
-        password: str | None = None,
-        sentinel_username: str | None = None,
-        sentinel_password: str | None = None,
-        tls_ca: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        tls_verify: bool = True,
+        access: Access | None = None,
     ) -> None:
-        if block_bytes < 1:
-            raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
+        super().__init__(block_bytes, namespace, secret)
         if not prefix or not set(prefix) <= _NAME_CHARACTERS:
             raise ConfigError(f"prefix of the 'redis' tier may have letters, digits and ._-: only, not {prefix!r}.")
         check_age(ttl_s, "ttl of the 'redis' tier")
-        self._timeouts = timeouts or Timeouts()
-        watched = parse_sentinel_url(url)
-        if not watched and (sentinel_username, sentinel_password) != (None, None):
-            raise ConfigError(
-                "A 'redis' tier with sentinel_username or sentinel_password needs a url of redis+sentinel:// or "
-                "rediss+sentinel://: the others ask no sentinels."
-            )
-        connector = Connector(
-            watched.url if watched else url,
-            self._timeouts,
-            username=username,
-            password=password,
-            sentinel_username=sentinel_username,
-            sentinel_password=sentinel_password,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_verify=tls_verify,
-        )
-        self._nodes: Nodes
-        if watched and cluster:
+        parsed = parse_url(url)
+        connector = Connector(parsed, timeouts or Timeouts(), access or Access())
+        self._servers: Servers
+        if parsed.service and cluster:
             raise ConfigError("A 'redis' tier with cluster=true follows the cluster itself: give it no sentinels.")
-        if watched:
-            self._nodes = Primary(connector, watched.sentinels, watched.service)
+        if parsed.service:
+            self._servers = Primary(connector, parsed.addresses, parsed.service)
         else:
-            self._nodes = Cluster(connector) if cluster else Server(connector)
+            self._servers = Cluster(connector) if cluster else OneServer(connector)
         self._requests = Requests("redis", _MOST_THREADS)
-        self._block_bytes = block_bytes
-        identity, digest = shared_identity(namespace, block_bytes, secret)
-        self._directory = f"{prefix}:{digest}:".encode()
-        self._sealer = Sealer(identity, secret)
+        self._directory = f"{prefix}:{self._digest}:".encode()
         self._ttl_s = None if ttl_s is None else int(ttl_s)
         self._window = max(1, min(_MOST_VALUES, _WINDOW_BYTES // block_bytes))
-        self._lock = threading.Lock()
-        self._bad: list[OffloadKey] = []
-        self._num_bad = 0
 
     def __repr__(self) -> str:
-        return f"RedisStore({self._nodes!r}, {self._directory.decode()!r}, block_bytes={self._block_bytes})"
+        return f"RedisStore({self._servers!r}, {self._directory.decode()!r}, block_bytes={self._block_bytes})"
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._ask(b"EXISTS", keys)
@@ -134,26 +102,15 @@ class RedisStore(BlockStore):
         names = [self._name(key) for key in keys]
         get = Get(names, self._window, keys, [self._bytes(block) for block in blocks], self._sealer)
         answers = self._run(get)
-        if get.bad:
-            self._remove_bad(dict.fromkeys(keys[index] for index in get.bad))
+        self._remove_bad(dict.fromkeys(keys[index] for index in get.bad))
         return answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         self._ask(b"UNLINK", keys)
 
     def close(self) -> None:
-        self._nodes.close()
+        self._servers.close()
         self._requests.close()
-
-    def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        for node in self._nodes.all():
-            cursor = b"0"
-            with node.conversation(self._timeouts.window_s) as ask:
-                while True:
-                    cursor, names = ask(b"SCAN", cursor, b"MATCH", self._directory + b"*", b"COUNT", _SCAN_COUNT)
-                    yield [key for name in names if (key := self._key(name)) is not None]
-                    if cursor == b"0":
-                        break
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         try:
@@ -161,37 +118,10 @@ class RedisStore(BlockStore):
         except StoreError:
             pass  # only an order of use is lost
 
-    def take_lost(self) -> dict[OffloadKey, LossCause]:
-        with self._lock:
-            bad, self._bad = self._bad, []
-        return dict.fromkeys(bad, "corrupt")
-
-    def stats(self) -> StoreStats:
-        return StoreStats(corrupt_blocks=self._num_bad)
-
     # --------------------------------------------------------------------------------------------------- helpers
 
     def _name(self, key: OffloadKey) -> bytes:
         return self._directory + key.hex().encode()
-
-    def _key(self, name: bytes) -> OffloadKey | None:
-        try:
-            return OffloadKey(bytes.fromhex(name.removeprefix(self._directory).decode()))
-        except ValueError:
-            return None  # not ours
-
-    def _bytes(self, block: memoryview) -> memoryview:
-        assert block.nbytes == self._block_bytes, f"a block of {block.nbytes} bytes for a store of {self._block_bytes}"
-        return block if block.ndim == 1 and block.format == "B" else block.cast("B")
-
-    def _remove_bad(self, keys: dict[OffloadKey, None]) -> None:
-        with self._lock:
-            self._bad += keys
-            self._num_bad += len(keys)
-        try:
-            self.discard(list(keys))
-        except StoreError:
-            pass  # the next read finds them bad again
 
     def _ask(self, command: bytes, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._run(Ask(command, [self._name(key) for key in keys], _MOST_KEYS))
@@ -199,12 +129,11 @@ class RedisStore(BlockStore):
     def _run(self, commands: Commands) -> list[bool]:
         """The outcomes of ``commands``, by the servers that have the keys, side by side. Follows redirections.
 
-        What is lost of a batch is a miss. If nothing came of it, the store fails as a whole; but not if a node of a
-        cluster is lost and others work on, because the tier would leave those alone too.
+        The store does not fail as a whole if a node of a cluster is lost and others work on.
         """
         answers = [False] * len(commands.names)
-        refused, lost = list[str](), list[str]()
-        parts = [_Part(node, indexes, commands) for node, indexes in self._nodes.split(commands.names).items()]
+        refused, lost = list[StoreError](), list[StoreError]()
+        parts = [_Part(node, indexes, commands) for node, indexes in self._servers.split(commands.names).items()]
         for rounds_left in reversed(range(_MOST_ROUNDS)):
             self._serve_all(parts)
             redirected: dict[tuple[Node, bool], list[int]] = {}
@@ -214,26 +143,24 @@ class RedisStore(BlockStore):
                 for index, reply in zip(part.indexes, part.answers, strict=False):
                     if not isinstance(reply, ErrorReply):
                         answers[index] = reply
-                    elif target := self._nodes.redirect(reply):
+                    elif target := self._servers.redirect(reply):
                         redirected.setdefault((target, reply.startswith("ASK")), []).append(index)
                     elif reply.partition(" ")[0] in _SERVER_STATES:
-                        lost.append(f"Redis at {part.node.address} answers: {part.node.quote(reply)}.")
+                        lost.append(_answered(part.node, reply))
                         part.node.close_idle()
-                        self._nodes.record(part.node, is_good=False)
+                        self._servers.record(part.node, is_good=False)
                     else:
-                        hint = "; set cluster to true" if reply.startswith("MOVED") else ""
-                        refused.append(f"Redis at {part.node.address} answers: {part.node.quote(reply)}{hint}.")
+                        refused.append(_answered(part.node, reply))
             parts = [
                 _Part(node, indexes, commands.asking() if is_asking else commands)
                 for (node, is_asking), indexes in redirected.items()
-                if rounds_left and self._nodes.may_ask(node)
+                if rounds_left and self._servers.may_ask(node)
             ]
             if not parts:
                 break
-        any_done = any(is_good and index not in commands.there for index, is_good in enumerate(answers))
-        if (refused or lost) and not any_done and not (lost and self._nodes.has_others):
-            raise StoreError((refused + lost)[0])
-        return answers
+        # The tier would leave the nodes alone that work on.
+        is_store = not (lost and self._servers.has_others)
+        return outcomes(answers, refused + lost if is_store else (), commands.there)
 
     def _serve_all(self, parts: Sequence[_Part]) -> None:
         """Returns when every part has ended, so that nothing is written to a buffer any more. A thread each: a node
@@ -245,7 +172,7 @@ class RedisStore(BlockStore):
             results = self._requests.run(lambda index: self._serve(parts[index]), len(parts))
         except BaseException:
             for part in parts:  # whose exchanges were never begun, and among them may be a node's probe
-                self._nodes.record(part.node, is_good=False)
+                self._servers.record(part.node, is_good=False)
             raise
         for result in results:
             if isinstance(result, BaseException):
@@ -257,14 +184,19 @@ class RedisStore(BlockStore):
             try:
                 part.answers += self._exchange(part.node, part.commands, window)
             except StoreError as exc:
-                part.lost.append(str(exc))
+                part.lost.append(exc)
                 return
 
     def _exchange(self, node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
         try:
             answers = node.exchange(lambda wire: commands.exchange(wire, indexes))
         except BaseException:  # whatever it is: a probe that does not end leaves its node alone for ever
-            self._nodes.record(node, is_good=False)
+            self._servers.record(node, is_good=False)
             raise
-        self._nodes.record(node, is_good=True)
+        self._servers.record(node, is_good=True)
         return answers
+
+
+def _answered(node: Node, reply: ErrorReply) -> StoreError:
+    hint = "; set cluster to true" if reply.startswith("MOVED") else ""
+    return StoreError(f"Redis at {node.address} answers: {in_one_line(reply)}{hint}.")

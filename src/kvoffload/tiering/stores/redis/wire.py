@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connection's data path: requests gathered from their parts, replies scattered to where they belong.
 
-The client library has connected and authenticated (``open_wire``). From then on the socket is this module's alone: a
-block goes from its slot to the kernel and back without a copy in between, and a deadline ends by closing the socket, so
-nothing can write to a slot afterwards.
+A block goes from its slot to the kernel and back without a copy in between, and a deadline ends by closing the socket,
+so nothing can write to a slot afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Buffer", "ErrorReply", "Wire", "encode", "encode_each", "error_reply", "open_wire", "without_arguments"]
+__all__ = ["Buffer", "ErrorReply", "Wire", "encode", "encode_each", "error_reply", "in_one_line", "open_wire"]
 
 Buffer = bytes | bytearray | memoryview
 Place = bytearray | memoryview
@@ -32,6 +31,7 @@ _LARGEST_TEXT = 1 << 16
 _MOST_REPLIES = 1 << 16
 _DEEPEST_LIST = 8
 """Bounds on a reply that moves no block, so that no server makes the engine take much memory."""
+_MOST_CHARACTERS = 300
 _PRECISION = 8
 """A deadline is kept to an eighth of the time that it allows: the kernel's timeout is set anew whenever that much
 has passed, and not before each call."""
@@ -44,13 +44,15 @@ class ErrorReply(str):
 
 
 def error_reply(line: bytes) -> ErrorReply:
-    """The error that ``line`` is, without its sign."""
-    return ErrorReply(without_arguments(line[1:].decode("utf-8", "replace")))
+    """The error that ``line`` is, without its sign, and without what a server repeats of a command that it does not
+    know."""
+    text = line[1:].decode("utf-8", "replace")
+    return ErrorReply(re.split(",? *with args beginning with", text, maxsplit=1)[0])
 
 
-def without_arguments(text: str) -> str:
-    """``text`` of a server without what it repeats of a command that it does not know: that may be a password."""
-    return re.split(",? *with args beginning with", text, maxsplit=1)[0]
+def in_one_line(text: str) -> str:
+    """``text`` of a server or the system for people to read, as part of a sentence."""
+    return " ".join(text.split())[:_MOST_CHARACTERS].rstrip(".")
 
 
 def encode(*words: bytes) -> bytes:
@@ -70,8 +72,7 @@ class Wire(ABC):
     ``begin`` starts the clock of one exchange. A call that would end later raises ``TimeoutError``.
     """
 
-    def __init__(self, connection: Any, sock: socket.socket) -> None:
-        self._connection = connection  # closes the socket when it is collected, so it lives as long as this
+    def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.idle_since_s = 0.0
         self._end_s = 0.0
@@ -89,10 +90,7 @@ class Wire(ABC):
 
     def close(self) -> None:
         """Ends the connection at once, whatever is under way. Idempotent."""
-        try:
-            self.socket.close()
-        finally:
-            self._connection.disconnect()
+        self.socket.close()
 
     # -------------------------------------------------------------------------------------------------- transport
 
@@ -124,6 +122,8 @@ class Wire(ABC):
         answers = bytes(self._take(self._left.nbytes))
         place = self._lines_place
         while answers.count(b"\n") < count:
+            if len(answers) >= count * _LINE_BYTES:
+                raise ConnectionError("a line does not end")
             answers += place[: self._receive([place])]
         *lines, rest = answers.split(b"\r\n")
         if len(lines) != count or rest:
@@ -248,8 +248,8 @@ class _PlainWire(Wire):
     """A blocking socket, the deadline in the kernel: one call moves a whole window or block, however often it waits,
     and gives the interpreter away once."""
 
-    def __init__(self, connection: Any, sock: socket.socket) -> None:
-        super().__init__(connection, sock)
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
         sock.settimeout(None)
         # How long a call may wait by the kernel's own limit, and until when that is right.
         self._limit_s = self._limit_holds_s = 0.0
@@ -328,9 +328,6 @@ class _TlsWire(Wire):
             targets = _after(targets, self._receive(targets))
 
 
-def open_wire(connection: Any) -> Wire:
-    """Connects ``connection``, one of redis-py's, and takes its socket over. Raises what redis-py raises."""
-    connection.connect()
-    # The library has no public way to its socket. Nothing is lost in its buffers: a server only ever answers.
-    sock: socket.socket = connection._sock
-    return _TlsWire(connection, sock) if isinstance(sock, ssl.SSLSocket) else _PlainWire(connection, sock)
+def open_wire(sock: socket.socket) -> Wire:
+    """Takes over ``sock``, which is connected."""
+    return _TlsWire(sock) if isinstance(sock, ssl.SSLSocket) else _PlainWire(sock)

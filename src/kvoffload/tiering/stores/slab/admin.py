@@ -36,7 +36,7 @@ from kvoffload.tiering.stores.slab.directory import (
     sweep,
     try_remove,
 )
-from kvoffload.tiering.stores.slab.file import SlabFile, SlabUnfit
+from kvoffload.tiering.stores.slab.file import SlabFile, SlabRefused
 from kvoffload.tiering.stores.slab.format import (
     EMPTY_ENTRY,
     ENTRY,
@@ -46,6 +46,7 @@ from kvoffload.tiering.stores.slab.format import (
     TABLE_SUFFIX,
     SlabFormat,
 )
+from kvoffload.tiering.stores.slab.sharing import BULLETIN_NAME
 
 __all__ = ["SlabRoot", "StoredBlock", "is_slab_root"]
 
@@ -108,7 +109,7 @@ class SlabRoot:
                         table = np.frombuffer(file.read_entries(0, file.num_slots), ENTRY)
                         held = table["length"] != 0
                         used_s = np.maximum(table["written_s"], file.read_uses())[held]
-                except (SlabUnfit, OSError):
+                except (SlabRefused, OSError):
                     continue
                 usage.num_blocks += len(used_s)
                 for used in (used_s.min(initial=0xFFFF_FFFF), used_s.max(initial=0)) if len(used_s) else ():
@@ -129,7 +130,7 @@ class SlabRoot:
                         held = np.flatnonzero(np.frombuffer(entries, ENTRY)["length"])
                 except FileNotFoundError:
                     continue
-                except (SlabUnfit, OSError):
+                except (SlabRefused, OSError):
                     yield StoredBlock(name, slab.name, -1, slab.num_bytes)
                     continue
                 size = ENTRY.itemsize
@@ -151,7 +152,7 @@ class SlabRoot:
                             return True
                         if bytes(file.read_entries(block.index, 1)) != block.entry:
                             return None
-            except SlabUnfit:
+            except SlabRefused:
                 pass
             except FileNotFoundError:
                 return None
@@ -173,7 +174,7 @@ class SlabRoot:
                         if file.try_lock() and bytes(file.read_entries(block.index, 1)) == block.entry:
                             file.write_entries(block.index, EMPTY_ENTRY)
                             count += 1
-                except (SlabUnfit, OSError):
+                except (SlabRefused, OSError):
                     continue
         return count
 
@@ -185,10 +186,8 @@ class SlabRoot:
             for _, dir_fd in self._namespaces(directory):
                 for slab in slabs_in(dir_fd):
                     for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
-                        try:
-                            os.unlink(slab.name + suffix, dir_fd=dir_fd)
-                        except FileNotFoundError:
-                            pass
+                        _unlink(slab.name + suffix, dir_fd)
+                _unlink(BULLETIN_NAME, dir_fd)
         try:
             os.rmdir(os.path.join(self._root, directory))
         except OSError:
@@ -198,7 +197,7 @@ class SlabRoot:
     def sweep(self) -> int:
         """Removes what dead processes were making. Returns how many slabs there were."""
         with self._root_lock():
-            return sum(sweep(dir_fd) for _, dir_fd in self._namespaces())
+            return sum(sweep(dir_fd, slabs_in(dir_fd)) for _, dir_fd in self._namespaces())
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
         """Removes slabs that no server writes to until at most ``max_bytes`` are left: those of namespaces without a
@@ -225,14 +224,14 @@ class SlabRoot:
 
     @contextmanager
     def _opened(self, directory: str, slab: str, dir_fd: int) -> Iterator[tuple[SlabFile, SlabFormat]]:
-        """Raises ``SlabUnfit`` or ``OSError``."""
+        """Raises ``SlabRefused`` or ``OSError``."""
         fd = os.open(slab + TABLE_SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
             block_bytes = SlabFormat.block_bytes_in(os.pread(fd, PAGE_BYTES, 0))
         finally:
             os.close(fd)
         if block_bytes is None:
-            raise SlabUnfit(f"{slab} has no sound header")
+            raise SlabRefused(f"{slab} has no sound header")
         layout = SlabFormat(directory, block_bytes)
         file = SlabFile.open(slab, layout, dir_fd, self._access)
         try:
@@ -255,3 +254,10 @@ class SlabRoot:
 
     def _namespaces(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         return namespaces_in(self._root, self._access, only)
+
+
+def _unlink(name: str, dir_fd: int) -> None:
+    try:
+        os.unlink(name, dir_fd=dir_fd)
+    except FileNotFoundError:
+        pass

@@ -8,7 +8,7 @@ no run crosses from one slab into another.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,9 +110,23 @@ class FreeRuns:
             self.num_slots -= used
         return taken
 
-    def drop_slab(self, slab: int) -> None:
-        for start in [start for start in self._count_at if start // SLAB_STRIDE == slab]:
-            self.num_slots -= self._remove(start)
+    def add_slab(self, runs: Sequence[Run]) -> None:
+        """All free runs of a new slab. They border on no others."""
+        for run in runs:
+            self._count_at[run.start] = run.count
+            self._start_of_end[run.stop] = run.start
+            self.num_slots += run.count
+        self._by_count += [(run.count, run.start) for run in runs]
+        self._by_count.sort()
+
+    def drop_slabs(self, slabs: Collection[int]) -> None:
+        dropped = [start for start in self._count_at if start // SLAB_STRIDE in slabs]
+        for start in dropped:
+            count = self._count_at.pop(start)
+            del self._start_of_end[start + count]
+            self.num_slots -= count
+        if dropped:
+            self._by_count = [run for run in self._by_count if run[1] in self._count_at]
 
     def runs(self) -> list[Run]:
         return [Run(start, count) for start, count in sorted(self._count_at.items())]
@@ -156,17 +170,20 @@ class Allocator:
         others may read it."""
         self._used_ns[slab] = used_ns
         self._num_slots += len(used_ns)
-        base = slab * SLAB_STRIDE
-        for run in runs_of((np.flatnonzero(used_ns == _FREE) + base).tolist()):
-            self.free.add(run)
+        is_free = np.concatenate(([False], used_ns == _FREE, [False]))
+        ends = (np.flatnonzero(is_free[1:] != is_free[:-1]) + slab * SLAB_STRIDE).tolist()
+        self.free.add_slab([Run(start, stop - start) for start, stop in zip(ends[::2], ends[1::2], strict=True)])
 
-    def drop_slab(self, slab: int) -> None:
-        used_ns = self._used_ns.pop(slab, None)
-        if used_ns is not None:
-            self._num_slots -= len(used_ns)
-            self.free.drop_slab(slab)
-            self._plan = [run for run in self._plan if run.slab != slab]
-            self._num_planned = sum(run.count for run in self._plan)
+    def drop_slabs(self, slabs: Iterable[int]) -> None:
+        """Their slots are no more for this process to write. Ignores slabs of others."""
+        own = {slab for slab in slabs if slab in self._used_ns}
+        if not own:
+            return
+        for slab in own:
+            self._num_slots -= len(self._used_ns.pop(slab))
+        self.free.drop_slabs(own)
+        self._plan = [run for run in self._plan if run.slab not in own]
+        self._num_planned = sum(run.count for run in self._plan)
 
     def grain_of(self, count: int) -> int:
         """How many slots to evict where ``count`` are needed: more than a single one, so that free space is in runs."""

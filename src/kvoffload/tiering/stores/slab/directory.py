@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvoffload.cpu.memory_limits import available_bytes, check_pool, memory_file_system
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
@@ -19,16 +23,30 @@ from kvoffload.tiering.stores.root import (
     open_directory,
     try_lock,
 )
-from kvoffload.tiering.stores.slab.file import SlabFile, SlabUnfit, most_slabs
+from kvoffload.tiering.stores.slab.file import SlabFile, SlabRefused, most_slabs
 from kvoffload.tiering.stores.slab.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
-__all__ = ["LOCK_NAME", "SlabDirectory", "SlabSeen", "namespaces_in", "root_lock", "slabs_in", "sweep", "try_remove"]
+__all__ = [
+    "LOCK_NAME",
+    "Listings",
+    "SlabDirectory",
+    "SlabSeen",
+    "check_memory",
+    "namespaces_in",
+    "root_lock",
+    "slabs_in",
+    "sweep",
+    "try_remove",
+]
 
 LOCK_NAME = "slabs"
 _LEAST_SHARE = 8
 """A quota's rest is worth a slab of its own from one in this many slots of a whole slab on."""
 _FREE_SHARE = 10
 """Without a quota, one in this many bytes of the disk stays free."""
+_FINE_NS, _COARSE_NS = 100_000_000, 1_000_000_000
+"""Times of directories have steps of a few milliseconds, or on some file systems of up to two seconds."""
+_MAX_LISTINGS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +58,8 @@ class SlabSeen:
     """Of both files."""
     used_ns: int
     """When its table was last written to, nanoseconds since 1970."""
+    inodes: tuple[int, int]
+    """Of table and payloads, 0 for a file that is missing."""
 
     @property
     def is_new(self) -> bool:
@@ -48,7 +68,7 @@ class SlabSeen:
 
 def slabs_in(dir_fd: int) -> list[SlabSeen]:
     """Every slab in a directory, oldest use first. Half a slab counts too. Raises ``OSError``."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, dict[str, os.stat_result]] = {}
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             name, dot, suffix = entry.name.rpartition(".")
@@ -58,11 +78,40 @@ def slabs_in(dir_fd: int) -> list[SlabSeen]:
                 status = entry.stat(follow_symlinks=False)
             except OSError:
                 continue  # removed meanwhile
-            if not stat.S_ISREG(status.st_mode):
-                continue
-            num_bytes, used_ns = found.get(name, (0, 0))
-            found[name] = num_bytes + status.st_size, max(used_ns, status.st_mtime_ns if suffix == "table" else 0)
-    return sorted((SlabSeen(name, *facts) for name, facts in found.items()), key=lambda slab: slab.used_ns)
+            if stat.S_ISREG(status.st_mode):
+                found.setdefault(name, {})[dot + suffix] = status
+    slabs = list[SlabSeen]()
+    for name, files in found.items():
+        table, payload = files.get(TABLE_SUFFIX), files.get(PAYLOAD_SUFFIX)
+        inodes = table.st_ino if table else 0, payload.st_ino if payload else 0
+        num_bytes = sum(status.st_size for status in files.values())
+        slabs.append(SlabSeen(name, num_bytes, table.st_mtime_ns if table else 0, inodes))
+    return sorted(slabs, key=lambda slab: slab.used_ns)
+
+
+class Listings:
+    """What directories held when they were last listed.
+
+    A directory is listed again only if its time has changed, or if it changed so shortly before it was listed that a
+    later change may have left the same time.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[int, list[SlabSeen]]] = {}
+
+    def slabs(self, dir_fd: int) -> list[SlabSeen]:
+        """As ``slabs_in``, but times of use may be old. The same list as before if no slab came or went. Raises
+        ``OSError``."""
+        now_ns, status = time.time_ns(), os.fstat(dir_fd)
+        place, changed_ns = (status.st_dev, status.st_ino), status.st_mtime_ns
+        if (known := self._known.pop(place, None)) is None or known[0] != changed_ns:
+            known = changed_ns, slabs_in(dir_fd)
+            if now_ns - changed_ns < (_FINE_NS if changed_ns % _COARSE_NS else 3 * _COARSE_NS):
+                return known[1]
+        self._known[place] = known
+        while len(self._known) > _MAX_LISTINGS:
+            self._known.pop(next(iter(self._known)), None)
+        return known[1]
 
 
 @contextmanager
@@ -106,12 +155,12 @@ def try_remove(name: str, dir_fd: int) -> bool:
             os.close(fd)
 
 
-def sweep(dir_fd: int) -> int:
-    """Removes what dead processes were making, and payloads without a table. The caller holds the root's lock."""
+def sweep(dir_fd: int, slabs: Sequence[SlabSeen]) -> int:
+    """Removes those of the ``slabs`` that dead processes were making, and payloads without a table. The caller holds
+    the root's lock."""
     num_removed = 0
-    tables = {name.removesuffix(TABLE_SUFFIX) for name in os.listdir(dir_fd) if name.endswith(TABLE_SUFFIX)}
-    for slab in slabs_in(dir_fd):
-        if slab.is_new or slab.name not in tables:
+    for slab in slabs:
+        if slab.is_new or not slab.inodes[0]:
             try:
                 num_removed += try_remove(slab.name, dir_fd)
             except OSError:
@@ -120,17 +169,28 @@ def sweep(dir_fd: int) -> int:
 
 
 class SlabDirectory:
-    """One namespace's directory under ``root``, and the quota of the root. Any number of threads but in ``grow``."""
+    """One namespace's directory under ``root``, and the quota of the root. Any number of threads but in ``grow``;
+    ``check`` and ``close`` alone close the descriptor ``fd``, and one thread at a time calls what uses it."""
 
-    def __init__(self, root: str, layout: SlabFormat, max_bytes: int | None, access: Access) -> None:
+    def __init__(
+        self, root: str, layout: SlabFormat, max_bytes: int | None, access: Access, *, durable: bool = False
+    ) -> None:
         self.root = root
         self.access = access
+        self._durable = durable
         self._layout = layout
         self._max_bytes = max_bytes
         self._name = layout.directory
         self._fd = -1
+        self._lock = threading.Lock()
+        """Held while ``_fd`` is replaced or duplicated."""
+        self._listings = Listings()
+        self._is_foreign: dict[str, bool] = {}
+        """Which slabs of this directory are of another format. No slab changes its format."""
+        self._is_closed = False
         self._is_marked = False
         self._is_mount = os.path.ismount(root)
+        self._is_memory = memory_file_system(root) is not None
         self._open()
 
     @property
@@ -147,30 +207,37 @@ class SlabDirectory:
             except OSError:
                 pass
         if is_same:
-            make_directory(f"{self.root}/{CONTROL_DIR}", self.access)
+            # Beside the open directory, not in the root's place: the root may have been unmounted just now.
+            root_fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+            try:
+                make_directory(f"/proc/self/fd/{root_fd}/{CONTROL_DIR}", self.access)
+            finally:
+                os.close(root_fd)
             if not self._is_marked:
                 self._mark()
             return True
-        self.close()
-        try:
-            self._open()
-        except (OSError, ConfigError):
-            pass
+        with self._lock:
+            self._close()
+            try:
+                self._open()
+            except (OSError, ConfigError):
+                pass
         return False
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        self._is_marked = False
+        """For good."""
+        with self._lock:
+            self._is_closed = True
+            self._close()
 
     def slabs(self) -> list[SlabSeen]:
-        """Complete slabs of this namespace, oldest use first. Raises ``OSError``."""
-        return [slab for slab in slabs_in(self._fd) if not slab.is_new]
+        """Slabs of this namespace, those in the making too; the same list as before if none came or went. Raises
+        ``OSError``."""
+        return self._listings.slabs(self._fd)
 
     def open_slab(self, name: str) -> SlabFile:
-        """Raises ``SlabUnfit`` or ``OSError``."""
-        return SlabFile.open(name, self._layout, self._fd, self.access)
+        """Raises ``SlabRefused`` or ``OSError``."""
+        return self._open_slab(name, self._fd)
 
     def grow(self, name: str) -> SlabFile | None:
         """Makes one more slab, called ``name`` and locked, if the quota has room for it.
@@ -179,9 +246,7 @@ class SlabDirectory:
         is full.
         """
         self._check_root()
-        if self._fd < 0:
-            self._open()
-        with root_lock(self.root, self.access) as is_locked:
+        with self._duplicate() as fd, root_lock(self.root, self.access) as is_locked:
             if not is_locked:
                 return None
             wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self.root), most_slabs())
@@ -189,10 +254,14 @@ class SlabDirectory:
             room_bytes = self._room_bytes()
             if room_bytes < wanted_bytes:
                 room_bytes += self._take_over(wanted_bytes - room_bytes)
+            if self._is_memory and (available := available_bytes()) is not None:
+                room_bytes = min(room_bytes, available)  # more would end in the kernel killing a process
             num_slots = min(wanted_slots, self._layout.slots_in(room_bytes))
             if num_slots < max(1, wanted_slots // _LEAST_SHARE):
                 return None
-            return SlabFile.create(name, self._layout, num_slots, self._fd, self.access)
+            file = SlabFile.create(name, self._layout, num_slots, fd, self.access, durable=self._durable)
+            self._is_foreign[name] = False
+            return file
 
     def excess_bytes(self) -> int | None:
         """How far the root is above its quota, after unused slabs were removed, and all that is left of slabs
@@ -213,6 +282,26 @@ class SlabDirectory:
             except FileNotFoundError:
                 pass
 
+    @contextmanager
+    def _duplicate(self) -> Iterator[int]:
+        """A descriptor of the directory that stays open whatever ``check`` does meanwhile. Raises ``OSError``."""
+        with self._lock:
+            if self._is_closed:
+                raise OSError(errno.ESHUTDOWN, "the store is closed", self.root)
+            if self._fd < 0:
+                self._open()
+            fd = os.dup(self._fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._is_marked = False
+
     def _open(self) -> None:
         path = f"{self.root}/{self._name}"
         self._check_root()
@@ -221,6 +310,8 @@ class SlabDirectory:
         root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fd = open_directory(self._name, root_fd)
+            if self._durable:
+                os.fsync(root_fd)
         finally:
             os.close(root_fd)
         if not self.access.admits(os.fstat(fd)):
@@ -248,9 +339,9 @@ class SlabDirectory:
     def _room_bytes(self) -> int:
         used_bytes = 0
         for _, dir_fd in namespaces_in(self.root, self.access):
-            sweep(dir_fd)
-            if self._max_bytes is not None:
-                used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
+            if sweep(dir_fd, slabs := self._listings.slabs(dir_fd)):
+                slabs = slabs_in(dir_fd)
+            used_bytes += sum(slab.num_bytes for slab in slabs)
         if self._max_bytes is not None:
             return self._max_bytes - used_bytes
         disk = os.statvfs(self.root)
@@ -263,7 +354,7 @@ class SlabDirectory:
         unused = list[tuple[int, str, SlabSeen]]()
         for directory, dir_fd in namespaces_in(self.root, self.access):
             if directory == self._name:
-                unused += [(slab.used_ns, directory, slab) for slab in slabs_in(dir_fd) if self._is_foreign(slab)]
+                unused += [(slab.used_ns, directory, slab) for slab in self._foreign_slabs(dir_fd)]
             elif _is_unused(dir_fd):
                 unused += [(slab.used_ns, directory, slab) for slab in slabs_in(dir_fd)]
         unused.sort(key=lambda one: one[0])
@@ -278,14 +369,47 @@ class SlabDirectory:
                     continue
         return freed_bytes
 
-    def _is_foreign(self, slab: SlabSeen) -> bool:
+    def _foreign_slabs(self, dir_fd: int) -> list[SlabSeen]:
+        """Opens only slabs that were never opened before."""
+        slabs = [slab for slab in self._listings.slabs(dir_fd) if not slab.is_new]
+        for slab in slabs:
+            if slab.name not in self._is_foreign:
+                try:
+                    self._open_slab(slab.name, dir_fd).close()
+                except (SlabRefused, OSError):
+                    pass
+        names = {slab.name for slab in slabs}
+        self._is_foreign = {name: is_foreign for name, is_foreign in self._is_foreign.items() if name in names}
+        return [slab for slab in slabs if self._is_foreign.get(slab.name, False)]
+
+    def _open_slab(self, name: str, dir_fd: int) -> SlabFile:
         try:
-            self.open_slab(slab.name).close()
-        except SlabUnfit:
-            return True
-        except OSError:
-            pass
-        return False
+            file = SlabFile.open(name, self._layout, dir_fd, self.access)
+        except SlabRefused:
+            self._is_foreign[name] = True
+            raise
+        self._is_foreign[name] = False
+        return file
+
+
+def check_memory(root: str, max_bytes: int | None, beside_bytes: int = 0) -> None:
+    """Raises ``ConfigError`` if ``root`` is on a memory file system that cannot hold slabs of ``max_bytes``, while
+    ``beside_bytes`` more of memory are wanted for something else; ``OSError``.
+
+    Slabs that exist have their memory already. If ``root`` does not exist, this asks for the next directory above it.
+    """
+    existing = root
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    kind = memory_file_system(existing)
+    if kind == "hugetlbfs":
+        raise ConfigError(f"{root} is on hugetlbfs, whose files cannot be written to; choose a directory on a tmpfs.")
+    if kind is None or max_bytes is None:
+        return
+    used_bytes = 0
+    for _, dir_fd in namespaces_in(root, Access("group")) if existing == root else ():
+        used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
+    check_pool(max_bytes, used_bytes, existing, beside_bytes)
 
 
 def namespaces_in(root: str, access: Access, only: str | None = None) -> Iterator[tuple[str, int]]:

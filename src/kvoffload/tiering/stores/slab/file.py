@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files of a slab: opened without following links, locked, read and written. Direct I/O where that works."""
+"""The two files of a slab: opened without following links, locked, read and written. Payloads move by direct I/O where
+that works, and by one copy where files are memory."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import stat
@@ -15,7 +17,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import StoreError
+from kvoffload.tiering.stores.direct_io import O_DIRECT, after, is_aligned
 from kvoffload.tiering.stores.root import Access, try_lock
 from kvoffload.tiering.stores.slab.format import (
     ENTRY_BYTES,
@@ -27,20 +31,19 @@ from kvoffload.tiering.stores.slab.format import (
     SlabFormat,
 )
 
-__all__ = ["TOO_MANY_FILES", "SlabFile", "SlabUnfit", "most_slabs"]
+__all__ = ["TOO_MANY_FILES", "SlabFile", "SlabRefused", "most_slabs"]
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 """No slab can be opened for now, whatever it is like."""
 
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_VECTOR = 512
-_BYTE = ctypes.c_char
 _FILES_PER_SLAB = 3
+_ALLOCATED_AT_ONCE = 1 << 30
 _limit_lock = threading.Lock()
 
 
-class SlabUnfit(StoreError):
+class SlabRefused(StoreError):
     """These files are no slab of ours: another format, another owner, a link, or damaged."""
 
 
@@ -50,6 +53,10 @@ class SlabFile:
     Payloads are moved by direct I/O where blocks are whole pages and the file system supports it. What is refused, for
     instance for its alignment, goes through the page cache. The first refusal of whole aligned pages ends direct I/O
     for good.
+
+    On a memory file system payloads are mapped, and a block is copied to or from its slot: reading and writing such a
+    file takes twice the time and more. To touch a page that the file does not have would kill the process. So a file is
+    mapped only if it has all its pages, and its size is asked for before each copy.
     """
 
     def __init__(self, name: str, layout: SlabFormat, num_slots: int, table_fd: int, payload_fd: int) -> None:
@@ -58,17 +65,24 @@ class SlabFile:
         self._block_bytes = layout.block_bytes
         self._table_fd = table_fd
         self._payload_fd = payload_fd
-        self._direct_fd = _reopen_direct(payload_fd) if layout.is_paged else -1
+        is_memory = memory_file_system(f"/proc/self/fd/{payload_fd}") is not None
+        self._memory = _map(payload_fd, num_slots * layout.block_bytes) if is_memory else None
+        self._direct_fd = _reopen_direct(payload_fd) if layout.is_paged and not is_memory else -1
         self._uses_at = layout.uses_at(num_slots)
         self._entries_at = layout.entries_at(num_slots)
         self._is_direct = self._direct_fd >= 0
+        self.inodes = os.fstat(table_fd).st_ino, os.fstat(payload_fd).st_ino
+        """Of table and payloads. No other file has these numbers while this one is open."""
 
     def __repr__(self) -> str:
         return f"SlabFile({self.name!r}, slots={self.num_slots}, direct={self._is_direct})"
 
     @classmethod
-    def create(cls, name: str, layout: SlabFormat, num_slots: int, dir_fd: int, access: Access) -> SlabFile:
-        """A new slab, preallocated and locked. Raises ``OSError``, with nothing left if that is possible."""
+    def create(
+        cls, name: str, layout: SlabFormat, num_slots: int, dir_fd: int, access: Access, *, durable: bool = False
+    ) -> SlabFile:
+        """A new slab, preallocated and locked, and with ``durable`` there after a power failure. Raises ``OSError``,
+        with nothing left if that is possible."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE
         fds = list[int]()
         new_names = [NEW_PREFIX + name + suffix for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX)]
@@ -87,11 +101,14 @@ class SlabFile:
             # The table last: a slab is there if its table is, and then it is complete.
             for suffix in (PAYLOAD_SUFFIX, TABLE_SUFFIX):
                 os.rename(NEW_PREFIX + name + suffix, name + suffix, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            if durable:
+                os.fsync(table_fd)
+                os.fsync(dir_fd)
             return cls(name, layout, num_slots, table_fd, payload_fd)
         except BaseException:
             for fd in fds:
                 os.close(fd)
-            for left in [*new_names, name + PAYLOAD_SUFFIX]:
+            for left in [*new_names, name + TABLE_SUFFIX, name + PAYLOAD_SUFFIX]:
                 try:
                     os.unlink(left, dir_fd=dir_fd)
                 except OSError:
@@ -100,7 +117,7 @@ class SlabFile:
 
     @classmethod
     def open(cls, name: str, layout: SlabFormat, dir_fd: int, access: Access) -> SlabFile:
-        """An existing slab. Raises ``SlabUnfit`` or ``OSError``."""
+        """An existing slab. Raises ``SlabRefused`` or ``OSError``."""
         fds = list[int]()
         try:
             for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
@@ -109,13 +126,13 @@ class SlabFile:
                 _leave_files(fd)
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode) or not access.admits(status) or status.st_nlink != 1:
-                    raise SlabUnfit(f"{name}{suffix} is not ours")
+                    raise SlabRefused(f"{name}{suffix} is not ours")
             table_fd, payload_fd = fds
             num_slots = layout.parse_header(os.pread(table_fd, PAGE_BYTES, 0))
             if num_slots is None:
-                raise SlabUnfit(f"{name} is of another format")
+                raise SlabRefused(f"{name} is of another format")
             if os.fstat(table_fd).st_size < layout.table_bytes(num_slots):
-                raise SlabUnfit(f"{name}{TABLE_SUFFIX} was cut off")
+                raise SlabRefused(f"{name}{TABLE_SUFFIX} was cut off")
             return cls(name, layout, num_slots, table_fd, payload_fd)
         except BaseException:
             for fd in fds:
@@ -127,6 +144,7 @@ class SlabFile:
         for fd in (self._table_fd, self._payload_fd, self._direct_fd):
             if fd >= 0:
                 os.close(fd)
+        self._memory = None  # which also unmaps it
         self._table_fd = self._payload_fd = self._direct_fd = -1
 
     def try_lock(self) -> bool:
@@ -196,7 +214,14 @@ class SlabFile:
 
         Raises ``OSError``.
         """
-        return self._move(os.preadv, first, blocks)
+        if (memory := self._memory) is None:
+            return self._move(os.preadv, first, blocks)
+        size = self._block_bytes
+        whole = self._num_backed(first, len(blocks))
+        for at, block in enumerate(blocks[:whole]):
+            begin = (first + at) * size
+            np.copyto(np.frombuffer(block, np.uint8), memory[begin : begin + size])
+        return whole
 
     def read_buffered(self, index: int, block: memoryview) -> bool:
         """Reads one block another way, through the page cache."""
@@ -204,7 +229,23 @@ class SlabFile:
 
     def write(self, first: int, blocks: Sequence[memoryview]) -> int:
         """Writes neighbouring slots. Returns how many are whole. Raises ``OSError``."""
-        return self._move(os.pwritev, first, blocks)
+        if (memory := self._memory) is None:
+            return self._move(os.pwritev, first, blocks)
+        size = self._block_bytes
+        whole = self._num_backed(first, len(blocks))
+        for at, block in enumerate(blocks[:whole]):
+            begin = (first + at) * size
+            np.copyto(memory[begin : begin + size], np.frombuffer(block, np.uint8))
+        return whole if whole == len(blocks) else self._move(os.pwritev, first, blocks)
+
+    def _num_backed(self, first: int, count: int) -> int:
+        """How many of ``count`` mapped slots the file still has. If somebody has cut it off, it is not used as memory
+        any more: when it is written to again, it may lack pages in the middle."""
+        backed_bytes = os.fstat(self._payload_fd).st_size - first * self._block_bytes
+        if backed_bytes >= count * self._block_bytes:
+            return count
+        self._memory = None
+        return max(0, backed_bytes // self._block_bytes)
 
     def sync(self) -> None:
         """Puts payloads and entries on the disk."""
@@ -247,14 +288,14 @@ class SlabFile:
                 if exc.errno != errno.EINVAL or fd != self._direct_fd:
                     raise
                 # The kernel knows what may be moved directly. To look only after a refusal costs nothing until then.
-                if all(_address_of(buffer) % PAGE_BYTES == 0 for buffer in left):
+                if all(map(is_aligned, left)):
                     self._is_direct = False
                 fd = self._payload_fd
                 continue
             if moved == 0:
                 break
             done += moved
-            left = _after(left, moved)
+            left = after(left, moved)
             fd = self._payload_fd  # the rest need not be aligned
         return done
 
@@ -284,34 +325,65 @@ def _leave_files(fd: int) -> None:
 
 def _reopen_direct(fd: int) -> int:
     """The same file for direct I/O, -1 if its file system has none."""
-    if not _DIRECT:
+    if not O_DIRECT:
         return -1
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | _DIRECT | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return -1
 
 
-def _allocate(fd: int, num_bytes: int) -> None:
-    """Gives a file its space, or at least its size where the file system does not know how. Raises ``OSError``."""
+def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8] | None:
+    """A file's memory, ``None`` if it does not have all its pages, or cannot be mapped."""
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as exc:
-        if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(fd, num_bytes)
+        if os.fstat(fd).st_blocks * 512 < num_bytes:
+            return None
+        mapped = mmap.mmap(fd, num_bytes)
+        mapped.madvise(mmap.MADV_DONTDUMP)
+    except (OSError, ValueError):
+        return None
+    return np.frombuffer(mapped, np.uint8)
 
 
-def _address_of(buffer: memoryview) -> int:
-    if buffer.readonly:
-        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-        return address
-    return ctypes.addressof(_BYTE.from_buffer(buffer))
+def _allocate(fd: int, num_bytes: int) -> None:
+    """Gives a file its space, or only its size where the file system does not know how. Raises ``OSError``.
+
+    Not ``os.posix_fallocate``: where the file system does not know how, the C library writes to each page instead.
+    """
+    done = 0
+    while done < num_bytes:
+        count = min(_ALLOCATED_AT_ONCE, num_bytes - done)
+        try:
+            _fallocate(fd, done, count)
+        except InterruptedError:
+            continue
+        except OSError as exc:
+            if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            os.ftruncate(fd, num_bytes)
+            return
+        done += count
 
 
-def _after(buffers: Sequence[memoryview], moved: int) -> list[memoryview]:
-    for at, buffer in enumerate(buffers):
-        if moved < buffer.nbytes:
-            return [buffer[moved:], *buffers[at + 1 :]]
-        moved -= buffer.nbytes
-    return []
+def _fallocate(fd: int, offset: int, num_bytes: int) -> None:
+    """fallocate(2). Raises ``OSError``, ``ENOSYS`` where there is none."""
+    if _libc_fallocate is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _libc_fallocate(fd, 0, offset, num_bytes):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        call = getattr(library, "fallocate64", None) or library.fallocate
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    call.restype = ctypes.c_int
+    found: Callable[[int, int, int, int], int] = call
+    return found
+
+
+_libc_fallocate = _find_fallocate()

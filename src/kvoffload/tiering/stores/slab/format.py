@@ -42,6 +42,7 @@ __all__ = [
     "EMPTY_ENTRY",
     "ENTRY",
     "ENTRY_BYTES",
+    "LENGTH_AT",
     "LONGEST_KEY",
     "NEW_PREFIX",
     "PAGE_BYTES",
@@ -65,6 +66,7 @@ EMPTY_ENTRY = bytes(ENTRY_BYTES)
 SEAL_BYTES = 16
 PROBE_AT = 20
 """Where an entry's probe begins: all of it that follows from the key alone."""
+LENGTH_AT = 24
 LONGEST_KEY = 39
 """Bytes of a key that an entry has room for. Of a longer one it has a digest."""
 ENTRY = np.dtype([("seal", "V16"), ("written_s", "<u4"), ("hash", "<u4"), ("length", "u1"), ("key", "V39")])
@@ -75,9 +77,12 @@ _FIELDS = struct.Struct("<8sHHIQ32s")
 _SUM_BYTES = 8
 _KEY = struct.Struct("<B39s")
 _DIGEST_LENGTH = 255
-_MAX_SLAB_BYTES = 1 << 30
 _MIN_SLAB_BYTES = 1 << 20
+_LARGE_SLAB_BYTES = 1 << 30
+"""A slab is larger only where there would be many."""
+_MAX_SLAB_BYTES = 16 << 30
 _SLABS_WANTED = 16
+_MANY_SLABS = 256
 _MAX_SLABS = 2000
 
 
@@ -90,7 +95,7 @@ class HashedKey(NamedTuple):
 
 def key_in(entry: bytes | bytearray) -> OffloadKey | None:
     """The key of an entry. ``None`` if it has only a digest of it, or nothing, or is damaged."""
-    length = entry[24]
+    length = entry[LENGTH_AT]
     return OffloadKey(bytes(entry[25 : 25 + length])) if 0 < length <= LONGEST_KEY else None
 
 
@@ -186,7 +191,9 @@ class SlabFormat:
 
     def slots_per_slab(self, max_bytes: int, max_slabs: int = _MAX_SLABS) -> int:
         """How large a slab to make under a quota: enough slabs that processes and namespaces can share it, too few
-        for each of them to be small, or that a process cannot open ``max_slabs`` of them. At least one slot."""
+        for each of them to be small, for their housekeeping to cost much, or that a process cannot open ``max_slabs``
+        of them. At least one slot."""
         least_bytes = max(max_bytes // min(max_slabs, _MAX_SLABS), _MIN_SLAB_BYTES)
-        wanted_bytes = max(min(_MAX_SLAB_BYTES, max_bytes // _SLABS_WANTED), least_bytes)
+        many_bytes = min(_MAX_SLAB_BYTES, max_bytes // _MANY_SLABS)
+        wanted_bytes = max(min(_LARGE_SLAB_BYTES, max_bytes // _SLABS_WANTED), many_bytes, least_bytes)
         return max(1, self.slots_in(min(max_bytes, wanted_bytes)))

@@ -11,11 +11,15 @@ import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE
-from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, PROBE_AT, HashedKey
+from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, LENGTH_AT, PROBE_AT, HashedKey
 
 __all__ = ["ResidentKeys", "SlotIndex"]
 
 _LEAST_CELLS = 1024
+_DEAD_SHARE = 4
+"""Cells of dropped slabs are removed when they are one in this many."""
+_TRIES = 64
+"""How often a lookup without the lock begins anew before it takes the lock."""
 _SLAB_SHIFT, _IN_SLAB = SLAB_STRIDE.bit_length() - 1, SLAB_STRIDE - 1
 _ENTRY_SHIFT = ENTRY_BYTES.bit_length() - 1
 
@@ -24,19 +28,22 @@ class SlotIndex:
     """Open addressing with linear probing. One lock of the caller's guards it; ``holds`` alone does without.
 
     A cell is a key's 32-bit hash and a slot's number, 0 if it is empty. A key is compared in the slot's entry, in
-    ``tables[slab]``. A key may be in several slots, if several processes have written it.
+    ``tables[slab]``. A key may be in several slots, if several processes have written it. The cells of a dropped slab
+    stay until they are many, with an empty table that matches no key, so that a drop costs the slab alone.
 
     The invariant: between a cell's home (its hash modulo the number of cells) and its place, no cell is empty.
     """
 
     def __init__(self) -> None:
         self.tables: dict[int, bytearray] = {}
-        """Entries of each slab. The caller changes an entry only while its slot is not in the index."""
+        """Entries of each slab, empty if it was dropped and its number must not be used yet. The caller changes an
+        entry only while its slot is not in the index."""
         self._array = np.zeros(_LEAST_CELLS, np.uint64)
         self._mask = _LEAST_CELLS - 1
         self._cells = self._array.data, self._mask
         """Both at once, for a reader without the lock."""
         self._count = 0
+        self._num_dead = 0
         self._moves = 0
         """Odd while cells are being moved, and another number afterwards."""
 
@@ -60,13 +67,12 @@ class SlotIndex:
         return -1
 
     def holds(self, key: HashedKey) -> bool | None:
-        """Whether a slot has this key's block, asked without the lock. ``None``: a change came in between, and only the
-        holder of the lock can tell."""
+        """Whether a slot has this key's block, asked without the lock. ``None``: a change came in between."""
         moves = self._moves
         try:
             if self.find(key) >= 0:
                 return True
-        except KeyError:  # a slab's table is gone, and its cells are about to be
+        except KeyError:  # these cells were replaced meanwhile
             return None
         return None if moves & 1 or moves != self._moves else False
 
@@ -119,48 +125,75 @@ class SlotIndex:
 
     def add_many(self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]) -> None:
         self.reserve(self._count + len(slots))
-        self._place(hashes.astype(np.uint64) << np.uint64(32) | slots.astype(np.uint64))
+        _place(self._array, hashes.astype(np.uint64) << np.uint64(32) | slots.astype(np.uint64))
         self._count += len(slots)
 
     def drop_slab(self, slab: int) -> None:
-        """Removes all slots of a slab, and its table."""
-        self.tables.pop(slab, None)
+        """Removes all slots of a slab, which are those with an entry in its table. Its number is free when ``tables``
+        has it no more."""
+        num_held = int(np.count_nonzero(np.frombuffer(self.tables[slab], np.uint8)[LENGTH_AT::ENTRY_BYTES]))
+        self.tables[slab] = bytearray()
+        self._count -= num_held
+        self._num_dead += num_held
+        if _DEAD_SHARE * self._num_dead >= len(self._array):
+            self.purge()
+
+    def purge(self) -> None:
+        """Removes the cells of dropped slabs, so that their numbers are free."""
         held = self._array[self._array != 0]
-        kept = held[(held & np.uint64(0xFFFF_FFFF)) // np.uint64(SLAB_STRIDE) != slab]
-        self._rebuild(len(self._array), kept)
+        is_dropped = np.zeros(max(self.tables, default=0) + 1, np.bool_)
+        is_dropped[[slab for slab, table in self.tables.items() if not table]] = True
+        kept = held[~is_dropped[(held & np.uint64(0xFFFF_FFFF)) >> np.uint64(_SLAB_SHIFT)]]
+        self._rebuild(kept)
+        self.tables = {slab: table for slab, table in self.tables.items() if table}
+
+    def clear(self) -> None:
+        """Removes everything."""
+        self._rebuild(self._array[:0])
+        self.tables = {}
 
     def reserve(self, count: int) -> None:
         """Makes room for ``count`` slots in all."""
-        num_cells = len(self._array)
-        while 3 * count > 2 * num_cells:
-            num_cells *= 2
-        if num_cells != len(self._array):
-            self._rebuild(num_cells, self._array[self._array != 0])
+        if 3 * (count + self._num_dead) <= 2 * len(self._array):
+            return
+        if self._num_dead:
+            self.purge()
+        if 3 * count > 2 * len(self._array):
+            self._rebuild(self._array[self._array != 0], count)
 
-    def _rebuild(self, num_cells: int, held: npt.NDArray[np.uint64]) -> None:
-        self._moves += 1
-        self._array = np.zeros(num_cells, np.uint64)
-        self._mask = num_cells - 1
-        self._cells = self._array.data, self._mask
-        self._place(held)
-        self._count = len(held)
-        self._moves += 1
+    def _rebuild(self, held: npt.NDArray[np.uint64], room_for: int = 0) -> None:
+        """Readers without the lock use the old cells, which do not change any more, until the new ones are complete."""
+        array = np.zeros(_cells_for(max(room_for, len(held))), np.uint64)
+        _place(array, held)
+        self._array, self._mask = array, len(array) - 1
+        self._cells = array.data, self._mask
+        self._count, self._num_dead = len(held), 0
 
-    def _place(self, cells: npt.NDArray[np.uint64]) -> None:
-        array, mask = self._array, np.uint64(self._mask)
-        places = (cells >> np.uint64(32)) & mask
-        while len(cells):
-            # Cells that want the same empty place: one of them wins, the others look further, as in ``add``.
-            is_free = array[places] == 0
-            array[places[is_free]] = cells[is_free]
-            left = array[places] != cells
-            cells, places = cells[left], (places[left] + np.uint64(1)) & mask
+
+def _cells_for(count: int) -> int:
+    """The least number of cells of which ``count`` are at most two thirds."""
+    num_cells = _LEAST_CELLS
+    while 3 * count > 2 * num_cells:
+        num_cells *= 2
+    return num_cells
+
+
+def _place(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
+    mask = np.uint64(len(array) - 1)
+    places = (cells >> np.uint64(32)) & mask
+    while len(cells):
+        # Cells that want the same empty place: one of them wins, the others look further, as in ``add``.
+        is_free = array[places] == 0
+        array[places[is_free]] = cells[is_free]
+        left = array[places] != cells
+        cells, places = cells[left], (places[left] + np.uint64(1)) & mask
 
 
 class ResidentKeys(Collection[OffloadKey]):
     """The keys of an index, for threads that do not hold its lock and must not wait for it.
 
-    A lookup takes ``lock`` only if the index was changed in the middle of it. ``batches`` yields all keys.
+    A lookup takes ``lock`` only if the index was changed in the middle of it, again and again. ``batches`` yields all
+    keys.
     """
 
     def __init__(
@@ -178,8 +211,9 @@ class ResidentKeys(Collection[OffloadKey]):
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
         hashed = self._hashed(OffloadKey(key))
-        if (found := self._index.holds(hashed)) is not None:
-            return found
+        for _ in range(_TRIES):
+            if (found := self._index.holds(hashed)) is not None:
+                return found
         with self._lock:
             return self._index.find(hashed) >= 0
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes share a quota that is used up: who has more slabs gives one to who asks.
+"""What the processes of a root exchange: which slabs have changed, and who asks for one. No process waits for another.
 
-A process that finds no room for another slab posts a request, an empty file in the control directory whose name has all
-that there is to say. It holds a lock on the file, which the kernel drops when it dies. No process waits for an answer.
+Each namespace has a bulletin, a file of counters. Whoever changes a slab changes its counter, so that others read one
+file, and only the tables of slabs that have changed.
+
+A process that finds no room for another slab posts a request, an empty file in the control directory whose name says
+all. It holds a lock on the file, which the kernel drops when it dies. Who has more slabs gives one to who asks.
 """
 
 from __future__ import annotations
@@ -10,15 +13,85 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvoffload.tiering.stores.root import Access, open_control, try_lock
 
-__all__ = ["PostedRequest", "Request", "requests_of_others"]
+__all__ = ["BULLETIN_NAME", "Bulletin", "PostedRequest", "Request", "requests_of_others"]
 
+BULLETIN_NAME = "changes"
+_NUM_COUNTERS = 1024
 _NAME = re.compile(r"want-(\d{1,6})-([0-9a-f]{16})-([0-9a-f]{16})")
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Bulletin:
+    """The counters of a namespace's slabs, several to a counter where there are many. One thread at a time.
+
+    Without the file, for instance on a full disk, nothing is announced, and all slabs may have changed.
+    """
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._fd = -1
+        self._seen = np.zeros(_NUM_COUNTERS, np.uint32)
+
+    def open(self, dir_fd: int) -> None:
+        """Opens the bulletin of a directory, and makes it if need be. What is open is kept if it is still that."""
+        if self._fd >= 0 and os.fstat(self._fd).st_nlink:
+            return
+        self.close()
+        fd = -1
+        try:
+            fd = os.open(BULLETIN_NAME, _FLAGS | os.O_CREAT, self._access.file_mode, dir_fd=dir_fd)
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not self._access.admits(status):
+                raise PermissionError(f"{BULLETIN_NAME} is not ours")
+            if status.st_size != 4 * _NUM_COUNTERS:
+                if self._access.is_group:  # the umask took bits away
+                    os.fchmod(fd, self._access.file_mode)
+                os.ftruncate(fd, 4 * _NUM_COUNTERS)
+            self._fd = fd
+        except OSError:
+            if fd >= 0:
+                os.close(fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def announce(self, slabs: Iterable[str]) -> None:
+        """Slabs of these names have changed, as their tables say already."""
+        if self._fd < 0:
+            return
+        for counter in {_counter_of(name) for name in slabs}:
+            try:
+                os.pwrite(self._fd, secrets.token_bytes(4), 4 * counter)  # not one more, which two may write at once
+            except OSError:
+                return
+
+    def take_changed(self) -> Callable[[str], bool]:
+        """Which slabs may have changed since the last call."""
+        try:
+            content = os.pread(self._fd, 4 * _NUM_COUNTERS, 0) if self._fd >= 0 else b""
+        except OSError:
+            content = b""
+        if len(content) != 4 * _NUM_COUNTERS:
+            return lambda name: True
+        counters = np.frombuffer(content, np.uint32)
+        changed = set(np.flatnonzero(counters != self._seen).tolist())
+        self._seen = counters
+        return lambda name: _counter_of(name) in changed
+
+
+def _counter_of(slab: str) -> int:
+    return zlib.crc32(slab.encode()) % _NUM_COUNTERS
 
 
 @dataclass(frozen=True, slots=True)

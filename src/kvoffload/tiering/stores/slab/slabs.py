@@ -78,7 +78,7 @@ class Slab:
 class Slabs:
     """The state of a store under ``root``. ``lock`` guards all of it, and is never held during I/O.
 
-    A slab stays open while a call does I/O on it, between ``begin`` and ``end``: a descriptor must not be closed, and
+    A slab stays open while a call does I/O on it, between ``pin`` and ``unpin``: a descriptor must not be closed, and
     its number given to another file, under a running write.
     """
 
@@ -123,12 +123,12 @@ class Slabs:
                 slab.uses[slot % SLAB_STRIDE] = stamp_ns // NS
 
     def take(self, count: int) -> tuple[list[Run], dict[int, Slab]]:
-        """Free slots, at most ``count``, and their slabs, which are begun."""
+        """Free slots, at most ``count``, and their slabs, which are pinned."""
         runs = self.allocator.take(count) if count else []
-        return runs, self.begin([run.slab for run in runs])
+        return runs, self.pin([run.slab for run in runs])
 
-    def begin(self, numbers: Iterable[int]) -> dict[int, Slab]:
-        """The slabs of a call that is about to do I/O. They stay open until ``end``."""
+    def pin(self, numbers: Iterable[int]) -> dict[int, Slab]:
+        """The slabs of a call that is about to do I/O. They stay open until ``unpin``."""
         slabs: dict[int, Slab] = {}
         for number in numbers:
             if number not in slabs:
@@ -136,8 +136,8 @@ class Slabs:
                 slab.users += 1
         return slabs
 
-    def leave(self, slabs: dict[int, Slab]) -> None:
-        """The call that has begun ``slabs`` does no more I/O."""
+    def unpin_locked(self, slabs: dict[int, Slab]) -> None:
+        """``unpin`` with the lock held."""
         for slab in slabs.values():
             slab.users -= 1
             if slab.is_dropped and not slab.users:
@@ -187,24 +187,6 @@ class Slabs:
         slab.num_bad += count
         return True
 
-    def drop(self, slab: Slab, cause: LossCause) -> None:
-        """Stops using a slab, whose blocks are lost for ``cause`` unless the store closes."""
-        if slab.is_dropped:
-            return
-        slab.is_dropped = True
-        table = slab.view()
-        held = np.flatnonzero(table["length"]).tolist()
-        del table
-        self.index.drop_slab(slab.number)
-        self.allocator.drop_slab(slab.number)
-        del self.open[slab.number]
-        del self.by_name[slab.file.name]
-        if not self._is_closed:
-            for index in held:
-                self.note_lost(bytes(slab.entry(index)), cause)
-        if not slab.users:
-            slab.file.close()
-
     def own(self, slab: Slab, uses: npt.NDArray[np.uint32]) -> None:
         """Gives a slab's slots to the allocator. With the lock held."""
         table = slab.view()
@@ -236,9 +218,11 @@ class Slabs:
         return uses
 
     def _next_number(self) -> int:
+        if len(self.index.tables) >= _LAST_SLAB:
+            self.index.purge()
         for _ in range(_LAST_SLAB):
             self._last_number = self._last_number % _LAST_SLAB + 1
-            if self._last_number not in self.open:
+            if self._last_number not in self.index.tables:
                 return self._last_number
         raise OSError(errno.EMFILE, "too many slabs", self._root)
 
@@ -255,6 +239,8 @@ class Slabs:
             raise
         with self.lock:
             try:
+                if self._is_closed:
+                    raise OSError(errno.ESHUTDOWN, "the store is closed", self._root)
                 number = self._next_number()
             except OSError:
                 file.close()
@@ -288,18 +274,39 @@ class Slabs:
                 if is_gone:
                     self.note_lost(before, "evicted")  # what else it may be, only its owner knows
 
-    def end(self, slabs: dict[int, Slab]) -> None:
+    def drop(self, slabs: Iterable[Slab], cause: LossCause) -> list[Slab]:
+        """Stops using slabs, whose blocks are lost for ``cause``. Returns those that were still in use."""
         with self.lock:
-            self.leave(slabs)
+            dropped = [slab for slab in slabs if not slab.is_dropped]
+            self._drop(dropped)
+        for slab in dropped:
+            held = np.flatnonzero(slab.view()["length"]).tolist()
+            for first in range(0, len(held), _KEYS_AT_ONCE):
+                with self.lock:
+                    for index in held[first : first + _KEYS_AT_ONCE]:
+                        self.note_lost(bytes(slab.entry(index)), cause)
+        return dropped
+
+    def _drop(self, slabs: Sequence[Slab]) -> None:
+        """With the lock held. The entries of a dropped slab do not change any more."""
+        self.allocator.drop_slabs([slab.number for slab in slabs])
+        for slab in slabs:
+            slab.is_dropped = True
+            self.index.drop_slab(slab.number)
+            del self.open[slab.number]
+            del self.by_name[slab.file.name]
+            if not slab.users:
+                slab.file.close()
+
+    def unpin(self, slabs: dict[int, Slab]) -> None:
+        with self.lock:
+            self.unpin_locked(slabs)
 
     def lose(self, slab: Slab, error: OSError) -> None:
         """A table failed: its slab is not used any more."""
-        with self.lock:
-            if slab.is_dropped:
-                return
-            self.drop(slab, "corrupt")
-            self.quarantined.add(slab.file.name)
-        _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
+        self.quarantined.add(slab.file.name)  # before it is dropped, so that no poll opens it again
+        if self.drop([slab], "corrupt"):
+            _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
 
     def note_limit(self, error: OSError) -> None:
         """No more slabs can be open for now. Says so once."""
@@ -358,8 +365,14 @@ class Slabs:
         """Closes all slabs. Their blocks are not gone: they are there at the next start."""
         with self.lock:
             self._is_closed = True
-            for slab in list(self.open.values()):
-                self.drop(slab, "removed")
+            for slab in self.open.values():
+                slab.is_dropped = True
+                if not slab.users:
+                    slab.file.close()
+            self.open.clear()
+            self.by_name.clear()
+            self.index.clear()
+            self.allocator = Allocator()
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         if not self._lost:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvoffload.base import OffloadKey
+from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
-from kvoffload.tiering.stores.root import CONTROL_DIR, check_root, directory_of
+from kvoffload.tiering.stores.root import check_root, check_type, directory_of
 from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE, Run, runs_of
 from kvoffload.tiering.stores.slab.directory import SlabDirectory
 from kvoffload.tiering.stores.slab.format import (
@@ -34,7 +35,7 @@ __all__ = ["SlabStore"]
 
 
 _BESIDE_BYTES = 1 << 20
-"""The least size of a block whose checksum is made while it is being written."""
+"""The least size of a block whose checksum is made while it is being written to a disk."""
 _JUDGED_AT_MOST = 4
 """Reads of a neighbour's block that does not verify while its entry stays as it is."""
 
@@ -81,6 +82,10 @@ class SlabStore(BlockStore):
     which the kernel unlocks when it dies, and reads all slabs of its namespace. A neighbour's new block is found within
     a second. Slabs of the dead are adopted with their blocks. No process waits for another's lock.
 
+    On a memory file system (a tmpfs such as ``/dev/shm``) the store is a pool of memory that all processes of the host
+    share, and no slab is made for which there is too little memory. ``directory.check_memory`` tells beforehand whether
+    ``max_bytes`` fit.
+
     Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
     read and write as well. Links under the root are never followed, and a root of another user is refused.
 
@@ -112,10 +117,9 @@ class SlabStore(BlockStore):
         self._max_bytes = max_bytes
         self._durable = durability == "fsync"
         access = check_root(self._root, mode)
-        if os.path.lexists(os.path.join(self._root, CONTROL_DIR, "ledger")):
-            raise ConfigError(f"{self._root} belongs to an 'fs' tier; choose another directory.")
+        check_type(self._root, "disk")
         try:
-            self._directory = SlabDirectory(self._root, layout, max_bytes, access)
+            self._directory = SlabDirectory(self._root, layout, max_bytes, access, durable=self._durable)
         except OSError as exc:
             raise ConfigError(f"The store cannot use {self._root}: {exc}; choose another directory.") from exc
         self._slabs = Slabs(self._root)
@@ -123,7 +127,7 @@ class SlabStore(BlockStore):
         self._growth = Growth(self._directory, self._slabs)
         self._upkeep = Upkeep(self._root, layout, self._directory, self._slabs, self._growth)
         self._beside: ThreadPoolExecutor | None = None
-        if block_bytes >= _BESIDE_BYTES:
+        if block_bytes >= _BESIDE_BYTES and memory_file_system(self._root) is None:
             self._beside = ThreadPoolExecutor(self.requests_in_flight, "kvoffload-slab-checksums")
 
     def __repr__(self) -> str:
@@ -189,7 +193,7 @@ class SlabStore(BlockStore):
                     offset = slot % SLAB_STRIDE * ENTRY_BYTES
                     seal = bytes(self._slabs.open[slot // SLAB_STRIDE].entries[offset : offset + SEAL_BYTES])
                     wanted.append((slot, at, seal))
-            slabs = self._slabs.begin([slot // SLAB_STRIDE for slot, _, _ in wanted])
+            slabs = self._slabs.pin([slot // SLAB_STRIDE for slot, _, _ in wanted])
         try:
             wanted.sort()
             begin = 0
@@ -200,7 +204,7 @@ class SlabStore(BlockStore):
                 self._read_run(slabs, wanted[begin:end], hashed, blocks, answers, errors)
                 begin = end
         finally:
-            self._slabs.end(slabs)
+            self._slabs.unpin(slabs)
         return [at for _, at, _ in wanted]
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
@@ -211,12 +215,12 @@ class SlabStore(BlockStore):
                 for slot in list(self._slabs.index.find_all(key)):
                     self._slabs.forget(slot)
                     removed.append(slot)
-            slabs = self._slabs.begin(slot // SLAB_STRIDE for slot in removed)
+            slabs = self._slabs.pin(slot // SLAB_STRIDE for slot in removed)
             runs = [run for run in runs_of(sorted(removed)) if slabs[run.slab].is_own]
         try:
             self._slabs.clear(slabs, runs)
         finally:
-            self._slabs.end(slabs)
+            self._slabs.unpin(slabs)
 
     def close(self) -> None:
         self._upkeep.close()
@@ -254,7 +258,7 @@ class SlabStore(BlockStore):
     def _write_new(
         self, new: list[_NewBlock], runs: list[Run], slabs: dict[int, Slab], before_ns: int, errors: list[OSError]
     ) -> None:
-        """Writes blocks to the free slots ``runs`` of ``slabs``, which are begun, and to more if need be.
+        """Writes blocks to the free slots ``runs`` of ``slabs``, which are pinned, and to more if need be.
 
         Evicts nothing that was used after ``before_ns``.
         """
@@ -273,7 +277,7 @@ class SlabStore(BlockStore):
                 with self._slabs.lock:
                     for one in written:
                         self._record(one)
-                    self._slabs.leave(slabs)
+                    self._slabs.unpin_locked(slabs)
             if begin == len(new) or (not runs and not self._make_room(len(new) - begin, before_ns, errors)):
                 return
             with self._slabs.lock:
@@ -372,11 +376,11 @@ class SlabStore(BlockStore):
             runs = self._slabs.allocator.evict(self._slabs.allocator.grain_of(count), before_ns)
             for run in runs:
                 self._slabs.evict(run)
-            slabs = self._slabs.begin(run.slab for run in runs)
+            slabs = self._slabs.pin(run.slab for run in runs)
         try:
             self._slabs.clear(slabs, runs)
         finally:
-            self._slabs.end(slabs)
+            self._slabs.unpin(slabs)
         return bool(runs)
 
     # ---------------------------------------------------------------------------------------------------- reading
@@ -453,11 +457,11 @@ class SlabStore(BlockStore):
             self._slabs.allocator.hold(run)
             if error is not None and self._slabs.may_leave_out(slab, 1, any_good=True):
                 return False
-            slabs = self._slabs.begin([slab.number])
+            slabs = self._slabs.pin([slab.number])
         try:
             self._slabs.clear(slabs, [run])
         finally:
-            self._slabs.end(slabs)
+            self._slabs.unpin(slabs)
         return False
 
     # ---------------------------------------------------------------------------------------------------- helpers

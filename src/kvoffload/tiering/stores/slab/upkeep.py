@@ -8,14 +8,15 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from kvoffload.tiering.stores.slab.allocator import runs_of
-from kvoffload.tiering.stores.slab.directory import SlabDirectory
-from kvoffload.tiering.stores.slab.file import TOO_MANY_FILES, SlabUnfit
+from kvoffload.tiering.stores.slab.directory import SlabDirectory, SlabSeen
+from kvoffload.tiering.stores.slab.file import TOO_MANY_FILES, SlabRefused
 from kvoffload.tiering.stores.slab.format import PAGE_SLOTS, SlabFormat
-from kvoffload.tiering.stores.slab.sharing import PostedRequest, requests_of_others
+from kvoffload.tiering.stores.slab.sharing import Bulletin, PostedRequest, requests_of_others
 from kvoffload.tiering.stores.slab.slabs import Slab, Slabs
 
 __all__ = ["Growth", "Upkeep"]
@@ -25,7 +26,9 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.4
 """How often neighbours learn of our new blocks, and we of theirs: both within a second."""
 _USES_S = 10.0
-"""How often times of use are written down."""
+"""How often times of use are written down, or as many slabs as ``_LOOKS_AT_ONCE`` in each poll."""
+_LOOKS_AT_ONCE = 8
+"""How many slabs a poll looks at of which nothing was announced: their owner may be dead."""
 _GROW_S = 1.0
 """A quota or disk that had no room for a slab is not asked again for so long."""
 _LOADED_AT_ONCE = 1 << 18
@@ -92,6 +95,7 @@ class Upkeep:
         self._directory = directory
         self._slabs = slabs
         self._growth = growth
+        self._layout = layout
         self._identity = layout.digest.hex()[:16]
         self._request = PostedRequest(root, self._identity, directory.access)
         self._answered: dict[str, tuple[int, float]] = {}
@@ -103,6 +107,12 @@ class Upkeep:
         """All slabs that were there at the start are known."""
         self._must_shrink = True
         """The quota was not seen to hold since the start."""
+        self._bulletin = Bulletin(directory.access)
+        self._listed: Sequence[SlabSeen] = ()
+        """The slabs of the directory, when all of them were last taken in."""
+        self._next_look = self._next_uses = 0
+        """How many slabs were looked at, and had their uses written down, for no reason but their turn."""
+        self._uses_left = 0
         self._stop = threading.Event()
         with self.lock:
             self.load(at_once=True)
@@ -110,11 +120,11 @@ class Upkeep:
         self._thread.start()
 
     def refresh(self) -> None:
-        """Publishes our changes and takes in those of other processes."""
+        """Publishes our changes and takes in those of other processes, also of those that died."""
         with self.lock:
             if not self._is_closed:
                 self.flush_changes()
-                self.poll()
+                self.poll(every_slab=True)
 
     def close(self) -> None:
         self._stop.set()
@@ -126,7 +136,10 @@ class Upkeep:
             self._is_closed = True
             self.flush_uses()
             self.flush_changes()
+            own = [slab.file.name for slab in self._slabs.open.values() if slab.is_own]
             self._slabs.close()
+            self._bulletin.announce(own)
+            self._bulletin.close()
             self._request.withdraw()
             self._directory.close()
         self.is_loaded.set()
@@ -138,11 +151,14 @@ class Upkeep:
                 if not self.is_loaded.is_set():
                     with self.lock:
                         self.load(at_once=False)
-                self.refresh()
-                if time.monotonic() >= uses_at_s:
-                    uses_at_s = time.monotonic() + _USES_S
-                    with self.lock:
-                        self.flush_uses()
+                with self.lock:
+                    if not self._is_closed:
+                        self.flush_changes()
+                        self.poll()
+                        if time.monotonic() >= uses_at_s:
+                            uses_at_s = time.monotonic() + _USES_S
+                            self._uses_left = len(self._slabs.open)
+                        self._flush_some_uses()
                 said = ""
             except Exception as exc:  # noqa: BLE001 - the thread must outlive whatever a broken disk does
                 if str(exc) != said:
@@ -159,7 +175,7 @@ class Upkeep:
             for seen in reversed(self._directory.slabs()):
                 if self._stop.is_set():
                     return
-                if self._is_unknown(seen.name):
+                if not seen.is_new and self._is_unknown(seen.name):
                     if at_once and num_slots >= _LOADED_AT_ONCE:
                         return
                     if (taken := self._take_in(seen.name)) is None:
@@ -190,7 +206,7 @@ class Upkeep:
             return file.num_slots
         except FileNotFoundError:
             pass  # removed meanwhile
-        except SlabUnfit:
+        except SlabRefused:
             self._slabs.quarantined.add(name)
         except OSError as exc:
             if exc.errno in TOO_MANY_FILES:
@@ -200,31 +216,44 @@ class Upkeep:
             self._slabs.quarantined.add(name)
         return 0
 
-    def poll(self) -> None:
-        is_same = self._directory.check()
-        with self._slabs.lock:
+    def poll(self, *, every_slab: bool = False) -> None:
+        """Takes in what other processes did. Looks at neighbours' slabs that were announced, and at a few others in
+        turn; with ``every_slab`` at all. Raises ``OSError``."""
+        with self._slabs.lock:  # before they are listed: one that is made meanwhile is not gone
             slabs = list(self._slabs.open.values())
-        for slab in slabs:
-            if not is_same or not slab.file.is_linked(self._directory.fd):
-                with self._slabs.lock:
-                    self._slabs.drop(slab, "removed")
+        if not self._directory.check():
+            self._slabs.drop(slabs, "removed")
+            self._bulletin.close()
+            self._listed = ()
         if self._directory.fd < 0:
             return
+        if (listing := self._directory.slabs()) is not self._listed:
+            self._bulletin.open(self._directory.fd)
+            self._listed = listing if self._is_taken_in(listing, slabs) else ()
         if self._must_shrink and self.is_loaded.is_set():
             self._shrink()
         self._share()
-        names = [seen.name for seen in self._directory.slabs()]
-        self._slabs.quarantined.intersection_update(names)
-        can_open = True
-        for name in names:
-            if self._is_unknown(name):
-                can_open = can_open and self._take_in(name) is not None
-                continue
-            with self._slabs.lock:  # a slab that is being registered is in ``by_name`` before it is known to be ours
-                slab_here = self._slabs.by_name.get(name)
-                is_neighbours = slab_here is not None and not slab_here.is_own
-            if slab_here is not None and is_neighbours:
-                self._poll_neighbour(slab_here)
+        with self._slabs.lock:
+            theirs = [slab for slab in self._slabs.open.values() if not slab.is_own]
+        if not theirs:
+            return
+        is_changed = self._bulletin.take_changed()
+        first, self._next_look = self._next_look, self._next_look + _LOOKS_AT_ONCE
+        in_turn = {(first + at) % len(theirs) for at in range(_LOOKS_AT_ONCE)}
+        for at, slab in enumerate(theirs):
+            if every_slab or at in in_turn or is_changed(slab.file.name):
+                self._poll_neighbour(slab)
+
+    def _is_taken_in(self, listing: Sequence[SlabSeen], slabs: Sequence[Slab]) -> bool:
+        """Drops those of ``slabs`` that are no more in the directory, and opens new ones. Returns whether none is left
+        for later."""
+        here = {seen.name: seen.inodes for seen in listing if not seen.is_new}
+        self._slabs.drop([slab for slab in slabs if here.get(slab.file.name) != slab.file.inodes], "removed")
+        self._slabs.quarantined.intersection_update(here)
+        for name in here:
+            if name == self._growth.making or (self._is_unknown(name) and self._take_in(name) is None):
+                return False
+        return True
 
     def _share(self) -> None:
         """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we. Raises
@@ -244,22 +273,22 @@ class Upkeep:
             with self._slabs.lock:
                 slab = min(own, key=lambda one: -1 if one.used_ns is None else int(one.used_ns.max()))
                 own.remove(slab)
-                if slab.users:
+                if slab.users or slab.is_dropped:
                     continue  # somebody writes to it just now: perhaps at the next poll
                 self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
-                if theirs.identity != self._identity:
-                    self._slabs.drop(slab, "evicted")
-                    is_removed = True
-                else:
-                    self._slabs.allocator.drop_slab(slab.number)
-                    slab.used_ns, is_removed = None, False
+                is_removed = theirs.identity != self._identity
+                if not is_removed:
+                    self._slabs.allocator.drop_slabs([slab.number])
+                    slab.used_ns = None
                     slab.changed_pages.clear()  # to count them later would overwrite what its next owner counts
                     slab.given_until_s = now_s + _GIVEN_S
             if is_removed:
+                self._slabs.drop([slab], "evicted")
                 self._directory.remove(slab.file.name)
             else:
                 slab.file.write_changes(slab.changes + 1)  # also what was not announced yet
                 slab.file.unlock()
+                self._bulletin.announce([slab.file.name])
 
     def _poll_neighbour(self, slab: Slab) -> None:
         try:
@@ -284,7 +313,7 @@ class Upkeep:
 
     def flush_changes(self) -> None:
         with self._slabs.lock:
-            slabs = self._slabs.begin(slab.number for slab in self._slabs.open.values() if slab.changed_pages)
+            slabs = self._slabs.pin(slab.number for slab in self._slabs.open.values() if slab.changed_pages)
             for slab in slabs.values():
                 slab.changes[list(slab.changed_pages)] += 1
                 slab.changed_pages.clear()
@@ -294,13 +323,28 @@ class Upkeep:
                     slab.file.write_changes(slab.changes)
                 except OSError as exc:
                     self._slabs.lose(slab, exc)
+            self._bulletin.announce(slab.file.name for slab in slabs.values())
         finally:
-            self._slabs.end(slabs)
+            self._slabs.unpin(slabs)
 
-    def flush_uses(self) -> None:
-        """Writes down when blocks were used, and learns when neighbours used ours. The later time counts."""
+    def _flush_some_uses(self) -> None:
+        count = min(self._uses_left, _LOOKS_AT_ONCE)
         with self._slabs.lock:
-            slabs = self._slabs.begin(slab.number for slab in self._slabs.open.values() if slab.is_own or slab.uses)
+            numbers = list(self._slabs.open)
+        if numbers and count:
+            first, self._next_uses = self._next_uses, self._next_uses + count
+            self._uses_left -= count
+            self.flush_uses({numbers[(first + at) % len(numbers)] for at in range(count)})
+
+    def flush_uses(self, numbers: Collection[int] | None = None) -> None:
+        """Writes down when blocks of some slabs, or of all, were used, and learns when neighbours used ours. The later
+        time counts."""
+        with self._slabs.lock:
+            slabs = self._slabs.pin(
+                slab.number
+                for slab in self._slabs.open.values()
+                if (slab.is_own or slab.uses) and (numbers is None or slab.number in numbers)
+            )
         try:
             for slab in slabs.values():
                 try:
@@ -312,7 +356,7 @@ class Upkeep:
                 except OSError as exc:
                     self._slabs.lose(slab, exc)
         finally:
-            self._slabs.end(slabs)
+            self._slabs.unpin(slabs)
 
     def _shrink(self) -> None:
         """A quota that is smaller than at the last start: removes our slabs, the one with the oldest uses first.
@@ -321,12 +365,20 @@ class Upkeep:
         self._must_shrink = False
         while excess := self._directory.excess_bytes():
             with self._slabs.lock:
-                own = [slab for slab in self._slabs.open.values() if slab.used_ns is not None]
-                if not own:
-                    self._must_shrink = True
-                    return
-                slab = min(own, key=lambda one: int(one.used_ns.max()) if one.used_ns is not None else 0)
-                self._slabs.drop(slab, "evicted")
-            _log.info("The slab %s at %s is removed: %d bytes above the quota.", slab.file.name, self._root, excess)
-            self._directory.remove(slab.file.name)
+                own = [
+                    (int(slab.used_ns.max()), slab) for slab in self._slabs.open.values() if slab.used_ns is not None
+                ]
+            if not own:
+                self._must_shrink = True
+                return
+            own.sort(key=lambda one: one[0])
+            too_many = list[Slab]()
+            for _, slab in own:
+                if excess > 0:
+                    too_many.append(slab)
+                    excess -= self._layout.slab_bytes(slab.file.num_slots)
+            self._slabs.drop(too_many, "evicted")
+            for slab in too_many:
+                self._directory.remove(slab.file.name)
+            _log.info("%d slabs at %s are removed: they are above the quota.", len(too_many), self._root)
         self._must_shrink = excess is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The story of a request: where its prompt's tokens came from, what it waited for, and why the rest was missing.
+"""Explanations of requests: where the tokens of a prompt came from, what it waited for, and why the rest was missing.
 
 Only kept while a trace is recorded. Scheduler thread only.
 """
@@ -17,13 +17,13 @@ from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
 
-__all__ = ["DEVICE", "Story", "StoryTeller"]
+__all__ = ["DEVICE", "Explanation", "Explanations"]
 
 DEVICE = "device"
 
 
 @dataclass(slots=True)
-class Story:
+class Explanation:
     """Of one request, from its arrival to its first token."""
 
     phase: str | None
@@ -54,8 +54,8 @@ class Story:
         }
 
 
-class StoryTeller:
-    """Keeps the ``story`` of each request, and the books of lost blocks that explain what is missing.
+class Explanations:
+    """Explains each request, and records the blocks that are lost, which explain what later ones miss.
 
     The scheduler side reports what becomes of a request. The manager explains why it did not get a block
     (``OffloadingManager.explain``). A block that is here although it was not used lies after a missing one, and has its
@@ -74,35 +74,42 @@ class StoryTeller:
         self._geometry = tuple(geometry)
         self._finest = min(geometry, key=lambda group: group.block_tokens)
         self._clock = clock
-        self.lost = manager.lost
+        self._lost = manager.lost
+        self._open: dict[RequestOffloadState, Explanation] = {}
+        """Of requests that have not ended."""
         self._before: Epoch | None = None
         """The epoch that the last reset ended."""
         self._reset_s = 0.0
 
+    def __repr__(self) -> str:
+        return f"Explanations({len(self._open)} requests)"
+
     def begin(self, state: RequestOffloadState) -> None:
-        state.story = Story("queue", self._clock())
+        self._open[state] = Explanation("queue", self._clock())
 
     def deferred(self, state: RequestOffloadState, phase: str) -> None:
         """A lookup had no answer, because of ``phase``."""
-        if state.story is not None and not state.story.found:
-            state.story.enter(phase, self._clock())
+        explanation = self._open[state]
+        if not explanation.found:
+            explanation.enter(phase, self._clock())
 
     def answered(self, state: RequestOffloadState) -> None:
         """The lookup has an answer; the engine is to admit the request."""
-        if state.story is not None and not state.story.found and state.story.phase != "queue":
-            state.story.enter("queue", self._clock())
+        explanation = self._open[state]
+        if not explanation.found and explanation.phase != "queue":
+            explanation.enter("queue", self._clock())
 
     def admitted(self, state: RequestOffloadState, hits: dict[str, int]) -> None:
         """The request has GPU blocks. ``hits``: the tokens to load, by tier. Later admissions change nothing."""
-        story = state.story
-        if story is None or story.found:
+        explanation = self._open[state]
+        if explanation.found:
             return
-        story.enter("load" if hits else None, self._clock())
+        explanation.enter("load" if hits else None, self._clock())
         prompt_tokens = state.request.num_prompt_tokens
-        on_device = min(state.computed_tokens, prompt_tokens)
-        story.found = {DEVICE: on_device, **hits}
+        on_device = min(state.hit.computed_tokens, prompt_tokens)
+        explanation.found = {DEVICE: on_device, **hits}
         begin = min(on_device + sum(hits.values()), prompt_tokens)
-        self._explain(state, story, begin, prompt_tokens)
+        self._explain(state, explanation, begin, prompt_tokens)
 
     def reset(self, ended: Epoch) -> None:
         """The cache was reset, and ``ended`` is over."""
@@ -112,35 +119,43 @@ class StoryTeller:
         """Why the request did not get each of ``keys``; ``None``: it is here or below. What the tiers kept of the epoch
         before the reset was lost by it."""
         losses = self._manager.explain(keys, state.context)
-        if self._before is None or self._before.seed == state.epoch.seed:
+        if self._before is None or self._before.seed == state.keys.epoch.seed:
             return losses
-        old = self._before.engine_keys(state.epoch.engine_keys(keys))
+        old = self._before.engine_keys(state.keys.epoch.engine_keys(keys))
         by_reset = Loss(Miss.RESET, seconds_ago=self._clock() - self._reset_s)
         held = self._manager.holds(old)
-        before = [by_reset if is_held else loss for loss, is_held in zip(self.lost.find(old), held, strict=True)]
+        before = [by_reset if is_held else loss for loss, is_held in zip(self._lost.find(old), held, strict=True)]
         return [
             old_loss if old_loss is not None and loss is not None and loss.miss is Miss.NEW else loss
             for loss, old_loss in zip(losses, before, strict=True)
         ]
 
     def load_ended(self, state: RequestOffloadState, success: bool) -> None:
-        story = state.story
-        if story is None or story.phase != "load":
+        """A load ended. If its request has ended too, it is not a part of the explanation."""
+        explanation = self._open.get(state)
+        if explanation is None or explanation.phase != "load":
             return
-        story.enter(None, self._clock())
+        explanation.enter(None, self._clock())
         if not success:
-            lost = sum(story.found.values()) - story.found[DEVICE]
-            story.found = {DEVICE: story.found[DEVICE]}
-            story.missed[Miss.LOAD_FAILED] = story.missed.get(Miss.LOAD_FAILED, 0) + lost
+            lost = sum(explanation.found.values()) - explanation.found[DEVICE]
+            explanation.found = {DEVICE: explanation.found[DEVICE]}
+            explanation.missed[Miss.LOAD_FAILED] = explanation.missed.get(Miss.LOAD_FAILED, 0) + lost
 
-    def ended(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
+    def store_failed(self, keys: Sequence[OffloadKey]) -> None:
+        self._lost.record(keys, Miss.STORE_FAILED)
+
+    def end(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> Explanation | None:
         """The request ended. Blocks of it that were not accepted for store are lost; those from ``most_tokens`` on were
-        not to be stored. A load that ends later is no part of its story."""
-        if state.story is not None:
-            state.story.enter(None, self._clock())
+        not to be stored. Returns its explanation, if it was ever admitted."""
+        explanation = self._open.pop(state)
+        explanation.enter(None, self._clock())
+        self._record_losses(state, most_tokens, has_no_room)
+        return explanation if explanation.found else None
+
+    def _record_losses(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
         limit = state.limits.max_offload_tokens
         beyond = Miss.REQUEST_LIMIT if limit is not None and limit <= most_tokens else Miss.PROMPT_ONLY
-        if state.is_outdated:
+        if state.keys.is_outdated:
             beyond = Miss.RESET
         short = Miss.TOO_LONG if state.portions.evicts_itself else None
         if has_no_room:
@@ -149,21 +164,21 @@ class StoryTeller:
         ready_tokens = state.ready_tokens()
         for group, own in zip(self._geometry, state.groups, strict=True):
             ready = min(ready_tokens // group.block_tokens, len(own.keys))
-            first_beyond = min(max(most_tokens // group.block_tokens, own.cursor), ready)
-            if short is not None and own.cursor < first_beyond:
-                self.lost.record(own.keys[own.cursor : first_beyond], short)
+            first_beyond = min(max(most_tokens // group.block_tokens, own.next_block), ready)
+            if short is not None and own.next_block < first_beyond:
+                self._lost.record(own.keys[own.next_block : first_beyond], short)
             if first_beyond < ready:
-                self.lost.record(own.keys[first_beyond:ready], beyond)
+                self._lost.record(own.keys[first_beyond:ready], beyond)
 
     def _surely_stored(self, state: RequestOffloadState) -> int:
-        """Blocks that the whole request stores at the least. Most states are never kept, and blocks behind a window may
+        """Blocks that the whole request stores at the least. Most states are never kept, and blocks after a window may
         be gone before they are offered."""
         blocks = dict.fromkeys(GroupKind, 0)
         for group, own in zip(self._geometry, state.groups, strict=True):
             blocks[group.kind] += len(own.keys)
         return blocks[GroupKind.FULL_ATTENTION] or blocks[GroupKind.SLIDING_WINDOW]
 
-    def _explain(self, state: RequestOffloadState, story: Story, begin: int, prompt_tokens: int) -> None:
+    def _explain(self, state: RequestOffloadState, explanation: Explanation, begin: int, prompt_tokens: int) -> None:
         """Fills in why the prompt's tokens from ``begin`` on were missing."""
         unit, size = hit_unit_tokens(self._geometry), self._finest.block_tokens
         keys = state.groups[self._finest.index].keys
@@ -171,45 +186,42 @@ class StoryTeller:
         longest = [group.longest_hit(len(own.keys)) for group, own in zip(self._geometry, state.groups, strict=True)]
         end = max(min(prompt_tokens - 1, *longest) // unit * unit, begin)
         if tail := prompt_tokens - end:
-            story.missed[Miss.TAIL] = tail
+            explanation.missed[Miss.TAIL] = tail
         if end == begin:
             return
         if not state.context.reads_cache:
-            story.missed[Miss.NOT_READ] = end - begin
+            explanation.missed[Miss.NOT_READ] = end - begin
             return
         blocks = range(begin // size, min(-(-end // size), len(keys)))
-        wanted = keys[blocks.start : blocks.stop]
-        losses = self._losses(wanted, state)
+        losses = self._losses(keys[blocks.start : blocks.stop], state)
         loadable = UNLIMITED
         if state.limits.max_load_tokens is not None:
-            loadable = (state.computed_tokens + state.limits.max_load_tokens) // unit * unit
+            loadable = (state.hit.computed_tokens + state.limits.max_load_tokens) // unit * unit
         loss = Loss(Miss.NEW)
         is_first = True
-        for block, key, own in zip(blocks, wanted, losses, strict=True):
+        for block, own in zip(blocks, losses, strict=True):
             if max(begin, block * size) >= loadable:
                 loss = Loss(Miss.LOAD_LIMIT)
-            elif key in state.failed_keys and (own is None or own.seconds_ago is not None):
-                loss = Loss(Miss.LOAD_FAILED)
             elif own is not None:
                 loss = own
             elif is_first:
                 loss = self._why_no_longer_hit(state, (begin // unit + 1) * unit)
             is_first = False
             tokens = min(end, (block + 1) * size) - max(begin, block * size)
-            before = story.missed.get(loss.cause, 0)
-            story.missed[loss.cause] = before + tokens
+            before = explanation.missed.get(loss.cause, 0)
+            explanation.missed[loss.cause] = before + tokens
             if loss.seconds_ago is not None:
-                mean_s = story.lost_s.get(loss.cause, 0.0)
-                story.lost_s[loss.cause] = (mean_s * before + loss.seconds_ago * tokens) / (before + tokens)
+                mean_s = explanation.lost_s.get(loss.cause, 0.0)
+                explanation.lost_s[loss.cause] = (mean_s * before + loss.seconds_ago * tokens) / (before + tokens)
 
     def _why_no_longer_hit(self, state: RequestOffloadState, hit_tokens: int) -> Loss:
         """Why there was no hit of ``hit_tokens``, the least beyond the one there was, although the group with the
         smallest blocks has the next one: it needs a block that another group lacks, or that it looks ahead to. After a
         failed load there is no other."""
-        if state.load_failed:
+        if state.hit.load_failed:
             return Loss(Miss.LOAD_FAILED)
         for group, own in zip(self._geometry, state.groups, strict=True):
-            blocks = group.blocks_to_find(state.computed_tokens, hit_tokens)
+            blocks = group.blocks_to_find(state.hit.computed_tokens, hit_tokens)
             for loss in self._losses(own.keys[blocks.start : blocks.stop], state):
                 if loss is not None:
                     return loss

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stories of an engine that really computes, stores and loads: causes that take several requests at once, or a
-prompt longer than host memory. Each is injected, told right, and the tokens add up.
-``tests/integration/test_stories.py`` has the others."""
+"""The explanations of an engine that really computes, stores and loads: causes that take several requests at once, or a
+prompt longer than host memory. Each is injected, named right, and the tokens add up.
+``tests/integration/test_explanations.py`` has the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOTS = 16
 GPU_BLOCKS = 64
 BLOCKS = 8
 WHOLE = BLOCKS * BLOCK_TOKENS
-Story = dict[str, dict[str, int]]
+Explanation = dict[str, dict[str, int]]
 
 
 class Prompt(OffloadingHandler):
@@ -112,13 +112,13 @@ class Recorded:
             assert time.monotonic() < deadline_s
             self.engine.step()
 
-    def stories(self, *requests: Request) -> list[Story]:
+    def explanations(self, *requests: Request) -> list[Explanation]:
         """Those of ``requests``, after a look at the sums of all."""
         self.engine.shutdown()
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]
         for line in lines:
-            told = line["story"]
-            assert sum(told["found"].values()) + sum(told["missed"].values()) == line["input_length"]
+            each = line["story"]
+            assert sum(each["found"].values()) + sum(each["missed"].values()) == line["input_length"]
         total = read_explanations(self.path)
         assert total.explained == total.requests == len(lines)
         assert sum(total.found.values()) + sum(total.missed.values()) == total.tokens
@@ -157,9 +157,9 @@ def test_promotions_that_find_no_slot(make: MakeRecorded) -> None:
     recorded.finish(asked)
     stores.is_held = False
     recorded.engine.drain()
-    (story,) = recorded.stories(asked)
-    assert story["found"] == {"device": 0, "files": 3 * BLOCK_TOKENS}
-    assert story["missed"] == {"no room": WHOLE - 3 * BLOCK_TOKENS, "tail": 1}
+    (explanation,) = recorded.explanations(asked)
+    assert explanation["found"] == {"device": 0, "files": 3 * BLOCK_TOKENS}
+    assert explanation["missed"] == {"no room": WHOLE - 3 * BLOCK_TOKENS, "tail": 1}
 
 
 def test_requests_that_wait_for_all_that_may_be_claimed(make: MakeRecorded) -> None:
@@ -175,11 +175,11 @@ def test_requests_that_wait_for_all_that_may_be_claimed(make: MakeRecorded) -> N
     recorded.finish(second)
     gate.open_gate()
     recorded.engine.drain()
-    stories = recorded.stories(first, second)
-    assert stories[0]["found"] == {"device": 0, "files": most * BLOCK_TOKENS}
-    assert stories[0]["missed"] == {"tail": 1}
-    assert stories[1]["found"] == {"device": 0}
-    assert stories[1]["missed"] == {"promotion_share": WHOLE, "tail": 1}
+    explanations = recorded.explanations(first, second)
+    assert explanations[0]["found"] == {"device": 0, "files": most * BLOCK_TOKENS}
+    assert explanations[0]["missed"] == {"tail": 1}
+    assert explanations[1]["found"] == {"device": 0}
+    assert explanations[1]["missed"] == {"promotion_share": WHOLE, "tail": 1}
 
 
 def test_a_prompt_that_evicts_its_own_blocks_is_too_long(make: MakeRecorded) -> None:
@@ -187,10 +187,10 @@ def test_a_prompt_that_evicts_its_own_blocks_is_too_long(make: MakeRecorded) -> 
     recorded = make(max_batch_tokens=6 * BLOCK_TOKENS, secondary_tiers=[], spec_name="CPUOffloadingSpec")
     recorded.ask(1, num_blocks=2 * SLOTS)
     (asked,) = recorded.ask(1, num_blocks=2 * SLOTS)
-    (story,) = recorded.stories(asked)
+    (explanation,) = recorded.explanations(asked)
     # The third portion evicts the last two blocks of the second, and is worth nothing after them.
-    assert story["found"] == {"device": 0, "CPU": 10 * BLOCK_TOKENS}
-    assert story["missed"] == {"evicted CPU": 8 * BLOCK_TOKENS, "too long": 14 * BLOCK_TOKENS, "tail": 1}
+    assert explanation["found"] == {"device": 0, "CPU": 10 * BLOCK_TOKENS}
+    assert explanation["missed"] == {"evicted CPU": 8 * BLOCK_TOKENS, "too long": 14 * BLOCK_TOKENS, "tail": 1}
 
 
 def test_a_prompt_that_is_stored_at_once_is_too_long_too(make: MakeRecorded) -> None:
@@ -198,10 +198,10 @@ def test_a_prompt_that_is_stored_at_once_is_too_long_too(make: MakeRecorded) -> 
     recorded = make(secondary_tiers=[], spec_name="CPUOffloadingSpec")
     recorded.ask(1, num_blocks=2 * SLOTS)
     (asked,) = recorded.ask(1, num_blocks=2 * SLOTS)
-    (story,) = recorded.stories(asked)
-    stored = story["found"]["CPU"]
+    (explanation,) = recorded.explanations(asked)
+    stored = explanation["found"]["CPU"]
     assert 0 < stored <= SLOTS * BLOCK_TOKENS
-    assert story["missed"] == {"too long": 2 * SLOTS * BLOCK_TOKENS - stored, "tail": 1}
+    assert explanation["missed"] == {"too long": 2 * SLOTS * BLOCK_TOKENS - stored, "tail": 1}
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1", "gemma3_text", "mistral"])
@@ -216,8 +216,8 @@ def test_slots_that_others_took_are_no_fault_of_the_prompt(make: MakeRecorded, f
     stores.is_held = False
     recorded.engine.drain()
     (asked,) = recorded.ask(1, num_blocks=SLOTS * 5 // 8)
-    (story,) = recorded.stories(asked)
-    assert story["missed"] == {"refused": SLOTS * 5 // 8 * BLOCK_TOKENS, "tail": 1}
+    (explanation,) = recorded.explanations(asked)
+    assert explanation["missed"] == {"refused": SLOTS * 5 // 8 * BLOCK_TOKENS, "tail": 1}
 
 
 def test_the_device_in_the_trace_is_the_one_that_served(tmp_path: Path, make: MakeRecorded) -> None:
@@ -245,9 +245,9 @@ def test_promotions_that_fail(make: MakeRecorded) -> None:
     ((_, store),) = _OPENED
     store.broken["read_into"] = StoreError("The test breaks it.")
     (asked,) = recorded.ask(1)
-    (story,) = recorded.stories(asked)
-    assert story["found"] == {"device": 0}
-    assert story["missed"] == {"promotion failed": WHOLE, "tail": 1}
+    (explanation,) = recorded.explanations(asked)
+    assert explanation["found"] == {"device": 0}
+    assert explanation["missed"] == {"promotion failed": WHOLE, "tail": 1}
 
 
 def test_a_reset_is_the_cause_for_blocks_in_host_memory_and_in_tiers(make: MakeRecorded) -> None:
@@ -257,6 +257,6 @@ def test_a_reset_is_the_cause_for_blocks_in_host_memory_and_in_tiers(make: MakeR
     recorded.engine.reset_cache()
     first, second, new = recorded.ask(1), recorded.ask(3), recorded.ask(9)
     again = recorded.ask(3)
-    stories = recorded.stories(*first, *second, *new, *again)
-    causes = [{cause for cause in story["missed"] if cause != "tail"} for story in stories]
+    explanations = recorded.explanations(*first, *second, *new, *again)
+    causes = [{cause for cause in explanation["missed"] if cause != "tail"} for explanation in explanations]
     assert causes == [{"reset"}, {"reset"}, {"new"}, set()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stories of a recorded run: causes are injected one by one, each is told right, and the tokens add up."""
+"""The explanations of a recorded run: causes are injected one by one, each is named right, and the tokens add up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.served_tiers import BLOCK_TOKENS, PAGE_BYTES, ServedTiers
 from tests.tiering.rig import quiesce
 
 from kvoffload.base import ReqContext, make_offload_key
-from kvoffload.connector.story import DEVICE
+from kvoffload.connector.explanations import DEVICE
 from kvoffload.sim.explain import read_explanations
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.testing import GatedStore, ManualClock
@@ -31,7 +31,7 @@ WHOLE = BLOCKS * BLOCK_TOKENS
 OTHERS = 3
 """Prompts that together are more than host memory."""
 
-Story = dict[str, dict[str, float]]
+Explanation = dict[str, dict[str, float]]
 
 
 class Recorded:
@@ -59,19 +59,19 @@ class Recorded:
         for other in range(OTHERS):
             self.ask(100 + other)
 
-    def last(self) -> Story:
-        """The story of the last request, after a look at the sums of all."""
+    def last(self) -> Explanation:
+        """The explanation of the last request, after a look at the sums of all."""
         self.served.close()
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]
         for line in lines:
-            told = line["story"]
-            assert sum(told["found"].values()) + sum(told["missed"].values()) == line["input_length"]
+            each = line["story"]
+            assert sum(each["found"].values()) + sum(each["missed"].values()) == line["input_length"]
         total = read_explanations(self.path)
         assert total.tokens == sum(line["input_length"] for line in lines)
         assert sum(total.found.values()) + sum(total.missed.values()) == total.tokens
         assert total.explained == total.requests == len(lines) == len(load_trace(self.path))
-        story: Story = lines[-1]["story"]
-        return story
+        explanation: Explanation = lines[-1]["story"]
+        return explanation
 
 
 MakeRecorded = Callable[..., Recorded]
@@ -108,11 +108,11 @@ def test_hits_by_where_they_were(make: MakeRecorded, tmp_path: Path) -> None:
     recorded.ask(1)
     recorded.fill()
     recorded.ask(1)
-    story = recorded.last()
-    assert story["found"] == {DEVICE: 0, "fs": WHOLE}
-    assert story["missed"] == {"tail": 1}
-    assert story["waited_s"]["tiers"] > 0
-    assert story["waited_s"]["load"] > 0
+    explanation = recorded.last()
+    assert explanation["found"] == {DEVICE: 0, "fs": WHOLE}
+    assert explanation["missed"] == {"tail": 1}
+    assert explanation["waited_s"]["tiers"] > 0
+    assert explanation["waited_s"]["load"] > 0
     assert read_explanations(recorded.path).found["CPU"] == WHOLE
 
 
@@ -123,9 +123,9 @@ def test_evicted_from_host_memory_and_when(make: MakeRecorded) -> None:
     recorded.fill()
     clock.advance(50)
     recorded.ask(1)
-    story = recorded.last()
-    assert story["missed"] == {"evicted CPU": WHOLE, "tail": 1}
-    assert "evicted CPU" in story["lost_s"]
+    explanation = recorded.last()
+    assert explanation["missed"] == {"evicted CPU": WHOLE, "tail": 1}
+    assert "evicted CPU" in explanation["lost_s"]
 
 
 def test_what_lies_behind_a_missing_block_has_its_cause(make: MakeRecorded) -> None:
@@ -145,9 +145,9 @@ def test_what_lies_behind_a_missing_block_has_its_cause(make: MakeRecorded) -> N
     first_missing = held.index(False)
     assert any(held[first_missing:]), "the case that is to be tested"
     recorded.ask(1)
-    story = recorded.last()
-    assert story["found"] == {"device": 0, "CPU": first_missing * BLOCK_TOKENS}
-    assert story["missed"] == {"evicted CPU": (BLOCKS - first_missing) * BLOCK_TOKENS, "tail": 1}
+    explanation = recorded.last()
+    assert explanation["found"] == {"device": 0, "CPU": first_missing * BLOCK_TOKENS}
+    assert explanation["missed"] == {"evicted CPU": (BLOCKS - first_missing) * BLOCK_TOKENS, "tail": 1}
 
 
 def keys_of(first_token: int) -> list[Any]:
@@ -170,26 +170,26 @@ def test_refused_for_want_of_room(make: MakeRecorded) -> None:
     assert manager.prepare_store(slow, context) is not None
     recorded.ask(1)
     recorded.ask(1)
-    story = recorded.last()
-    assert story["missed"] == {"refused": WHOLE, "tail": 1}
+    explanation = recorded.last()
+    assert explanation["missed"] == {"refused": WHOLE, "tail": 1}
 
 
 def test_limits_of_requests(make: MakeRecorded) -> None:
     recorded = make()
     recorded.ask(1, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_TOKENS})
     recorded.ask(1, kv_transfer_params={"max_load_tokens": BLOCK_TOKENS})
-    story = recorded.last()
-    assert story["found"] == {"device": 0, "CPU": BLOCK_TOKENS}
-    assert story["missed"] == {"load limit": WHOLE - BLOCK_TOKENS, "tail": 1}
+    explanation = recorded.last()
+    assert explanation["found"] == {"device": 0, "CPU": BLOCK_TOKENS}
+    assert explanation["missed"] == {"load limit": WHOLE - BLOCK_TOKENS, "tail": 1}
 
 
 def test_what_a_request_did_not_want_stored(make: MakeRecorded) -> None:
     recorded = make()
     recorded.ask(1, kv_transfer_params={"max_offload_tokens": 2 * BLOCK_TOKENS})
     recorded.ask(1)
-    story = recorded.last()
-    assert story["found"] == {"device": 0, "CPU": 2 * BLOCK_TOKENS}
-    assert story["missed"] == {"request limit": WHOLE - 2 * BLOCK_TOKENS, "tail": 1}
+    explanation = recorded.last()
+    assert explanation["found"] == {"device": 0, "CPU": 2 * BLOCK_TOKENS}
+    assert explanation["missed"] == {"request limit": WHOLE - 2 * BLOCK_TOKENS, "tail": 1}
 
 
 def test_generated_tokens_that_were_left_out(make: MakeRecorded) -> None:
@@ -204,10 +204,10 @@ def test_generated_tokens_that_were_left_out(make: MakeRecorded) -> None:
     again = engine.add("again", first.tokens, 1)
     recorded.served.finish(again)
     recorded.served.drain()
-    story = recorded.last()
-    assert story["found"] == {"device": 0, "CPU": WHOLE}
-    assert story["missed"]["prompt only"] >= BLOCK_TOKENS
-    assert set(story["missed"]) == {"prompt only", "tail"} | ({"new"} & set(story["missed"]))
+    explanation = recorded.last()
+    assert explanation["found"] == {"device": 0, "CPU": WHOLE}
+    assert explanation["missed"]["prompt only"] >= BLOCK_TOKENS
+    assert set(explanation["missed"]) == {"prompt only", "tail"} | ({"new"} & set(explanation["missed"]))
 
 
 def test_requests_that_read_no_cache(make: MakeRecorded) -> None:
@@ -236,10 +236,10 @@ def test_failed_stores_and_loads(make: MakeRecorded) -> None:
     recorded.ask(2)
     fails["yes"] = True
     recorded.ask(2)
-    story = recorded.last()
-    assert story["missed"] == {"load failed": WHOLE, "tail": 1}
-    stories = read_explanations(recorded.path)
-    assert stories.missed["store failed"] == WHOLE
+    explanation = recorded.last()
+    assert explanation["missed"] == {"load failed": WHOLE, "tail": 1}
+    explanations = read_explanations(recorded.path)
+    assert explanations.missed["store failed"] == WHOLE
 
 
 def test_evicted_from_a_tier(make: MakeRecorded) -> None:
@@ -274,7 +274,7 @@ def test_blocks_that_others_removed_or_damaged(make: MakeRecorded, tmp_path: Pat
 
 @pytest.mark.parametrize("removed", ["slabs", "directory"])
 def test_slabs_that_others_removed(make: MakeRecorded, tmp_path: Path, removed: str) -> None:
-    """An idle tier learns of it by itself, and so does the story of the very next request."""
+    """An idle tier learns of it by itself, and so does the explanation of the very next request."""
     recorded = make(make_tier="disk")
     recorded.ask(1)
     recorded.fill()
@@ -334,9 +334,9 @@ def test_declined_by_cost(make: MakeRecorded, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(planner, "plan", lambda survey, key, ends: Plan(0))
     monkeypatch.setattr(planner, "weighs", lambda key: True)
     recorded.ask(1)
-    story = recorded.last()
-    assert story["found"] == {"device": 0}
-    assert story["missed"] == {"declined by cost": WHOLE, "tail": 1}
+    explanation = recorded.last()
+    assert explanation["found"] == {"device": 0}
+    assert explanation["missed"] == {"declined by cost": WHOLE, "tail": 1}
 
 
 def test_out_of_patience(make: MakeRecorded) -> None:
@@ -368,6 +368,6 @@ def test_prompts_that_claim_too_much_of_host_memory(make: MakeRecorded, tmp_path
     recorded.ask(1)
     recorded.fill()
     recorded.ask(1)
-    story = recorded.last()
-    assert story["found"] == {"device": 0, "fs": 4 * BLOCK_TOKENS}
-    assert story["missed"] == {"claim_share": WHOLE - 4 * BLOCK_TOKENS, "tail": 1}
+    explanation = recorded.last()
+    assert explanation["found"] == {"device": 0, "fs": 4 * BLOCK_TOKENS}
+    assert explanation["missed"] == {"claim_share": WHOLE - 4 * BLOCK_TOKENS, "tail": 1}

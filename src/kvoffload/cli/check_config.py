@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload check-config``: what a server would make of a configuration, before it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvoffload.config import OffloadingConfig
+from kvoffload.config_file import load_config_file
+from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
+from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError
+from kvoffload.sim.kv_size import ModelKV, model_kv
+from kvoffload.specs import read_config
+from kvoffload.tiering.options import DiskOptions, StoreOptions, parse_tiers
+from kvoffload.tiering.stores.remote import RemoteOptions
+from kvoffload.units import format_bytes
+
+__all__ = ["register"]
+
+_BLOCK_TOKENS = 16
+"""vLLM's block on a GPU."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("check-config")(check_config)
+
+
+def check_config(
+    file: Annotated[
+        Path, typer.Argument(help="JSON or YAML: kvoffload's keys, alone or within vLLM's.", show_default=False)
+    ],
+    model: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder: sizes of blocks.")] = None,
+    connect: Annotated[bool, typer.Option("--connect", help="Ask the servers of remote tiers, too.")] = False,
+) -> None:
+    """Check a configuration on this machine and show what a server would make of it. Nothing is written.
+
+    Exit codes: 0, it would be taken; 1, it has problems, each in one line; 2, it cannot be read.
+    """
+    values = load_config_file(file)
+    problems = Problems()
+    config = None
+    with problems:
+        config = read_config(values)
+    sizes = None
+    if model is not None:
+        with problems:
+            sizes = model_kv(model)
+    if config is not None:
+        _probe(config, sizes, connect, problems)
+    try:
+        problems.raise_found()
+    except ConfigError as exc:
+        for problem in exc.args:
+            print(f"{file}: {problem}", file=sys.stderr)
+        sys.exit(1)
+    assert config is not None
+    _show(file, config, sizes, values, connect)
+
+
+def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, problems: Problems) -> None:
+    """What this machine, and with ``connect`` the servers, would refuse."""
+    with problems:
+        check_host_memory(config.cpu_bytes)
+    block_bytes = None if sizes is None else sizes.bytes_per_token * (config.block_size or _BLOCK_TOKENS)
+    if block_bytes is not None and block_bytes > config.cpu_bytes:
+        problems.add(
+            f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, and one block of this model takes "
+            f"{format_bytes(block_bytes)}; raise it to hold some thousand blocks."
+        )
+    for options in parse_tiers(config.secondary_tiers):
+        with problems:
+            options.check(block_bytes)
+            if options.directory is not None:
+                _probe_directory(options, config.cpu_bytes)
+            elif connect and isinstance(options, RemoteOptions):
+                _ask(options, block_bytes or 1 << 20)
+
+
+def _probe_directory(options: StoreOptions, cpu_bytes: int) -> None:
+    """Raises ``ConfigError`` if this user could not write to the tier's directory, or could not make it, or if it is
+    memory of which there is too little beside ``cpu_bytes``."""
+    directory = Path(str(options.directory))
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    where = f"path of the {options.label!r} tier, {directory},"
+    if not existing.is_dir():
+        raise ConfigError(f"{where} is not a directory: {existing} is a file.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{where} cannot be written to by this user: change the rights of {existing}.")
+    if isinstance(options, DiskOptions):
+        options.check_place(cpu_bytes)
+    free = shutil.disk_usage(existing).total
+    if options.bound_bytes is not None and options.bound_bytes > free:
+        raise ConfigError(
+            f"max_bytes of the {options.label!r} tier is {format_bytes(options.bound_bytes)}, and the disk of "
+            f"{existing} has {format_bytes(free)} in all; lower it."
+        )
+
+
+def _ask(options: RemoteOptions, block_bytes: int) -> None:
+    """Raises ``ConfigError`` if the tier's servers cannot be used now."""
+    try:
+        options.check_servers(block_bytes)
+    except (StoreError, MissingExtraError, OSError) as exc:
+        raise ConfigError(f"The {options.label!r} tier cannot be used now: {exc}") from exc
+
+
+def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: dict[str, Any], connect: bool) -> None:
+    tiers = parse_tiers(config.secondary_tiers)
+    rows: list[tuple[str, str]] = []
+    memory = format_bytes(config.cpu_bytes)
+    if sizes is not None:
+        block_tokens = config.block_size or _BLOCK_TOKENS
+        tokens = config.cpu_bytes // sizes.bytes_per_token
+        rows.append(("KV per token", format_bytes(sizes.bytes_per_token)))
+        rows.append(("block", f"{block_tokens} tokens, {format_bytes(block_tokens * sizes.bytes_per_token)}"))
+        memory += f", room for {tokens:,} tokens ({tokens // block_tokens:,} blocks)"
+    rows.append(("host memory", memory))
+    rows.append(("policy", config.eviction_policy))
+    if tiers:
+        rows.append(("loads", "what is faster than computing" if config.load_policy == "cost" else "every hit"))
+    for options in tiers:
+        asked = " (not asked: --connect)" if isinstance(options, RemoteOptions) and not connect else ""
+        rows.append(("tier", options.describe(config.cpu_bytes).removeprefix("tier ") + asked))
+    for name, value in rows:
+        print(f"{name:14}{value}")
+    try:
+        check_shared_memory(config.cpu_bytes, SHM)
+    except CapacityError as exc:
+        print(f"With several GPUs, or on vLLM's CPU platform, this is refused: {exc}")
+    if tiers:
+        print("Blocks of other models, dtypes, layouts and block sizes are kept apart in every tier.")
+    if any(isinstance(options, RemoteOptions) and options.holds_secrets for options in tiers):
+        values = {"config_file": str(file.resolve())}  # whose credentials are not for a terminal
+    transfer = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": values,
+    }
+    print("\nvllm serve MODEL --kv-transfer-config \\")
+    text = json.dumps(transfer).replace("'", "'\\''")
+    print(f"  '{text}'")

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration in a file of its own, JSON or YAML, instead of on the engine's command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvoffload.errors import ConfigError, MissingExtraError
+
+__all__ = ["ENVIRONMENT", "load_config_file", "with_config_file"]
+
+ENVIRONMENT = "KVOFFLOAD_CONFIG"
+"""The environment variable that names the file where the configuration has no ``config_file``."""
+
+_WRAPPERS = ("kv-transfer-config", "kv_transfer_config", "kv_connector_extra_config")
+"""Keys of vLLM's own files and of its option, from the outermost: the configuration lies in the innermost."""
+
+
+def with_config_file(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """``values``, and below them what the file has that ``config_file`` or else ``KVOFFLOAD_CONFIG`` names.
+
+    A key in ``values`` wins over the file's. Raises ``ConfigError`` if the file cannot be read.
+    """
+    own = dict(values)
+    path = own.pop("config_file", None) or environ.get(ENVIRONMENT)
+    if path is None:
+        return own
+    if not isinstance(path, str):
+        raise ConfigError(f"config_file must be the path of a file, not a {type(path).__name__}.")
+    return load_config_file(Path(path)) | own
+
+
+def load_config_file(path: Path) -> dict[str, Any]:
+    """The keys in the file ``path``: kvoffload's own, or those within a ``--kv-transfer-config`` or a file of vLLM.
+
+    A name that ends in ``.yaml`` or ``.yml`` is YAML, any other JSON. Raises ``ConfigError`` if it cannot be read.
+    """
+    is_yaml = path.suffix.lower() in (".yaml", ".yml")
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = _yaml(text) if is_yaml else json.loads(text)
+        for wrapper in _WRAPPERS:
+            if isinstance(found, dict) and wrapper in found:
+                found = found[wrapper]
+                if isinstance(found, str):  # vLLM's files have its option as text, too
+                    found = json.loads(found)
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}.") from exc
+    except ValueError as exc:
+        line = exc.lineno if isinstance(exc, json.JSONDecodeError) else exc.args[0]
+        place = f": see line {line}" if isinstance(line, int) else ""
+        raise ConfigError(f"{path} is not valid {'YAML' if is_yaml else 'JSON'}{place}.") from exc
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must have a mapping of keys to values, such as cpu_bytes_to_use: 64GiB.")
+    return {str(name): value for name, value in found.items()}
+
+
+def _yaml(text: str) -> Any:
+    """Raises ``ValueError`` with the number of the line, from 1, if that is known."""
+    try:
+        import yaml
+    except ImportError as exc:
+        raise MissingExtraError("A configuration in YAML needs PyYAML: install kvoffload's extra 'cli'.") from exc
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        mark = getattr(exc, "problem_mark", None)
+        raise ValueError("" if mark is None else mark.line + 1) from exc

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client or an orchestrator says of a request's next use, from every form in which engines hand it over. Pure.
+
+* ``kv_transfer_params["kvoffload"]["next_use"]``: ``"soon"``, ``"later"`` or ``"never"``. It goes first.
+* vLLM's ``kv_hints``, and Dynamo's ``kv_transfer_params["kv_hint"]``: envelopes of actions, as objects or mappings. Of
+  these ``kv.retain`` and ``vllm.set_priority`` speak of the next use. The first that does counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from kvoffload.base import NextUse
+from kvoffload.errors import KVOffloadError
+from kvoffload.metrics import IGNORED_HINTS, NEXT_USES, Stats
+
+__all__ = ["Hints"]
+
+_SOON_S = 60.0
+_MAX_ACTIONS = 16
+"""Actions of one envelope that are looked at. Those after them count as malformed, together as one."""
+
+
+class _Malformed(KVOffloadError):
+    """A hint that makes no sense."""
+
+
+class Hints:
+    """Reads the hints of requests, and counts them. Never raises: a client's mistake must not cost its answer."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[str] = Counter()
+        self._ignored: Counter[str] = Counter()
+
+    def next_use(self, params: object, kv_hints: object = None) -> NextUse:
+        """What one request's hints say. ``UNKNOWN`` if there are none, or none that makes sense."""
+        said = [use for use in self._said(params, kv_hints) if use is not NextUse.UNKNOWN]
+        use = said[0] if said else NextUse.UNKNOWN
+        self._requests[use.name.lower()] += 1
+        return use
+
+    def get_stats(self) -> Stats:
+        stats: Stats = {("requests_by_hint", name): self._requests[name] for name in NEXT_USES}
+        return stats | {("hints_ignored", reason): self._ignored[reason] for reason in IGNORED_HINTS}
+
+    def _said(self, params: object, kv_hints: object) -> Iterator[NextUse]:
+        envelopes = [kv_hints]
+        if type(params) is dict:
+            own = params.get("kvoffload")
+            if own is not None:
+                yield self._own(own)
+            envelopes.append(params.get("kv_hint"))
+        for envelope in envelopes:
+            if envelope is not None:
+                yield from self._envelope(envelope)
+
+    def _own(self, own: object) -> NextUse:
+        if type(own) is dict and own.get("next_use") is None:
+            return NextUse.UNKNOWN
+        use = NextUse.named(own["next_use"]) if type(own) is dict else None
+        if use is None:
+            self._ignored["malformed"] += 1
+            return NextUse.UNKNOWN
+        return use
+
+    def _envelope(self, envelope: object) -> Iterator[NextUse]:
+        actions = _field(envelope, "actions")
+        if not isinstance(actions, (list, tuple)):
+            self._ignored["malformed"] += 1
+            return
+        for action in actions[:_MAX_ACTIONS]:
+            try:
+                use = _action(action)
+            except _Malformed:
+                self._ignored["malformed"] += 1
+                continue
+            if use is None:
+                self._ignored["unknown"] += 1
+            else:
+                yield use
+        if len(actions) > _MAX_ACTIONS:
+            self._ignored["malformed"] += 1
+
+
+def _action(action: object) -> NextUse | None:
+    """``None`` for an action that is not about the next use."""
+    kind, payload = _field(action, "action_type"), _field(action, "payload")
+    if type(kind) is not str:
+        raise _Malformed
+    if kind not in ("kv.retain", "vllm.set_priority"):
+        return None
+    if type(payload) is not dict:
+        raise _Malformed
+    if kind == "kv.retain":
+        return _within(_number(payload, "ttl_seconds"))
+    value = _number(payload, "value")
+    if value is None or value == 0:  # a claim is given back
+        return NextUse.UNKNOWN
+    return NextUse.NEVER if value < 0 else _within(_number(payload, "ttl_seconds"))
+
+
+def _within(ttl_s: float | None) -> NextUse:
+    """A block to be kept for so long. Without a number it is one to be kept."""
+    if ttl_s is None:
+        return NextUse.LATER
+    if ttl_s < 0:
+        raise _Malformed
+    return NextUse.NEVER if ttl_s == 0 else NextUse.SOON if ttl_s <= _SOON_S else NextUse.LATER
+
+
+def _number(payload: dict[str, object], name: str) -> float | None:
+    value = payload.get(name)
+    if value is None:
+        return None
+    if type(value) is int:
+        return float(max(min(value, 1 << 53), -(1 << 53)))
+    if type(value) is float and not math.isnan(value):
+        return value
+    raise _Malformed
+
+
+def _field(record: object, name: str) -> object:
+    return record.get(name) if type(record) is dict else getattr(record, name, None)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a block each of vLLM's ranks holds, and which ranks hold the same.
+
+Ranks of tensor parallelism divide the KV heads, stages of a pipeline the layers, and with decode context parallelism
+ranks of the same heads divide the tokens of a block. Where there are fewer heads than ranks, and with latent attention,
+some ranks hold the same KV: *replicas*. Those of one node share a slice of the slot, so that the KV is kept once.
+
+Where all layers divide their heads alike, blocks can be *rank-free*: their bytes are those that an engine with one rank
+stores, so that engines with other numbers of ranks find them in a tier.
+
+A layer that is wrongly taken for replicated would be lost on all ranks but one, and a wrong head gives wrong tokens. So
+whatever is not known for certain counts as not replicated and not divided by heads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvoffload.config import RankSlice
+from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS
+from kvoffload.engines.vllm.versions import kv_tp_replicas
+
+__all__ = ["kind_of", "offloaded_groups", "slice_of", "why_not_rank_free"]
+
+
+def offloaded_groups(kv_cache_config: Any) -> list[Any]:
+    """The KV groups that block hashes can restore. The others are a request's own, such as ring buffers: vLLM computes
+    them again after a hit in its own prefix cache, and after ours."""
+    return [kv_cache_config.kv_cache_groups[index] for index in kv_cache_config.prefix_cacheable_group_ids]
+
+
+def slice_of(vllm_config: Any, kv_cache_config: Any, rank: int) -> RankSlice:
+    """The slice of ``rank`` in the host memory of its node. In every process of an engine, all ranks have the same
+    number of slices and replicas."""
+    parallel = vllm_config.parallel_config
+    per_node = parallel.world_size // parallel.nnodes_within_dp
+    held = _held(vllm_config, kv_cache_config)
+    nodes = [held[first : first + per_node] for first in range(0, len(held), per_node)]
+    if len({(len(set(node)), node.count(each)) for node in nodes for each in node}) > 1:
+        nodes = [list(range(per_node)) for _ in nodes]  # replicas lie on unlike nodes: to each rank its own
+    node, place = nodes[rank // per_node], rank % per_node
+    mine, different = node[place], sorted(set(node))
+    return RankSlice(different.index(mine), len(different), node[:place].count(mine), node.count(mine))
+
+
+def _held(vllm_config: Any, kv_cache_config: Any) -> list[int]:
+    """A number for each rank, equal for those that hold the same KV.
+
+    vLLM counts ranks stage by stage. In a stage, consecutive ranks have the same heads, and among these, each
+    ``decode_context_parallel_size``-th has the same tokens.
+    """
+    parallel = vllm_config.parallel_config
+    divisions, of_same_heads = parallel.decode_context_parallel_size, _ranks_of_same_heads(vllm_config, kv_cache_config)
+    if of_same_heads % divisions:
+        return list(range(parallel.world_size))  # not known
+    return [rank // of_same_heads * divisions + rank % divisions for rank in range(parallel.world_size)]
+
+
+def why_not_rank_free(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why blocks depend on the number of ranks, as a clause; ``None`` if they can be rank-free. The same in every
+    process of an engine."""
+    groups = _groups_of_one_spec(kv_cache_config)
+    if groups is None:
+        return "layers of one KV group differ"
+    if kv_cache_config.kv_cache_layout not in HEADS_BEFORE_TOKENS:
+        return f"the layout {kv_cache_config.kv_cache_layout} has the heads of a token side by side"
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        return "its ranks divide more than KV heads"
+    heads = _kv_heads(vllm_config)
+    if heads is None:
+        return "its layers may differ in their numbers of KV heads"
+    ranks = parallel.tensor_parallel_size
+    for spec in map(_spec_of_layer, groups):
+        if kind_of(spec) not in ("full_attention", "sliding_window"):
+            return f"a KV group of the kind {kind_of(spec)!r} is not divided by heads"
+        if spec.num_kv_heads * min(ranks, heads) != heads or max(ranks, heads) % min(ranks, heads):
+            return f"{ranks} ranks have {spec.num_kv_heads} KV heads each, of {heads} in all"
+        if spec.kv_quant_mode.is_per_token_head or spec.num_head_slots not in (None, spec.num_kv_heads):
+            return "its attention backend keeps more than heads in a block"
+    return None
+
+
+def kind_of(spec: Any) -> str:
+    """vLLM's kind of a KV group or layer: the value of a ``KVCacheSpecKind``."""
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    return str(get_kv_cache_spec_kind(spec).value)
+
+
+def _ranks_of_same_heads(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Consecutive ranks of a stage that have the same heads in every layer, as far as it is known."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    groups = _groups_of_one_spec(kv_cache_config)
+    if groups is None:
+        return kv_tp_replicas(kv_cache_config)
+    return math.gcd(*(_replicas_of_layer(_spec_of_layer(group), vllm_config, ranks) for group in groups))
+
+
+def _groups_of_one_spec(kv_cache_config: Any) -> list[Any] | None:
+    """The offloaded groups with layers, if each group has one spec for all of its layers. Of several the scheduler sees
+    one alone; but vLLM makes a tensor record for each, and the scheduler sees those."""
+    num_groups = sum(bool(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    is_one_each = len(kv_cache_config.kv_cache_tensors) == num_groups
+    return [group for group in offloaded_groups(kv_cache_config) if group.layer_names] if is_one_each else None
+
+
+def _spec_of_layer(group: Any) -> Any:
+    spec = group.kv_cache_spec
+    return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+
+
+def _replicas_of_layer(spec: Any, vllm_config: Any, ranks: int) -> int:
+    kind = kind_of(spec)
+    if kind in ("mla_attention", "sliding_window_mla"):
+        return ranks
+    if kind not in ("full_attention", "sliding_window"):
+        return 1
+    heads = _kv_heads(vllm_config)
+    return ranks // heads if heads and ranks % heads == 0 and spec.num_kv_heads == 1 else 1
+
+
+def _kv_heads(vllm_config: Any) -> int | None:
+    """KV heads of every layer, all ranks together; ``None`` if layers may differ."""
+    models = [vllm_config.model_config]
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.draft_model_config is not None:
+        models.append(speculative.draft_model_config)
+    heads = {int(model.get_total_num_kv_heads()) for model in models}
+    for model in models:
+        heads.update(_numbers_of_heads(model.hf_text_config.to_dict()))
+    return heads.pop() if len(heads) == 1 else None
+
+
+_KV_HEADS = re.compile(r"(kv|key_value).*head|head.*_kv|attention_groups|query_group|multi_query|heads_in_group")
+"""Names under which models' configurations have numbers of KV heads: of all layers, of some, or layer by layer."""
+
+
+def _numbers_of_heads(value: Any, is_named: bool = False) -> Iterator[int]:
+    """All numbers below a name that may stand for KV heads."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _numbers_of_heads(each, is_named or _KV_HEADS.search(str(name)) is not None)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for each in value:
+            yield from _numbers_of_heads(each, is_named)
+    elif is_named and isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield int(value)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints for traces without them: what clients would say of the next use of their blocks, and how often wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import NextUse
+from kvoffload.errors import ConfigError
+from kvoffload.sim.optimum import next_uses
+from kvoffload.sim.trace import NO_SESSION, Trace
+
+__all__ = ["hinter", "true_hints", "wrong_hints"]
+
+_SOON_S, _LATER_S = 60.0, 600.0
+
+
+def hinter(text: str) -> Callable[[Trace], Trace]:
+    """What gives a trace its hints: ``oracle``, the true ones; ``noisy:P``, of which a share P (0 to 1) is wrong."""
+    name, _, share = text.partition(":")
+    if text == "oracle":
+        return true_hints
+    if name == "noisy":
+        try:
+            wrong = float(share)
+        except ValueError:
+            wrong = -1.0
+        if 0 <= wrong <= 1:
+            return partial(_noisy, wrong=wrong)
+    raise ConfigError(f"--hints is oracle, or noisy:P with a share P from 0 to 1, not {text!r}.")
+
+
+def true_hints(trace: Trace) -> Trace:
+    """The trace with what every client could have said: when its session's next request comes.
+
+    Of requests without a session, it is the next one that uses their last whole block. Who comes back after more than
+    ten minutes says nothing.
+    """
+    gap_s = _gaps_s(trace)
+    hints = np.select(
+        [gap_s <= _SOON_S, gap_s <= _LATER_S, np.isinf(gap_s)],
+        [NextUse.SOON, NextUse.LATER, NextUse.NEVER],
+        NextUse.UNKNOWN,
+    )
+    return replace(trace, next_uses=hints.astype(np.int8))
+
+
+def wrong_hints(trace: Trace, share: float, seed: int = 0) -> Trace:
+    """The trace with a ``share`` of its hints, drawn at random, replaced by one of the other two."""
+    if trace.next_uses is None:
+        return trace
+    random = np.random.default_rng(seed)
+    hints = trace.next_uses.copy()
+    wrong = (random.random(len(hints)) < share) & (hints != NextUse.UNKNOWN)
+    hints[wrong] = (hints[wrong] - 1 + random.integers(1, 3, wrong.sum())) % 3 + 1
+    return replace(trace, next_uses=hints)
+
+
+def _noisy(trace: Trace, wrong: float) -> Trace:
+    return wrong_hints(true_hints(trace), wrong)
+
+
+def _gaps_s(trace: Trace) -> npt.NDArray[np.float64]:
+    """Seconds from each request until its client is back; infinite if it never is."""
+    requests = len(trace)
+    following = np.full(requests, requests)
+    whole = np.minimum(np.diff(trace.offsets), trace.input_tokens // trace.block_tokens)
+    some = np.flatnonzero(whole)
+    following[some] = next_uses(trace)[trace.offsets[some] + whole[some] - 1]
+    latest: dict[int, int] = {}
+    for request in range(requests - 1, -1, -1):
+        session = int(trace.sessions[request])
+        if session != NO_SESSION:
+            following[request] = latest.get(session, requests)
+            latest[session] = request
+    gaps_s: npt.NDArray[np.float64] = np.append(trace.times_s, np.inf)[following] - trace.times_s
+    return gaps_s

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier asks of a store that must be asked which blocks it has. Scheduler thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvoffload.base import OffloadKey, ReqContext, get_offload_group_idx
+from kvoffload.tiering.health import StoreHealth
+from kvoffload.tiering.presence import PresenceIndex
+from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
+from kvoffload.tiering.stores.base import BlockStore
+
+__all__ = ["Questions"]
+
+_FIRST_CHUNK = 8
+_GROWTH = 4
+"""Each chunk is this many times as large as the one before."""
+_MOST_IN_CHUNKS = 1024
+"""Blocks of a prefix that one thread asks for. It would take long for more, and a slow store would seem to hang."""
+_SLICE = 256
+"""Keys of one call, where no chunks are."""
+_MAX_ASKING = 262_144
+_MAX_SKIPPED = 65_536
+
+
+class Questions:
+    """Asks the store for unknown blocks, once for all of a step, and records the answers in ``index``.
+
+    The blocks of one group that a request looks up in a step are taken for a prefix, head first. An I/O thread asks for
+    them in growing chunks, and stops after the chunk with the first missing block: a new prompt costs a question or a
+    few, not one for each of its blocks. What comes after is *skipped*: unknown as before. A skipped block that is
+    looked up again, whoever needs it despite the hole, is asked for at once, without chunks. So a store may have holes,
+    and each block that it has is found. If the first 1,024 are present, all threads ask for the rest at once.
+    """
+
+    def __init__(self, store: BlockStore, index: PresenceIndex, runner: TierRunner, reads: StoreHealth) -> None:
+        self._store = store
+        self._index = index
+        self._runner = runner
+        self._reads = reads
+        self._asking: set[OffloadKey] = set()
+        """Keys that were answered ``None``, and that the store has not answered."""
+        self._prefixes: dict[tuple[str, int], list[OffloadKey]] = {}
+        """Keys of this step, by request and group."""
+        self._at_once: list[OffloadKey] = []
+        """Keys of this step that are no prefix."""
+        self._skipped: set[OffloadKey] = set()
+
+    def __repr__(self) -> str:
+        return f"Questions({len(self._asking)} open)"
+
+    @property
+    def are_open(self) -> bool:
+        """A key is to be asked for, or the store has not answered yet."""
+        return bool(self._asking or self._index.to_refresh)
+
+    def ask(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """The answer for ``key``, which is unknown. ``None``: the store is being asked; ``False``: for too much."""
+        if key in self._asking:
+            return None
+        if len(self._asking) >= _MAX_ASKING:
+            return False
+        self._asking.add(key)
+        if key in self._skipped:
+            self._skipped.remove(key)
+            self._at_once.append(key)
+        else:
+            self._prefixes.setdefault((req_context.req_id, get_offload_group_idx(key)), []).append(key)
+        return None
+
+    def submit(self) -> None:
+        """The step ends: asks the store for all that was asked for, and for blocks whose absence is to be refreshed."""
+        at_once = [*self._at_once, *self._index.take_to_refresh()]
+        self._at_once.clear()
+        for keys in self._prefixes.values():
+            if len(keys) > _FIRST_CHUNK:
+                self._submit(keys, len(keys), self._ask_in_chunks)
+            else:
+                at_once += keys
+        self._prefixes.clear()
+        if at_once:
+            self._submit(at_once, _SLICE, self._store.contains)
+
+    def drop(self, keys: Iterable[OffloadKey]) -> None:
+        """No answer comes: a call for ``keys`` hangs or has failed."""
+        self._asking.difference_update(keys)
+
+    def _submit(
+        self, keys: list[OffloadKey], slice_keys: int, call: Callable[[Sequence[OffloadKey]], list[bool]]
+    ) -> None:
+        answers: dict[int, list[bool]] = {}
+
+        def ask(start: int, stop: int) -> list[bool]:
+            found = answers[start] = call(keys[start:stop])
+            return found + [False] * (stop - start - len(found))
+
+        def ended(result: IoResult) -> None:
+            self._reads.record(result)
+            self._index.end_hang(result.keys)
+            self._asking.difference_update(result.keys)
+            if result.status is IoStatus.DONE:
+                found = answers.pop(result.start)
+                for key, is_present in zip(result.keys, found):
+                    self._index.record_answer(key, is_present)
+                self._go_on(result.keys[len(found) :], all(found))
+
+        self._runner.submit(IoTask(IoQueue.LOOKUP, len(keys), ask, keys, ended), slice_keys)
+
+    def _go_on(self, rest: Sequence[OffloadKey], is_present_before: bool) -> None:
+        """With the ``rest`` of a prefix, which was not asked for."""
+        if rest and is_present_before:
+            self._asking.update(rest)
+            self._submit([*rest], _SLICE, self._store.contains)
+            return
+        if len(self._skipped) >= _MAX_SKIPPED:
+            self._skipped.clear()
+        self._skipped.update(rest)
+
+    def _ask_in_chunks(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """In an I/O thread. The answers for ``keys`` up to the end of the chunk with the first missing block, and for
+        1,024 at most."""
+        answers, size = list[bool](), _FIRST_CHUNK
+        keys = keys[:_MOST_IN_CHUNKS]
+        while len(answers) < len(keys):
+            chunk = keys[len(answers) : len(answers) + size]
+            found = self._store.contains(chunk)
+            if len(found) != len(chunk):
+                raise ValueError(f"{len(found)} answers for {len(chunk)} blocks")
+            answers += found
+            if not all(found):
+                break
+            size *= _GROWTH
+        return answers

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server is reached: what a URL says, and connections with TLS, credentials and a deadline for each step."""
+
+from __future__ import annotations
+
+import copy
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.redis.wire import Wire, encode, error_reply, open_wire
+from kvoffload.tiering.stores.remote import check_credentials
+
+__all__ = ["Access", "Address", "Connector", "RedisUrl", "Timeouts", "address_of", "parse_url"]
+
+_PORT, _SENTINEL_PORT = 6379, 26379
+_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds without a byte before the kernel asks, seconds between its probes, and their number. They keep firewalls from
+dropping an idle connection, and find one that was dropped."""
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+    """0: ``host`` is the path of a socket file."""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else self.host
+
+
+def address_of(host: str, port: int) -> Address:
+    """Of a server that another one names. Raises ``ValueError`` if that is not a port."""
+    if not 0 < port < 1 << 16:
+        raise ValueError("not a port")
+    return Address(host, port)
+
+
+class Timeouts(NamedTuple):
+    connect_s: float = 1.0
+    """For the connection, then for TLS, then for the greeting (authentication); and for an answer about the servers."""
+    window_s: float = 5.0
+    """For one window of requests and all of its answers."""
+
+
+class Access(NamedTuple):
+    """What servers ask for besides their URL. Credentials here take the place of the URL's."""
+
+    username: str | None = None
+    password: str | None = None
+    sentinel_username: str | None = None
+    sentinel_password: str | None = None
+    """For sentinels, which never see the servers' own."""
+    tls_ca: str | None = None
+    """File of the authorities to trust, instead of the system's."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_verify: bool = True
+
+
+class RedisUrl(NamedTuple):
+    """A URL in its parts. It has credentials: do not show it."""
+
+    scheme: str
+    addresses: tuple[Address, ...]
+    """The server, or the sentinels."""
+    username: str | None
+    password: str | None
+    database: int
+    service: str
+    """As the sentinels call it. Empty: the URL names the server itself."""
+
+    @property
+    def has_tls(self) -> bool:
+        return self.scheme.startswith("rediss")
+
+
+def parse_url(url: str) -> RedisUrl:
+    """``redis://user:password@host:port/database``, the same with ``rediss`` (TLS),
+    ``redis+sentinel://host:port,host:port/service/database``, or ``unix:///path?db=database``. Raises ``ConfigError``,
+    whose text has no part of a password."""
+    check_credentials(url, "url of the 'redis' tier")
+    scheme, _, rest = url.partition("://")
+    if scheme not in _SCHEMES:
+        raise ConfigError("url of the 'redis' tier must begin with redis://, rediss://, unix:// or redis+sentinel://.")
+    netloc, slash, path = rest.partition("/")
+    credentials, _, hosts = netloc.rpartition("@")
+    username, _, password = (unquote(part) or None for part in credentials.partition(":"))
+    service, addresses = "", tuple[Address, ...]()
+    if scheme == "unix":
+        path, _, query = path.partition("?")
+        path, database = unquote(slash + path), query.removeprefix("db=") if query else "0"
+        if path and not hosts:
+            addresses = (Address(path, 0),)
+        if not database.isdigit():
+            raise ConfigError(
+                "url of the 'redis' tier may have ?db=NUMBER: give other settings as options of the tier."
+            )
+    elif "?" in rest:
+        raise ConfigError("url of the 'redis' tier has a '?': give these settings as options of the tier instead.")
+    elif scheme.endswith("+sentinel"):
+        service, _, database = path.strip("/").partition("/")
+        addresses = _addresses(hosts.split(","), _SENTINEL_PORT)
+        if not service or not addresses:
+            raise ConfigError(
+                f"url of the 'redis' tier must be {scheme}://host:port,host:port/SERVICE, with SERVICE as the "
+                "sentinels call it."
+            )
+    else:
+        database = path.removesuffix("/")
+        addresses = _addresses([hosts], _PORT, "localhost")
+    if not addresses:
+        raise ConfigError("url of the 'redis' tier is not one that can be read.")
+    if not re.fullmatch("[0-9]{0,9}", database):
+        raise ConfigError("url of the 'redis' tier has something other than the number of a database after the '/'.")
+    return RedisUrl(scheme, addresses, username, password, int(database or 0), service)
+
+
+def _addresses(texts: Sequence[str], port: int, host: str = "") -> tuple[Address, ...]:
+    """Each text's address, with these in the place of a part that is left out. Empty if one of them has none."""
+    found = []
+    for text in texts:
+        part = re.fullmatch(r"(\[[^][]*\]|[^][:,]*)(?::([0-9]{0,9}))?", text)
+        if part is None or not (name := unquote(part[1].strip("[]")) or host):
+            return ()
+        try:
+            found.append(address_of(name, int(part[2] or port)))
+        except ValueError:
+            return ()
+    return tuple(found)
+
+
+class Connector:
+    """Connects to the servers of one URL."""
+
+    def __init__(self, url: RedisUrl, timeouts: Timeouts, access: Access | None = None) -> None:
+        access = access or Access()
+        tls = {"tls_ca": access.tls_ca, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
+        given = [name for name, value in (tls | {"tls_verify: false": not access.tls_verify}).items() if value]
+        if given and not url.has_tls:
+            raise ConfigError(
+                f"A 'redis' tier with {given[0]} needs a url of rediss:// or rediss+sentinel://: the others have "
+                "no TLS."
+            )
+        if access.tls_key and not access.tls_cert:
+            raise ConfigError("A 'redis' tier with tls_key needs its tls_cert.")
+        if not url.service and (access.sentinel_username, access.sentinel_password) != (None, None):
+            raise ConfigError(
+                "A 'redis' tier with sentinel_username or sentinel_password needs a url of redis+sentinel:// or "
+                "rediss+sentinel://: the others ask no sentinels."
+            )
+        self.address = url.addresses[0]
+        """Of the server that the URL names."""
+        self.timeouts = timeouts
+        self._access = access if url.has_tls else None
+        username = url.username if access.username is None else access.username
+        password = url.password if access.password is None else access.password
+        self._greeting = _greeting(username, password, url.database)
+        self._greeting_of_sentinels = _greeting(access.sentinel_username, access.sentinel_password, 0)
+
+    def __repr__(self) -> str:
+        return f"Connector({self.address})"
+
+    def for_sentinels(self) -> Connector:
+        """The same for sentinels, which never see the servers' credentials."""
+        made = copy.copy(self)
+        made._greeting = self._greeting_of_sentinels
+        return made
+
+    def connect(self, address: Address) -> Wire:
+        """A connection that takes commands. Raises ``OSError``, also if the server refuses."""
+        sock = self._socket(address)
+        try:
+            if self._access is not None:
+                sock = _tls(self._access).wrap_socket(sock, server_hostname=address.host)
+            wire = open_wire(sock)
+            self._greet(wire)
+        except BaseException:
+            sock.close()
+            raise
+        return wire
+
+    def _socket(self, address: Address) -> socket.socket:
+        if not address.port:
+            sock = socket.socket(socket.AF_UNIX)
+            try:
+                sock.settimeout(self.timeouts.connect_s)
+                sock.connect(address.host)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+        sock = socket.create_connection(address, self.timeouts.connect_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return sock
+
+    def _greet(self, wire: Wire) -> None:
+        """The text of an answer to AUTH is not shown, because a server may repeat the password in it."""
+        wire.begin(self.timeouts.connect_s)
+        for words in self._greeting:
+            wire.send([encode(*words)])
+            line = wire.read_line()
+            if line == b"+OK":
+                continue
+            if line[:1] != b"-":
+                raise ConnectionError("the server's answer is not a reply")
+            if words[0] == b"AUTH":
+                code = re.match("[A-Z]{0,20}", error_reply(line))
+                raise ConnectionError(f"it refuses the tier's user and password with {code[0] if code else ''}")
+            raise ConnectionError(error_reply(line))
+
+
+def _greeting(username: str | None, password: str | None, database: int) -> list[tuple[bytes, ...]]:
+    commands: list[tuple[bytes, ...]] = []
+    if username or password:
+        words = (username, password or "") if username else (password,)
+        commands.append((b"AUTH", *(word.encode() for word in words if word is not None)))
+    if database:
+        commands.append((b"SELECT", b"%d" % database))
+    return commands
+
+
+def _tls(access: Access) -> ssl.SSLContext:
+    """Reads the files anew for each connection, so that they may be replaced."""
+    context = ssl.create_default_context(cafile=access.tls_ca)
+    if access.tls_cert:
+        context.load_cert_chain(access.tls_cert, access.tls_key)
+    if not access.tls_verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server, and the connections to it."""
+
+from __future__ import annotations
+
+import errno
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvoffload.errors import StoreError
+from kvoffload.tiering.circuit_breaker import CircuitBreaker
+from kvoffload.tiering.stores.redis.connector import Address, Connector
+from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, in_one_line
+
+__all__ = ["Node"]
+
+T = TypeVar("T")
+
+
+class Node:
+    """One server. Any thread: each exchange has a connection of its own, which is kept for the next one."""
+
+    def __init__(self, address: Address, connector: Connector, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address = address
+        self.breaker = CircuitBreaker(str(address), longest_wait_s=8.0, clock=clock)
+        """Of a cluster, which leaves this node alone while it is open. The cluster's lock guards it."""
+        self._connector = connector
+        self._lock = threading.Lock()
+        self._idle: list[Wire] = []
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"Node({self.address}, idle={len(self._idle)})"
+
+    def exchange(self, call: Callable[[Wire], T], timeout_s: float | None = None) -> T:
+        """What ``call`` returns, which sends one window and receives its answers. Raises ``StoreError`` if the server
+        cannot be reached or does not answer in time; the connection is closed by then, so nothing is written to any
+        buffer any more. Default of ``timeout_s``: that of a window."""
+        timeout_s = self._connector.timeouts.window_s if timeout_s is None else timeout_s
+        received, wire = self._served(call, timeout_s)
+        wire.idle_since_s = time.monotonic()
+        with self._lock:
+            is_kept = not self._is_closed
+            if is_kept:
+                self._idle.append(wire)
+        if not is_kept:
+            wire.close()
+        return received
+
+    def ask(self, *words: bytes) -> Any:
+        """The reply to a command that moves no block and changes nothing. Raises ``StoreError``, also if the server
+        answers with an error, or if the whole reply takes longer than a connection may."""
+
+        def reply_of(wire: Wire) -> Any:
+            wire.send([encode(*words)])
+            return wire.read_reply()
+
+        reply = self.exchange(reply_of, self._connector.timeouts.connect_s)
+        if isinstance(reply, ErrorReply):
+            raise self._failed(reply)
+        return reply
+
+    def close_idle(self, since_before_s: float = math.inf) -> None:
+        """Closes the connections that are not in use, since before a point in time if one is given."""
+        with self._lock:
+            old = [wire for wire in self._idle if wire.idle_since_s <= since_before_s]
+            self._idle = [wire for wire in self._idle if wire.idle_since_s > since_before_s]
+        for wire in old:
+            wire.close()
+
+    def close(self) -> None:
+        """Closes every connection, those in use at the end of their exchange."""
+        with self._lock:
+            self._is_closed = True
+        self.close_idle()
+
+    def _served(self, call: Callable[[Wire], T], timeout_s: float) -> tuple[T, Wire]:
+        """What ``call`` returns, and the connection that it used: an idle one, or a new one if there is none or it
+        turns out to be dead."""
+        began_s = time.monotonic()
+        with self._lock:
+            idle = self._idle.pop() if self._idle else None
+        if idle is not None:
+            try:
+                return _exchanged(idle, call, timeout_s), idle
+            except OSError as exc:
+                # The kernel's own timeout ends a connection whose other end is gone.
+                if isinstance(exc, TimeoutError) and exc.errno != errno.ETIMEDOUT:
+                    # Either the server hangs, or a firewall has forgotten this connection, and then all that were idle
+                    # for as long: each of them would cost a deadline.
+                    self.close_idle(began_s)
+                    raise self._failed(exc) from exc
+            # The server may have been restarted since this connection was last used, and so all the others.
+            self.close_idle()
+        try:
+            wire = self._connector.connect(self.address)
+            return _exchanged(wire, call, timeout_s), wire
+        except (OSError, UnicodeError) as exc:  # the second is what a name gives that cannot be one of a host
+            raise self._failed(exc) from exc
+
+    def _failed(self, reason: Exception | ErrorReply) -> StoreError:
+        return StoreError(f"Redis at {self.address} fails: {in_one_line(str(reason)) or type(reason).__name__}.")
+
+
+def _exchanged(wire: Wire, call: Callable[[Wire], T], timeout_s: float) -> T:
+    wire.begin(timeout_s)
+    try:
+        return call(wire)
+    except BaseException:
+        wire.close()
+        raise

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which server has a key: one server, the primary that sentinels name, or the nodes of a cluster."""
+
+from __future__ import annotations
+
+import binascii
+import bisect
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.tiering.stores.redis.connector import Address, Connector, address_of
+from kvoffload.tiering.stores.redis.node import Node
+from kvoffload.tiering.stores.redis.wire import ErrorReply
+
+__all__ = ["Cluster", "OneServer", "Primary", "Servers", "slot_of"]
+
+_REFRESH_INTERVAL_S = 1.0
+_MOST_ASKED = 8
+"""Servers that are asked side by side for the others."""
+_NUM_SLOTS = 16_384
+
+
+class Servers(ABC):
+    """Which server has a name. ``StoreTier``'s circuit breaker stands above all of them."""
+
+    @abstractmethod
+    def split(self, names: Sequence[bytes]) -> Mapping[Node, Sequence[int]]:
+        """The indexes of ``names`` by server. What is left out cannot be reached now. Raises ``StoreError`` if no
+        server can."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether some servers go on when one is lost."""
+        return False
+
+    def redirect(self, reply: ErrorReply) -> Node | None:
+        """Where to repeat a request that was answered by ``reply``; ``None`` if that is not a redirection."""
+        return None
+
+    def may_ask(self, node: Node) -> bool:
+        """Whether a request that was redirected to ``node`` goes there now. If so, its end is recorded."""
+        return True
+
+    def record(self, node: Node, is_good: bool) -> None:
+        """The end of an exchange with ``node``."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes all connections."""
+
+
+class OneServer(Servers):
+    """The server that the URL names, which has every key."""
+
+    def __init__(self, connector: Connector) -> None:
+        self._node = Node(connector.address, connector)
+
+    def __repr__(self) -> str:
+        return str(self._node.address)
+
+    def split(self, names: Sequence[bytes]) -> Mapping[Node, Sequence[int]]:
+        return {self._node: range(len(names))}
+
+    def close(self) -> None:
+        self._node.close()
+
+
+class DiscoveredServers(Servers):
+    """Servers that are found by asking servers. Which server has which keys is read when it is first needed, and again
+    once it is stale: at most once a second, by the thread that needs it. Other threads meanwhile use what was
+    known before. If nothing was, they wait for that thread, and fail if it does.
+
+    All servers that may know are asked side by side, and the first good answer counts: those that hang, fail, or answer
+    what cannot be read delay and hide no other. Each of them keeps its thread until its deadline."""
+
+    _question: tuple[bytes, ...]
+
+    def __init__(self, connector: Connector, clock: Callable[[], float] = time.monotonic) -> None:
+        self._connector = connector
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._is_refreshing = threading.Lock()
+        self._next_refresh_s = 0.0
+        self._is_stale = True
+        self._is_known = False
+        # Of reads while nothing was known: how many failed, and why the last one did.
+        self._num_failures, self._failure = 0, ""
+
+    @abstractmethod
+    def _informants(self) -> Sequence[Node]:
+        """The servers to ask now, at least one."""
+
+    @abstractmethod
+    def _learn(self, informant: Address, reply: Any) -> Callable[[], None]:
+        """Reads the ``reply`` of a server to ``_question``, in any thread, and returns what adopts it. Raises
+        ``StoreError`` if the server does not know, and some other error if the reply cannot be read."""
+
+    def _refresh(self) -> None:
+        """Reads it if it is stale and that is due. Raises ``StoreError`` if nothing is known."""
+        if not self._is_stale:
+            return
+        was_known = self._is_known
+        if was_known and self._clock() < self._next_refresh_s:
+            return
+        num_failures = self._num_failures
+        if not self._is_refreshing.acquire(blocking=not was_known):
+            return
+        try:
+            if self._is_known != was_known:
+                return  # another thread has read it meanwhile
+            if self._num_failures != num_failures:
+                raise StoreError(self._failure)  # or has tried to: all of them one after the other would take long
+            self._try_to_read(was_known)
+        finally:
+            self._is_refreshing.release()
+
+    def _try_to_read(self, was_known: bool) -> None:
+        self._next_refresh_s = self._clock() + _REFRESH_INTERVAL_S
+        try:
+            self._first_answer()()
+            self._is_known, self._is_stale = True, False
+        except StoreError as exc:
+            if not was_known:
+                self._num_failures += 1
+                self._failure = str(exc)
+                raise
+
+    def _first_answer(self) -> Callable[[], None]:
+        informants = self._informants()[:_MOST_ASKED]
+        ends: queue.SimpleQueue[tuple[int, Callable[[], None] | StoreError]] = queue.SimpleQueue()
+        asks = [partial(self._ask, index, node, ends) for index, node in enumerate(informants)]
+        for ask in asks:
+            try:
+                threading.Thread(target=ask, name="kvoffload-redis-ask", daemon=True).start()
+            except (RuntimeError, MemoryError):  # no thread can be started
+                ask()
+        errors: dict[int, StoreError] = {}
+        for _ in informants:
+            index, end = ends.get()
+            if not isinstance(end, StoreError):
+                return end
+            errors[index] = end
+        raise errors[0]
+
+    def _ask(
+        self, index: int, node: Node, ends: queue.SimpleQueue[tuple[int, Callable[[], None] | StoreError]]
+    ) -> None:
+        try:
+            ends.put((index, self._learn(node.address, node.ask(*self._question))))
+        except StoreError as exc:
+            ends.put((index, exc))
+        except BaseException:  # noqa: BLE001 - whatever else it raises, the reply was not one, and who waits must hear
+            question = b" ".join(self._question).decode()
+            ends.put((index, StoreError(f"Redis at {node.address} answers {question} with what cannot be read.")))
+
+
+class Primary(DiscoveredServers):
+    """The primary of ``service``, by the first sentinel that knows one which is up. They are asked again when it fails,
+    or answers that it is one no longer."""
+
+    _question = (b"SENTINEL", b"MASTERS")
+
+    def __init__(
+        self,
+        connector: Connector,
+        sentinels: Sequence[Address],
+        service: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(connector, clock)
+        asking = connector.for_sentinels()
+        self._sentinels, self._service = tuple(Node(address, asking) for address in sentinels), service
+        self._node: Node | None = None
+
+    def __repr__(self) -> str:
+        sentinels = ", ".join(str(sentinel.address) for sentinel in self._sentinels)
+        return f"primary {self._service} of the sentinels {sentinels}"
+
+    def split(self, names: Sequence[bytes]) -> Mapping[Node, Sequence[int]]:
+        try:
+            self._refresh()
+        except StoreError as exc:
+            raise StoreError(f"No sentinel knows the {self}, or it is down ({str(exc).rstrip('.')}).") from exc
+        assert self._node is not None, "a refresh without a node raises"
+        return {self._node: range(len(names))}
+
+    def record(self, node: Node, is_good: bool) -> None:
+        if not is_good:
+            self._is_stale = True
+
+    def close(self) -> None:
+        for node in (*self._sentinels, self._node):
+            if node is not None:
+                node.close()
+
+    def _informants(self) -> Sequence[Node]:
+        return self._sentinels
+
+    def _learn(self, informant: Address, reply: Any) -> Callable[[], None]:
+        for fields in reply:
+            state = dict(zip(fields[::2], fields[1::2], strict=True))
+            flags = set(state[b"flags"].split(b","))
+            if state[b"name"] == self._service.encode() and b"master" in flags and not flags & {b"s_down", b"o_down"}:
+                return partial(self._adopt, address_of(state[b"ip"].decode(), int(state[b"port"])))
+        raise StoreError(f"Redis at {informant} names no such primary")
+
+    def _adopt(self, address: Address) -> None:
+        old = self._node
+        if old is None or old.address != address:
+            self._node = Node(address, self._connector)
+            if old is not None:
+                old.close()
+
+
+class _Slots(NamedTuple):
+    """Ranges of slots: ``owners[i]`` has those from ``starts[i]`` on, of which the first is 0."""
+
+    starts: Sequence[int]
+    owners: Sequence[Node | None]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for node in dict.fromkeys(self.owners) if node is not None]
+
+
+class Cluster(DiscoveredServers):
+    """The primaries of a cluster. The one that the URL names tells which others there are.
+
+    A node that fails is left alone for a second, then for longer, with one exchange now and then as a probe. The keys
+    of all others go on. The map of slots is stale when a node fails or redirects.
+    """
+
+    _question = (b"CLUSTER", b"SLOTS")
+
+    def __init__(self, connector: Connector, *, clock: Callable[[], float] = time.monotonic) -> None:
+        if not connector.address.port:
+            raise ConfigError("A 'redis' tier with cluster=true needs a redis:// or rediss:// url, not unix://.")
+        super().__init__(connector, clock)
+        self._nodes: dict[Address, Node] = {}
+        self._slots = _Slots((), ())
+        """Replaced as a whole, so that whoever reads it once needs no lock."""
+
+    def __repr__(self) -> str:
+        return f"cluster of {self._connector.address}"
+
+    def split(self, names: Sequence[bytes]) -> Mapping[Node, Sequence[int]]:
+        self._refresh()
+        slots = self._slots
+        by_owner: dict[Node, list[int]] = {}
+        for index, name in enumerate(names):
+            owner = slots.owners[bisect.bisect_right(slots.starts, slot_of(name)) - 1]
+            if owner is not None:
+                by_owner.setdefault(owner, []).append(index)
+        with self._lock:
+            usable = {owner: indexes for owner, indexes in by_owner.items() if _admits(owner)}
+            good = [node.breaker.is_closed for node in self._slots.nodes]
+            if not all(good):
+                self._is_stale = True  # a replica may have taken the slots of the node that failed
+        if names and not usable and not any(good):
+            raise StoreError(f"No node of the Redis {self} can be reached.")
+        return usable
+
+    @property
+    def has_others(self) -> bool:
+        with self._lock:
+            return any(node.breaker.is_closed for node in self._slots.nodes)
+
+    def redirect(self, reply: ErrorReply) -> Node | None:
+        kind, _, rest = reply.partition(" ")
+        if kind not in ("MOVED", "ASK"):
+            return None
+        host, _, port = rest.partition(" ")[2].rpartition(":")
+        try:
+            address = address_of(host.strip("[]") or self._connector.address.host, int(port))
+        except ValueError:
+            return None
+        if kind == "MOVED":
+            self._is_stale = True
+        with self._lock:
+            return self._node(address)
+
+    def may_ask(self, node: Node) -> bool:
+        with self._lock:
+            return _admits(node)
+
+    def record(self, node: Node, is_good: bool) -> None:
+        with self._lock:
+            if is_good:
+                node.breaker.record_success()
+            else:
+                node.breaker.record_failure(is_grave=True)
+                self._is_stale = True
+
+    def close(self) -> None:
+        with self._lock:
+            for node in self._nodes.values():
+                node.close()
+
+    def _informants(self) -> Sequence[Node]:
+        with self._lock:
+            good = [node for node in self._slots.nodes if node.breaker.is_closed]
+            return list(dict.fromkeys([*good[: _MOST_ASKED - 1], self._node(self._connector.address)]))
+
+    def _learn(self, informant: Address, reply: Any) -> Callable[[], None]:
+        starts, owners = list[int](), list[Address | None]()
+        next_slot = 0
+        for start, stop, (host, port, *_), *_ in sorted(reply, key=lambda entry: int(entry[0])):
+            if int(start) > next_slot:
+                starts.append(next_slot)
+                owners.append(None)  # slots that no node serves
+            starts.append(int(start))
+            owners.append(address_of(informant.host if host in (None, b"", b"?") else host.decode(), int(port)))
+            next_slot = int(stop) + 1
+        if not owners:
+            raise StoreError(f"Redis at {informant} serves no slots: the cluster is not set up.")
+        if next_slot < _NUM_SLOTS:
+            starts.append(next_slot)
+            owners.append(None)
+        return partial(self._adopt, starts, owners)
+
+    def _adopt(self, starts: Sequence[int], owners: Sequence[Address | None]) -> None:
+        with self._lock:
+            self._slots = _Slots(starts, [None if address is None else self._node(address) for address in owners])
+            gone = [node for address, node in self._nodes.items() if address not in owners]
+        for node in gone:
+            node.close_idle()
+
+    def _node(self, address: Address) -> Node:
+        """With ``_lock`` held."""
+        return self._nodes.setdefault(address, Node(address, self._connector, self._clock))
+
+
+def _admits(node: Node) -> bool:
+    """Whether it is asked now, perhaps as a probe, whose end is to be recorded. With the cluster's lock held."""
+    return node.breaker.is_closed or node.breaker.begin_probe()
+
+
+def slot_of(name: bytes) -> int:
+    """The cluster slot of ``name``, which has no braces and so no hash tag."""
+    return binascii.crc_hqx(name, 0) % _NUM_SLOTS

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvoffload check-config`` run as users run it.
+
+Each line of ``bad_configs.jsonl`` is a configuration with mistakes and what is said of it. ``python -m
+tests.cli.test_check_config`` writes the answers anew, to be read before they are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.memory_files import memory_directory
+from tests.redis_server import RedisServer
+
+from kvoffload.cli import main
+from kvoffload.config_file import ENVIRONMENT, load_config_file, with_config_file
+from kvoffload.cpu import memory_limits
+from kvoffload.errors import CapacityError, ConfigError
+from kvoffload.specs import read_config
+
+GOLDEN = Path(__file__).with_name("bad_configs.jsonl")
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["check-config", *map(str, args)])
+    said = capsys.readouterr()
+    return int(exit_.value.code or 0), said.out, said.err
+
+
+def problems_of(config: Any) -> list[str]:
+    try:
+        read_config(config)
+    except ConfigError as exc:
+        return [str(problem) for problem in exc.args]
+    return []
+
+
+def golden() -> list[tuple[Any, list[str]]]:
+    return [tuple(json.loads(line)) for line in GOLDEN.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("config", "messages"), golden())
+def test_all_mistakes_of_a_file_are_named_at_once(config: Any, messages: list[str]) -> None:
+    assert messages
+    assert problems_of(config) == messages
+    for message in messages:
+        assert "`" not in message and "$." not in message and "Object missing" not in message
+        assert "hunter2" not in message
+
+
+def test_a_good_file_is_shown_as_a_server_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 32, "num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096}
+    model.write_text(json.dumps(sizes | {"torch_dtype": "bfloat16"}))
+    file = tmp_path / "offload.yaml"
+    file.write_text(
+        f"cpu_bytes_to_use: 64Mi\nsecondary_tiers:\n- {{type: disk, path: {tmp_path}/kv, max_bytes: 128Mi,"
+        " cascade: write_back}\n"
+    )
+    code, out, err = run(capsys, file, "--model", model)
+    assert (code, err) == (0, "")
+    assert "128 KiB" in out and "16 tokens, 2 MiB" in out and "room for 512 tokens (32 blocks)" in out
+    assert f"'disk': {tmp_path}/kv, at most 128 MiB, written on_evict" in " ".join(out.split())
+    line = out.rsplit("--kv-transfer-config \\\n  ", 1)[1].strip()
+    transfer = json.loads(line.strip("'"))
+    assert transfer["kv_connector"] == "KVOffloadConnector"
+    assert read_config(transfer["kv_connector_extra_config"]).cpu_bytes == 64 << 20
+    assert not (tmp_path / "kv").exists()
+
+
+def test_credentials_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.json"
+    tier = {"type": "redis", "url": "redis://me:hunter2@localhost/0"}
+    file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}))
+    code, out, err = run(capsys, file)
+    assert code == 0
+    assert "hunter2" not in out + err
+    line = json.loads(out.rsplit("--kv-transfer-config \\\n  ", 1)[1].strip().strip("'"))
+    assert load_config_file(Path(line["kv_connector_extra_config"]["config_file"]))["secondary_tiers"] == [tier]
+
+
+def test_what_this_machine_cannot_give_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    file = tmp_path / "c.json"
+    tiers = [
+        {"type": "disk", "path": str(tmp_path / "file" / "kv")},
+        {"type": "disk", "path": str(tmp_path / "kv"), "max_bytes": "900TiB"},
+    ]
+    file.write_text(json.dumps({"cpu_bytes_to_use": "900TiB", "secondary_tiers": tiers}))
+    code, out, err = run(capsys, file)
+    assert (code, out) == (1, "")
+    lines = err.splitlines()
+    assert len(lines) == 3
+    assert "host memory" in lines[0] and "file is a file" in lines[1] and "lower it" in lines[2]
+
+
+def test_a_small_mount_for_shared_memory_matters_to_several_processes_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(wanted: int, mount: Path) -> None:
+        raise CapacityError(f"{mount} is too small.")
+
+    monkeypatch.setattr("kvoffload.cli.check_config.check_shared_memory", check)
+    file = tmp_path / "c.json"
+    file.write_text('{"cpu_bytes_to_use": "1MiB"}')
+    code, out, err = run(capsys, file)
+    assert (code, err) == (0, "")
+    assert "With several GPUs" in out and "is too small" in out
+
+
+def test_servers_are_asked_only_where_that_was_wished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # not listening, and nobody else can
+        tier = {"type": "redis", "url": f"redis://127.0.0.1:{held.getsockname()[1]}/0"}
+        file = tmp_path / "c.json"
+        file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}))
+        assert run(capsys, file)[0] == 0
+        code, _, err = run(capsys, file, "--connect")
+    assert code == 1
+    assert "The 'redis' tier cannot be used now" in err
+    server = RedisServer(tmp_path)
+    try:
+        file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{**tier, "url": server.url}]}))
+        assert run(capsys, file, "--connect")[0] == 0
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.json", '{"cpu_bytes_to_use": 1,\n "block_size": }', "c.json is not valid JSON: see line 2."),
+        ("c.yaml", "cpu_bytes_to_use: 1\nblock_size: [1\n", "c.yaml is not valid YAML: see line 3."),
+        ("c.json", "[]", "must have a mapping of keys to values"),
+        ("c.json", None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    code, _, err = run(capsys, tmp_path / name)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize("wrap", ["own", "transfer", "serve", "text"])
+def test_the_files_of_vllm_are_read_too(tmp_path: Path, wrap: str) -> None:
+    own = {"cpu_bytes_to_use": "8GiB"}
+    transfer = {"kv_connector": "KVOffloadConnector", "kv_connector_extra_config": own}
+    shapes = {"own": own, "transfer": transfer, "serve": {"model": "m", "kv-transfer-config": transfer}}
+    shapes["text"] = {"kv-transfer-config": json.dumps(transfer)}  # type: ignore[dict-item]
+    file = tmp_path / "c.yml"
+    file.write_text(json.dumps(shapes[wrap]))  # JSON is YAML
+    assert load_config_file(file) == own
+
+
+def test_a_file_is_below_what_the_command_line_says(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text('{"cpu_bytes_to_use": "8GiB", "block_size": 64}')
+    found = with_config_file({"config_file": str(file), "block_size": 32}, {ENVIRONMENT: "/nowhere"})
+    assert found == {"cpu_bytes_to_use": "8GiB", "block_size": 32}
+    assert with_config_file({}, {ENVIRONMENT: str(file)})["block_size"] == 64
+    assert with_config_file({"block_size": 1}, {}) == {"block_size": 1}
+    with pytest.raises(ConfigError, match="must be the path of a file, not a int"):
+        with_config_file({"config_file": 5}, {})
+
+
+if __name__ == "__main__":
+    rows = [json.loads(line)[0] for line in GOLDEN.read_text().splitlines()]
+    GOLDEN.write_text("".join(json.dumps([row, problems_of(row)]) + "\n" for row in rows))
+
+
+def test_a_pool_in_memory_must_fit_beside_the_host_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 100 << 20)
+    with memory_directory() as pool:
+        file = tmp_path / "offload.json"
+        tier = {"type": "disk", "path": str(pool / "kv")}
+        for max_bytes, message in (
+            (None, "is memory (tmpfs): give max_bytes"),
+            ("60MiB", "100 MiB of memory are available, beside 64 MiB of host memory; lower max_bytes"),
+            ("30MiB", ""),
+        ):
+            tiers = [tier if max_bytes is None else tier | {"max_bytes": max_bytes}]
+            file.write_text(json.dumps({"cpu_bytes_to_use": "64MiB", "secondary_tiers": tiers}))
+            code, _, err = run(capsys, file)
+            assert (code, message in err) == (int(bool(message)), True), err
+        assert not list(pool.iterdir()), "nothing is made"

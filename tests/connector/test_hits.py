@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for hits, the waits for them, and their loads, without a scheduler side around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from tests.connector.rig import BT, FULL, Request, SpyManager, key
+
+from kvoffload.base import Direction, OffloadKey, ReqContext, TransferResult
+from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.connector.groups import geometry_of
+from kvoffload.connector.hits import Hits
+from kvoffload.connector.jobs import JobTable, Outbox
+from kvoffload.connector.loads import Loads
+from kvoffload.connector.recording import RequestRecording
+from kvoffload.connector.requests import GroupState, RequestOffloadState
+from kvoffload.errors import TransferError
+
+
+class Deferring(SpyManager):
+    """Promotes for as long as ``is_promoting``."""
+
+    is_promoting = False
+    loses = False
+
+    def lookup_prefix(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: object = None
+    ) -> list[bool | None]:
+        found = super().lookup_prefix(keys, req_context)
+        return [None if answer and self.is_promoting else answer for answer in found]
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> object:
+        if self.loses:
+            raise TransferError("gone")
+        return super().prepare_load(keys, req_context)
+
+
+@dataclass
+class Desk:
+    """Hits of a manager that has the blocks 0 to 7 of the prefix ``p``."""
+
+    manager: Deferring = field(default_factory=lambda: Deferring(16))
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        layout = EngineLayout((FULL,), BT, "desk")
+        config = OffloadingConfig(cpu_bytes_to_use=1)
+        geometry = geometry_of(layout, config)
+        stored, context = [key(n) for n in range(8)], ReqContext("before")
+        self.manager.prepare_store(stored, context)
+        self.manager.complete_store(stored, context)
+        self.jobs = JobTable(num_ranks=1)
+        self.outbox = Outbox(self.jobs)
+        self.loads = Loads(self.manager, geometry, self.jobs, self.outbox)
+        recording = RequestRecording(None, self.manager, geometry, layout, config)
+        self.hits = Hits(self.manager, geometry, self.loads, recording, lambda: self.now_s)
+        self.requests: list[RequestOffloadState] = []
+
+    def arrive(self, num_tokens: int = 33, first_gpu_block: int = 0) -> RequestOffloadState:
+        context = ReqContext(f"r{len(self.requests)}")
+        policy = self.manager.on_new_request(context).policy
+        state = RequestOffloadState(Request(context.req_id, num_tokens), context, policy, (GroupState(),))
+        state.set_gpu_blocks((range(first_gpu_block, first_gpu_block + 9),))
+        self.requests.append(state)
+        return state
+
+    def find(self, state: RequestOffloadState, computed: int = 0) -> int | None:
+        tokens = self.hits.find(state, computed)
+        self.check()
+        return tokens
+
+    def admit(self, state: RequestOffloadState, external: int) -> None:
+        self.hits.admit(state, external)
+        self.check()
+
+    def end(self, job_id: int, success: bool = True) -> bool:
+        job = self.jobs.record(0, TransferResult(job_id, success))
+        assert job is not None
+        is_awaited = self.loads.end(job)
+        self.check()
+        return is_awaited
+
+    def forget(self, state: RequestOffloadState) -> None:
+        self.requests.remove(state)
+        self.hits.forget(state)
+        self.check()
+
+    def check(self) -> None:
+        self.hits.check_invariants(self.requests)
+        self.jobs.check_invariants()
+        self.manager.check_invariants()
+
+    def waiting(self) -> float:
+        return self.hits.get_stats()["requests_waiting",]
+
+
+def test_a_wait_lasts_from_the_first_question_without_an_answer_to_the_answer() -> None:
+    desk = Desk()
+    state = desk.arrive()
+    desk.manager.is_promoting = True
+    for desk.now_s in (1.0, 2.0, 4.0):
+        assert desk.find(state) is None
+        assert desk.waiting() == 1
+    desk.manager.is_promoting = False
+    desk.now_s = 5.0
+    assert desk.find(state) == 32
+    assert (desk.waiting(), state.hit.wait_s) == (0, 4.0)
+    desk.now_s = 9.0
+    assert desk.find(state) == 32, "it found no GPU blocks meanwhile"
+    assert state.hit.wait_s == 4.0
+    desk.admit(state, 32)
+    stats = desk.hits.get_stats()
+    assert sum(value for sample, value in stats.items() if sample[0] == "lookup_wait_seconds") == 1 + 4.0, "one, of 4 s"
+    assert (stats["lookups_deferred",], stats["hit_tokens",], stats["tier_hit_tokens", "CPU"]) == (3, 32, 32)
+    assert state.hit.wait_s == 0.0, "the next admission has a wait of its own"
+
+
+def test_a_request_that_ends_waits_no_longer() -> None:
+    desk = Desk()
+    state = desk.arrive()
+    desk.manager.is_promoting = True
+    assert desk.find(state) is None
+    desk.forget(state)
+    assert desk.waiting() == 0
+
+
+def test_a_request_with_transfers_of_its_own_waits_for_them() -> None:
+    desk = Desk()
+    state = desk.arrive()
+    job = desk.jobs.begin(Direction.STORE, state, [key(9)], [3])
+    assert desk.find(state) is None
+    desk.jobs.remove(job)
+    assert desk.find(state) == 32
+
+
+def test_a_crowd_waits_for_one_load_and_then_no_more() -> None:
+    desk = Desk()
+    first, second = desk.arrive(), desk.arrive(first_gpu_block=20)
+    assert desk.find(first) == 32
+    desk.admit(first, 32)
+    (load,) = desk.outbox.take(()).loads
+    assert desk.find(second) is None
+    assert second.hit.awaited_job_id == load.job_id
+    assert desk.end(load.job_id)
+    assert first.hit.computed_tokens == 32
+    third = desk.arrive(first_gpu_block=40)
+    assert desk.find(third) == 32
+    desk.admit(third, 32)
+    assert desk.find(second) == 32, "it waits for one load, not for each"
+
+
+def test_a_load_that_is_not_sent_yet_ends_with_its_request() -> None:
+    desk = Desk()
+    state, other = desk.arrive(), desk.arrive(first_gpu_block=20)
+    assert desk.find(state) == 32
+    desk.admit(state, 32)
+    assert desk.loads.is_new(state)
+    desk.forget(state)
+    assert not desk.jobs.in_flight
+    assert desk.outbox.take(()).is_empty()
+    assert desk.manager.get_stats()["primary_blocks_pinned",] == 0
+    assert desk.find(other) == 32, "no key of it is being loaded"
+
+
+def test_a_load_that_is_sent_ends_after_its_request_and_gives_its_pins_back() -> None:
+    desk = Desk()
+    state = desk.arrive()
+    assert desk.find(state) == 32
+    desk.admit(state, 32)
+    (load,) = desk.outbox.take(()).loads
+    assert not desk.loads.is_new(state)
+    desk.forget(state)
+    assert desk.manager.get_stats()["primary_blocks_pinned",] == 8
+    assert not desk.end(load.job_id), "no request waits for it"
+    assert desk.manager.get_stats()["primary_blocks_pinned",] == 0
+
+
+@pytest.mark.parametrize("external", [32, 31])
+def test_without_pins_or_at_no_end_of_a_hit_the_load_is_lost(external: int) -> None:
+    desk = Desk()
+    state = desk.arrive()
+    assert desk.find(state) == 32
+    desk.manager.loses = external == 32
+    desk.admit(state, external)
+    meta = desk.outbox.take(())
+    assert (meta.loads, len(meta.lost_loads)) == ((), 1)
+    assert desk.end(meta.lost_loads[0].job_id, success=False)
+    assert state.hit.computed_tokens == 0
+    desk.manager.loses = False
+    assert desk.find(state, 4) == 4, "it gets no other load"
+
+
+def test_a_request_that_lost_its_gpu_blocks_does_not_take_in_the_end_of_its_load() -> None:
+    desk = Desk()
+    state = desk.arrive()
+    assert desk.find(state) == 32
+    desk.admit(state, 32)
+    (load,) = desk.outbox.take(()).loads
+    state.lose_gpu_blocks()
+    assert desk.find(state) is None, "its own transfers"
+    assert not desk.end(load.job_id)
+    assert state.hit.computed_tokens == 0
+    assert desk.find(state) == 32

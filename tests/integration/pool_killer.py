@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills processes that store to and load from a pool. ``pool_killer ROOT KILLS``, which test_pool runs (``-m``).
+
+Two processes at a time work on the pool, and are killed at random times. Each says which blocks it has stored. Then
+another process looks for all of them. Exit code 0: no wrong byte, and at least 0.95 of the blocks were found again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.slab.format import SlabFormat
+from kvoffload.tiering.stores.slab.store import SlabStore
+
+SIZE = 16 << 10
+KEYS = keys_of(*range(400))
+MAX_BYTES = 16 * SlabFormat("", SIZE).slab_bytes(200)
+"""Room for all blocks of both processes, so that none gives way."""
+BLOCKS = [memoryview(block_of(key, SIZE)) for key in KEYS]
+
+
+def open_store(root: Path) -> SlabStore:
+    return SlabStore(root, SIZE, max_bytes=MAX_BYTES)
+
+
+def load(store: SlabStore, numbers: list[int]) -> list[int]:
+    """Those of the blocks that were found."""
+    buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
+    answers = store.read_into([KEYS[n] for n in numbers], buffers)
+    found = [(n, buffer) for n, buffer, good in zip(numbers, buffers, answers, strict=True) if good]
+    assert all(buffer == BLOCKS[n] for n, buffer in found), "wrong bytes"
+    return [n for n, _ in found]
+
+
+def work(root: Path, seed: float, report: int) -> None:
+    rng, parent, store = random.Random(seed), os.getppid(), open_store(root)
+    while os.getppid() == parent:  # who ends the script ends its processes
+        numbers = rng.sample(range(len(KEYS)), rng.randrange(1, 9))
+        if rng.randrange(2):
+            answers = store.write([KEYS[n] for n in numbers], [BLOCKS[n] for n in numbers])
+            stored = [n for n, good in zip(numbers, answers, strict=True) if good]
+            os.write(report, b"".join(n.to_bytes(2, "little") for n in stored))
+        else:
+            load(store, numbers)
+
+
+def look(root: Path, stored: set[int], report: int) -> None:
+    store = open_store(root)
+    store._upkeep.is_loaded.wait()
+    found = set(load(store, sorted(stored)))
+    store.check_invariants()
+    assert store.stats().corrupt_blocks == 0, "a kill left an entry without its block"
+    store.close()
+    os.write(report, len(found).to_bytes(2, "little"))
+
+
+def start(work: Callable[[int], None]) -> tuple[int, int]:
+    """Process and pipe of its report."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(reader)
+            work(writer)
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - a forked child must not run on into its parent's code
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    os.close(writer)
+    return pid, reader
+
+
+def reported(reader: int) -> list[int]:
+    content = b""
+    while part := os.read(reader, 1 << 16):
+        content += part
+    os.close(reader)
+    return [int.from_bytes(content[at : at + 2], "little") for at in range(0, len(content), 2)]
+
+
+def main(root: Path, kills: int) -> None:
+    rng, stored, shares = random.Random(3), set[int](), list[float]()
+    for _ in range(kills // 2):
+        started = [start(partial(work, root, rng.random())) for _ in range(2)]
+        for pid, reader in started:
+            time.sleep(rng.random() * 0.2)
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            assert os.WIFSIGNALED(status), "a process failed before it was killed"
+            stored.update(reported(reader))
+        pid, reader = start(partial(look, root, stored))
+        (num_found,) = reported(reader)
+        assert os.waitpid(pid, 0)[1] == 0
+        if stored:
+            shares.append(num_found / len(stored))
+    assert len(stored) > len(KEYS) // 2, "the processes were killed before they stored much"
+    assert min(shares) >= 0.95, f"only {min(shares)} of the stored blocks were found"
+    print(f"{kills} kills, {len(stored)} blocks stored, at least {min(shares):.3f} found after each two kills")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

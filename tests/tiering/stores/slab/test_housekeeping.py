@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store does while nothing is asked of it: as little as possible, however many slabs there are."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.tiering.stores.slab.rig import SMALL, here, right, sparse_root, tables, write
+
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab import directory as directory_module
+from kvoffload.tiering.stores.slab.directory import Listings
+
+NUM_SLABS, NUM_SLOTS = 300, 40
+MAX_BYTES = 1 << 40
+CALLS = (
+    *("open", "close", "dup", "stat", "lstat", "fstat", "statvfs", "listdir", "scandir"),
+    *("pread", "preadv", "pwrite", "pwritev", "mkdir", "unlink", "rename"),
+)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """System calls, by name. One of ``slabs_in`` stands for two of each slab."""
+    counts = Counter[str]()
+
+    def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            counts[name] += 1
+            return real(*arguments, **options)
+
+        return call
+
+    for module, names in ((os, CALLS), (fcntl, ["flock"]), (directory_module, ["slabs_in"])):
+        for name in names:
+            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    return counts
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    sparse_root(tmp_path / "kv", NUM_SLABS, NUM_SLOTS, SMALL)
+    os.utime(tmp_path / "kv" / "=", ns=(0, 1_700_000_000_123_456_789))  # nobody has touched it for long
+    return tmp_path / "kv"
+
+
+@contextmanager
+def opened(root: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[SlabStore]:
+    """A store that knows all slabs, and whose own thread rests."""
+    store = SlabStore(root, SMALL, max_bytes=max_bytes)
+    try:
+        assert store._upkeep.is_loaded.wait(60)
+        store.refresh()
+        store.refresh()
+        with store._upkeep.lock:
+            yield store
+        store.check_invariants()
+    finally:
+        store.close()
+
+
+def test_a_poll_takes_few_calls_however_many_slabs_there_are(root: Path, calls: Counter[str]) -> None:
+    with opened(root) as store:
+        assert len(store._slabs.open) == NUM_SLABS
+        calls.clear()
+        for _ in range(10):
+            store._upkeep.flush_changes()
+            store._upkeep.poll()
+        assert calls["slabs_in"] == 0
+        assert calls.total() <= 10 * 16, calls
+
+
+def test_a_poll_looks_at_few_neighbours_slabs_unless_they_are_announced(root: Path, calls: Counter[str]) -> None:
+    with opened(root) as mine, opened(root) as theirs:
+        assert sum(slab.is_own for slab in theirs._slabs.open.values()) == 0
+        for _ in range(2):
+            theirs._upkeep.poll()  # what was announced at the start
+        calls.clear()
+        for _ in range(10):
+            theirs._upkeep.poll()
+        assert calls.total() <= 10 * (17 + 2 * 8), calls
+        keys = keys_of(*range(5000, 5000 + NUM_SLABS))
+        for key in keys[:3]:
+            write(mine, key)
+        mine._upkeep.flush_changes()
+        theirs._upkeep.poll()
+        assert here(theirs, *keys) == set(keys[:3])
+        assert right(theirs, *keys[:3]) == set(keys[:3])
+
+
+def test_slabs_of_the_dead_are_found_in_turn(root: Path) -> None:
+    mine = SlabStore(root, SMALL, max_bytes=MAX_BYTES)
+    assert mine._upkeep.is_loaded.wait(60)
+    with opened(root) as theirs:
+        mine._upkeep._bulletin.close()  # a killed process announces nothing
+        mine.close()
+        polls = 0
+        while any(not slab.is_own for slab in theirs._slabs.open.values()):
+            theirs._upkeep.poll()
+            polls += 1
+        assert NUM_SLABS // 8 <= polls <= NUM_SLABS // 4
+
+
+def test_a_full_quota_lists_nothing_again(root: Path, calls: Counter[str]) -> None:
+    used = sum(path.stat().st_size for path in (root / "=").iterdir())
+    with opened(root, max_bytes=used) as store:
+        for first in range(5000, 5000 + NUM_SLABS * (NUM_SLOTS - 1), 100):
+            write(store, *keys_of(*range(first, first + 100)))
+        for attempt in range(5):
+            store._growth.not_before_s = 0.0
+            if attempt == 1:
+                calls.clear()
+            assert write(store, *keys_of(*range(90_000 + 100 * attempt, 90_100 + 100 * attempt))) == [True] * 100
+        assert calls["slabs_in"] == 0
+        assert calls["listdir"] <= 2 * 4, "of the root"
+        assert len(store._slabs.open) == NUM_SLABS
+
+
+def test_times_of_use_are_written_down_by_and_by(root: Path, calls: Counter[str]) -> None:
+    with opened(root) as store:
+        store._upkeep.flush_uses()
+        store.touch(keys_of(*range(NUM_SLABS)))
+        store._upkeep._uses_left = NUM_SLABS
+        for _ in range(NUM_SLABS // 8 + 1):
+            calls.clear()
+            store._upkeep._flush_some_uses()
+            assert calls.total() <= 2 * 8
+        for slab in store._slabs.open.values():
+            assert slab.used_ns is not None
+            assert slab.file.read_uses()[0] == slab.used_ns[0] // 10**9
+
+
+def test_a_slab_that_is_replaced_by_another_of_its_name_is_noticed(root: Path) -> None:
+    with opened(root) as store:
+        table = tables(root)[0]
+        table.with_suffix(".copy").write_bytes(table.read_bytes())
+        table.with_suffix(".copy").rename(table)
+        store._upkeep.poll()
+        assert len(store._slabs.open) == NUM_SLABS, "dropped, and opened anew"
+        assert store._slabs.by_name[table.stem].file.inodes[0] == table.stat().st_ino
+
+
+class TestListings:
+    @pytest.fixture
+    def dir_fd(self, tmp_path: Path) -> Iterator[int]:
+        fd = os.open(tmp_path, os.O_RDONLY)
+        yield fd
+        os.close(fd)
+
+    def test_a_directory_at_rest_is_listed_once(self, dir_fd: int, tmp_path: Path) -> None:
+        (tmp_path / "a.table").touch()
+        os.utime(tmp_path, ns=(0, 1_700_000_000_123_456_789))
+        listings = Listings()
+        known = listings.slabs(dir_fd)
+        assert [slab.name for slab in known] == ["a"]
+        assert listings.slabs(dir_fd) is known
+        (tmp_path / "b.table").touch()
+        assert {slab.name for slab in listings.slabs(dir_fd)} == {"a", "b"}
+        (tmp_path / "a.table").unlink()
+        assert [slab.name for slab in listings.slabs(dir_fd)] == ["b"]
+
+    @pytest.mark.parametrize(("changed_ns", "rest_ns"), [(10**18 + 5, 50_000_000), (10**18, 2_500_000_000)])
+    def test_a_change_with_the_time_of_the_one_before_is_seen(
+        self, dir_fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed_ns: int, rest_ns: int
+    ) -> None:
+        """Both came within one tick of the file system's clock, which may be two seconds long."""
+        listings = Listings()
+        monkeypatch.setattr("time.time_ns", lambda: changed_ns + rest_ns)
+        for number in range(3):
+            (tmp_path / f"{number}.table").touch()
+            os.utime(tmp_path, ns=(0, changed_ns))
+            assert len(listings.slabs(dir_fd)) == number + 1
+
+    def test_a_time_in_the_future_says_nothing(self, dir_fd: int, tmp_path: Path) -> None:
+        listings = Listings()
+        for number in range(3):
+            (tmp_path / f"{number}.table").touch()
+            os.utime(tmp_path, ns=(0, 4_000_000_000_123_456_789))
+            assert len(listings.slabs(dir_fd)) == number + 1

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool: slabs on a memory file system, which the processes of a host share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.memory_files import memory_directory
+from tests.sizes import by_size
+from tests.tiering.stores.slab.rig import PAGED, SMALL, aligned, damage, here, payloads, right, slab_of, write
+
+from kvoffload.cpu import memory_limits
+from kvoffload.cpu.memory_limits import check_pool, memory_file_system
+from kvoffload.errors import CapacityError, ConfigError
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.options import parse_tier
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.slab import directory as directory_module
+from kvoffload.tiering.stores.slab import file as file_module
+from kvoffload.tiering.stores.slab.directory import check_memory
+
+ROOT = Path(__file__).parents[4]
+KEYS = keys_of(*range(100))
+KILLS = by_size(quick=50, thorough=400)
+
+
+@pytest.fixture
+def pool() -> Iterator[Path]:
+    with memory_directory() as path:
+        yield path / "kv"
+
+
+def run_python(script: str, *arguments: object) -> str:
+    """What a script prints, in a process of its own."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not ran.returncode, f"ended with {ran.returncode}: {ran.stdout}{ran.stderr}"
+    return ran.stdout
+
+
+class TestFiles:
+    @pytest.mark.parametrize("size", [SMALL, PAGED])
+    def test_blocks_are_copied_and_neither_read_nor_written(self, pool: Path, monkeypatch, size: int) -> None:
+        store = SlabStore(pool, size, max_bytes=slab_of(20, size))
+        write(store, KEYS[0], size=size)
+        for call in ("preadv", "pwritev"):
+            real = getattr(os, call)
+
+            def on_tables(fd: int, *arguments, real=real) -> int:
+                assert os.readlink(f"/proc/self/fd/{fd}").endswith(".table")
+                return real(fd, *arguments)
+
+            monkeypatch.setattr(os, call, on_tables)
+        assert write(store, *KEYS[1:20], size=size) == [True] * 19
+        assert right(store, *KEYS[:20], size=size) == set(KEYS[:20])
+        assert write(store, *KEYS[20:25], size=size) == [True] * 5
+        assert right(store, *KEYS, size=size) == here(store, *KEYS)
+        store.close()
+        store = SlabStore(pool, size, max_bytes=slab_of(20, size))
+        assert right(store, *KEYS, size=size) >= set(KEYS[20:25])
+        store.check_invariants()
+        store.close()
+
+    def test_a_closed_store_leaves_no_memory_mapped(self, pool: Path) -> None:
+        store = SlabStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
+        write(store, *KEYS[:4], size=PAGED)
+        maps = Path("/proc/self/maps")
+        assert str(pool) in maps.read_text()
+        store.close()
+        assert str(pool) not in maps.read_text()
+
+    def test_damage_is_a_miss(self, pool: Path) -> None:
+        store = SlabStore(pool, SMALL, max_bytes=slab_of(8))
+        write(store, *KEYS[:4])
+        damage(pool, KEYS[1])
+        assert right(store, *KEYS[:4]) == {KEYS[0], KEYS[2], KEYS[3]}
+        assert store.stats().corrupt_blocks == 1
+        store.close()
+
+    @pytest.mark.parametrize("left", [0, 1, 4096, 3 * PAGED + 1])
+    def test_a_file_that_was_cut_off_is_a_miss_and_kills_nobody(self, pool: Path, left: int) -> None:
+        """In a process of its own, which the kernel would end with SIGBUS."""
+        script = """
+import os, sys
+from pathlib import Path
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.slab import SlabStore
+root, size, max_bytes, left = Path(sys.argv[1]), *map(int, sys.argv[2:])
+store, keys = SlabStore(root, size, max_bytes=max_bytes), keys_of(*range(6))
+blocks = [memoryview(block_of(key, size)) for key in keys]
+store.write(keys, blocks)
+(path,) = root.rglob("*.slab")
+os.truncate(path, left)
+buffers = [memoryview(bytearray(size)) for _ in keys]
+for answers in (store.read_into(keys, buffers), store.write(keys, blocks), store.read_into(keys, buffers)):
+    print(sum(answers))
+    assert all(not good or buffer == block for good, buffer, block in zip(answers, buffers, blocks))
+store.close()
+"""
+        said = run_python(script, pool, PAGED, slab_of(8, PAGED), left).split()
+        assert said == [str(left // PAGED), "6", "6"]
+
+    def test_a_file_with_holes_is_not_mapped(self, pool: Path, monkeypatch) -> None:
+        """To touch a hole would kill the process on the day the file system is full."""
+
+        def refuse(fd: int, offset: int, num_bytes: int) -> None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+        monkeypatch.setattr(file_module, "_fallocate", refuse)
+        store = SlabStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
+        assert write(store, *KEYS[:4], size=PAGED) == [True] * 4
+        assert str(payloads(pool)[0]) not in Path("/proc/self/maps").read_text()
+        assert right(store, *KEYS[:4], size=PAGED) == set(KEYS[:4])
+        store.close()
+
+
+def open_tier(pool: Path, max_bytes: int) -> BlockStore:
+    return parse_tier({"type": "disk", "path": str(pool), "max_bytes": max_bytes}).open_store(PAGED, "")
+
+
+class TestMemory:
+    @pytest.fixture
+    def available(self, monkeypatch) -> list[int]:
+        """What the system says is available; changed by the test."""
+        said = [1 << 40]
+        monkeypatch.setattr(memory_limits, "available_bytes", lambda: said[0])
+        monkeypatch.setattr(directory_module, "available_bytes", lambda: said[0])
+        return said
+
+    def test_file_systems(self, pool: Path) -> None:
+        assert memory_file_system(pool.parent) == "tmpfs"
+        assert memory_file_system("/proc") is None
+        assert memory_file_system(pool / "absent") is None
+
+    def test_more_than_is_available_is_refused(self, pool: Path, available: list[int]) -> None:
+        available[0] = 1 << 20
+        with pytest.raises(CapacityError, match=r"lower max_bytes, free memory, or raise the container's limit"):
+            open_tier(pool, (1 << 20) + 1)
+        assert not pool.exists()
+        open_tier(pool, 1 << 20).close()
+        check_memory(str(pool), 1 << 19, beside_bytes=1 << 19)
+        with pytest.raises(CapacityError, match="available, beside 512 KiB of host memory"):
+            check_memory(str(pool), 1 << 20, beside_bytes=1 << 19)
+
+    def test_more_than_the_mount_has_is_refused(self, pool: Path, available: list[int]) -> None:
+        disk = os.statvfs(pool.parent)
+        available[0] = 1 << 60
+        with pytest.raises(CapacityError, match="docker: --shm-size"):
+            open_tier(pool, disk.f_blocks * disk.f_frsize * 2)
+
+    def test_slabs_that_exist_are_not_counted_twice(self, pool: Path, available: list[int]) -> None:
+        """They are in use already, so that they are not available any more."""
+        max_bytes = 4 << 20
+        store = SlabStore(pool, PAGED, max_bytes=max_bytes)
+        keys = keys_of(*range(400))
+        for start in range(0, 400, 100):
+            write(store, *keys[start : start + 100], size=PAGED)
+        store.close()
+        used = sum(path.stat().st_size for path in (pool / "=").iterdir())
+        available[0] = max_bytes - used + 8192
+        open_tier(pool, max_bytes).close()
+        available[0] = max_bytes - used - 8192
+        with pytest.raises(CapacityError):
+            open_tier(pool, max_bytes)
+        with pytest.raises(CapacityError):
+            check_pool(max_bytes, 0, pool)
+
+    def test_no_slab_is_made_for_which_there_is_no_memory(self, pool: Path, available: list[int]) -> None:
+        """Others took it meanwhile. The blocks that are here make room, and nothing is killed."""
+        store, keys = SlabStore(pool, PAGED, max_bytes=4 << 20), keys_of(*range(400))
+        write(store, *keys[:100], size=PAGED)
+        available[0] = 10_000
+        for start in range(100, 400, 100):
+            store._growth.not_before_s = 0.0
+            assert write(store, *keys[start : start + 100], size=PAGED) == [True] * 100
+        assert len(payloads(pool)) == 1
+        available[0] = 1 << 40
+        store._growth.not_before_s = 0.0
+        while len(payloads(pool)) == 1:
+            store._growth.not_before_s = 0.0
+            write(store, *keys[:100], size=PAGED)
+            write(store, *keys[100:200], size=PAGED)
+        store.close()
+
+    def test_hugetlbfs_is_refused(self, pool: Path, monkeypatch) -> None:
+        monkeypatch.setattr(directory_module, "memory_file_system", lambda path: "hugetlbfs")
+        with pytest.raises(ConfigError, match="choose a directory on a tmpfs"):
+            open_tier(pool, 1 << 20)
+
+    def test_a_tier_needs_max_bytes(self, pool: Path) -> None:
+        options = parse_tier({"type": "disk", "path": str(pool)})
+        with pytest.raises(ConfigError, match=r"is memory \(tmpfs\): give max_bytes"):
+            options.open_store(PAGED, "")
+        assert not pool.exists()
+        parse_tier({"type": "disk", "path": str(pool), "max_bytes": "1MiB"}).open_store(PAGED, "").close()
+
+
+CHILD = """
+import sys
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.slab import SlabStore
+root, size, max_bytes, first, last = sys.argv[1], *map(int, sys.argv[2:])
+store, keys = SlabStore(root, size, "", max_bytes), keys_of(*range(first, last))
+print(sum(store.write(keys, [memoryview(block_of(key, size)) for key in keys])), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_hits_what_the_first_stored(pool: Path) -> None:
+    command = [sys.executable, "-c", CHILD, *map(str, (pool, PAGED, 4 << 20, 0, 20))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "20\n"
+        second = SlabStore(pool, PAGED, max_bytes=4 << 20)
+        assert right(second, *KEYS[:30], size=PAGED) == set(KEYS[:20])
+        assert write(second, *KEYS[15:25], size=PAGED) == [True] * 10
+        first.kill()
+    second.refresh()
+    assert right(second, *KEYS[:30], size=PAGED) == set(KEYS[:25]), "of the dead, too"
+    assert all(slab.is_own for slab in second._slabs.open.values())
+    second.close()
+
+
+def test_killed_processes_lose_nothing_of_what_was_stored(pool: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.pool_killer", str(pool), str(KILLS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+
+
+def test_the_right_block_is_read_from_aligned_and_other_memory(pool: Path) -> None:
+    store = SlabStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
+    odd = memoryview(bytearray(PAGED + 7))[7:]
+    odd[:] = block_of(KEYS[0], PAGED)
+    assert store.write(KEYS[:2], [odd, aligned(block_of(KEYS[1], PAGED))]) == [True] * 2
+    odd[:] = bytes(PAGED)
+    assert store.read_into([KEYS[0]], [odd]) == [True]
+    assert odd == block_of(KEYS[0], PAGED)
+    store.close()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step costs while requests wait."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from tests.tiering.rig import Rig, prefix
+
+import kvoffload.tiering
+
+ROOM = str(Path(kvoffload.tiering.__file__).parent)
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """How many lines of ``tiering/`` it runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(ROOM):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def waiting(num_requests: int, *, groups: int = 2, unknown: bool = False) -> Rig:
+    """Requests that wait, each for two blocks of every group; with ``unknown``, no tier has found out whether it has
+    them."""
+    rig = Rig(2 * groups * num_requests + 8, promotion_share=1.0, claim_share=1.0)
+    for number in range(num_requests):
+        request = rig.start(f"r{number}")
+        for group in range(groups):
+            blocks = prefix(2, of=f"{number}-{group}-")
+            if unknown:
+                rig.tier.answers |= dict.fromkeys(blocks)
+            else:
+                rig.below(blocks)
+            assert rig.manager.lookup_prefix(blocks, request) == [None, None]
+    rig.step()
+    return rig
+
+
+@pytest.mark.parametrize("have_arrived", [False, True])
+def test_an_idle_step_costs_the_same_however_many_requests_wait(have_arrived: bool) -> None:
+    counts = []
+    for num_requests in (1, 50):
+        rig = waiting(num_requests)
+        if have_arrived:
+            rig.finish()
+        counts.append(lines_run(rig.manager.on_schedule_end))
+    assert counts[0] == counts[1]
+
+
+def test_only_ranges_without_an_answer_are_looked_at_in_each_step() -> None:
+    rig = waiting(3, unknown=True)
+    base = lines_run(rig.manager.on_schedule_end)
+    one_more = lines_run(waiting(4, unknown=True).manager.on_schedule_end) - base
+    assert one_more > 0
+    rig.tier.answers |= dict.fromkeys(prefix(2, of="0-0-") + prefix(2, of="0-1-"), False)
+    rig.step()
+    assert lines_run(rig.manager.on_schedule_end) == base - one_more
