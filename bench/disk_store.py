@@ -41,10 +41,10 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.doctor.copies import HostPlace
 from kvoffload.testing.keys import keys as make_keys
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PAGE_BYTES, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import directory_of
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, PAGE_BYTES, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.tier import StoreTier
 
 THREADS = 4
@@ -81,7 +81,7 @@ Call = Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
 class _Unchecked:
     """A slab store of its own that neither makes checksums nor verifies them."""
 
-    def __init__(self, store: SlabStore) -> None:
+    def __init__(self, store: DiskStore) -> None:
         self._store = store
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
@@ -98,7 +98,7 @@ class _Unchecked:
         def no_digest(payload: memoryview, seed: int) -> bytes:
             return seed.to_bytes(16, "little")
 
-        with patch("kvoffload.tiering.stores.slab.format.xxhash.xxh3_128_digest", no_digest):
+        with patch("kvoffload.tiering.stores.disk.format.xxhash.xxh3_128_digest", no_digest):
             yield
 
 
@@ -212,9 +212,9 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
     blocks, label = _Blocks(size, span // 2), f"{size >> 10} KiB"
     total, run_blocks = blocks.count * size, max(1, min(RUN_BLOCKS, RUN_BYTES // size))
     max_bytes = span + (span >> 6)
-    stores: dict[str, SlabStore | FileSystemStore | _Unchecked | _VllmFiles] = {
-        "slabs": SlabStore(place / f"slabs{size}", size, max_bytes=max_bytes),
-        "unchecked": _Unchecked(SlabStore(place / f"unchecked{size}", size, max_bytes=max_bytes)),
+    stores: dict[str, DiskStore | FileSystemStore | _Unchecked | _VllmFiles] = {
+        "slabs": DiskStore(place / f"slabs{size}", size, max_bytes=max_bytes),
+        "unchecked": _Unchecked(DiskStore(place / f"unchecked{size}", size, max_bytes=max_bytes)),
         "files": FileSystemStore(place / f"files{size}", size, max_bytes=max_bytes),
     }
     if importlib.util.find_spec("vllm"):
@@ -264,7 +264,7 @@ class _Pool:
     """A store in memory whose quota is full, and blocks to move in batches of ``batch``."""
 
     def __init__(self, root: Path, size: int, total: int, batch: int, threads: int, *, is_checked: bool) -> None:
-        store = SlabStore(root, size, max_bytes=8 * total)
+        store = DiskStore(root, size, max_bytes=8 * total)
         self.store = store if is_checked else _Unchecked(store)
         self._blocks, self._batch, self._threads = _Blocks(size, total), batch, threads
         for _ in range(9):
@@ -349,7 +349,7 @@ def _batches(
 def _start(root: Path, num_slots: int) -> list[Row]:
     """Opens a store whose tables are full. The payloads are holes, as a start does not read them."""
     layout, per_slab = SlabFormat(directory_of(""), 65536), min(num_slots, 16_000)
-    SlabStore(root, 65536, max_bytes=1 << 30).close()
+    DiskStore(root, 65536, max_bytes=1 << 30).close()
     rng = np.random.default_rng(0)
     for number in range(num_slots // per_slab):
         entries = rng.integers(0, 256, (per_slab, ENTRY_BYTES), np.uint8)
@@ -360,7 +360,7 @@ def _start(root: Path, num_slots: int) -> list[Row]:
         with slab.with_suffix(PAYLOAD_SUFFIX).open("wb") as payloads:
             payloads.truncate(per_slab * layout.block_bytes)
     begun = time.perf_counter()
-    store = SlabStore(root, 65536, max_bytes=1 << 40)
+    store = DiskStore(root, 65536, max_bytes=1 << 40)
     opened_s = time.perf_counter() - begun
     num_blocks = sum(len(keys) for keys in islice(store.scan(), 1)) and store.stats().used_bytes // layout.block_bytes
     seconds = time.perf_counter() - begun
@@ -378,7 +378,7 @@ def _memory(root: Path, num_blocks: int, target: str) -> list[Row]:
     view = memoryview(bytearray(65536)).cast("B", (1, 65536))
     names, context = make_keys(*range(20_000)), ReqContext("memory")
     tracemalloc.start()
-    tier = StoreTier(view, "disk", store := SlabStore(root, 65536, max_bytes=1 << 40))
+    tier = StoreTier(view, "disk", store := DiskStore(root, 65536, max_bytes=1 << 40))
     while store.stats().used_bytes < num_blocks * 65536:
         time.sleep(0.01)
     for key in names:

@@ -21,7 +21,7 @@ from bench.core import Row
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace
-from kvoffload.tiering.stores.slab.allocator import Allocator, runs_of
+from kvoffload.tiering.stores.disk.allocator import Allocator, runs_of
 
 BATCH = 64
 SLABS = 16

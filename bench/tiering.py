@@ -28,7 +28,7 @@ from kvoffload.tiering import (
     TieringOffloadingManager,
     build_tier,
 )
-from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 MAX_IDLE_STEP_US = 10.0
@@ -165,7 +165,7 @@ def _from_disk(short: bool, block_bytes: int) -> Row:
         rows = [memoryview(row) for row in np.asarray(primary.kv_view)[: len(blocks)]]
         # All of it, or the first promotions would pay for memory that nothing has touched yet.
         np.asarray(primary.kv_view).view(np.int64)[:] = np.arange(num_slots)[:, None]
-        store = SlabStore(root, block_bytes, max_bytes=2 * len(blocks) * block_bytes)
+        store = DiskStore(root, block_bytes, max_bytes=2 * len(blocks) * block_bytes)
         tier = StoreTier(primary.kv_view, "disk", store, TierLimits(threads=THREADS))
         manager = TieringOffloadingManager(primary, [tier])
         with ThreadPoolExecutor(THREADS) as pool:

@@ -37,7 +37,7 @@ MACHINES = {
     "cpu": ("test_manager_machine.py",),
     "connector": ("test_connector_machine.py", "test_whole_machine.py"),
     "tiering": ("test_tiering_machine.py", "test_load_policy_machine.py", "test_whole_machine.py"),
-    "tiering/stores/slab": ("test_slab_machine.py", "test_disk_machine.py"),
+    "tiering/stores/disk": ("test_slab_machine.py", "test_disk_machine.py"),
     "tiering/stores/fs": ("test_disk_machine.py",),
 }
 SLOWER = ("stateful", "integration", "soak", "demo")

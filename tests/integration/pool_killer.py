@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.slab.format import SlabFormat
-from kvoffload.tiering.stores.slab.store import SlabStore
+from kvoffload.tiering.stores.disk.format import SlabFormat
+from kvoffload.tiering.stores.disk.store import DiskStore
 
 SIZE = 16 << 10
 KEYS = keys_of(*range(400))
@@ -28,11 +28,11 @@ MAX_BYTES = 16 * SlabFormat("", SIZE).slab_bytes(200)
 BLOCKS = [memoryview(block_of(key, SIZE)) for key in KEYS]
 
 
-def open_store(root: Path) -> SlabStore:
-    return SlabStore(root, SIZE, max_bytes=MAX_BYTES)
+def open_store(root: Path) -> DiskStore:
+    return DiskStore(root, SIZE, max_bytes=MAX_BYTES)
 
 
-def load(store: SlabStore, numbers: list[int]) -> list[int]:
+def load(store: DiskStore, numbers: list[int]) -> list[int]:
     """Those of the blocks that were found."""
     buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
     answers = store.read_into([KEYS[n] for n in numbers], buffers)

@@ -25,15 +25,15 @@ from tests.integration.system_calls import NotPermitted, kill_at
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.disk import format as slab_format
+from kvoffload.tiering.stores.disk import store as disk_store
+from kvoffload.tiering.stores.disk.format import NEW_PREFIX, SlabFormat
+from kvoffload.tiering.stores.disk.store import DiskStore
 from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.fs.format import SUFFIX, TEMPORARY_PREFIX, BlockFormat
 from kvoffload.tiering.stores.fs.store import FileSystemStore
-from kvoffload.tiering.stores.slab import format as slab_format
-from kvoffload.tiering.stores.slab import store as slab_store
-from kvoffload.tiering.stores.slab.format import NEW_PREFIX, SlabFormat
-from kvoffload.tiering.stores.slab.store import SlabStore
 
-Store = FileSystemStore | SlabStore
+Store = FileSystemStore | DiskStore
 
 IS_SLAB = sys.argv[1] == "disk"
 SIZE = int(sys.argv[4])
@@ -44,7 +44,7 @@ if IS_SLAB:
     slab_format._MIN_SLAB_BYTES = SlabFormat("", SIZE).slab_bytes(4)
     MAX_BYTES = 2 * slab_format._MIN_SLAB_BYTES
     if SIZE % 4096 == 0:
-        slab_store._BESIDE_BYTES = SIZE  # checksums beside the write, as those of large blocks
+        disk_store._BESIDE_BYTES = SIZE  # checksums beside the write, as those of large blocks
 
 
 def aligned(data: bytes) -> memoryview:
@@ -58,7 +58,7 @@ BLOCKS = [aligned(block_of(key, SIZE)) for key in KEYS]
 
 
 def open_store(root: Path) -> Store:
-    return (SlabStore if IS_SLAB else FileSystemStore)(root, SIZE, max_bytes=MAX_BYTES)
+    return (DiskStore if IS_SLAB else FileSystemStore)(root, SIZE, max_bytes=MAX_BYTES)
 
 
 def write(store: Store, numbers: list[int]) -> list[bool]:
@@ -128,7 +128,7 @@ def check_root(root: Path, rng: random.Random) -> None:
     assert disk_bytes(root) <= MAX_BYTES
     for _ in store.scan():
         pass
-    if isinstance(store, SlabStore):
+    if isinstance(store, DiskStore):
         store.check_invariants()
         assert all(write(store, list(range(20, 28)))), "a slot is lost"
     store.close()

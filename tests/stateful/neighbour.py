@@ -20,12 +20,12 @@ from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk import format as slab_format
+from kvoffload.tiering.stores.disk.directory import root_lock
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX
 from kvoffload.tiering.stores.root import Access, directory_of
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab import format as slab_format
-from kvoffload.tiering.stores.slab.directory import root_lock
 
 SLAB_SLOTS = 4
 """Slots of a slab, in the tests that use this script."""
@@ -103,7 +103,7 @@ class SlabNeighbour(Neighbour):
         super().__init__(block_bytes)
         self.root = root
         slab_format._MIN_SLAB_BYTES = slab_format.SlabFormat("", block_bytes).slab_bytes(SLAB_SLOTS)
-        self.store = self.slabs = SlabStore(root, block_bytes, max_bytes=max_bytes)
+        self.store = self.slabs = DiskStore(root, block_bytes, max_bytes=max_bytes)
 
     def scan(self) -> None:
         self.slabs.refresh()

@@ -33,10 +33,10 @@ from kvoffload.testing import ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, StoreTier, TieringOffloadingManager, TierLimits
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
 SIZE = 1000
 NUM_KEYS = 12
@@ -106,9 +106,9 @@ class DiskMachine(RuleBasedStateMachine):
 
     kind: str
     max_bytes: int
-    store: FileSystemStore | SlabStore
+    store: FileSystemStore | DiskStore
 
-    def open_store(self) -> FileSystemStore | SlabStore:
+    def open_store(self) -> FileSystemStore | DiskStore:
         raise NotImplementedError
 
     def files(self) -> list[Path]:
@@ -278,11 +278,11 @@ class SlabMachine(DiskMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slabs_are_small = patch("kvoffload.tiering.stores.slab.format._MIN_SLAB_BYTES", self.max_bytes // 2)
+        self.slabs_are_small = patch("kvoffload.tiering.stores.disk.format._MIN_SLAB_BYTES", self.max_bytes // 2)
         self.slabs_are_small.start()
 
-    def open_store(self) -> SlabStore:
-        return SlabStore(self.root, SIZE, max_bytes=self.max_bytes)
+    def open_store(self) -> DiskStore:
+        return DiskStore(self.root, SIZE, max_bytes=self.max_bytes)
 
     def files(self) -> list[Path]:
         return [path for path in sorted(self.root.rglob("*")) if path.suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX)]

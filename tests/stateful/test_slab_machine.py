@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.files import disk_bytes
 from tests.sizes import by_size
-from tests.tiering.stores.slab.rig import aligned, damage, slab_of
+from tests.tiering.stores.disk.rig import aligned, damage, slab_of
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.slab.store import SlabStore
+from kvoffload.tiering.stores.disk.store import DiskStore
 
 SIZE = 64
 KEYS = keys_of(*range(40))
@@ -38,22 +38,22 @@ class SlabMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
-        self.stores: list[SlabStore] = []
+        self.stores: list[DiskStore] = []
         self.known: list[set[OffloadKey]] = [set(), set()]
         """Blocks that each store has, as far as it has said."""
-        self.slabs_are_small = patch("kvoffload.tiering.stores.slab.format._MIN_SLAB_BYTES", slab_of(SLOTS, SIZE))
+        self.slabs_are_small = patch("kvoffload.tiering.stores.disk.format._MIN_SLAB_BYTES", slab_of(SLOTS, SIZE))
         self.slabs_are_small.start()
 
     @initialize(beside_bytes=st.sampled_from([1 << 20, 1]))
     def each_takes_a_slab(self, beside_bytes: int) -> None:
-        self.checksums = patch("kvoffload.tiering.stores.slab.store._BESIDE_BYTES", beside_bytes)
+        self.checksums = patch("kvoffload.tiering.stores.disk.store._BESIDE_BYTES", beside_bytes)
         self.checksums.start()
         for who in (0, 1):
             self.stores.append(self.open())
             self.write(who, [KEYS[who]])
 
-    def open(self) -> SlabStore:
-        store = SlabStore(self.root, SIZE, max_bytes=MAX_BYTES)
+    def open(self) -> DiskStore:
+        store = DiskStore(self.root, SIZE, max_bytes=MAX_BYTES)
         store._upkeep.lock.acquire()  # from now on the store's thread waits
         return store
 

@@ -12,22 +12,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiering.stores.slab.rig import damage, slab_of
+from tests.tiering.stores.disk.rig import damage, slab_of
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.testing import FaultyStore, GatedStore, ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata, JobResult
-from kvoffload.tiering.stores.root import directory_of
-from kvoffload.tiering.stores.slab.format import (
+from kvoffload.tiering.stores.disk.format import (
     ENTRY_BYTES,
     PAGE_BYTES,
     PAYLOAD_SUFFIX,
     TABLE_SUFFIX,
     SlabFormat,
 )
-from kvoffload.tiering.stores.slab.store import SlabStore
+from kvoffload.tiering.stores.disk.store import DiskStore
+from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.wrappers import Namespaced
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
@@ -43,7 +43,7 @@ class Rig:
         self.memory = bytearray(SLOTS * SIZE)
         self.view = memoryview(self.memory).cast("B", (SLOTS, SIZE))
         self.clock = ManualClock()
-        self.slabs = SlabStore(root, SIZE, max_bytes=slab_of(SLOTS))
+        self.slabs = DiskStore(root, SIZE, max_bytes=slab_of(SLOTS))
         self.gate = GatedStore(self.slabs)
         self.store = FaultyStore(self.gate)
         limits = TierLimits(threads=2, drain_timeout_s=5.0)
@@ -110,7 +110,7 @@ def test_a_lookup_is_answered_at_once_by_the_store_itself(rig: Rig) -> None:
 
 
 def test_a_neighbours_block_is_found_and_loaded(rig: Rig) -> None:
-    neighbour = SlabStore(rig.root, SIZE, max_bytes=2 * slab_of(SLOTS))
+    neighbour = DiskStore(rig.root, SIZE, max_bytes=2 * slab_of(SLOTS))
     (key,) = keys_of(1)
     assert neighbour.write([key], [memoryview(block_of(key, SIZE))]) == [True]
     neighbour.refresh()
@@ -185,7 +185,7 @@ class TestEvents:
 
 
 def test_a_wrapper_that_renames_keys_remembers_them_itself(rig: Rig, tmp_path: Path) -> None:
-    store = SlabStore(tmp_path / "other", SIZE, max_bytes=slab_of(SLOTS))
+    store = DiskStore(tmp_path / "other", SIZE, max_bytes=slab_of(SLOTS))
     assert Namespaced(store, "mine").resident is None
     store.close()
 
@@ -194,7 +194,7 @@ def test_store_and_tier_take_150_bytes_per_block(tmp_path: Path) -> None:
     """Of a large store that was found at the start. Payloads are holes, as nobody reads them."""
     num_slots, num_slabs, size = 16_000, 2, 65536
     layout = SlabFormat(directory_of(""), size)
-    SlabStore(tmp_path, size, max_bytes=1 << 30).close()
+    DiskStore(tmp_path, size, max_bytes=1 << 30).close()
     slabs = tmp_path / layout.directory
     names = [keys_of(*range(slab * num_slots, (slab + 1) * num_slots)) for slab in range(num_slabs)]
     for number, mine in enumerate(names):
@@ -209,7 +209,7 @@ def test_store_and_tier_take_150_bytes_per_block(tmp_path: Path) -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        store = SlabStore(tmp_path, size, max_bytes=1 << 40)
+        store = DiskStore(tmp_path, size, max_bytes=1 << 40)
         tier = StoreTier(view, "disk", store)
         for mine in names:
             assert all(tier.lookup(key, CONTEXT) for key in mine)

@@ -14,7 +14,7 @@ from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.testing.tier_contract import SecondaryTierContract
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.options import build_tier
-from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, PAGE_BYTES, SlabFormat, key_in
+from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PAGE_BYTES, SlabFormat, key_in
 
 
 class TestFakeTierAtOnce(SecondaryTierContract):

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvoffload.tiering.stores.disk.admin import DiskRoot, is_disk_root
 from kvoffload.tiering.stores.fs.admin import StoreRoot
-from kvoffload.tiering.stores.slab.admin import SlabRoot, is_slab_root
 from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
@@ -69,7 +69,7 @@ def verify(
     """Read every block and verify its checksum. The exit code is 1 if bad blocks remain."""
     store = _open(root)
     directory = None if namespace is None else store.directory(namespace)
-    if isinstance(store, SlabRoot):
+    if isinstance(store, DiskRoot):
         _verify(store, list(store.files(directory)), repair)
     else:
         _verify(store, list(store.files(directory)), repair)
@@ -151,8 +151,8 @@ def clear(
     _console.print(f"{store.clear(store.directory(namespace)):,} blocks deleted.")
 
 
-def _open(root: Path) -> StoreRoot | SlabRoot:
-    return SlabRoot(root) if is_slab_root(root) else StoreRoot(root)
+def _open(root: Path) -> StoreRoot | DiskRoot:
+    return DiskRoot(root) if is_disk_root(root) else StoreRoot(root)
 
 
 def _ago(when_ns: int) -> str:

@@ -25,12 +25,12 @@ from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.registry import Registry
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk.directory import check_memory
+from kvoffload.tiering.stores.disk.format import SlabFormat
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab.directory import check_memory
-from kvoffload.tiering.stores.slab.format import SlabFormat
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
 
@@ -232,7 +232,7 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         self.check_place()
-        return SlabStore(
+        return DiskStore(
             self.directory, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
         )
 

@@ -16,12 +16,12 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import BlockStoreContract, block_of
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directory_of
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab.format import PAYLOAD_SUFFIX
 from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
 
 
@@ -57,13 +57,13 @@ class TestFileSystemStoreDurable(TestFileSystemStore):
         return FileSystemStore(directory, self.block_bytes, durability="fsync")
 
 
-class TestSlabStore(BlockStoreContract):
+class TestDiskStore(BlockStoreContract):
     """Blocks that are no whole pages, so through the page cache."""
 
     namespace = ""
 
     def make_store(self, directory: Path) -> BlockStore:
-        return SlabStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 24)
+        return DiskStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 24)
 
     def reopen(self, directory: Path) -> BlockStore | None:
         return self.make_store(directory)
@@ -79,17 +79,17 @@ class TestSlabStore(BlockStoreContract):
         return False
 
 
-class TestSlabStoreDirect(TestSlabStore):
+class TestDiskStoreDirect(TestDiskStore):
     block_bytes = 1 << 14
     namespace = "org/model ü"
 
 
-class TestSlabStoreDurable(TestSlabStore):
+class TestDiskStoreDurable(TestDiskStore):
     def make_store(self, directory: Path) -> BlockStore:
-        return SlabStore(directory, self.block_bytes, max_bytes=1 << 24, durability="fsync")
+        return DiskStore(directory, self.block_bytes, max_bytes=1 << 24, durability="fsync")
 
 
-class TestSlabStoreInMemory(TestSlabStore):
+class TestDiskStoreInMemory(TestDiskStore):
     """A pool in ``/dev/shm``, which is mapped."""
 
     @pytest.fixture(autouse=True)
@@ -99,11 +99,11 @@ class TestSlabStoreInMemory(TestSlabStore):
             yield
 
 
-class TestSlabStoreThatIsFull(TestSlabStore):
+class TestDiskStoreThatIsFull(TestDiskStore):
     """Every block that is written evicts another one, of an earlier test or of this one."""
 
     def make_store(self, directory: Path) -> BlockStore:
-        return SlabStore(directory, self.block_bytes, max_bytes=1 << 20)
+        return DiskStore(directory, self.block_bytes, max_bytes=1 << 20)
 
 
 class TestChecksummed(BlockStoreContract):

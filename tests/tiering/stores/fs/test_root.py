@@ -28,10 +28,10 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.admin import StoreRoot, is_sound
 from kvoffload.tiering.stores.root import directory_of, namespace_of
-from kvoffload.tiering.stores.slab import SlabStore
 
 
 def test_a_root_that_goes_away_and_comes_back(open_store, tmp_path: Path) -> None:
@@ -201,6 +201,6 @@ def test_mistakes_are_refused_before_anything_is_made(tmp_path: Path) -> None:
 
 def test_a_root_of_a_disk_tier_is_refused(tmp_path: Path) -> None:
     """Neither counts the other's files, so the quota would hold twice."""
-    SlabStore(tmp_path / "kv", SMALL, max_bytes=1 << 20).close()
+    DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20).close()
     with pytest.raises(ConfigError, match="belongs to a tier of type 'disk'; choose another directory"):
         FileSystemStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)

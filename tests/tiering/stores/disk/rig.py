@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for the tests of SlabStore."""
+"""Helpers for the tests of DiskStore."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.root import directory_of
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
 SMALL, PAGED = 1000, 8192
 
@@ -24,16 +24,16 @@ def aligned(data: bytes) -> memoryview:
     return memoryview(buffer)
 
 
-def write(store: SlabStore, *keys: OffloadKey, size: int = SMALL) -> list[bool]:
+def write(store: DiskStore, *keys: OffloadKey, size: int = SMALL) -> list[bool]:
     return store.write(keys, [aligned(block_of(key, size)) for key in keys])
 
 
-def read(store: SlabStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
+def read(store: DiskStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
     buffer = aligned(bytes(size))
     return bytes(buffer) if store.read_into([key], [buffer]) == [True] else None
 
 
-def right(store: SlabStore, *keys: OffloadKey, size: int = SMALL) -> set[OffloadKey]:
+def right(store: DiskStore, *keys: OffloadKey, size: int = SMALL) -> set[OffloadKey]:
     """The keys whose blocks can be read. Every block that can be read is right."""
     found = set()
     for key in keys:
@@ -43,7 +43,7 @@ def right(store: SlabStore, *keys: OffloadKey, size: int = SMALL) -> set[Offload
     return found
 
 
-def here(store: SlabStore, *keys: OffloadKey) -> set[OffloadKey]:
+def here(store: DiskStore, *keys: OffloadKey) -> set[OffloadKey]:
     return {key for key, found in zip(keys, store.contains(keys), strict=True) if found}
 
 
@@ -76,7 +76,7 @@ def damage(root: Path, key: OffloadKey, size: int = SMALL, at: int = -1) -> None
 def sparse_root(root: Path, num_slabs: int, num_slots: int, size: int) -> None:
     """A root of slabs whose payloads are holes. The first slot of each slab, ``number``, has the block of that key."""
     layout, now_s = SlabFormat(directory_of(""), size), int(time.time())
-    SlabStore(root, size, max_bytes=layout.slab_bytes(2)).close()
+    DiskStore(root, size, max_bytes=layout.slab_bytes(2)).close()
     for number, key in enumerate(keys_of(*range(num_slabs))):
         path = root / layout.directory / f"{number:016x}"
         entry = layout.entry(layout.hashed(key), memoryview(bytes(size)), now_s * 10**9)

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.slab.format import ENTRY, ENTRY_BYTES, SlabFormat, key_in
+from kvoffload.tiering.stores.disk.format import ENTRY, ENTRY_BYTES, SlabFormat, key_in
 
 LAYOUT = SlabFormat("org/model", 65536)
 BLOCK = memoryview(bytes(range(256)) * 256)

@@ -13,10 +13,10 @@ import pytest
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
-from kvoffload.tiering.stores.slab import index as index_module
-from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE
-from kvoffload.tiering.stores.slab.format import ENTRY, ENTRY_BYTES, HashedKey, SlabFormat
-from kvoffload.tiering.stores.slab.index import ResidentKeys, SlotIndex
+from kvoffload.tiering.stores.disk import index as index_module
+from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE
+from kvoffload.tiering.stores.disk.format import ENTRY, ENTRY_BYTES, HashedKey, SlabFormat
+from kvoffload.tiering.stores.disk.index import ResidentKeys, SlotIndex
 
 LAYOUT = SlabFormat("index", 4096)
 

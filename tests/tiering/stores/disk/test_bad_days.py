@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiering.stores.slab.rig import aligned, right, slab_of, tables, write
+from tests.tiering.stores.disk.rig import aligned, right, slab_of, tables, write
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.errors import StoreError
@@ -23,7 +23,7 @@ from kvoffload.testing import ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata
-from kvoffload.tiering.stores.slab.store import SlabStore
+from kvoffload.tiering.stores.disk.store import DiskStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 SIZE = 1000
@@ -69,7 +69,7 @@ class Rig:
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self.root, self.disk, self.clock = root, disk, ManualClock()
-        self.store = SlabStore(root, SIZE, max_bytes=slab_of(24))
+        self.store = DiskStore(root, SIZE, max_bytes=slab_of(24))
         write(self.store, *K[:12])
         self.memory = np.zeros((24, SIZE), np.uint8)
         limits = TierLimits(threads=4, timeout_s=10, drain_timeout_s=2)
@@ -197,7 +197,7 @@ class TestHung:
 
     def test_a_poll_leaves_everything_else_alone(self, rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
         """The store's own thread, which looks after neighbours, hangs with a table of theirs."""
-        neighbour = SlabStore(rig.root, SIZE, max_bytes=2 * slab_of(24))
+        neighbour = DiskStore(rig.root, SIZE, max_bytes=2 * slab_of(24))
         assert write(neighbour, *K[20:22]) == [True] * 2
         neighbour.refresh()
         rig.store.refresh()
@@ -238,13 +238,13 @@ class TestRoot:
 
     @pytest.mark.parametrize("suffix", [".table", ".slab"])
     def test_a_pipe_in_a_slabs_place_holds_nobody_up(self, tmp_path: Path, suffix: str) -> None:
-        store = SlabStore(tmp_path, SIZE, max_bytes=slab_of(24))
+        store = DiskStore(tmp_path, SIZE, max_bytes=slab_of(24))
         write(store, *K[:4])
         store.close()
         (path,) = [table.with_suffix(suffix) for table in tables(tmp_path)]
         path.unlink()
         os.mkfifo(path, 0o600)
-        store = SlabStore(tmp_path, SIZE, max_bytes=2 * slab_of(24))
+        store = DiskStore(tmp_path, SIZE, max_bytes=2 * slab_of(24))
         assert right(store, *K[:4]) == set()
         assert write(store, *K[:4]) == [True] * 4
         store.close()
@@ -258,12 +258,12 @@ class TestOpenFiles:
     SCRIPT = """
 import logging, os, resource, sys
 from kvoffload.testing.keys import keys as keys_of
-from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.disk import DiskStore
 logging.basicConfig(format="LOG %(message)s", stream=sys.stdout)
 root, soft, hard = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 def open_store():
-    return SlabStore(root, 4096, max_bytes=32 << 20)
+    return DiskStore(root, 4096, max_bytes=32 << 20)
 def fill(store):
     for first in range(0, 7600, 100):
         keys = keys_of(*range(first, first + 100))

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import StoreError
 from kvoffload.tiering.stores.direct_io import O_DIRECT, after, is_aligned
-from kvoffload.tiering.stores.root import Access, try_lock
-from kvoffload.tiering.stores.slab.format import (
+from kvoffload.tiering.stores.disk.format import (
     ENTRY_BYTES,
     NEW_PREFIX,
     PAGE_BYTES,
@@ -30,6 +29,7 @@ from kvoffload.tiering.stores.slab.format import (
     TABLE_SUFFIX,
     SlabFormat,
 )
+from kvoffload.tiering.stores.root import Access, try_lock
 
 __all__ = ["TOO_MANY_FILES", "SlabFile", "SlabRefused", "most_slabs"]
 

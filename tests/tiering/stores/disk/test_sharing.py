@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.tiering.stores.disk.sharing import BULLETIN_NAME, Bulletin, PostedRequest, Request, requests_of_others
 from kvoffload.tiering.stores.root import CONTROL_DIR, PRIVATE, Access, check_root
-from kvoffload.tiering.stores.slab.sharing import BULLETIN_NAME, Bulletin, PostedRequest, Request, requests_of_others
 
 MINE, THEIRS = "a" * 16, "b" * 16
 

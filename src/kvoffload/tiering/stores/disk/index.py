@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE
-from kvoffload.tiering.stores.slab.format import ENTRY_BYTES, LENGTH_AT, PROBE_AT, HashedKey
+from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE
+from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, LENGTH_AT, PROBE_AT, HashedKey
 
 __all__ = ["ResidentKeys", "SlotIndex"]
 

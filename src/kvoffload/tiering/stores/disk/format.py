@@ -36,7 +36,7 @@ import numpy as np
 import xxhash
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.slab.allocator import MAX_SLAB_SLOTS
+from kvoffload.tiering.stores.disk.allocator import MAX_SLAB_SLOTS
 
 __all__ = [
     "EMPTY_ENTRY",

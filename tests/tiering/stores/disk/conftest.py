@@ -5,24 +5,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.tiering.stores.slab.rig import SMALL, slab_of
+from tests.tiering.stores.disk.rig import SMALL, slab_of
 
-from kvoffload.tiering.stores.slab.store import SlabStore
+from kvoffload.tiering.stores.disk.store import DiskStore
 
 
 @pytest.fixture(params=["before", "beside"])
 def open_store(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., SlabStore]]:
+) -> Iterator[Callable[..., DiskStore]]:
     """Opens stores on one root, by default with one slab of eight slots, checks them at the end and closes them.
     Checksums are made before the write of their blocks, as those of small blocks, or beside it, as of large ones."""
     if request.param == "beside":
-        monkeypatch.setattr("kvoffload.tiering.stores.slab.store._BESIDE_BYTES", 1)
+        monkeypatch.setattr("kvoffload.tiering.stores.disk.store._BESIDE_BYTES", 1)
     opened = []
 
-    def make(size: int = SMALL, namespace: str = "", max_bytes: int | None = None, **options) -> SlabStore:
+    def make(size: int = SMALL, namespace: str = "", max_bytes: int | None = None, **options) -> DiskStore:
         max_bytes = slab_of(8, size) if max_bytes is None else max_bytes
-        opened.append(SlabStore(tmp_path / "kv", size, namespace, max_bytes, **options))
+        opened.append(DiskStore(tmp_path / "kv", size, namespace, max_bytes, **options))
         return opened[-1]
 
     yield make

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.tiering.stores.slab.rig import SMALL, here, right, sparse_root, tables, write
+from tests.tiering.stores.disk.rig import SMALL, here, right, sparse_root, tables, write
 
 from kvoffload.testing.keys import keys as keys_of
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab import directory as directory_module
-from kvoffload.tiering.stores.slab.directory import Listings
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk import directory as directory_module
+from kvoffload.tiering.stores.disk.directory import Listings
 
 NUM_SLABS, NUM_SLOTS = 300, 40
 MAX_BYTES = 1 << 40
@@ -52,9 +52,9 @@ def root(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def opened(root: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[SlabStore]:
+def opened(root: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[DiskStore]:
     """A store that knows all slabs, and whose own thread rests."""
-    store = SlabStore(root, SMALL, max_bytes=max_bytes)
+    store = DiskStore(root, SMALL, max_bytes=max_bytes)
     try:
         assert store._upkeep.is_loaded.wait(60)
         store.refresh()
@@ -96,7 +96,7 @@ def test_a_poll_looks_at_few_neighbours_slabs_unless_they_are_announced(root: Pa
 
 
 def test_slabs_of_the_dead_are_found_in_turn(root: Path) -> None:
-    mine = SlabStore(root, SMALL, max_bytes=MAX_BYTES)
+    mine = DiskStore(root, SMALL, max_bytes=MAX_BYTES)
     assert mine._upkeep.is_loaded.wait(60)
     with opened(root) as theirs:
         mine._upkeep._bulletin.close()  # a killed process announces nothing

@@ -8,16 +8,16 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvoffload.tiering.stores.slab.allocator import runs_of
-from kvoffload.tiering.stores.slab.directory import SlabDirectory, SlabSeen
-from kvoffload.tiering.stores.slab.file import TOO_MANY_FILES, SlabRefused
-from kvoffload.tiering.stores.slab.format import PAGE_SLOTS, SlabFormat
-from kvoffload.tiering.stores.slab.sharing import Bulletin, PostedRequest, requests_of_others
-from kvoffload.tiering.stores.slab.slabs import Slab, Slabs
+from kvoffload.tiering.stores.disk.allocator import runs_of
+from kvoffload.tiering.stores.disk.directory import SlabDirectory, SlabSeen
+from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabRefused
+from kvoffload.tiering.stores.disk.format import PAGE_SLOTS, SlabFormat
+from kvoffload.tiering.stores.disk.sharing import Bulletin, PostedRequest, requests_of_others
+from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
 
 __all__ = ["Growth", "Upkeep"]
 
@@ -56,14 +56,14 @@ class Growth:
     def grow(self, errors: list[OSError]) -> bool:
         """Whether there are free slots now. One thread makes a slab; others wait for it, but not if it hangs."""
         if time.monotonic() < self.not_before_s:
-            if self._error is not None and not self._slabs.allocator.num_slots:
+            if self._error is not None and not self._slabs.num_slots:
                 errors.append(self._error)
             return False
         if not self._lock.acquire(timeout=_GROW_S):
             self.not_before_s = time.monotonic() + _GROW_S
             return False
         try:
-            if self._slabs.allocator.free.num_slots:
+            if self._slabs.num_free:
                 return True
             # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
             self.making = secrets.token_hex(8)
@@ -77,7 +77,7 @@ class Growth:
             self._error = exc
             if exc.errno in TOO_MANY_FILES:
                 self._slabs.note_limit(exc)
-            if not self._slabs.allocator.num_slots:
+            if not self._slabs.num_slots:
                 errors.append(exc)
         finally:
             self.making = ""
@@ -116,7 +116,7 @@ class Upkeep:
         self._stop = threading.Event()
         with self.lock:
             self.load(at_once=True)
-        self._thread = threading.Thread(target=self._keep_up, name="kvoffload-slab-upkeep", daemon=True)
+        self._thread = threading.Thread(target=self._keep_up, name="kvoffload-disk-upkeep", daemon=True)
         self._thread.start()
 
     def refresh(self) -> None:
@@ -136,7 +136,7 @@ class Upkeep:
             self._is_closed = True
             self.flush_uses()
             self.flush_changes()
-            own = [slab.file.name for slab in self._slabs.open.values() if slab.is_own]
+            own = [slab.file.name for slab in self._slabs.snapshot() if slab.is_own]
             self._slabs.close()
             self._bulletin.announce(own)
             self._bulletin.close()
@@ -219,8 +219,7 @@ class Upkeep:
     def poll(self, *, every_slab: bool = False) -> None:
         """Takes in what other processes did. Looks at neighbours' slabs that were announced, and at a few others in
         turn; with ``every_slab`` at all. Raises ``OSError``."""
-        with self._slabs.lock:  # before they are listed: one that is made meanwhile is not gone
-            slabs = list(self._slabs.open.values())
+        slabs = self._slabs.snapshot()  # before they are listed: one that is made meanwhile is not gone
         if not self._directory.check():
             self._slabs.drop(slabs, "removed")
             self._bulletin.close()
@@ -233,8 +232,7 @@ class Upkeep:
         if self._must_shrink and self.is_loaded.is_set():
             self._shrink()
         self._share()
-        with self._slabs.lock:
-            theirs = [slab for slab in self._slabs.open.values() if not slab.is_own]
+        theirs = [slab for slab in self._slabs.snapshot() if not slab.is_own]
         if not theirs:
             return
         is_changed = self._bulletin.take_changed()
@@ -258,49 +256,36 @@ class Upkeep:
     def _share(self) -> None:
         """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we. Raises
         ``OSError``."""
-        with self._slabs.lock:
-            own = [slab for slab in self._slabs.open.values() if slab.used_ns is not None]
-        now_s = time.monotonic()
+        num_own, now_s = sum(slab.is_own for slab in self._slabs.snapshot()), time.monotonic()
         if now_s < self._growth.wants_until_s:
-            self._request.post(len(own))
+            self._request.post(num_own)
         else:
             self._request.withdraw()
         self._answered = {process: given for process, given in self._answered.items() if now_s < given[1]}
         for theirs in requests_of_others(self._root, self._directory.access, self._request.process):
             has_been_given = self._answered.get(theirs.process, (-1, 0.0))[0] == theirs.num_slabs
-            if has_been_given or len(own) <= theirs.num_slabs + 1:
+            if has_been_given or num_own <= theirs.num_slabs + 1:
                 continue
-            with self._slabs.lock:
-                slab = min(own, key=lambda one: -1 if one.used_ns is None else int(one.used_ns.max()))
-                own.remove(slab)
-                if slab.users or slab.is_dropped:
-                    continue  # somebody writes to it just now: perhaps at the next poll
-                self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
-                is_removed = theirs.identity != self._identity
-                if not is_removed:
-                    self._slabs.allocator.drop_slabs([slab.number])
-                    slab.used_ns = None
-                    slab.changed_pages.clear()  # to count them later would overwrite what its next owner counts
-                    slab.given_until_s = now_s + _GIVEN_S
-            if is_removed:
-                self._slabs.drop([slab], "evicted")
-                self._directory.remove(slab.file.name)
-            else:
+            slab = self._slabs.own_by_age()[0]
+            if not self._slabs.give(slab):
+                continue  # a call uses it just now: perhaps at the next poll
+            num_own -= 1
+            self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
+            if theirs.identity == self._identity:
+                slab.given_until_s = now_s + _GIVEN_S
                 slab.file.write_changes(slab.changes + 1)  # also what was not announced yet
                 slab.file.unlock()
                 self._bulletin.announce([slab.file.name])
+            else:
+                self._slabs.drop([slab], "evicted")
+                self._directory.remove(slab.file.name)
 
     def _poll_neighbour(self, slab: Slab) -> None:
         try:
             if time.monotonic() >= slab.given_until_s and slab.file.try_lock():
-                # Its process is gone, and it is ours.
-                changes = slab.file.read_changes().copy()  # neighbours have seen these: ours must be larger
-                self._slabs.apply(slab, 0, slab.file.read_entries(0, slab.file.num_slots))
-                uses = slab.file.read_uses()
-                with self._slabs.lock:
-                    if not slab.is_dropped:
-                        slab.changes = changes
-                        self._slabs.own(slab, uses)
+                # Its process is gone, and it is ours. Neighbours have seen its counters: ours must be larger.
+                slab.changes = slab.file.read_changes().copy()
+                self._slabs.adopt(slab, slab.file.read_entries(0, slab.file.num_slots), slab.file.read_uses())
                 return
             changes = slab.file.read_changes()
             for pages in runs_of(np.flatnonzero(changes != slab.changes).tolist()):
@@ -312,51 +297,40 @@ class Upkeep:
             self._slabs.lose(slab, exc)
 
     def flush_changes(self) -> None:
-        with self._slabs.lock:
-            slabs = self._slabs.pin(slab.number for slab in self._slabs.open.values() if slab.changed_pages)
-            for slab in slabs.values():
-                slab.changes[list(slab.changed_pages)] += 1
-                slab.changed_pages.clear()
+        changed = self._slabs.take_changes()
         try:
-            for slab in slabs.values():
+            for slab, pages in changed:
+                slab.changes[pages] += 1
                 try:
                     slab.file.write_changes(slab.changes)
                 except OSError as exc:
                     self._slabs.lose(slab, exc)
-            self._bulletin.announce(slab.file.name for slab in slabs.values())
+            self._bulletin.announce(slab.file.name for slab, _ in changed)
         finally:
-            self._slabs.unpin(slabs)
+            self._slabs.unpin(slab for slab, _ in changed)
 
     def _flush_some_uses(self) -> None:
-        count = min(self._uses_left, _LOOKS_AT_ONCE)
-        with self._slabs.lock:
-            numbers = list(self._slabs.open)
-        if numbers and count:
+        count, slabs = min(self._uses_left, _LOOKS_AT_ONCE), self._slabs.snapshot()
+        if slabs and count:
             first, self._next_uses = self._next_uses, self._next_uses + count
             self._uses_left -= count
-            self.flush_uses({numbers[(first + at) % len(numbers)] for at in range(count)})
+            self.flush_uses([slabs[at % len(slabs)] for at in range(first, first + min(count, len(slabs)))])
 
-    def flush_uses(self, numbers: Collection[int] | None = None) -> None:
-        """Writes down when blocks of some slabs, or of all, were used, and learns when neighbours used ours. The later
+    def flush_uses(self, slabs: Iterable[Slab] | None = None) -> None:
+        """Writes down when blocks of ``slabs``, or of all, were used, and learns when neighbours used ours. The later
         time counts."""
-        with self._slabs.lock:
-            slabs = self._slabs.pin(
-                slab.number
-                for slab in self._slabs.open.values()
-                if (slab.is_own or slab.uses) and (numbers is None or slab.number in numbers)
-            )
+        used = self._slabs.pin_used(self._slabs.snapshot() if slabs is None else slabs)
         try:
-            for slab in slabs.values():
+            for slab in used:
                 try:
                     on_disk = slab.file.read_uses()
-                    with self._slabs.lock:
-                        uses = self._slabs.merge_uses(slab, on_disk)
+                    uses = self._slabs.merge_uses(slab, on_disk)
                     if (uses != on_disk).any():
                         slab.file.write_uses(uses)
                 except OSError as exc:
                     self._slabs.lose(slab, exc)
         finally:
-            self._slabs.unpin(slabs)
+            self._slabs.unpin(used)
 
     def _shrink(self) -> None:
         """A quota that is smaller than at the last start: removes our slabs, the one with the oldest uses first.
@@ -364,16 +338,12 @@ class Upkeep:
         again."""
         self._must_shrink = False
         while excess := self._directory.excess_bytes():
-            with self._slabs.lock:
-                own = [
-                    (int(slab.used_ns.max()), slab) for slab in self._slabs.open.values() if slab.used_ns is not None
-                ]
+            own = self._slabs.own_by_age()
             if not own:
                 self._must_shrink = True
                 return
-            own.sort(key=lambda one: one[0])
             too_many = list[Slab]()
-            for _, slab in own:
+            for slab in own:
                 if excess > 0:
                     too_many.append(slab)
                     excess -= self._layout.slab_bytes(slab.file.num_slots)

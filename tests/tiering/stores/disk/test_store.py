@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SlabStore: order of eviction, restarts, damage, and failing disks."""
+"""DiskStore: order of eviction, restarts, damage, and failing disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.files import disk_bytes
-from tests.tiering.stores.slab.rig import (
+from tests.tiering.stores.disk.rig import (
     PAGED,
     SMALL,
     aligned,
@@ -35,16 +35,17 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.disk import file as file_module
+from kvoffload.tiering.stores.disk.directory import LOCK_NAME, SlabSeen
+from kvoffload.tiering.stores.disk.file import SlabFile
+from kvoffload.tiering.stores.disk.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
+from kvoffload.tiering.stores.disk.sharing import BULLETIN_NAME
+from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
+from kvoffload.tiering.stores.disk.store import DiskStore
+from kvoffload.tiering.stores.disk.upkeep import Upkeep
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import CONTROL_DIR
-from kvoffload.tiering.stores.slab import file as file_module
-from kvoffload.tiering.stores.slab.directory import LOCK_NAME, SlabSeen
-from kvoffload.tiering.stores.slab.file import SlabFile
-from kvoffload.tiering.stores.slab.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
-from kvoffload.tiering.stores.slab.sharing import BULLETIN_NAME
-from kvoffload.tiering.stores.slab.slabs import Slab, Slabs
-from kvoffload.tiering.stores.slab.store import SlabStore
-from kvoffload.tiering.stores.slab.upkeep import Upkeep
+from kvoffload.tiering.stores.slab import SlabStore
 
 KEYS = keys_of(*range(100))
 
@@ -65,7 +66,7 @@ class TestLargeBlocks:
             return write_of(file, first, blocks)
 
         entry_of = SlabFormat.entry
-        monkeypatch.setattr("kvoffload.tiering.stores.slab.format.SlabFormat.entry", digest)
+        monkeypatch.setattr("kvoffload.tiering.stores.disk.format.SlabFormat.entry", digest)
         monkeypatch.setattr(SlabFile, "write", write_slowly)
         store = open_store(self.SIZE)
         assert write(store, *KEYS[:3], size=self.SIZE) == [True] * 3
@@ -103,7 +104,7 @@ class TestEviction:
         assert sorted(evicted) == sorted(set(keys) - here)
         assert set(store.resident) == here
         store.discard(keys[-3:])
-        assert set(store._slabs.long_keys.values()) == here - set(keys[-3:]), "what is gone is forgotten"
+        assert set(store._slabs._long_keys.values()) == here - set(keys[-3:]), "what is gone is forgotten"
 
     def test_the_least_recently_used_goes_first(self, open_store) -> None:
         store = open_store()
@@ -158,7 +159,7 @@ class TestRestart:
         for start in range(0, 3800, 100):
             write(store, *keys[start : start + 100])
         store.close()
-        monkeypatch.setattr("kvoffload.tiering.stores.slab.upkeep._LOADED_AT_ONCE", 1000)
+        monkeypatch.setattr("kvoffload.tiering.stores.disk.upkeep._LOADED_AT_ONCE", 1000)
         go_on, real = threading.Event(), Upkeep.load
 
         def load(self: Upkeep, *, at_once: bool) -> None:
@@ -552,7 +553,7 @@ class TestRoot:
         subprocess.run(["umount", "-l", path], check=True)
 
     def test_a_mount_point_without_its_mount_is_not_written_to(self, small_disk: Path) -> None:
-        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        store = DiskStore(small_disk, SMALL, max_bytes=1 << 20)
         write(store, *KEYS[:3])
         subprocess.run(["umount", "-l", small_disk], check=True)
         store.refresh()
@@ -566,7 +567,7 @@ class TestRoot:
         store.close()
 
     def test_a_mount_that_goes_in_the_middle_of_a_check_is_not_written_to(self, small_disk: Path, monkeypatch) -> None:
-        store, samestat = SlabStore(small_disk, SMALL, max_bytes=1 << 20), os.path.samestat
+        store, samestat = DiskStore(small_disk, SMALL, max_bytes=1 << 20), os.path.samestat
 
         def unmounted_then(*arguments) -> bool:
             is_same = samestat(*arguments)
@@ -583,7 +584,7 @@ class TestRoot:
         store.close()
 
     def test_a_disk_that_cannot_give_the_next_slab_uses_those_it_has(self, small_disk: Path) -> None:
-        store = SlabStore(small_disk, SMALL, max_bytes=16 << 20)
+        store = DiskStore(small_disk, SMALL, max_bytes=16 << 20)
         keys = keys_of(*range(4000))
         for start in range(0, 4000, 100):
             assert write(store, *keys[start : start + 100]) == [True] * 100
@@ -594,7 +595,7 @@ class TestRoot:
 
     def test_a_disk_without_room_for_one_slab(self, small_disk: Path) -> None:
         (small_disk / "other").write_bytes(bytes(int(2.5 * (1 << 20))))
-        store = SlabStore(small_disk, SMALL, max_bytes=16 << 20)
+        store = DiskStore(small_disk, SMALL, max_bytes=16 << 20)
         with pytest.raises(StoreError, match="No space left"):
             write(store, *KEYS[:4])
         with pytest.raises(StoreError, match="No space left"):
@@ -606,22 +607,22 @@ class TestRoot:
         store.close()
 
     def test_a_disk_that_becomes_read_only(self, small_disk: Path) -> None:
-        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        store = DiskStore(small_disk, SMALL, max_bytes=1 << 20)
         write(store, *KEYS[:3])
         store.close()
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        store = DiskStore(small_disk, SMALL, max_bytes=1 << 20)
         assert right(store, *KEYS[:3]) == set(), "not used, but no error either"
         with pytest.raises(StoreError, match="Read-only"):
             write(store, *KEYS[:3])
         store.close()
         subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        store = DiskStore(small_disk, SMALL, max_bytes=1 << 20)
         assert right(store, *KEYS[:3]) == set(KEYS[:3])
         store.close()
 
     def test_a_disk_that_others_have_filled_is_written_to_as_before(self, small_disk: Path) -> None:
-        store = SlabStore(small_disk, SMALL, max_bytes=1 << 20)
+        store = DiskStore(small_disk, SMALL, max_bytes=1 << 20)
         keys = keys_of(*range(3000))
         assert write(store, *keys[:100]) == [True] * 100
         with pytest.raises(OSError, match="No space left"):
@@ -711,11 +712,11 @@ class TestRoot:
     def test_mistakes_are_one_sentence(self, tmp_path: Path) -> None:
         FileSystemStore(tmp_path / "fs", SMALL, max_bytes=1 << 20).write([KEYS[0]], [aligned(bytes(SMALL))])
         for make, said in [
-            (lambda: SlabStore(tmp_path, 0), "block_bytes must be positive"),
-            (lambda: SlabStore(tmp_path, SMALL, max_bytes=SMALL), "no room for one block"),
-            (lambda: SlabStore(tmp_path, SMALL, durability="yes"), "durability must be"),
-            (lambda: SlabStore(tmp_path, SMALL, mode="all"), "mode must be"),
-            (lambda: SlabStore(tmp_path / "fs", SMALL, max_bytes=1 << 20), "belongs to a tier of type 'fs'"),
+            (lambda: DiskStore(tmp_path, 0), "block_bytes must be positive"),
+            (lambda: DiskStore(tmp_path, SMALL, max_bytes=SMALL), "no room for one block"),
+            (lambda: DiskStore(tmp_path, SMALL, durability="yes"), "durability must be"),
+            (lambda: DiskStore(tmp_path, SMALL, mode="all"), "mode must be"),
+            (lambda: DiskStore(tmp_path / "fs", SMALL, max_bytes=1 << 20), "belongs to a tier of type 'fs'"),
         ]:
             with pytest.raises(ConfigError, match=said):
                 make()
@@ -726,10 +727,10 @@ class TestRoot:
 
         monkeypatch.setattr("fcntl.flock", flock)
         with pytest.raises(ConfigError, match="cannot lock"):
-            SlabStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
+            DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
 
     def test_without_a_quota_a_tenth_of_the_disk_stays_free(self, small_disk: Path) -> None:
-        store = SlabStore(small_disk, SMALL)
+        store = DiskStore(small_disk, SMALL)
         assert write(store, *KEYS[:4]) == [True] * 4
         keys = keys_of(*range(4000))
         for start in range(0, 4000, 100):
@@ -747,9 +748,9 @@ class TestRoot:
             disk = os.statvfs(small_disk)
             (small_disk / "=" / "new-0123.slab").write_bytes(bytes(disk.f_frsize * (disk.f_bavail - 4)))
 
-        SlabStore(small_disk, SMALL).close()
+        DiskStore(small_disk, SMALL).close()
         leave()
-        store = SlabStore(small_disk, SMALL)
+        store = DiskStore(small_disk, SMALL)
         assert not list(small_disk.rglob("new-*")), "at the start"
         leave()
         assert write(store, *KEYS[:4]) == [True] * 4
@@ -759,7 +760,7 @@ class TestRoot:
     @pytest.mark.parametrize("refused", ["what is not aligned", "everything"])
     def test_what_direct_io_refuses_goes_through_the_page_cache(self, open_store, monkeypatch, refused: str) -> None:
         refusals, real = list[int](), {name: getattr(os, name) for name in ("preadv", "pwritev")}
-        monkeypatch.setattr("kvoffload.tiering.stores.slab.file._reopen_direct", lambda fd: os.dup(fd))
+        monkeypatch.setattr("kvoffload.tiering.stores.disk.file._reopen_direct", lambda fd: os.dup(fd))
 
         def strict(name: str) -> Callable[..., int]:
             def call(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -859,7 +860,7 @@ class TestRoot:
         if os.geteuid() or subprocess.run(make, shell=True, capture_output=True, check=False).returncode:
             pytest.skip("mounting is not allowed here")
         try:
-            store = SlabStore(tmp_path / "disk", SMALL, max_bytes=16 << 20)
+            store = DiskStore(tmp_path / "disk", SMALL, max_bytes=16 << 20)
             assert write(store, *KEYS[:3]) == [True] * 3
             (path,) = payloads(tmp_path / "disk")
             assert path.stat().st_size > 900_000
@@ -1026,7 +1027,7 @@ class TestThreads:
 
 def test_a_write_that_comes_after_the_close_makes_no_slab(tmp_path: Path, monkeypatch) -> None:
     """Or one that makes a slab just then. Nothing would close it."""
-    store = SlabStore(tmp_path / "kv", SMALL, max_bytes=slab_of(8))
+    store = DiskStore(tmp_path / "kv", SMALL, max_bytes=slab_of(8))
     create = SlabFile.create.__func__
 
     def create_late(cls: type[SlabFile], *arguments, **options) -> SlabFile:
@@ -1102,16 +1103,20 @@ class TestFullQuota:
             os.close(fd)
 
 
+def test_the_store_has_its_former_name_too() -> None:
+    assert SlabStore is DiskStore
+
+
 def test_empty_entries_are_what_a_new_table_has() -> None:
     assert bytes(ENTRY_BYTES) == EMPTY_ENTRY
 
 
 def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkeypatch) -> None:
     """A poll lists the slabs in the middle of the registration of one. Both would give its slots away."""
-    store = SlabStore(tmp_path, SMALL, max_bytes=slab_of(8))
+    store = DiskStore(tmp_path, SMALL, max_bytes=slab_of(8))
     poll = threading.Thread(target=store.refresh)
     is_polling, is_registering = threading.Event(), threading.Event()
-    list_slabs, grow, own, move = store._directory.slabs, store._directory.grow, Slabs.own, SlabFile.write
+    list_slabs, grow, own, move = store._directory.slabs, store._directory.grow, Slabs._own, SlabFile.write
 
     def listed_late() -> list[SlabSeen]:
         is_polling.set()
@@ -1136,7 +1141,7 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
 
     monkeypatch.setattr(store._directory, "grow", grown_late)
     monkeypatch.setattr(store._directory, "slabs", listed_late)
-    monkeypatch.setattr(Slabs, "own", owned_late)
+    monkeypatch.setattr(Slabs, "_own", owned_late)
     monkeypatch.setattr(SlabFile, "write", written_late)
     assert write(store, *keys_of(*range(3))) == [True] * 3
     store.check_invariants()
@@ -1145,7 +1150,7 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
 
 
 def test_a_check_waits_for_the_stores_own_thread(tmp_path: Path, monkeypatch) -> None:
-    store = SlabStore(tmp_path, SMALL, max_bytes=slab_of(8))
+    store = DiskStore(tmp_path, SMALL, max_bytes=slab_of(8))
     write_changes = SlabFile.write_changes
     is_telling, is_checked, is_wrong = threading.Event(), threading.Event(), list[AssertionError]()
 

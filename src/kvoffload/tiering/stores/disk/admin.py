@@ -18,6 +18,26 @@ from pathlib import Path
 import numpy as np
 
 from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.disk.directory import (
+    LOCK_NAME,
+    SlabSeen,
+    namespaces_in,
+    root_lock,
+    slabs_in,
+    sweep,
+    try_remove,
+)
+from kvoffload.tiering.stores.disk.file import SlabFile, SlabRefused
+from kvoffload.tiering.stores.disk.format import (
+    EMPTY_ENTRY,
+    ENTRY,
+    PAGE_BYTES,
+    PAYLOAD_SUFFIX,
+    SEAL_BYTES,
+    TABLE_SUFFIX,
+    SlabFormat,
+)
+from kvoffload.tiering.stores.disk.sharing import BULLETIN_NAME
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     Access,
@@ -27,35 +47,15 @@ from kvoffload.tiering.stores.root import (
     find_directory,
     try_lock,
 )
-from kvoffload.tiering.stores.slab.directory import (
-    LOCK_NAME,
-    SlabSeen,
-    namespaces_in,
-    root_lock,
-    slabs_in,
-    sweep,
-    try_remove,
-)
-from kvoffload.tiering.stores.slab.file import SlabFile, SlabRefused
-from kvoffload.tiering.stores.slab.format import (
-    EMPTY_ENTRY,
-    ENTRY,
-    PAGE_BYTES,
-    PAYLOAD_SUFFIX,
-    SEAL_BYTES,
-    TABLE_SUFFIX,
-    SlabFormat,
-)
-from kvoffload.tiering.stores.slab.sharing import BULLETIN_NAME
 
-__all__ = ["SlabRoot", "StoredBlock", "is_slab_root"]
+__all__ = ["DiskRoot", "StoredBlock", "is_disk_root"]
 
 _PATIENCE_S = 5.0
 _NS = 1_000_000_000
 
 
-def is_slab_root(path: Path) -> bool:
-    """Whether a ``SlabStore`` has been at work on this root."""
+def is_disk_root(path: Path) -> bool:
+    """Whether a ``DiskStore`` has been at work on this root."""
     return (path / CONTROL_DIR / LOCK_NAME).is_file()
 
 
@@ -76,11 +76,11 @@ class StoredBlock:
         return f"{self.directory}/{self.slab}" + (f"[{self.index}]" if self.index >= 0 else TABLE_SUFFIX)
 
 
-class SlabRoot:
+class DiskRoot:
     """A root on disk. Raises ``ConfigError`` if ``path`` is not one."""
 
     def __init__(self, path: Path) -> None:
-        if not is_slab_root(path):
+        if not is_disk_root(path):
             raise ConfigError(f"{path} is not a kvoffload store of a 'disk' tier.")
         self.path = path
         self._root = str(path.absolute())

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from tests.files import disk_bytes
-from tests.tiering.stores.slab.rig import SMALL, damage, payloads, read, right, slab_of, tables, write
+from tests.tiering.stores.disk.rig import SMALL, damage, payloads, read, right, slab_of, tables, write
 
 from kvoffload.cli import main
 from kvoffload.errors import ConfigError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab.admin import SlabRoot
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk.admin import DiskRoot
 
 MODEL = "org/model@[bf16]"
 LONG = "long" * 100
@@ -23,14 +23,14 @@ KEYS = [*keys_of(*range(9)), b"long key" * 10]
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[SlabStore]:
+def server(tmp_path: Path) -> Iterator[DiskStore]:
     """A store in use, and slabs of a mebibyte each: ten blocks of a model, three without a namespace, two of one
     with a long name."""
     for namespace, count in (("", 3), (LONG, 2)):
-        plain = SlabStore(tmp_path, SMALL, namespace, max_bytes=3 << 20)
+        plain = DiskStore(tmp_path, SMALL, namespace, max_bytes=3 << 20)
         write(plain, *KEYS[:count])
         plain.close()
-    store = SlabStore(tmp_path, SMALL, MODEL, max_bytes=3 << 20)
+    store = DiskStore(tmp_path, SMALL, MODEL, max_bytes=3 << 20)
     write(store, *KEYS)
     store.refresh()
     yield store
@@ -128,13 +128,13 @@ def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
         assert said in err
         assert err.count("\n") == 1
     with pytest.raises(ConfigError, match="is not a kvoffload store"):
-        SlabRoot(tmp_path / "nowhere")
+        DiskRoot(tmp_path / "nowhere")
 
 
 def test_a_block_that_a_server_replaces_meanwhile_is_not_bad(tmp_path: Path) -> None:
-    store = SlabStore(tmp_path, SMALL, max_bytes=slab_of(8))
+    store = DiskStore(tmp_path, SMALL, max_bytes=slab_of(8))
     write(store, *keys_of(*range(8)))
-    root = SlabRoot(tmp_path)
+    root = DiskRoot(tmp_path)
     blocks = list(root.files())
     write(store, *keys_of(*range(20, 28)))
     assert [root.is_sound(block) for block in blocks] == [None] * 8

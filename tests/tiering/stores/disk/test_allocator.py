@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffload.tiering.stores.slab.allocator import SLAB_STRIDE, Allocator, FreeRuns, Run, runs_of
+from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Allocator, FreeRuns, Run, runs_of
 
 BASE = 3 * SLAB_STRIDE
 

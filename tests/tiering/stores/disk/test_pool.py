@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.memory_files import memory_directory
 from tests.sizes import by_size
-from tests.tiering.stores.slab.rig import PAGED, SMALL, aligned, damage, here, payloads, right, slab_of, write
+from tests.tiering.stores.disk.rig import PAGED, SMALL, aligned, damage, here, payloads, right, slab_of, write
 
 from kvoffload.cpu import memory_limits
 from kvoffload.cpu.memory_limits import check_pool, memory_file_system
@@ -22,10 +22,10 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab import directory as directory_module
-from kvoffload.tiering.stores.slab import file as file_module
-from kvoffload.tiering.stores.slab.directory import check_memory
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk import directory as directory_module
+from kvoffload.tiering.stores.disk import file as file_module
+from kvoffload.tiering.stores.disk.directory import check_memory
 
 ROOT = Path(__file__).parents[4]
 KEYS = keys_of(*range(100))
@@ -49,7 +49,7 @@ def run_python(script: str, *arguments: object) -> str:
 class TestFiles:
     @pytest.mark.parametrize("size", [SMALL, PAGED])
     def test_blocks_are_copied_and_neither_read_nor_written(self, pool: Path, monkeypatch, size: int) -> None:
-        store = SlabStore(pool, size, max_bytes=slab_of(20, size))
+        store = DiskStore(pool, size, max_bytes=slab_of(20, size))
         write(store, KEYS[0], size=size)
         for call in ("preadv", "pwritev"):
             real = getattr(os, call)
@@ -64,13 +64,13 @@ class TestFiles:
         assert write(store, *KEYS[20:25], size=size) == [True] * 5
         assert right(store, *KEYS, size=size) == here(store, *KEYS)
         store.close()
-        store = SlabStore(pool, size, max_bytes=slab_of(20, size))
+        store = DiskStore(pool, size, max_bytes=slab_of(20, size))
         assert right(store, *KEYS, size=size) >= set(KEYS[20:25])
         store.check_invariants()
         store.close()
 
     def test_a_closed_store_leaves_no_memory_mapped(self, pool: Path) -> None:
-        store = SlabStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
+        store = DiskStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
         write(store, *KEYS[:4], size=PAGED)
         maps = Path("/proc/self/maps")
         assert str(pool) in maps.read_text()
@@ -78,7 +78,7 @@ class TestFiles:
         assert str(pool) not in maps.read_text()
 
     def test_damage_is_a_miss(self, pool: Path) -> None:
-        store = SlabStore(pool, SMALL, max_bytes=slab_of(8))
+        store = DiskStore(pool, SMALL, max_bytes=slab_of(8))
         write(store, *KEYS[:4])
         damage(pool, KEYS[1])
         assert right(store, *KEYS[:4]) == {KEYS[0], KEYS[2], KEYS[3]}
@@ -93,9 +93,9 @@ import os, sys
 from pathlib import Path
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.disk import DiskStore
 root, size, max_bytes, left = Path(sys.argv[1]), *map(int, sys.argv[2:])
-store, keys = SlabStore(root, size, max_bytes=max_bytes), keys_of(*range(6))
+store, keys = DiskStore(root, size, max_bytes=max_bytes), keys_of(*range(6))
 blocks = [memoryview(block_of(key, size)) for key in keys]
 store.write(keys, blocks)
 (path,) = root.rglob("*.slab")
@@ -116,7 +116,7 @@ store.close()
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
         monkeypatch.setattr(file_module, "_fallocate", refuse)
-        store = SlabStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
+        store = DiskStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
         assert write(store, *KEYS[:4], size=PAGED) == [True] * 4
         assert str(payloads(pool)[0]) not in Path("/proc/self/maps").read_text()
         assert right(store, *KEYS[:4], size=PAGED) == set(KEYS[:4])
@@ -160,7 +160,7 @@ class TestMemory:
     def test_slabs_that_exist_are_not_counted_twice(self, pool: Path, available: list[int]) -> None:
         """They are in use already, so that they are not available any more."""
         max_bytes = 4 << 20
-        store = SlabStore(pool, PAGED, max_bytes=max_bytes)
+        store = DiskStore(pool, PAGED, max_bytes=max_bytes)
         keys = keys_of(*range(400))
         for start in range(0, 400, 100):
             write(store, *keys[start : start + 100], size=PAGED)
@@ -176,7 +176,7 @@ class TestMemory:
 
     def test_no_slab_is_made_for_which_there_is_no_memory(self, pool: Path, available: list[int]) -> None:
         """Others took it meanwhile. The blocks that are here make room, and nothing is killed."""
-        store, keys = SlabStore(pool, PAGED, max_bytes=4 << 20), keys_of(*range(400))
+        store, keys = DiskStore(pool, PAGED, max_bytes=4 << 20), keys_of(*range(400))
         write(store, *keys[:100], size=PAGED)
         available[0] = 10_000
         for start in range(100, 400, 100):
@@ -208,9 +208,9 @@ CHILD = """
 import sys
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.disk import DiskStore
 root, size, max_bytes, first, last = sys.argv[1], *map(int, sys.argv[2:])
-store, keys = SlabStore(root, size, "", max_bytes), keys_of(*range(first, last))
+store, keys = DiskStore(root, size, "", max_bytes), keys_of(*range(first, last))
 print(sum(store.write(keys, [memoryview(block_of(key, size)) for key in keys])), flush=True)
 sys.stdin.read()
 """
@@ -221,7 +221,7 @@ def test_a_second_process_hits_what_the_first_stored(pool: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "20\n"
-        second = SlabStore(pool, PAGED, max_bytes=4 << 20)
+        second = DiskStore(pool, PAGED, max_bytes=4 << 20)
         assert right(second, *KEYS[:30], size=PAGED) == set(KEYS[:20])
         assert write(second, *KEYS[15:25], size=PAGED) == [True] * 10
         first.kill()
@@ -239,7 +239,7 @@ def test_killed_processes_lose_nothing_of_what_was_stored(pool: Path) -> None:
 
 
 def test_the_right_block_is_read_from_aligned_and_other_memory(pool: Path) -> None:
-    store = SlabStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
+    store = DiskStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
     odd = memoryview(bytearray(PAGED + 7))[7:]
     odd[:] = block_of(KEYS[0], PAGED)
     assert store.write(KEYS[:2], [odd, aligned(block_of(KEYS[1], PAGED))]) == [True] * 2

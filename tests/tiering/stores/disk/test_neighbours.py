@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.files import disk_bytes
-from tests.tiering.stores.slab.rig import (
+from tests.tiering.stores.disk.rig import (
     SMALL,
     aligned,
     damage,
@@ -31,11 +31,11 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk import slabs as slabs_module
+from kvoffload.tiering.stores.disk.directory import root_lock
+from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.root import CONTROL_DIR, Access
-from kvoffload.tiering.stores.slab import SlabStore
-from kvoffload.tiering.stores.slab import slabs as slabs_module
-from kvoffload.tiering.stores.slab.directory import root_lock
-from kvoffload.tiering.stores.slab.file import SlabFile
 
 KEYS = keys_of(*range(100))
 
@@ -43,9 +43,9 @@ CHILD = """
 import sys
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.slab import SlabStore
+from kvoffload.tiering.stores.disk import DiskStore
 root, size, max_bytes, first, last = sys.argv[1], *map(int, sys.argv[2:])
-store = SlabStore(root, size, "", max_bytes)
+store = DiskStore(root, size, "", max_bytes)
 keys = keys_of(*range(first, last))
 print(store.write(keys, [memoryview(block_of(key, size)) for key in keys]).count(True), flush=True)
 sys.stdin.read()
@@ -215,11 +215,11 @@ class TestAdoption:
         child = neighbour(two_slabs(), 0, 40)
         store = open_store(max_bytes=two_slabs())
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
-        assert store._slabs.allocator.num_slots == 0
+        assert store._slabs.num_slots == 0
         child.send_signal(signal.SIGKILL)
         child.wait()
         store.refresh()
-        assert store._slabs.allocator.num_slots > 0
+        assert store._slabs.num_slots > 0
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
         assert write(store, *KEYS[40:60]) == [True] * 20
         assert len(tables(tmp_path)) == 1, "in the slab of the dead"
@@ -240,7 +240,7 @@ class TestAdoption:
         write(store, *KEYS[:10])
         store.close()
         stores = [open_store(max_bytes=two_slabs()) for _ in range(3)]
-        assert sum(store._slabs.allocator.num_slots > 0 for store in stores) == 1
+        assert sum(store._slabs.num_slots > 0 for store in stores) == 1
         for store in stores:
             assert right(store, *KEYS[:10]) == set(KEYS[:10])
 
@@ -314,18 +314,18 @@ class TestQuota:
 
 
 class TestSharing:
-    def fill(self, store: SlabStore, first: int, count: int) -> list[OffloadKey]:
+    def fill(self, store: DiskStore, first: int, count: int) -> list[OffloadKey]:
         keys = keys_of(*range(first, first + count))
         for start in range(0, count, 100):
             write(store, *keys[start : start + 100])
         return keys
 
-    def settle(self, *stores: SlabStore) -> None:
+    def settle(self, *stores: DiskStore) -> None:
         for _ in range(12):
             for store in stores:
                 store.refresh()
 
-    def owned(self, store: SlabStore) -> int:
+    def owned(self, store: DiskStore) -> int:
         return sum(slab.is_own for slab in store._slabs.open.values())
 
     def test_a_late_comer_is_given_slabs_with_their_blocks(self, open_store, tmp_path: Path) -> None:
@@ -463,7 +463,7 @@ class TestAccess:
         shutil.rmtree(tmp_path / "kv" / "=")
         (tmp_path / "kv" / "=").symlink_to(precious)
         with pytest.raises(ConfigError, match="cannot use"):
-            SlabStore(tmp_path / "kv", SMALL, max_bytes=two_slabs())
+            DiskStore(tmp_path / "kv", SMALL, max_bytes=two_slabs())
 
     def test_a_link_put_there_later_ends_the_use_of_it(self, open_store, tmp_path: Path, precious: Path) -> None:
         store = open_store(max_bytes=two_slabs())

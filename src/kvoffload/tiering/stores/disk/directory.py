@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from kvoffload.cpu.memory_limits import available_bytes, check_pool, memory_file_system
 from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.disk.file import SlabFile, SlabRefused, most_slabs
+from kvoffload.tiering.stores.disk.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     Access,
@@ -23,8 +25,6 @@ from kvoffload.tiering.stores.root import (
     open_directory,
     try_lock,
 )
-from kvoffload.tiering.stores.slab.file import SlabFile, SlabRefused, most_slabs
-from kvoffload.tiering.stores.slab.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 
 __all__ = [
     "LOCK_NAME",

@@ -1,0 +1,593 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a store: its open slabs, where each block is, which slots are free, and which blocks are gone."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.base import LossCause
+from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Allocator, Run, runs_of
+from kvoffload.tiering.stores.disk.file import SlabFile
+from kvoffload.tiering.stores.disk.format import (
+    EMPTY_ENTRY,
+    ENTRY,
+    ENTRY_BYTES,
+    LENGTH_AT,
+    PAGE_SLOTS,
+    PROBE_AT,
+    SEAL_BYTES,
+    HashedKey,
+    SlabFormat,
+    key_in,
+)
+from kvoffload.tiering.stores.disk.index import ResidentKeys, SlotIndex
+
+__all__ = ["NS", "BusyRun", "FoundBlock", "NewBlock", "NewRun", "Slab", "Slabs"]
+
+_log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+_MAX_LOST = 1 << 18
+_KEYS_AT_ONCE = 1024
+_LAST_SLAB = (1 << 12) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """A slab that is open. A slot is in the index if its entry here is not empty. ``Slabs`` alone changes it, but for
+    what belongs to the upkeep."""
+
+    number: int
+    file: SlabFile
+    entries: bytearray
+    changes: npt.NDArray[np.uint32]
+    """Of our slab: as last written. Of a neighbour's: as last seen. Belongs to the upkeep."""
+    used_ns: npt.NDArray[np.int64] | None = None
+    """Times of use, shared with the allocator. ``None``: a neighbour's slab."""
+    changed_pages: set[int] = field(default_factory=set)
+    """Of our slab: pages with changes that neighbours do not know of yet."""
+    uses: dict[int, int] = field(default_factory=dict)
+    """Of a neighbour's slab: slots that we have used, and when (seconds)."""
+    given_until_s: float = 0.0
+    """Of a slab that we gave away: until when it is others' to take. Belongs to the upkeep."""
+    num_bad: int = 0
+    """Slots that are out of use because the disk failed to read or write them."""
+    users: int = 0
+    """Calls that do I/O on ``file`` just now. The last of them closes a dropped slab."""
+    is_dropped: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        return self.used_ns is not None
+
+    def entry(self, index: int) -> bytearray:
+        return self.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES]
+
+    def view(self) -> npt.NDArray[np.void]:
+        return np.frombuffer(self.entries, ENTRY)
+
+
+class FoundBlock(NamedTuple):
+    """A block that is to be read. Sorted, neighbouring slots follow each other."""
+
+    slot: int
+    at: int
+    """Its place in the batch."""
+    seal: bytes
+
+
+@dataclass(slots=True, eq=False)
+class NewBlock:
+    """A block that is to be written."""
+
+    key: HashedKey
+    payload: memoryview
+    stamp_ns: int
+    long_key: OffloadKey | None = None
+    """The key itself, where an entry has only a digest of it."""
+    is_written: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class BusyRun:
+    """Slots of one of our slabs that a call empties or fills. The slab stays open until ``release`` or ``record``."""
+
+    slab: Slab
+    slots: Run
+
+
+@dataclass(slots=True, eq=False)
+class NewRun(BusyRun):
+    """Slots that a call fills with ``blocks``, and how far it came."""
+
+    blocks: Sequence[NewBlock]
+    entries: bytes = b""
+    good: list[Run] = field(default_factory=list)
+    """Parts of ``blocks`` that are on the disk, entries included."""
+    bad: list[int] = field(default_factory=list)
+    """Blocks that the disk fails to write."""
+
+
+class Slabs:
+    """The state of a store under ``root``. Any number of threads. One lock guards the state; it is never held during
+    I/O.
+
+    A slab stays open while a call does I/O on it: a descriptor must not be closed, and its number given to another
+    file, under a running write. ``find``, ``take`` and all that return runs pin the slabs of a call; ``unpin``,
+    ``record`` and ``release`` let them go.
+    """
+
+    def __init__(self, root: str, layout: SlabFormat) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._index = SlotIndex()
+        self._allocator = Allocator()
+        self.resident = ResidentKeys(self._index, self._lock, layout.hashed, self.keys)
+        self.open: dict[int, Slab] = {}
+        """By number. For others to read."""
+        self.by_name: dict[str, Slab] = {}
+        self.quarantined: set[str] = set()
+        """Names of slabs that are not ours, or failed."""
+        self._long_keys: dict[bytes, OffloadKey] = {}
+        """By what entries have of them: the keys that are too long for an entry, of blocks that this process wrote.
+        Others can be found and read, but not named."""
+        self.num_evicted = 0
+        self.num_corrupt = 0
+        self._last_number = 0
+        self._last_stamp_ns = 0
+        self._lost: dict[OffloadKey, LossCause] = {}
+        self._is_closed = False
+        self._is_limit_said = False
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return len(self._index)
+
+    @property
+    def num_slots(self) -> int:
+        """Of our slabs."""
+        return self._allocator.num_slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots of our slabs that a write may take."""
+        return self._allocator.free.num_slots
+
+    # --------------------------------------------------------------------------------------------- blocks of a call
+
+    def contains(self, keys: Sequence[HashedKey]) -> list[bool]:
+        with self._lock:
+            return [self._index.find(key) >= 0 for key in keys]
+
+    def use(self, keys: Sequence[HashedKey]) -> tuple[list[bool], range]:
+        """Records a use of each block that is here. Returns which are, and the time of each use (nanoseconds), later
+        than all before."""
+        with self._lock:
+            slots = [self._index.find(key) for key in keys]
+            return [slot >= 0 for slot in slots], self._use(slots)
+
+    def find(self, keys: Sequence[HashedKey], asked: Sequence[int]) -> tuple[list[FoundBlock], dict[int, Slab]]:
+        """Records a use of each of the blocks ``asked`` that is here. Returns these, sorted, and their slabs by number,
+        pinned."""
+        with self._lock:
+            slots = [self._index.find(keys[at]) for at in asked]
+            self._use(slots)
+            found, slabs = list[FoundBlock](), dict[int, Slab]()
+            for at, slot in zip(asked, slots, strict=True):
+                if slot >= 0:
+                    slab = self.open[slot // SLAB_STRIDE]
+                    if slab.number not in slabs:
+                        slabs[slab.number] = slab
+                        slab.users += 1
+                    offset = slot % SLAB_STRIDE * ENTRY_BYTES
+                    found.append(FoundBlock(slot, at, bytes(slab.entries[offset : offset + SEAL_BYTES])))
+        return sorted(found), slabs
+
+    def take(self, blocks: Sequence[NewBlock]) -> list[NewRun]:
+        """Free slots for as many of the ``blocks`` as there are, the first ones first."""
+        with self._lock:
+            runs, first = list[NewRun](), 0
+            for slots in self._allocator.take(len(blocks)):
+                slab = self.open[slots.slab]
+                slab.users += 1
+                runs.append(NewRun(slab, slots, blocks[first : first + slots.count]))
+                first += slots.count
+        return runs
+
+    def record(self, runs: Sequence[NewRun]) -> None:
+        """What was written is here now, and the other slots of the runs are free again."""
+        with self._lock:
+            for run in runs:
+                if not run.slab.is_dropped:
+                    self._record(run)
+                self._unpin(run.slab)
+
+    def discard(self, keys: Sequence[HashedKey]) -> list[BusyRun]:
+        """Forgets blocks. Returns slots of ours that are to be emptied. A neighbour's block may come back when its page
+        changes."""
+        with self._lock:
+            removed = list[int]()
+            for key in keys:
+                for slot in list(self._index.find_all(key)):
+                    slab = self.open[slot // SLAB_STRIDE]
+                    self._remove(slab, slot % SLAB_STRIDE, None)
+                    if slab.is_own:
+                        self._allocator.hold(Run(slot, 1))
+                        removed.append(slot)
+            return self._busy(runs_of(sorted(removed)))
+
+    def evict(self, count: int, before_ns: int) -> list[BusyRun]:
+        """Evicts some more than ``count`` blocks that were used by ``before_ns`` for the last time, as far as there are
+        so many. Returns their slots, which are to be emptied."""
+        with self._lock:
+            runs = self._busy(self._allocator.evict(self._allocator.grain_of(count), before_ns))
+            for run in runs:
+                for index in range(run.slots.first, run.slots.first + run.slots.count):
+                    self._remove(run.slab, index, "evicted")
+                self.num_evicted += run.slots.count
+            return runs
+
+    def remove_corrupt(self, slab: Slab, index: int, entry: bytes, *, is_unreadable: bool) -> list[BusyRun]:
+        """A block is corrupt, unless its entry has changed meanwhile. Returns its slot if that is to be emptied: it is
+        one of ours, and is not left out of use because it ``is_unreadable``."""
+        slot = slab.number * SLAB_STRIDE + index
+        with self._lock:
+            if slab.is_dropped or slab.entry(index) != entry or slot not in self._slots_of(entry):
+                return []
+            self._remove(slab, index, "corrupt")
+            self.num_corrupt += 1
+            if not slab.is_own:
+                return []  # its own process will find out; here it is gone until its page changes
+            self._allocator.hold(Run(slot, 1))
+            if is_unreadable and self._may_leave_out(slab, 1, any_good=True):
+                return []
+            return self._busy([Run(slot, 1)])
+
+    def release(self, runs: Sequence[BusyRun]) -> None:
+        """Slots whose entries are empty on the disk are free."""
+        with self._lock:
+            for run in runs:
+                if not run.slab.is_dropped:
+                    self._allocator.release(run.slots)
+                    self._change(run.slab, run.slots.first, run.slots.count)
+                self._unpin(run.slab)
+
+    def unpin(self, slabs: Iterable[Slab]) -> None:
+        with self._lock:
+            for slab in slabs:
+                self._unpin(slab)
+
+    def entry(self, slab: Slab, index: int) -> bytes:
+        with self._lock:
+            return bytes(slab.entry(index))
+
+    def keys(self) -> Iterator[Sequence[OffloadKey]]:
+        """The keys that are known by now, in batches."""
+        for slab in self.snapshot():
+            for first in range(0, slab.file.num_slots, _KEYS_AT_ONCE):
+                if keys := self._keys_in(slab, first):
+                    yield keys
+
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        if not self._lost:
+            return {}
+        with self._lock:
+            lost, self._lost = self._lost, {}
+            return lost
+
+    # -------------------------------------------------------------------------------------------------- whole slabs
+
+    def snapshot(self) -> list[Slab]:
+        """The slabs that are open now."""
+        with self._lock:
+            return list(self.open.values())
+
+    def own_by_age(self) -> list[Slab]:
+        """Our slabs, the one whose last use is the oldest first."""
+        with self._lock:
+            own = [(int(slab.used_ns.max()), slab) for slab in self.open.values() if slab.used_ns is not None]
+        return [slab for _, slab in sorted(own, key=lambda one: one[0])]
+
+    def register(self, file: SlabFile, is_own: bool) -> None:
+        """Takes over ``file``. Raises ``OSError`` if the table cannot be read."""
+        try:
+            changes = file.read_changes().copy()  # before the entries: a later change is seen again
+            entries = file.read_entries(0, file.num_slots)
+            uses = file.read_uses() if is_own else None
+            with self._lock:
+                if self._is_closed:
+                    raise OSError(errno.ESHUTDOWN, "the store is closed", self._root)
+                slab = Slab(self._next_number(), file, entries, changes)
+                self.open[slab.number] = self.by_name[file.name] = slab
+                self._index.tables[slab.number] = entries
+                table = slab.view()
+                held = np.flatnonzero(table["length"])
+                self._index.add_many(table["hash"][held], held + slab.number * SLAB_STRIDE)
+                if uses is not None:
+                    self._own(slab, uses)
+        except OSError:
+            file.close()
+            raise
+
+    def apply(self, slab: Slab, first: int, entries: bytes | bytearray) -> None:
+        """A neighbour's entries from slot ``first`` on are ``entries`` now."""
+        with self._lock:
+            if not slab.is_dropped:
+                self._apply(slab, first, entries)
+
+    def adopt(self, slab: Slab, entries: bytes | bytearray, uses: npt.NDArray[np.uint32]) -> None:
+        """A neighbour's slab, with these ``entries``, is ours."""
+        with self._lock:
+            if not slab.is_dropped:
+                self._apply(slab, 0, entries)
+                self._own(slab, uses)
+
+    def give(self, slab: Slab) -> bool:
+        """One of our slabs is a neighbour's from now on. ``False`` if a call uses it just now."""
+        with self._lock:
+            if slab.users or slab.is_dropped:
+                return False
+            self._allocator.drop_slabs([slab.number])
+            slab.used_ns = None
+            slab.changed_pages.clear()  # to count them later would overwrite what its next owner counts
+            return True
+
+    def drop(self, slabs: Iterable[Slab], cause: LossCause) -> list[Slab]:
+        """Stops using slabs, whose blocks are lost for ``cause``. Returns those that were still in use."""
+        with self._lock:
+            dropped = [slab for slab in slabs if not slab.is_dropped]
+            self._drop(dropped)
+        for slab in dropped:
+            held = np.flatnonzero(slab.view()["length"]).tolist()
+            for first in range(0, len(held), _KEYS_AT_ONCE):
+                with self._lock:
+                    for index in held[first : first + _KEYS_AT_ONCE]:
+                        entry = slab.entry(index)
+                        self._note_lost(entry, _hashed_in(entry), cause)
+        return dropped
+
+    def lose(self, slab: Slab, error: OSError) -> None:
+        """A table failed: its slab is not used any more."""
+        self.quarantined.add(slab.file.name)  # before it is dropped, so that no poll opens it again
+        if self.drop([slab], "corrupt"):
+            _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
+
+    def take_changes(self) -> list[tuple[Slab, list[int]]]:
+        """Our slabs with changes that neighbours do not know of, pinned, and the pages that have them."""
+        with self._lock:
+            changed = [(slab, list(slab.changed_pages)) for slab in self.open.values() if slab.changed_pages]
+            for slab, _ in changed:
+                slab.users += 1
+                slab.changed_pages.clear()
+            return changed
+
+    def pin_used(self, slabs: Iterable[Slab]) -> list[Slab]:
+        """Those of the ``slabs`` with times of use to write down, pinned."""
+        with self._lock:
+            used = [slab for slab in slabs if not slab.is_dropped and (slab.is_own or slab.uses)]
+            for slab in used:
+                slab.users += 1
+            return used
+
+    def merge_uses(self, slab: Slab, on_disk: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """Takes in the times of use that a table has, and returns what it should have.
+
+        Times in the future are none: the clock was wrong, or the table is damaged. They would keep their blocks until
+        then.
+        """
+        with self._lock:
+            now_s = self._stamps(1).start // NS
+            uses = np.where(on_disk <= now_s, on_disk, 0).astype(np.uint32)
+            if slab.is_dropped:
+                return uses
+            if slab.used_ns is not None:
+                is_held = self._allocator.is_held(slab.number)
+                later = is_held & (uses.astype(np.int64) * NS > slab.used_ns)
+                slab.used_ns[later] = uses[later].astype(np.int64) * NS
+                uses[is_held] = np.minimum(slab.used_ns[is_held] // NS, 0xFFFF_FFFF)
+            elif slab.uses:
+                at = list(slab.uses)
+                uses[at] = np.maximum(uses[at], np.array(list(slab.uses.values()), np.uint32))
+                slab.uses.clear()
+            return uses
+
+    def note_limit(self, error: OSError) -> None:
+        """No more slabs can be open for now. Says so once."""
+        with self._lock:
+            is_said, self._is_limit_said = self._is_limit_said, True
+        if not is_said:
+            text = "The store at %s uses the %d slabs that are open and no more: %s."
+            _log.warning(text, self._root, len(self.open), error.strerror)
+
+    def close(self) -> None:
+        """Closes all slabs. Their blocks are not gone: they are there at the next start."""
+        with self._lock:
+            self._is_closed = True
+            for slab in self.open.values():
+                slab.is_dropped = True
+                if not slab.users:
+                    slab.file.close()
+            self.open.clear()
+            self.by_name.clear()
+            self._index.clear()
+            self._allocator = Allocator()
+
+    def check_invariants(self) -> None:
+        """Recomputes the state from the tables."""
+        with self._lock:
+            num_found = 0
+            for number, slab in self.open.items():
+                assert self.by_name[slab.file.name] is slab
+                assert not slab.is_dropped
+                assert slab.users == 0
+                table = slab.view()
+                for index in np.flatnonzero(table["length"]).tolist():
+                    num_found += 1
+                    assert number * SLAB_STRIDE + index in self._slots_of(slab.entry(index)), "not in the index"
+                if slab.used_ns is not None:
+                    is_held = self._allocator.is_held(number)
+                    assert ((table["length"] != 0) == is_held).all(), "a slot and its entry disagree"
+            assert num_found == len(self._index)
+            self._allocator.check_invariants()
+
+    # ------------------------------------------------------------------------------------------- with the lock held
+
+    def _stamps(self, count: int) -> range:
+        first = max(self._last_stamp_ns + 1, time.time_ns())
+        self._last_stamp_ns = first + count - 1
+        return range(first, first + count)
+
+    def _use(self, slots: Sequence[int]) -> range:
+        """Records uses of those slots that are one (not -1)."""
+        stamps_ns = self._stamps(len(slots))
+        for slot, stamp_ns in zip(slots, stamps_ns, strict=True):
+            if slot >= 0:
+                slab = self.open[slot // SLAB_STRIDE]
+                if slab.used_ns is not None:
+                    slab.used_ns[slot % SLAB_STRIDE] = stamp_ns
+                else:
+                    slab.uses[slot % SLAB_STRIDE] = stamp_ns // NS
+        return stamps_ns
+
+    def _busy(self, runs: Iterable[Run]) -> list[BusyRun]:
+        busy = [BusyRun(self.open[run.slab], run) for run in runs]
+        for run in busy:
+            run.slab.users += 1
+        return busy
+
+    def _unpin(self, slab: Slab) -> None:
+        slab.users -= 1
+        if slab.is_dropped and not slab.users:
+            slab.file.close()
+
+    def _record(self, new: NewRun) -> None:
+        slab, start, first = new.slab, new.slots.start, new.slots.first
+        used_ns = slab.used_ns
+        assert used_ns is not None
+        add = self._index.add
+        for part in new.good:
+            begin, end = part.start, part.stop
+            slab.entries[(first + begin) * ENTRY_BYTES : (first + end) * ENTRY_BYTES] = new.entries[
+                begin * ENTRY_BYTES : end * ENTRY_BYTES
+            ]
+            self._change(slab, first + begin, part.count)
+            for at in range(begin, end):
+                block = new.blocks[at]
+                add(block.key.hash64 & 0xFFFF_FFFF, start + at)
+                used_ns[first + at] = block.stamp_ns
+                if block.long_key is not None:
+                    self._long_keys[block.key.probe] = block.long_key
+                block.is_written = True
+        if len(new.good) == 1 and new.good[0].count == new.slots.count:
+            return
+        left = {at for at, block in enumerate(new.blocks) if not block.is_written}
+        if new.bad and self._may_leave_out(slab, len(new.bad), any_good=bool(new.good)):
+            left.difference_update(new.bad)
+        for part in runs_of(sorted(left)):
+            self._allocator.release(Run(start + part.start, part.count))
+
+    def _change(self, slab: Slab, first: int, count: int) -> None:
+        slab.changed_pages.update(range(first // PAGE_SLOTS, (first + count - 1) // PAGE_SLOTS + 1))
+
+    def _remove(self, slab: Slab, index: int, cause: LossCause | None) -> None:
+        """Takes a block out of the index and its slot. It is lost for ``cause``, if there is one."""
+        entry, offset = slab.entry(index), index * ENTRY_BYTES
+        hashed = _hashed_in(entry)
+        self._index.remove(hashed.hash64, slab.number * SLAB_STRIDE + index)
+        slab.entries[offset : offset + ENTRY_BYTES] = EMPTY_ENTRY
+        self._note_lost(entry, hashed, cause)
+
+    def _note_lost(self, entry: bytearray, hashed: HashedKey, cause: LossCause | None) -> None:
+        """A block is gone from its slot, and lost unless another slot has it too."""
+        if self._index.find(hashed) < 0:
+            key = key_in(entry) or self._long_keys.pop(hashed.probe, None)
+            if key is not None and cause is not None and len(self._lost) < _MAX_LOST:
+                self._lost[key] = cause
+
+    def _slots_of(self, entry: bytes | bytearray) -> set[int]:
+        return set(self._index.find_all(_hashed_in(entry)))
+
+    def _may_leave_out(self, slab: Slab, count: int, *, any_good: bool) -> bool:
+        """Whether slots that the disk cannot read or write are left out of use. Not if there are many: then it is not
+        the slots that are bad."""
+        if not any_good or slab.num_bad + count > max(1, slab.file.num_slots // 64):
+            return False
+        slab.num_bad += count
+        return True
+
+    def _apply(self, slab: Slab, first: int, entries: bytes | bytearray) -> None:
+        offset = first * ENTRY_BYTES
+        old = np.frombuffer(bytes(slab.entries[offset : offset + len(entries)]), np.uint64).reshape(-1, 8)
+        new = np.frombuffer(bytes(entries), np.uint64).reshape(-1, 8)
+        for at in np.flatnonzero((old != new).any(axis=1)).tolist():
+            index, entry = first + at, entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES]
+            before = slab.entry(index)
+            hashed_before = _hashed_in(before)
+            slot = slab.number * SLAB_STRIDE + index
+            is_gone = before[LENGTH_AT] and self._index.remove(hashed_before.hash64, slot)
+            slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = entry
+            if entry[LENGTH_AT]:
+                self._index.add(_hashed_in(entry).hash64, slot)
+            if is_gone:
+                self._note_lost(before, hashed_before, "evicted")  # what else it may be, only its owner knows
+
+    def _own(self, slab: Slab, uses: npt.NDArray[np.uint32]) -> None:
+        """Gives a slab's slots to the allocator."""
+        table = slab.view()
+        is_held = table["length"] != 0
+        # Not in the future: a damaged entry would stay for ever.
+        latest_s = np.maximum(table["written_s"], uses).astype(np.int64)
+        used_s = np.clip(latest_s, 1, self._stamps(1).start // NS - 1)
+        # Within a second, blocks of a run are taken for a prefix: its tail was used before its head.
+        slab.used_ns = np.where(is_held, used_s * NS + np.arange(len(used_s))[::-1], 0)
+        self._allocator.add_slab(slab.number, slab.used_ns)
+
+    def _drop(self, slabs: Sequence[Slab]) -> None:
+        """The entries of a dropped slab do not change any more."""
+        self._allocator.drop_slabs([slab.number for slab in slabs])
+        for slab in slabs:
+            slab.is_dropped = True
+            self._index.drop_slab(slab.number)
+            del self.open[slab.number]
+            del self.by_name[slab.file.name]
+            if not slab.users:
+                slab.file.close()
+
+    def _next_number(self) -> int:
+        if len(self._index.tables) >= _LAST_SLAB:
+            self._index.purge()
+        for _ in range(_LAST_SLAB):
+            self._last_number = self._last_number % _LAST_SLAB + 1
+            if self._last_number not in self._index.tables:
+                return self._last_number
+        raise OSError(errno.EMFILE, "too many slabs", self._root)
+
+    # ------------------------------------------------------------------------------------------------------ without
+
+    def _keys_in(self, slab: Slab, first: int) -> list[OffloadKey]:
+        keys = list[OffloadKey]()
+        with self._lock:
+            if slab.is_dropped:
+                return keys
+            for index in range(first, min(first + _KEYS_AT_ONCE, slab.file.num_slots)):
+                entry = slab.entry(index)
+                key = key_in(entry) or self._long_keys.get(bytes(entry[PROBE_AT:]))
+                # Of several slots with one block, the one that is found counts.
+                if key is not None and self._index.find(_hashed_in(entry)) == slab.number * SLAB_STRIDE + index:
+                    keys.append(key)
+        return keys
+
+
+def _hashed_in(entry: bytes | bytearray) -> HashedKey:
+    """As much of the key's hash as an entry has, which is as much as the index asks for."""
+    return HashedKey(int.from_bytes(entry[PROBE_AT : PROBE_AT + 4], "little"), bytes(entry[PROBE_AT:]))

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks in fixed slots of large preallocated files: the local disk at its own speed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvoffload.base import OffloadKey
+from kvoffload.cpu.memory_limits import memory_file_system
+from kvoffload.errors import ConfigError, StoreError
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
+from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Run, runs_of
+from kvoffload.tiering.stores.disk.directory import SlabDirectory
+from kvoffload.tiering.stores.disk.format import (
+    EMPTY_ENTRY,
+    ENTRY_BYTES,
+    LONGEST_KEY,
+    PROBE_AT,
+    SEAL_BYTES,
+    HashedKey,
+    SlabFormat,
+)
+from kvoffload.tiering.stores.disk.slabs import BusyRun, FoundBlock, NewBlock, NewRun, Slab, Slabs
+from kvoffload.tiering.stores.disk.upkeep import Growth, Upkeep
+from kvoffload.tiering.stores.root import check_root, check_type, directory_of
+
+__all__ = ["DiskStore"]
+
+
+_BESIDE_BYTES = 1 << 20
+"""The least size of a block whose checksum is made while it is being written to a disk."""
+_JUDGED_AT_MOST = 4
+"""Reads of a neighbour's block that does not verify while its entry stays as it is."""
+
+
+@dataclass(slots=True, eq=False)
+class _ReadBatch:
+    """The blocks of a read, and what came of them so far."""
+
+    keys: Sequence[HashedKey]
+    blocks: Sequence[memoryview]
+    answers: list[bool]
+    errors: list[OSError] = field(default_factory=list)
+
+
+class DiskStore(BlockStore):
+    """Blocks of ``block_bytes`` in slots of slab files under ``root`` (``format`` has the layout).
+
+    No file is made, renamed or deleted per block. Neighbouring slots move in one call, straight from and to the
+    caller's memory. A checksum bound to key, namespace and block size is verified on every read. What fails it is a
+    miss: a block that was overwritten meanwhile, torn by a crash, or damaged.
+
+    ``max_bytes`` bounds the slabs of all namespaces and processes of the root, as none is made beyond it. Then the
+    least recently used blocks are written over, in an order that survives restarts. Slabs of namespaces that no process
+    uses go first. Without ``max_bytes`` the store takes all but a tenth of the disk. With ``durability="fsync"`` a
+    block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose recent blocks.
+
+    Several processes of one host may share a root; its file system must have locks. Each writes to slabs of its own,
+    which the kernel unlocks when it dies, and reads all slabs of its namespace. A neighbour's new block is found within
+    a second. Slabs of the dead are adopted with their blocks. No process waits for another's lock.
+
+    On a memory file system (a tmpfs such as ``/dev/shm``) the store is a pool of memory that all processes of the host
+    share, and no slab is made for which there is too little memory. ``directory.check_memory`` tells beforehand whether
+    ``max_bytes`` fit.
+
+    Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
+    read and write as well. Links under the root are never followed, and a root of another user is refused.
+
+    Any number of threads. One lock guards the state; it is never held during I/O.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        block_bytes: int,
+        namespace: str = "",
+        max_bytes: int | None = None,
+        *,
+        durability: Literal["none", "fsync"] = "none",
+        mode: Literal["private", "group"] = "private",
+    ) -> None:
+        if mode not in ("private", "group"):
+            raise ConfigError(f"mode must be 'private' or 'group', not {mode!r}.")
+        if durability not in ("none", "fsync"):
+            raise ConfigError(f"durability must be 'none' or 'fsync', not {durability!r}.")
+        if block_bytes < 1:
+            raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
+        self._layout = layout = SlabFormat(directory_of(namespace), block_bytes)
+        if max_bytes is not None and max_bytes < layout.slab_bytes(1):
+            raise ConfigError(
+                f"max_bytes={max_bytes} has no room for one block: that takes {layout.slab_bytes(1)} bytes."
+            )
+        self._root = os.path.abspath(os.fspath(root))
+        self._max_bytes = max_bytes
+        self._durable = durability == "fsync"
+        access = check_root(self._root, mode)
+        check_type(self._root, "disk")
+        try:
+            self._directory = SlabDirectory(self._root, layout, max_bytes, access, durable=self._durable)
+        except OSError as exc:
+            raise ConfigError(f"The store cannot use {self._root}: {exc}; choose another directory.") from exc
+        self._slabs = Slabs(self._root, layout)
+        self.resident = self._slabs.resident
+        self._growth = Growth(self._directory, self._slabs)
+        self._upkeep = Upkeep(self._root, layout, self._directory, self._slabs, self._growth)
+        self._beside: ThreadPoolExecutor | None = None
+        if block_bytes >= _BESIDE_BYTES and memory_file_system(self._root) is None:
+            self._beside = ThreadPoolExecutor(self.requests_in_flight, "kvoffload-disk-checksums")
+
+    def __repr__(self) -> str:
+        return (
+            f"DiskStore({self._root!r}, {self._layout.directory!r}, block_bytes={self._layout.block_bytes}, "
+            f"slabs={len(self._slabs.open)}, blocks={len(self._slabs)})"
+        )
+
+    # ------------------------------------------------------------------------------------------------ BlockStore
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._slabs.contains(self._hashed(keys))
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        hashed = self._hashed(keys)
+        is_here, stamps_ns = self._slabs.use(hashed)
+        new: dict[bytes, NewBlock] = {}
+        for name, key, here, block, stamp_ns in zip(keys, hashed, is_here, blocks, stamps_ns, strict=True):
+            if not here and key.probe not in new:  # of a key that is given twice, the first block is written
+                long_key = name if len(name) > LONGEST_KEY else None
+                new[key.probe] = NewBlock(key, self._bytes(block), stamp_ns, long_key)
+        errors = list[OSError]()
+        self._write_new(list(new.values()), stamps_ns.start - 1, errors)
+        answers = [here or new[key.probe].is_written for key, here in zip(hashed, is_here, strict=True)]
+        self._raise_unless_any(answers, errors)
+        return answers
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        batch = _ReadBatch(self._hashed(keys), blocks, [False] * len(keys))
+        if found := self._read_found(batch, range(len(keys))):
+            if failed := [at for at in found if not batch.answers[at]]:
+                # A block may have another copy, in the slab of another process.
+                self._read_found(batch, failed)
+            self._raise_unless_any(batch.answers, batch.errors)
+        return batch.answers
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self._clear(self._slabs.discard(self._hashed(keys)))
+
+    def close(self) -> None:
+        self._upkeep.close()
+        if self._beside is not None:
+            self._beside.shutdown()
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        self._upkeep.is_loaded.wait()
+        yield from self._slabs.keys()
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self._slabs.use(self._hashed(keys)[::-1])
+
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        return self._slabs.take_lost()
+
+    def stats(self) -> StoreStats:
+        used_bytes = len(self._slabs) * self._layout.block_bytes
+        return StoreStats(used_bytes, self._slabs.num_corrupt, self._slabs.num_evicted, self._max_bytes)
+
+    def refresh(self) -> None:
+        """Publishes our changes and takes in those of other processes. The store's thread does so by itself, two times
+        a second; a caller who cannot wait may as well."""
+        self._upkeep.refresh()
+
+    def check_invariants(self) -> None:
+        """Recomputes the state from the tables. Raises ``AssertionError`` if it differs. For tests, between calls."""
+        with self._upkeep.lock:  # its own I/O is not part of a call, but keeps slabs open too
+            self._slabs.check_invariants()
+
+    # ---------------------------------------------------------------------------------------------------- writing
+
+    def _write_new(self, new: list[NewBlock], before_ns: int, errors: list[OSError]) -> None:
+        """Writes blocks to free slots. Evicts nothing that was used after ``before_ns``."""
+        while new:
+            runs = self._slabs.take(new)
+            if not runs and not self._make_room(len(new), before_ns, errors):
+                return
+            try:
+                for run in runs:
+                    self._write_run(run, errors)
+                if self._durable:
+                    self._sync({run.slab.number: run.slab for run in runs}.values(), errors)
+            finally:
+                self._slabs.record(runs)
+            new = new[sum(run.slots.count for run in runs) :]
+
+    def _write_run(self, run: NewRun, errors: list[OSError]) -> None:
+        """Writes blocks: payloads first, then their entries. So a process that dies in between leaves empty slots. If
+        the table fails, its slab is not used any more."""
+        slab, first = run.slab, run.slots.first
+        entries_of = self._begin_entries(run.blocks)
+        good = list[Run]()
+        try:
+            if whole := slab.file.write(first, [block.payload for block in run.blocks]):
+                good = [Run(0, whole)]
+        except OSError as exc:
+            errors.append(exc)
+            if exc.errno == errno.EIO:
+                good, run.bad = self._write_singly(run)
+        run.entries = entries_of()
+        try:
+            for part in good:
+                entries = run.entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES]
+                slab.file.write_entries(first + part.start, entries)
+        except OSError as exc:
+            errors.append(exc)
+            self._slabs.lose(slab, exc)
+        run.good = good
+
+    def _begin_entries(self, new: Sequence[NewBlock]) -> Callable[[], bytes]:
+        """Makes checksums and entries of blocks, and returns what waits for them."""
+        if self._beside is not None:
+            try:
+                return self._beside.submit(self._entries, new).result
+            except RuntimeError:
+                pass  # the store is closed, or the interpreter ends
+        # Before the write: they bring the payloads into the processor's caches, from which the kernel then takes them.
+        entries = self._entries(new)
+        return lambda: entries
+
+    def _entries(self, new: Sequence[NewBlock]) -> bytes:
+        return b"".join([self._layout.entry(block.key, block.payload, block.stamp_ns) for block in new])
+
+    def _write_singly(self, run: NewRun) -> tuple[list[Run], list[int]]:
+        """Which blocks of a run can be written, and which the disk fails to write."""
+        good, bad = list[int](), list[int]()
+        for at, block in enumerate(run.blocks):
+            try:
+                if run.slab.file.write(run.slots.first + at, [block.payload]):
+                    good.append(at)
+            except OSError:
+                bad.append(at)
+        return runs_of(good), bad
+
+    def _sync(self, slabs: Iterable[Slab], errors: list[OSError]) -> None:
+        for slab in slabs:
+            try:
+                slab.file.sync()
+            except OSError as exc:
+                errors.append(exc)
+                self._slabs.lose(slab, exc)  # what the kernel has dropped may be any block of it
+
+    def _make_room(self, count: int, before_ns: int, errors: list[OSError]) -> bool:
+        """Makes a new slab, or else evicts blocks that were used by ``before_ns`` for the last time.
+
+        Returns whether that helped.
+        """
+        if self._growth.grow(errors):
+            return True
+        runs = self._slabs.evict(count, before_ns)
+        self._clear(runs)
+        return bool(runs)
+
+    def _clear(self, runs: Sequence[BusyRun]) -> None:
+        """Empties the entries of slots on the disk, and makes the slots free. In this order: a slot may be written only
+        after its old entry is gone, or a crash or a neighbour would take the new bytes for the old block's."""
+        for run in runs:
+            try:
+                run.slab.file.write_entries(run.slots.first, EMPTY_ENTRY * run.slots.count)
+            except OSError as exc:
+                self._slabs.lose(run.slab, exc)
+        self._slabs.release(runs)
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def _read_found(self, batch: _ReadBatch, asked: Sequence[int]) -> list[int]:
+        """Reads those of the blocks ``asked`` that are here, and returns which these are."""
+        found, slabs = self._slabs.find(batch.keys, asked)
+        try:
+            begin = 0
+            while begin < len(found):
+                end = begin + 1
+                while end < len(found) and found[end].slot == found[end - 1].slot + 1:
+                    end += 1
+                self._read_run(batch, slabs[found[begin].slot // SLAB_STRIDE], found[begin:end])
+                begin = end
+        finally:
+            self._slabs.unpin(slabs.values())
+        return [block.at for block in found]
+
+    def _read_run(self, batch: _ReadBatch, slab: Slab, found: Sequence[FoundBlock]) -> None:
+        """Reads and verifies blocks in neighbouring slots of a slab."""
+        first, views = found[0].slot % SLAB_STRIDE, [self._bytes(batch.blocks[block.at]) for block in found]
+        failed: dict[int, OSError] = {}
+        try:
+            whole = slab.file.read(first, views)
+        except OSError as exc:
+            whole = len(found)
+            if len(found) == 1:
+                failed[0] = exc
+            for index, view in enumerate(views) if len(found) > 1 else ():
+                try:
+                    slab.file.read(first + index, [view])
+                except OSError as single:
+                    failed[index] = single
+        for index, (block, view) in enumerate(zip(found, views, strict=True)):
+            key, error = batch.keys[block.at], failed.get(index)
+            if error is not None:
+                batch.errors.append(error)
+            elif index < whole and self._layout.seal(key.hash64, view) == block.seal:
+                batch.answers[block.at] = True
+                continue
+            batch.answers[block.at] = self._judge(slab, first + index, key, view, block.seal, error)
+
+    def _judge(
+        self, slab: Slab, index: int, key: HashedKey, view: memoryview, seal: bytes, error: OSError | None
+    ) -> bool:
+        """A block did not verify, or could not be read. Finds out why, and whether a second read succeeds."""
+        entry = self._slabs.entry(slab, index)
+        if slab.is_dropped or entry[:SEAL_BYTES] != seal or entry[PROBE_AT:] != key.probe:
+            return False  # evicted meanwhile
+        if error is not None and error.errno != errno.EIO:
+            return False
+        try:
+            # Memory, bus or a passing fault may be to blame. Only a block that is wrong twice is wrong, and the second
+            # read takes another way.
+            for _ in range(_JUDGED_AT_MOST):
+                if slab.file.read_buffered(index, view) and self._layout.seal(key.hash64, view) == seal:
+                    return True
+                if slab.is_own:
+                    break
+                if (now := slab.file.read_entries(index, 1)) != entry:
+                    self._slabs.apply(slab, index, now)
+                    return False
+                # A neighbour may have evicted the block and written the same one again, within a second: another entry
+                # that is equal. Then the next read finds it.
+        except OSError as exc:
+            error = exc
+        self._clear(self._slabs.remove_corrupt(slab, index, entry, is_unreadable=error is not None))
+        return False
+
+    # ---------------------------------------------------------------------------------------------------- helpers
+
+    def _hashed(self, keys: Sequence[OffloadKey]) -> list[HashedKey]:
+        return [self._layout.hashed(key) for key in keys]
+
+    def _bytes(self, block: memoryview) -> memoryview:
+        size = self._layout.block_bytes
+        assert block.nbytes == size, f"a block of {block.nbytes} bytes for a store of {size}"
+        return block if block.ndim == 1 and block.format == "B" else block.cast("B")
+
+    def _raise_unless_any(self, answers: Sequence[bool], errors: Sequence[OSError]) -> None:
+        if any(answers) or not answers:
+            return
+        if errors:
+            raise StoreError(f"The store at {self._root} fails: {errors[0]}") from errors[0]
+        if not os.path.isdir(self._root):
+            raise StoreError(f"The store's directory {self._root} is gone.")

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slabs that a store has open: who may use one, and until when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.tiering.stores.disk.allocator import Run
+from kvoffload.tiering.stores.disk.file import SlabFile
+from kvoffload.tiering.stores.disk.format import HashedKey, SlabFormat
+from kvoffload.tiering.stores.disk.slabs import NewBlock, NewRun, Slab, Slabs
+from kvoffload.tiering.stores.root import Access
+
+LAYOUT = SlabFormat("slabs", 100)
+KEYS = keys_of(*range(4))
+
+
+@pytest.fixture
+def slabs(tmp_path: Path) -> Iterator[Slabs]:
+    """Two slabs of ours, with eight slots each."""
+    directory = os.open(tmp_path, os.O_RDONLY)
+    opened = Slabs(str(tmp_path), LAYOUT)
+    for name in ("a", "b"):
+        opened.register(SlabFile.create(name, LAYOUT, 8, directory, Access()), is_own=True)
+    yield opened
+    opened.close()
+    os.close(directory)
+
+
+def hashed(*numbers: int) -> list[HashedKey]:
+    return [LAYOUT.hashed(KEYS[number]) for number in numbers]
+
+
+def put(slabs: Slabs, slab: Slab, *numbers: int) -> list[NewRun]:
+    """Blocks in slots of a slab, as a write leaves them."""
+    blocks = [NewBlock(key, memoryview(b""), 1) for key in hashed(*numbers)]
+    others = []
+    while (runs := slabs.take(blocks))[0].slab is not slab:
+        others += runs
+    for run in runs:
+        run.entries = b"".join(LAYOUT.entry(block.key, block.payload, 1) for block in run.blocks)
+        run.good = [Run(0, run.slots.count)]
+    slabs.record([*runs, *others])
+    return runs
+
+
+def test_a_slab_is_closed_by_its_last_user(slabs: Slabs) -> None:
+    slab = slabs.by_name["a"]
+    put(slabs, slab, 0, 1)
+    _, first = slabs.find(hashed(0), [0])
+    _, second = slabs.find(hashed(0, 1, 0), [0, 1, 2])
+    assert first == second == {slab.number: slab}
+    slabs.drop([slab], "removed")
+    slabs.unpin(first.values())
+    assert slab.file.read_changes().tolist() == [0], "still open"
+    slabs.unpin(second.values())
+    with pytest.raises(OSError, match="Bad file"):
+        slab.file.read_changes()
+
+
+def test_slots_that_were_not_filled_are_free_again(slabs: Slabs) -> None:
+    """A write failed, all of it or in part, or ended with an exception."""
+    for good, num_free in (([], 16), ([Run(1, 2)], 14)):
+        runs = slabs.take([NewBlock(key, memoryview(b""), 1) for key in hashed(0, 1, 2, 3)])
+        assert slabs.num_free == 12
+        for run in runs:
+            run.entries = b"".join(LAYOUT.entry(block.key, block.payload, 1) for block in run.blocks)
+            run.good = good
+        slabs.record(runs)
+        assert slabs.num_free == num_free
+        slabs.check_invariants()
+    assert slabs.contains(hashed(0, 1, 2, 3)) == [False, True, True, False]
+
+
+def test_a_key_that_is_given_twice_is_discarded_once(slabs: Slabs) -> None:
+    put(slabs, slabs.by_name["a"], 0, 1)
+    slabs.release(slabs.discard(hashed(1, 0, 1)))
+    assert slabs.num_free == 16
+    slabs.check_invariants()
+
+
+def test_times_of_use_of_a_slab_that_was_dropped_meanwhile_stay(slabs: Slabs) -> None:
+    """A writer drops it, whose table failed, while the store's own thread writes times of use down."""
+    slab = slabs.by_name["a"]
+    (pinned,) = slabs.pin_used([slab])
+    slabs.lose(slab, OSError("bad"))
+    on_disk = pinned.file.read_uses()
+    assert (slabs.merge_uses(pinned, on_disk) == on_disk).all()
+    slabs.unpin([pinned])
+
+
+def test_one_slot_in_64_may_be_left_out_of_use_and_one_of_any_slab(slabs: Slabs, tmp_path: Path) -> None:
+    small, directory = slabs.by_name["a"], os.open(tmp_path, os.O_RDONLY)
+    slabs.register(SlabFile.create("large", LAYOUT, 640, directory, Access()), is_own=True)
+    os.close(directory)
+    large = slabs.by_name["large"]
+    assert not slabs._may_leave_out(large, 1, any_good=False), "then the disk is bad, not a slot"
+    assert not slabs._may_leave_out(large, 11, any_good=True)
+    assert [slabs._may_leave_out(large, count, any_good=True) for count in (6, 5, 4, 1)] == [True, False, True, False]
+    assert [slabs._may_leave_out(small, count, any_good=True) for count in (2, 1, 1)] == [False, True, False]
+    assert (large.num_bad, small.num_bad) == (10, 1)
+
+
+def test_a_block_is_gone_with_its_last_copy(slabs: Slabs) -> None:
+    first, second = slabs.by_name["a"], slabs.by_name["b"]
+    put(slabs, first, 1, 2)
+    put(slabs, second, 1)
+    slabs.lose(first, OSError("bad"))
+    assert slabs.take_lost() == {KEYS[2]: "corrupt"}
+    assert slabs.quarantined == {"a"}
+    slabs.lose(first, OSError("bad"))
+    slabs.lose(second, OSError("bad"))
+    assert slabs.take_lost() == {KEYS[1]: "corrupt"}
+    assert len(slabs) == 0
+
+
+def test_slabs_are_dropped_together_and_each_once(slabs: Slabs) -> None:
+    first, second = slabs.by_name["a"], slabs.by_name["b"]
+    put(slabs, first, 1)
+    put(slabs, second, 1, 2)
+    assert slabs.drop([first, second], "removed") == [first, second]
+    assert slabs.drop([first, second], "removed") == []
+    assert slabs.take_lost() == dict.fromkeys(KEYS[1:3], "removed")
+    assert (len(slabs), slabs.num_slots, slabs.open, slabs.by_name) == (0, 0, {}, {})
+
+
+def test_a_slab_that_fails_is_quarantined_before_a_poll_can_open_it_again(slabs: Slabs, monkeypatch) -> None:
+    drop = slabs._drop
+    monkeypatch.setattr(slabs, "_drop", lambda dropped: (drop(dropped), seen.append(set(slabs.quarantined))))
+    seen = list[set[str]]()
+    slabs.lose(slabs.by_name["a"], OSError("bad"))
+    assert seen == [{"a"}]
+
+
+def test_blocks_of_a_store_that_closes_are_not_gone(slabs: Slabs) -> None:
+    put(slabs, slabs.by_name["a"], 1)
+    slabs.close()
+    assert slabs.take_lost() == {}
+    assert slabs.open == {}
