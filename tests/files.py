@@ -6,7 +6,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from kvoffload.tiering.stores.disk.sharing import BULLETIN_NAME
+from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME
 
 __all__ = ["disk_bytes"]
 

@@ -26,8 +26,8 @@ from kvoffload.registry import Registry
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
-from kvoffload.tiering.stores.disk.directory import check_memory
 from kvoffload.tiering.stores.disk.format import SlabFormat
+from kvoffload.tiering.stores.disk.quota import check_memory
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore

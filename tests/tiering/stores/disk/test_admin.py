@@ -112,7 +112,7 @@ def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: 
     assert len(tables(tmp_path)) == 2
     server.refresh()
     assert right(server, *KEYS) == (set() if namespace == MODEL else set(KEYS))
-    server._growth.not_before_s = 0.0
+    server._quota.not_before_s = 0.0
     assert write(server, KEYS[0]) == [True]
     assert disk_bytes(tmp_path) <= 3 << 20
 

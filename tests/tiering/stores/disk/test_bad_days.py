@@ -314,7 +314,7 @@ for _ in range(3):
     except Exception as exc:
         print(type(exc).__name__, exc)
 [os.close(fd) for fd in others]
-store._growth.not_before_s = 0.0
+store._quota.not_before_s = 0.0
 print(store.write(keys_of(1), [memoryview(bytes(4096))]))
 """
         log, *said, written = self.run(tmp_path, 64, 64, script)

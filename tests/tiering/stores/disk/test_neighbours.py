@@ -266,7 +266,7 @@ class TestQuota:
         new = open_store(namespace="today", max_bytes=two_slabs())
         assert write(new, KEYS[0]) == [False], "it is in use"
         old.close()
-        new._growth.not_before_s = 0.0
+        new._quota.not_before_s = 0.0
         assert write(new, KEYS[0]) == [True]
         assert disk_bytes(tmp_path) <= two_slabs()
         again = open_store(namespace="yesterday", max_bytes=two_slabs())
@@ -309,7 +309,7 @@ class TestQuota:
         with root_lock(str(tmp_path / "kv"), Access()) as is_locked:
             assert is_locked
             assert write(store, KEYS[0]) == [False]
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         assert write(store, KEYS[0]) == [True]
 
 
@@ -370,7 +370,7 @@ class TestSharing:
         mine, late = open_store(max_bytes=6 << 20), open_store(max_bytes=6 << 20, namespace="late")
         self.fill(mine, 0, 5800)
         for _ in range(5):
-            late._growth.not_before_s = 0.0
+            late._quota.not_before_s = 0.0
             self.fill(late, 0, 2000)
             self.settle(mine, late)
         assert abs(self.owned(mine) - self.owned(late)) <= 1

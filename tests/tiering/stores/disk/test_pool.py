@@ -23,9 +23,9 @@ from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
-from kvoffload.tiering.stores.disk import directory as directory_module
 from kvoffload.tiering.stores.disk import file as file_module
-from kvoffload.tiering.stores.disk.directory import check_memory
+from kvoffload.tiering.stores.disk import quota as quota_module
+from kvoffload.tiering.stores.disk.quota import check_memory
 
 ROOT = Path(__file__).parents[4]
 KEYS = keys_of(*range(100))
@@ -133,7 +133,7 @@ class TestMemory:
         """What the system says is available; changed by the test."""
         said = [1 << 40]
         monkeypatch.setattr(memory_limits, "available_bytes", lambda: said[0])
-        monkeypatch.setattr(directory_module, "available_bytes", lambda: said[0])
+        monkeypatch.setattr(quota_module, "available_bytes", lambda: said[0])
         return said
 
     def test_file_systems(self, pool: Path) -> None:
@@ -180,19 +180,19 @@ class TestMemory:
         write(store, *keys[:100], size=PAGED)
         available[0] = 10_000
         for start in range(100, 400, 100):
-            store._growth.not_before_s = 0.0
+            store._quota.not_before_s = 0.0
             assert write(store, *keys[start : start + 100], size=PAGED) == [True] * 100
         assert len(payloads(pool)) == 1
         available[0] = 1 << 40
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         while len(payloads(pool)) == 1:
-            store._growth.not_before_s = 0.0
+            store._quota.not_before_s = 0.0
             write(store, *keys[:100], size=PAGED)
             write(store, *keys[100:200], size=PAGED)
         store.close()
 
     def test_hugetlbfs_is_refused(self, pool: Path, monkeypatch) -> None:
-        monkeypatch.setattr(directory_module, "memory_file_system", lambda path: "hugetlbfs")
+        monkeypatch.setattr(quota_module, "memory_file_system", lambda path: "hugetlbfs")
         with pytest.raises(ConfigError, match="choose a directory on a tmpfs"):
             open_tier(pool, 1 << 20)
 

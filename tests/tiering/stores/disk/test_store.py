@@ -39,10 +39,9 @@ from kvoffload.tiering.stores.disk import file as file_module
 from kvoffload.tiering.stores.disk.directory import LOCK_NAME, SlabSeen
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
-from kvoffload.tiering.stores.disk.sharing import BULLETIN_NAME
 from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
 from kvoffload.tiering.stores.disk.store import DiskStore
-from kvoffload.tiering.stores.disk.upkeep import Upkeep
+from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME, Upkeep
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import CONTROL_DIR
 from kvoffload.tiering.stores.slab import SlabStore
@@ -522,7 +521,7 @@ class TestRoot:
         assert not (tmp_path / "kv").exists(), "a mount that went away is not written under"
         (tmp_path / "kv").mkdir()
         store.refresh()
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         assert write(store, *KEYS[:8]) == [True] * 8
         assert right(store, *KEYS[:8]) == set(KEYS[:8])
         assert disk_bytes(tmp_path) <= slab_of(8)
@@ -535,7 +534,7 @@ class TestRoot:
             shutil.rmtree(tmp_path / "kv" / removed)
             (tmp_path / "kv").mkdir(exist_ok=True)
         store.refresh()
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         for start in range(0, 1500, 100):
             assert write(store, *keys[start : start + 100]) == [True] * 100
         assert right(store, *keys) == set(keys)
@@ -562,7 +561,7 @@ class TestRoot:
         assert list(small_disk.iterdir()) == []
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", small_disk], check=True)
         store.refresh()
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         assert write(store, *KEYS[:3]) == [True] * 3
         store.close()
 
@@ -602,7 +601,7 @@ class TestRoot:
             write(store, *KEYS[:4])
         assert right(store, *KEYS[:4]) == set()
         (small_disk / "other").unlink()
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         assert write(store, *KEYS[:4]) == [True] * 4
         store.close()
 
@@ -680,7 +679,7 @@ class TestRoot:
         second.unlink()  # its payloads alone are no slab
         store.refresh()
         assert here(store, *keys) == set()
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         assert write(store, *keys[:100]) == [True] * 100
         assert right(store, *keys[:100]) == set(keys[:100])
         assert disk_bytes(tmp_path) <= 2 << 20
@@ -705,7 +704,7 @@ class TestRoot:
         neighbour.refresh()
         assert len(tables(tmp_path)) == 1
         monkeypatch.setattr("fcntl.flock", real)
-        neighbour._growth.not_before_s = 0.0
+        neighbour._quota.not_before_s = 0.0
         assert write(neighbour, *keys[2000:2100]) == [True] * 100
         assert right(neighbour, *keys[2000:2100]) == set(keys[2000:2100])
 
@@ -734,7 +733,7 @@ class TestRoot:
         assert write(store, *KEYS[:4]) == [True] * 4
         keys = keys_of(*range(4000))
         for start in range(0, 4000, 100):
-            store._growth.not_before_s = 0.0
+            store._quota.not_before_s = 0.0
             write(store, *keys[start : start + 100])
         disk = os.statvfs(small_disk)
         assert disk.f_bavail >= disk.f_blocks // 10
@@ -834,7 +833,7 @@ class TestRoot:
             with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
                 write(store, KEYS[0])
         assert [*tables(tmp_path), *payloads(tmp_path)] == []
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         assert write(store, KEYS[0]) == [True]
 
     def test_a_slab_gets_its_size_alone_where_the_file_system_gives_no_space(
@@ -1037,7 +1036,7 @@ def test_a_write_that_comes_after_the_close_makes_no_slab(tmp_path: Path, monkey
 
     monkeypatch.setattr(SlabFile, "create", classmethod(create_late))
     for _ in range(2):
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         with pytest.raises(StoreError, match="closed"):
             write(store, KEYS[0])
     opened = [
@@ -1062,14 +1061,14 @@ class TestFullQuota:
         with other._upkeep.lock, store._upkeep.lock:
             opened.clear()
             for first in (5000, 6000):
-                store._growth.not_before_s = 0.0
+                store._quota.not_before_s = 0.0
                 assert all(write(store, *keys_of(*range(first, first + 100))))
             assert opened == []
             assert len(store._slabs.open) == 3
         other.close()
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         while len(store._slabs.open) < 4:
-            store._growth.not_before_s = 0.0
+            store._quota.not_before_s = 0.0
             write(store, *keys_of(*range(7000, 7100)))
         assert store.stats().evicted_blocks > 0
 
@@ -1096,7 +1095,7 @@ class TestFullQuota:
         assert list((tmp_path / "precious").iterdir()) == []
         (tmp_path / "kv" / "=").unlink()
         store.refresh()
-        store._growth.not_before_s = 0.0
+        store._quota.not_before_s = 0.0
         assert write(store, *KEYS[:4]) == [True] * 4
         assert right(store, *KEYS[:4]) == set(KEYS[:4])
         for fd in held:
@@ -1116,7 +1115,7 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
     store = DiskStore(tmp_path, SMALL, max_bytes=slab_of(8))
     poll = threading.Thread(target=store.refresh)
     is_polling, is_registering = threading.Event(), threading.Event()
-    list_slabs, grow, own, move = store._directory.slabs, store._directory.grow, Slabs._own, SlabFile.write
+    list_slabs, grow, own, move = store._directory.slabs, store._quota._make_slab, Slabs._own, SlabFile.write
 
     def listed_late() -> list[SlabSeen]:
         is_polling.set()
@@ -1139,7 +1138,7 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
         assert is_polling.wait(60)
         return grow(name)
 
-    monkeypatch.setattr(store._directory, "grow", grown_late)
+    monkeypatch.setattr(store._quota, "_make_slab", grown_late)
     monkeypatch.setattr(store._directory, "slabs", listed_late)
     monkeypatch.setattr(Slabs, "_own", owned_late)
     monkeypatch.setattr(SlabFile, "write", written_late)

@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,23 +21,25 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.disk.directory import (
     LOCK_NAME,
     SlabSeen,
+    is_unused,
     namespaces_in,
+    remove_slabs,
     root_lock,
     slabs_in,
     sweep,
     try_remove,
+    unlink_slab,
 )
 from kvoffload.tiering.stores.disk.file import SlabFile, SlabRefused
 from kvoffload.tiering.stores.disk.format import (
     EMPTY_ENTRY,
     ENTRY,
     PAGE_BYTES,
-    PAYLOAD_SUFFIX,
     SEAL_BYTES,
     TABLE_SUFFIX,
     SlabFormat,
 )
-from kvoffload.tiering.stores.disk.sharing import BULLETIN_NAME
+from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     Access,
@@ -45,7 +47,6 @@ from kvoffload.tiering.stores.root import (
     check_control,
     check_locks,
     find_directory,
-    try_lock,
 )
 
 __all__ = ["DiskRoot", "StoredBlock", "is_disk_root"]
@@ -185,9 +186,9 @@ class DiskRoot:
         with self._root_lock():
             for _, dir_fd in self._namespaces(directory):
                 for slab in slabs_in(dir_fd):
-                    for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
-                        _unlink(slab.name + suffix, dir_fd)
-                _unlink(BULLETIN_NAME, dir_fd)
+                    unlink_slab(slab.name, dir_fd)
+                with suppress(FileNotFoundError):
+                    os.unlink(BULLETIN_NAME, dir_fd=dir_fd)
         try:
             os.rmdir(os.path.join(self._root, directory))
         except OSError:
@@ -207,19 +208,14 @@ class DiskRoot:
         """
         blocks_before = sum(usage.num_blocks for usage in self.usage())
         with self._root_lock():
-            slabs = list[tuple[bool, int, str, SlabSeen]]()
+            slabs = list[tuple[bool, str, SlabSeen]]()
             for name, dir_fd in self._namespaces():
-                is_used = not try_lock(dir_fd)
-                slabs += [(is_used, slab.used_ns, name, slab) for slab in slabs_in(dir_fd)]
+                is_used = not is_unused(dir_fd)
+                slabs += [(is_used, name, slab) for slab in slabs_in(dir_fd)]
+            slabs.sort(key=lambda one: (one[0], one[2].used_ns))
             num_bytes = sum(slab.num_bytes for *_, slab in slabs)
-            for _, _, name, slab in sorted(slabs, key=lambda one: one[:3]):
-                if max_bytes is None or num_bytes <= max_bytes:
-                    break
-                for _, dir_fd in self._namespaces(name):
-                    try:
-                        num_bytes -= slab.num_bytes * try_remove(slab.name, dir_fd)
-                    except OSError:
-                        continue
+            excess = 0 if max_bytes is None else num_bytes - max_bytes
+            num_bytes -= remove_slabs(self._root, self._access, [one[1:] for one in slabs], excess)
         return blocks_before - sum(usage.num_blocks for usage in self.usage()), num_bytes
 
     @contextmanager
@@ -254,10 +250,3 @@ class DiskRoot:
 
     def _namespaces(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         return namespaces_in(self._root, self._access, only)
-
-
-def _unlink(name: str, dir_fd: int) -> None:
-    try:
-        os.unlink(name, dir_fd=dir_fd)
-    except FileNotFoundError:
-        pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slabs of a root: which there are, how many bytes they take, and when one more may be made."""
+"""What lies in a root: its namespaces, their slabs, and the directory that a store has open."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from kvoffload.cpu.memory_limits import available_bytes, check_pool, memory_file_system
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.stores.disk.file import SlabFile, SlabRefused, most_slabs
+from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
@@ -31,19 +30,17 @@ __all__ = [
     "Listings",
     "SlabDirectory",
     "SlabSeen",
-    "check_memory",
+    "is_unused",
     "namespaces_in",
+    "remove_slabs",
     "root_lock",
     "slabs_in",
     "sweep",
     "try_remove",
+    "unlink_slab",
 ]
 
 LOCK_NAME = "slabs"
-_LEAST_SHARE = 8
-"""A quota's rest is worth a slab of its own from one in this many slots of a whole slab on."""
-_FREE_SHARE = 10
-"""Without a quota, one in this many bytes of the disk stays free."""
 _FINE_NS, _COARSE_NS = 100_000_000, 1_000_000_000
 """Times of directories have steps of a few milliseconds, or on some file systems of up to two seconds."""
 _MAX_LISTINGS = 256
@@ -134,25 +131,39 @@ def root_lock(root: str, access: Access) -> Iterator[bool]:
         os.close(fd)
 
 
+def unlink_slab(name: str, dir_fd: int) -> None:
+    """Removes a slab, or what is left of one. Raises ``OSError``."""
+    for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):  # payloads are not used without their table
+        with suppress(FileNotFoundError):
+            os.unlink(name + suffix, dir_fd=dir_fd)
+
+
 def try_remove(name: str, dir_fd: int) -> bool:
     """Removes a slab unless a process writes to it. The caller holds the root's lock. Raises ``OSError``."""
     try:
         fd = os.open(name + TABLE_SUFFIX, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     except FileNotFoundError:
-        fd = -1  # only a payload, which is not used without its table
-    try:
-        if fd >= 0:
-            if not try_lock(fd):
-                return False
-            os.unlink(name + TABLE_SUFFIX, dir_fd=dir_fd)
-        try:
-            os.unlink(name + PAYLOAD_SUFFIX, dir_fd=dir_fd)
-        except FileNotFoundError:
-            pass
+        unlink_slab(name, dir_fd)
         return True
+    try:
+        if is_free := try_lock(fd):
+            unlink_slab(name, dir_fd)
+        return is_free
     finally:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
+
+
+def remove_slabs(root: str, access: Access, slabs: Iterable[tuple[str, SlabSeen]], num_bytes: int) -> int:
+    """Removes slabs of these namespaces, in this order, until that has freed ``num_bytes``; none that a process writes
+    to. Returns the bytes that it has freed. The caller holds the root's lock."""
+    freed_bytes = 0
+    for directory, slab in slabs:
+        if freed_bytes >= num_bytes:
+            break
+        for _, dir_fd in namespaces_in(root, access, directory):
+            with suppress(OSError):
+                freed_bytes += slab.num_bytes * try_remove(slab.name, dir_fd)
+    return freed_bytes
 
 
 def sweep(dir_fd: int, slabs: Sequence[SlabSeen]) -> int:
@@ -168,29 +179,52 @@ def sweep(dir_fd: int, slabs: Sequence[SlabSeen]) -> int:
     return num_removed
 
 
-class SlabDirectory:
-    """One namespace's directory under ``root``, and the quota of the root. Any number of threads but in ``grow``;
-    ``check`` and ``close`` alone close the descriptor ``fd``, and one thread at a time calls what uses it."""
+def namespaces_in(root: str, access: Access, only: str | None = None) -> Iterator[tuple[str, int]]:
+    """Name and descriptor of each namespace's directory, sorted, never through a link. Each descriptor is closed when
+    the next is asked for. No namespace's name begins with a dot."""
+    root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in sorted(os.listdir(root_fd)) if only is None else [only]:
+            if name.startswith("."):
+                continue
+            try:
+                fd = open_directory(name, root_fd)
+            except OSError:
+                continue  # a link, a file, or not for us
+            try:
+                if access.admits(os.fstat(fd)):
+                    yield name, fd
+            finally:
+                os.close(fd)
+    finally:
+        os.close(root_fd)
 
-    def __init__(
-        self, root: str, layout: SlabFormat, max_bytes: int | None, access: Access, *, durable: bool = False
-    ) -> None:
+
+def is_unused(dir_fd: int) -> bool:
+    """Whether no process uses a namespace. Its directory is locked from now on, until ``dir_fd`` is closed."""
+    try:
+        return try_lock(dir_fd)
+    except OSError:
+        return False
+
+
+class SlabDirectory:
+    """One namespace's directory under ``root``. Any number of threads; ``check`` and ``close`` alone close the
+    descriptor ``fd``, and one thread at a time calls what uses it."""
+
+    def __init__(self, root: str, layout: SlabFormat, access: Access, *, durable: bool = False) -> None:
         self.root = root
+        self.name = layout.directory
         self.access = access
-        self._durable = durable
+        self.is_durable = durable
+        self.listings = Listings()
         self._layout = layout
-        self._max_bytes = max_bytes
-        self._name = layout.directory
         self._fd = -1
         self._lock = threading.Lock()
         """Held while ``_fd`` is replaced or duplicated."""
-        self._listings = Listings()
-        self._is_foreign: dict[str, bool] = {}
-        """Which slabs of this directory are of another format. No slab changes its format."""
         self._is_closed = False
         self._is_marked = False
         self._is_mount = os.path.ismount(root)
-        self._is_memory = memory_file_system(root) is not None
         self._open()
 
     @property
@@ -203,7 +237,7 @@ class SlabDirectory:
         is_same = False
         if self._fd >= 0:
             try:
-                is_same = os.path.samestat(os.lstat(f"{self.root}/{self._name}"), os.fstat(self._fd))
+                is_same = os.path.samestat(os.lstat(f"{self.root}/{self.name}"), os.fstat(self._fd))
             except OSError:
                 pass
         if is_same:
@@ -233,58 +267,21 @@ class SlabDirectory:
     def slabs(self) -> list[SlabSeen]:
         """Slabs of this namespace, those in the making too; the same list as before if none came or went. Raises
         ``OSError``."""
-        return self._listings.slabs(self._fd)
+        return self.listings.slabs(self._fd)
 
     def open_slab(self, name: str) -> SlabFile:
         """Raises ``SlabRefused`` or ``OSError``."""
-        return self._open_slab(name, self._fd)
-
-    def grow(self, name: str) -> SlabFile | None:
-        """Makes one more slab, called ``name`` and locked, if the quota has room for it.
-
-        ``None`` if it has none, or if another process is making one just now. Raises ``OSError``, also for a disk that
-        is full.
-        """
-        self._check_root()
-        with self._duplicate() as fd, root_lock(self.root, self.access) as is_locked:
-            if not is_locked:
-                return None
-            wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self.root), most_slabs())
-            wanted_bytes = self._layout.slab_bytes(wanted_slots)
-            room_bytes = self._room_bytes()
-            if room_bytes < wanted_bytes:
-                room_bytes += self._take_over(wanted_bytes - room_bytes)
-            if self._is_memory and (available := available_bytes()) is not None:
-                room_bytes = min(room_bytes, available)  # more would end in the kernel killing a process
-            num_slots = min(wanted_slots, self._layout.slots_in(room_bytes))
-            if num_slots < max(1, wanted_slots // _LEAST_SHARE):
-                return None
-            file = SlabFile.create(name, self._layout, num_slots, fd, self.access, durable=self._durable)
-            self._is_foreign[name] = False
-            return file
-
-    def excess_bytes(self) -> int | None:
-        """How far the root is above its quota, after unused slabs were removed, and all that is left of slabs
-        in the making. ``None`` if somebody else has the root's lock. Raises ``OSError``."""
-        with root_lock(self.root, self.access) as is_locked:
-            if not is_locked:
-                return None
-            excess = -self._room_bytes()
-            if self._max_bytes is None:
-                return 0
-            return max(0, excess - self._take_over(excess)) if excess > 0 else 0
+        return SlabFile.open(name, self._layout, self._fd, self.access)
 
     def remove(self, name: str) -> None:
         """Removes a slab of ours, which this process has locked. Raises ``OSError``."""
-        for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
-            try:
-                os.unlink(name + suffix, dir_fd=self._fd)
-            except FileNotFoundError:
-                pass
+        unlink_slab(name, self._fd)
 
     @contextmanager
-    def _duplicate(self) -> Iterator[int]:
-        """A descriptor of the directory that stays open whatever ``check`` does meanwhile. Raises ``OSError``."""
+    def duplicate(self) -> Iterator[int]:
+        """A descriptor of the directory that stays open whatever ``check`` does meanwhile. Raises ``OSError``, also if
+        the root is gone."""
+        self._check_root()
         with self._lock:
             if self._is_closed:
                 raise OSError(errno.ESHUTDOWN, "the store is closed", self.root)
@@ -303,14 +300,14 @@ class SlabDirectory:
         self._is_marked = False
 
     def _open(self) -> None:
-        path = f"{self.root}/{self._name}"
+        path = f"{self.root}/{self.name}"
         self._check_root()
         make_directory(f"{self.root}/{CONTROL_DIR}", self.access)
         make_directory(path, self.access)
         root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fd = open_directory(self._name, root_fd)
-            if self._durable:
+            fd = open_directory(self.name, root_fd)
+            if self.is_durable:
                 os.fsync(root_fd)
         finally:
             os.close(root_fd)
@@ -333,114 +330,3 @@ class SlabDirectory:
             self._is_marked = True
         except OSError:
             self._is_marked = False
-
-    # With the root's lock.
-
-    def _room_bytes(self) -> int:
-        used_bytes = 0
-        for _, dir_fd in namespaces_in(self.root, self.access):
-            if sweep(dir_fd, slabs := self._listings.slabs(dir_fd)):
-                slabs = slabs_in(dir_fd)
-            used_bytes += sum(slab.num_bytes for slab in slabs)
-        if self._max_bytes is not None:
-            return self._max_bytes - used_bytes
-        disk = os.statvfs(self.root)
-        return disk.f_frsize * (disk.f_bavail - disk.f_blocks // _FREE_SHARE - 2)  # two files, each in whole blocks
-
-    def _take_over(self, num_bytes: int) -> int:
-        """Removes unused slabs, the oldest first: of namespaces without a process, and of another block size
-        in ours. Returns the bytes that this freed."""
-        freed_bytes = 0
-        unused = list[tuple[int, str, SlabSeen]]()
-        for directory, dir_fd in namespaces_in(self.root, self.access):
-            if directory == self._name:
-                unused += [(slab.used_ns, directory, slab) for slab in self._foreign_slabs(dir_fd)]
-            elif _is_unused(dir_fd):
-                unused += [(slab.used_ns, directory, slab) for slab in slabs_in(dir_fd)]
-        unused.sort(key=lambda one: one[0])
-        for _, directory, slab in unused:
-            if freed_bytes >= num_bytes:
-                break
-            for _, dir_fd in namespaces_in(self.root, self.access, directory):
-                try:
-                    if directory == self._name or _is_unused(dir_fd):
-                        freed_bytes += slab.num_bytes * try_remove(slab.name, dir_fd)
-                except OSError:
-                    continue
-        return freed_bytes
-
-    def _foreign_slabs(self, dir_fd: int) -> list[SlabSeen]:
-        """Opens only slabs that were never opened before."""
-        slabs = [slab for slab in self._listings.slabs(dir_fd) if not slab.is_new]
-        for slab in slabs:
-            if slab.name not in self._is_foreign:
-                try:
-                    self._open_slab(slab.name, dir_fd).close()
-                except (SlabRefused, OSError):
-                    pass
-        names = {slab.name for slab in slabs}
-        self._is_foreign = {name: is_foreign for name, is_foreign in self._is_foreign.items() if name in names}
-        return [slab for slab in slabs if self._is_foreign.get(slab.name, False)]
-
-    def _open_slab(self, name: str, dir_fd: int) -> SlabFile:
-        try:
-            file = SlabFile.open(name, self._layout, dir_fd, self.access)
-        except SlabRefused:
-            self._is_foreign[name] = True
-            raise
-        self._is_foreign[name] = False
-        return file
-
-
-def check_memory(root: str, max_bytes: int | None, beside_bytes: int = 0) -> None:
-    """Raises ``ConfigError`` if ``root`` is on a memory file system that cannot hold slabs of ``max_bytes``, while
-    ``beside_bytes`` more of memory are wanted for something else; ``OSError``.
-
-    Slabs that exist have their memory already. If ``root`` does not exist, this asks for the next directory above it.
-    """
-    existing = root
-    while not os.path.isdir(existing):
-        existing = os.path.dirname(existing)
-    kind = memory_file_system(existing)
-    if kind == "hugetlbfs":
-        raise ConfigError(f"{root} is on hugetlbfs, whose files cannot be written to; choose a directory on a tmpfs.")
-    if kind is None or max_bytes is None:
-        return
-    used_bytes = 0
-    for _, dir_fd in namespaces_in(root, Access("group")) if existing == root else ():
-        used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
-    check_pool(max_bytes, used_bytes, existing, beside_bytes)
-
-
-def namespaces_in(root: str, access: Access, only: str | None = None) -> Iterator[tuple[str, int]]:
-    """Name and descriptor of each namespace's directory, sorted, never through a link. Each descriptor is closed when
-    the next is asked for. No namespace's name begins with a dot."""
-    root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in sorted(os.listdir(root_fd)) if only is None else [only]:
-            if name.startswith("."):
-                continue
-            try:
-                fd = open_directory(name, root_fd)
-            except OSError:
-                continue  # a link, a file, or not for us
-            try:
-                if access.admits(os.fstat(fd)):
-                    yield name, fd
-            finally:
-                os.close(fd)
-    finally:
-        os.close(root_fd)
-
-
-def _disk_bytes(root: str) -> int:
-    disk = os.statvfs(root)
-    return disk.f_frsize * disk.f_blocks
-
-
-def _is_unused(dir_fd: int) -> bool:
-    """Whether no process uses a namespace. Its directory is locked from now on, until ``dir_fd`` is closed."""
-    try:
-        return try_lock(dir_fd)
-    except OSError:
-        return False

@@ -25,8 +25,9 @@ from kvoffload.tiering.stores.disk.format import (
     HashedKey,
     SlabFormat,
 )
+from kvoffload.tiering.stores.disk.quota import Quota
 from kvoffload.tiering.stores.disk.slabs import BusyRun, FoundBlock, NewBlock, NewRun, Slab, Slabs
-from kvoffload.tiering.stores.disk.upkeep import Growth, Upkeep
+from kvoffload.tiering.stores.disk.upkeep import Upkeep
 from kvoffload.tiering.stores.root import check_root, check_type, directory_of
 
 __all__ = ["DiskStore"]
@@ -65,7 +66,7 @@ class DiskStore(BlockStore):
     a second. Slabs of the dead are adopted with their blocks. No process waits for another's lock.
 
     On a memory file system (a tmpfs such as ``/dev/shm``) the store is a pool of memory that all processes of the host
-    share, and no slab is made for which there is too little memory. ``directory.check_memory`` tells beforehand whether
+    share, and no slab is made for which there is too little memory. ``quota.check_memory`` tells beforehand whether
     ``max_bytes`` fit.
 
     Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
@@ -101,13 +102,13 @@ class DiskStore(BlockStore):
         access = check_root(self._root, mode)
         check_type(self._root, "disk")
         try:
-            self._directory = SlabDirectory(self._root, layout, max_bytes, access, durable=self._durable)
+            self._directory = SlabDirectory(self._root, layout, access, durable=self._durable)
         except OSError as exc:
             raise ConfigError(f"The store cannot use {self._root}: {exc}; choose another directory.") from exc
         self._slabs = Slabs(self._root, layout)
         self.resident = self._slabs.resident
-        self._growth = Growth(self._directory, self._slabs)
-        self._upkeep = Upkeep(self._root, layout, self._directory, self._slabs, self._growth)
+        self._quota = Quota(self._directory, self._slabs, layout, max_bytes)
+        self._upkeep = Upkeep(self._directory, self._slabs, self._quota)
         self._beside: ThreadPoolExecutor | None = None
         if block_bytes >= _BESIDE_BYTES and memory_file_system(self._root) is None:
             self._beside = ThreadPoolExecutor(self.requests_in_flight, "kvoffload-disk-checksums")
@@ -256,7 +257,7 @@ class DiskStore(BlockStore):
 
         Returns whether that helped.
         """
-        if self._growth.grow(errors):
+        if self._quota.grow(errors):
             return True
         runs = self._slabs.evict(count, before_ns)
         self._clear(runs)

@@ -1,105 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a store gets its slabs and loses them: those that it finds, makes, adopts and gives away, and what it exchanges
-with its neighbours. Reads and writes do not wait for any of it."""
+"""What a store does twice a second: it publishes its changes, takes in those of its neighbours, and adopts slabs of the
+dead. Reads and writes do not wait for any of it."""
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import stat
 import threading
 import time
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from kvoffload.tiering.stores.disk.allocator import runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory, SlabSeen
 from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabRefused
-from kvoffload.tiering.stores.disk.format import PAGE_SLOTS, SlabFormat
-from kvoffload.tiering.stores.disk.sharing import Bulletin, PostedRequest, requests_of_others
+from kvoffload.tiering.stores.disk.format import PAGE_SLOTS
+from kvoffload.tiering.stores.disk.quota import Quota
 from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
+from kvoffload.tiering.stores.root import Access
 
-__all__ = ["Growth", "Upkeep"]
+__all__ = ["BULLETIN_NAME", "Bulletin", "Upkeep"]
 
 _log = logging.getLogger(__name__)
 
+BULLETIN_NAME = "changes"
+_NUM_COUNTERS = 1024
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _POLL_S = 0.4
 """How often neighbours learn of our new blocks, and we of theirs: both within a second."""
 _USES_S = 10.0
 """How often times of use are written down, or as many slabs as ``_LOOKS_AT_ONCE`` in each poll."""
 _LOOKS_AT_ONCE = 8
 """How many slabs a poll looks at of which nothing was announced: their owner may be dead."""
-_GROW_S = 1.0
-"""A quota or disk that had no room for a slab is not asked again for so long."""
 _LOADED_AT_ONCE = 1 << 18
 """Slots whose tables are read before the constructor returns. The rest follows in the store's own thread."""
-_WANT_S = 10.0
-"""For so long after it found no room, a process asks others for a slab."""
-_GIVEN_S = 5.0
-"""A slab that was given away is left to others for so long."""
 
 
-class Growth:
-    """Makes slabs while the quota has room. Any thread."""
+class Bulletin:
+    """The counters of a namespace's slabs, several to a counter where there are many. Whoever changes a slab changes
+    its counter, so that others read one file, and only the tables of slabs that have changed. One thread at a time.
 
-    def __init__(self, directory: SlabDirectory, slabs: Slabs) -> None:
-        self._directory = directory
-        self._slabs = slabs
-        self._lock = threading.Lock()
-        self._error: OSError | None = None
-        self.not_before_s = 0.0
-        self.wants_until_s = 0.0
-        """Until when other processes are asked for a slab, as the quota had no room."""
-        self.making = ""
-        """The name of a slab that is being made."""
+    Without the file, for instance on a full disk, nothing is announced, and all slabs may have changed.
+    """
 
-    def grow(self, errors: list[OSError]) -> bool:
-        """Whether there are free slots now. One thread makes a slab; others wait for it, but not if it hangs."""
-        if time.monotonic() < self.not_before_s:
-            if self._error is not None and not self._slabs.num_slots:
-                errors.append(self._error)
-            return False
-        if not self._lock.acquire(timeout=_GROW_S):
-            self.not_before_s = time.monotonic() + _GROW_S
-            return False
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._fd = -1
+        self._seen = np.zeros(_NUM_COUNTERS, np.uint32)
+
+    def open(self, dir_fd: int) -> None:
+        """Opens the bulletin of a directory, and makes it if need be. What is open is kept if it is still that."""
+        if self._fd >= 0 and os.fstat(self._fd).st_nlink:
+            return
+        self.close()
+        fd = -1
         try:
-            if self._slabs.num_free:
-                return True
-            # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
-            self.making = secrets.token_hex(8)
-            file = self._directory.grow(self.making)
-            self._error = None
-            if file is not None:
-                self._slabs.register(file, is_own=True)
-                return True
-            self.wants_until_s = time.monotonic() + _WANT_S
-        except OSError as exc:
-            self._error = exc
-            if exc.errno in TOO_MANY_FILES:
-                self._slabs.note_limit(exc)
-            if not self._slabs.num_slots:
-                errors.append(exc)
-        finally:
-            self.making = ""
-            self._lock.release()
-        self.not_before_s = time.monotonic() + _GROW_S
-        return False
+            fd = os.open(BULLETIN_NAME, _FLAGS | os.O_CREAT, self._access.file_mode, dir_fd=dir_fd)
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not self._access.admits(status):
+                raise PermissionError(f"{BULLETIN_NAME} is not ours")
+            if status.st_size != 4 * _NUM_COUNTERS:
+                if self._access.is_group:  # the umask took bits away
+                    os.fchmod(fd, self._access.file_mode)
+                os.ftruncate(fd, 4 * _NUM_COUNTERS)
+            self._fd = fd
+        except OSError:
+            if fd >= 0:
+                os.close(fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def announce(self, slabs: Iterable[str]) -> None:
+        """Slabs of these names have changed, as their tables say already."""
+        if self._fd < 0:
+            return
+        for counter in {_counter_of(name) for name in slabs}:
+            try:
+                os.pwrite(self._fd, secrets.token_bytes(4), 4 * counter)  # not one more, which two may write at once
+            except OSError:
+                return
+
+    def take_changed(self) -> Callable[[str], bool]:
+        """Which slabs may have changed since the last call."""
+        try:
+            content = os.pread(self._fd, 4 * _NUM_COUNTERS, 0) if self._fd >= 0 else b""
+        except OSError:
+            content = b""
+        if len(content) != 4 * _NUM_COUNTERS:
+            return lambda name: True
+        counters = np.frombuffer(content, np.uint32)
+        changed = set(np.flatnonzero(counters != self._seen).tolist())
+        self._seen = counters
+        return lambda name: _counter_of(name) in changed
+
+
+def _counter_of(slab: str) -> int:
+    return zlib.crc32(slab.encode()) % _NUM_COUNTERS
 
 
 class Upkeep:
-    """What a store does twice a second, in a thread of its own: publishes its changes, takes in those of other
-    processes, adopts what the dead leave, and shares a quota that is used up."""
+    """The store's own thread, and what it does."""
 
-    def __init__(self, root: str, layout: SlabFormat, directory: SlabDirectory, slabs: Slabs, growth: Growth) -> None:
-        self._root = root
+    def __init__(self, directory: SlabDirectory, slabs: Slabs, quota: Quota) -> None:
         self._directory = directory
         self._slabs = slabs
-        self._growth = growth
-        self._layout = layout
-        self._identity = layout.digest.hex()[:16]
-        self._request = PostedRequest(root, self._identity, directory.access)
-        self._answered: dict[str, tuple[int, float]] = {}
-        """Whom we gave a slab: how many it had then, and until when it has time to take it."""
+        self._quota = quota
         self.lock = threading.Lock()
         """Held by whoever polls or closes. It may be held during I/O: calls of the store never take it."""
         self._is_closed = False
@@ -140,7 +152,7 @@ class Upkeep:
             self._slabs.close()
             self._bulletin.announce(own)
             self._bulletin.close()
-            self._request.withdraw()
+            self._quota.close()
             self._directory.close()
         self.is_loaded.set()
 
@@ -163,7 +175,7 @@ class Upkeep:
             except Exception as exc:  # noqa: BLE001 - the thread must outlive whatever a broken disk does
                 if str(exc) != said:
                     said = str(exc)
-                    _log.warning("The store at %s: %s", self._root, exc)
+                    _log.warning("The store at %s: %s", self._directory.root, exc)
             if self._stop.wait(_POLL_S):
                 return
 
@@ -183,12 +195,12 @@ class Upkeep:
                     num_slots += taken
             self._shrink()
         except OSError as exc:
-            _log.warning("The slabs at %s cannot be listed: %s", self._root, exc)
+            _log.warning("The slabs at %s cannot be listed: %s", self._directory.root, exc)
         self.is_loaded.set()
 
     def _is_unknown(self, name: str) -> bool:
         # In this order: a slab that is being made is registered before it is no longer being made.
-        return name != self._growth.making and name not in self._slabs.by_name and name not in self._slabs.quarantined
+        return name != self._quota.making and name not in self._slabs.by_name and name not in self._slabs.quarantined
 
     def _take_in(self, name: str) -> int | None:
         """Opens a slab and learns its blocks. Returns how many slots it has, ``None`` if no slab can be opened now."""
@@ -207,13 +219,13 @@ class Upkeep:
         except FileNotFoundError:
             pass  # removed meanwhile
         except SlabRefused:
-            self._slabs.quarantined.add(name)
+            self._slabs.quarantined[name] = True
         except OSError as exc:
             if exc.errno in TOO_MANY_FILES:
                 self._slabs.note_limit(exc)
                 return None
-            _log.warning("The slab %s at %s is left out: %s", name, self._root, exc)
-            self._slabs.quarantined.add(name)
+            _log.warning("The slab %s at %s is left out: %s", name, self._directory.root, exc)
+            self._slabs.quarantined[name] = False
         return 0
 
     def poll(self, *, every_slab: bool = False) -> None:
@@ -231,7 +243,7 @@ class Upkeep:
             self._listed = listing if self._is_taken_in(listing, slabs) else ()
         if self._must_shrink and self.is_loaded.is_set():
             self._shrink()
-        self._share()
+        self._bulletin.announce(self._quota.share())
         theirs = [slab for slab in self._slabs.snapshot() if not slab.is_own]
         if not theirs:
             return
@@ -247,38 +259,12 @@ class Upkeep:
         for later."""
         here = {seen.name: seen.inodes for seen in listing if not seen.is_new}
         self._slabs.drop([slab for slab in slabs if here.get(slab.file.name) != slab.file.inodes], "removed")
-        self._slabs.quarantined.intersection_update(here)
+        for name in self._slabs.quarantined.keys() - here.keys():
+            del self._slabs.quarantined[name]
         for name in here:
-            if name == self._growth.making or (self._is_unknown(name) and self._take_in(name) is None):
+            if name == self._quota.making or (self._is_unknown(name) and self._take_in(name) is None):
                 return False
         return True
-
-    def _share(self) -> None:
-        """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we. Raises
-        ``OSError``."""
-        num_own, now_s = sum(slab.is_own for slab in self._slabs.snapshot()), time.monotonic()
-        if now_s < self._growth.wants_until_s:
-            self._request.post(num_own)
-        else:
-            self._request.withdraw()
-        self._answered = {process: given for process, given in self._answered.items() if now_s < given[1]}
-        for theirs in requests_of_others(self._root, self._directory.access, self._request.process):
-            has_been_given = self._answered.get(theirs.process, (-1, 0.0))[0] == theirs.num_slabs
-            if has_been_given or num_own <= theirs.num_slabs + 1:
-                continue
-            slab = self._slabs.own_by_age()[0]
-            if not self._slabs.give(slab):
-                continue  # a call uses it just now: perhaps at the next poll
-            num_own -= 1
-            self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
-            if theirs.identity == self._identity:
-                slab.given_until_s = now_s + _GIVEN_S
-                slab.file.write_changes(slab.changes + 1)  # also what was not announced yet
-                slab.file.unlock()
-                self._bulletin.announce([slab.file.name])
-            else:
-                self._slabs.drop([slab], "evicted")
-                self._directory.remove(slab.file.name)
 
     def _poll_neighbour(self, slab: Slab) -> None:
         try:
@@ -333,22 +319,5 @@ class Upkeep:
             self._slabs.unpin(used)
 
     def _shrink(self) -> None:
-        """A quota that is smaller than at the last start: removes our slabs, the one with the oldest uses first.
-        Somebody else who has the root's lock is not waited for, nor one whose slabs take the room: the next poll tries
-        again."""
-        self._must_shrink = False
-        while excess := self._directory.excess_bytes():
-            own = self._slabs.own_by_age()
-            if not own:
-                self._must_shrink = True
-                return
-            too_many = list[Slab]()
-            for slab in own:
-                if excess > 0:
-                    too_many.append(slab)
-                    excess -= self._layout.slab_bytes(slab.file.num_slots)
-            self._slabs.drop(too_many, "evicted")
-            for slab in too_many:
-                self._directory.remove(slab.file.name)
-            _log.info("%d slabs at %s are removed: they are above the quota.", len(too_many), self._root)
-        self._must_shrink = excess is None
+        self._must_shrink = False  # not tried again after an error, which every poll would then end with
+        self._must_shrink = not self._quota.shrink()

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quota of a root: when a process may make one more slab, and when it gives one away.
+
+A process that finds no room for another slab posts a request, an empty file in the control directory whose name says
+all. It holds a lock on the file, which the kernel drops when it dies. Who has more slabs gives one to who asks. No
+process waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvoffload.cpu.memory_limits import available_bytes, check_pool, memory_file_system
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.disk.directory import (
+    SlabDirectory,
+    SlabSeen,
+    is_unused,
+    namespaces_in,
+    remove_slabs,
+    root_lock,
+    slabs_in,
+    sweep,
+)
+from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabFile, most_slabs
+from kvoffload.tiering.stores.disk.format import SlabFormat
+from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
+from kvoffload.tiering.stores.root import Access, open_control, try_lock
+
+__all__ = ["PostedRequest", "Quota", "Request", "check_memory", "requests_of_others"]
+
+_log = logging.getLogger(__name__)
+
+_LEAST_SHARE = 8
+"""A quota's rest is worth a slab of its own from one in this many slots of a whole slab on."""
+_FREE_SHARE = 10
+"""Without a quota, one in this many bytes of the disk stays free."""
+_GROW_S = 1.0
+"""A quota or disk that had no room for a slab is not asked again for so long."""
+_WANT_S = 10.0
+"""For so long after it found no room, a process asks others for a slab."""
+_GIVEN_S = 5.0
+"""A slab that was given away is left to others for so long."""
+_NAME = re.compile(r"want-(\d{1,6})-([0-9a-f]{16})-([0-9a-f]{16})")
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Quota:
+    """``max_bytes`` for the slabs of all namespaces and processes of a root; ``None``: all but a tenth of the disk. Any
+    thread may call ``grow``, one at a time the others."""
+
+    def __init__(self, directory: SlabDirectory, slabs: Slabs, layout: SlabFormat, max_bytes: int | None) -> None:
+        self._directory = directory
+        self._slabs = slabs
+        self._layout = layout
+        self._max_bytes = max_bytes
+        self._root = directory.root
+        self._access = directory.access
+        self._identity = layout.digest.hex()[:16]
+        self._is_memory = memory_file_system(self._root) is not None
+        self._lock = threading.Lock()
+        """Held by whoever makes a slab."""
+        self.making = ""
+        """The name of a slab that is being made."""
+        self.not_before_s = 0.0
+        """When a slab may be made again."""
+        self._error: OSError | None = None
+        self._wants_until_s = 0.0
+        self._request = PostedRequest(self._root, self._identity, self._access)
+        self._answered: dict[str, tuple[int, float]] = {}
+        """Whom we gave a slab: how many it had then, and until when it has time to take it."""
+
+    def grow(self, errors: list[OSError]) -> bool:
+        """Whether there are free slots now. One thread makes a slab; others wait for it, but not if it hangs. Adds to
+        ``errors`` why there is none at all."""
+        if time.monotonic() >= self.not_before_s and self._try_to_grow():
+            return True
+        if self._error is not None and not self._slabs.num_slots:
+            errors.append(self._error)
+        return False
+
+    def shrink(self) -> bool:
+        """Removes our slabs above the quota, the one with the oldest uses first. Returns whether the quota holds. Who
+        has the root's lock is not waited for, nor who has the slabs that take the room. Raises ``OSError``."""
+        while excess := self._excess_bytes():
+            too_many = list[Slab]()
+            for slab in self._slabs.own_by_age():
+                if excess > 0:
+                    too_many.append(slab)
+                    excess -= self._layout.slab_bytes(slab.file.num_slots)
+            if not too_many:
+                return False
+            self._slabs.drop(too_many, "evicted")
+            for slab in too_many:
+                self._directory.remove(slab.file.name)
+            _log.info("%d slabs at %s are removed: they are above the quota.", len(too_many), self._root)
+        return excess is not None
+
+    def share(self) -> list[str]:
+        """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we. Returns the
+        names of those that were given with their blocks. Raises ``OSError``."""
+        given, now_s = list[str](), time.monotonic()
+        num_own = sum(slab.is_own for slab in self._slabs.snapshot())
+        if now_s < self._wants_until_s:
+            self._request.post(num_own)
+        else:
+            self._request.withdraw()
+        self._answered = {process: answer for process, answer in self._answered.items() if now_s < answer[1]}
+        for theirs in requests_of_others(self._root, self._access, self._request.process):
+            is_answered = self._answered.get(theirs.process, (-1, 0.0))[0] == theirs.num_slabs
+            if is_answered or num_own <= theirs.num_slabs + 1:
+                continue
+            slab = self._slabs.own_by_age()[0]
+            if not self._slabs.give(slab):
+                continue  # a call uses it just now: perhaps at the next poll
+            num_own -= 1
+            self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
+            if theirs.identity == self._identity:
+                slab.given_until_s = now_s + _GIVEN_S
+                slab.file.write_changes(slab.changes + 1)  # also what was not announced yet
+                slab.file.unlock()
+                given.append(slab.file.name)
+            else:
+                self._slabs.drop([slab], "evicted")
+                self._directory.remove(slab.file.name)
+        return given
+
+    def close(self) -> None:
+        self._request.withdraw()
+
+    def _try_to_grow(self) -> bool:
+        if self._lock.acquire(timeout=_GROW_S):
+            try:
+                if self._slabs.num_free:
+                    return True
+                # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
+                self.making = secrets.token_hex(8)
+                file = self._make_slab(self.making)
+                self._error = None
+                if file is not None:
+                    self._slabs.register(file, is_own=True)
+                    return True
+                self._wants_until_s = time.monotonic() + _WANT_S
+            except OSError as exc:
+                self._error = exc
+                if exc.errno in TOO_MANY_FILES:
+                    self._slabs.note_limit(exc)
+            finally:
+                self.making = ""
+                self._lock.release()
+        self.not_before_s = time.monotonic() + _GROW_S
+        return False
+
+    def _make_slab(self, name: str) -> SlabFile | None:
+        """A new slab, locked. ``None`` if there is no room for it, or if another process is making one just now. Raises
+        ``OSError``, also for a disk that is full."""
+        with self._directory.duplicate() as fd, root_lock(self._root, self._access) as is_locked:
+            if not is_locked:
+                return None
+            wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self._root), most_slabs())
+            wanted_bytes = self._layout.slab_bytes(wanted_slots)
+            room_bytes = self._room_bytes()
+            if room_bytes < wanted_bytes:
+                room_bytes += self._remove_unused(wanted_bytes - room_bytes)
+            if self._is_memory and (available := available_bytes()) is not None:
+                room_bytes = min(room_bytes, available)  # more would end in the kernel killing a process
+            num_slots = min(wanted_slots, self._layout.slots_in(room_bytes))
+            if num_slots < max(1, wanted_slots // _LEAST_SHARE):
+                return None
+            is_durable = self._directory.is_durable
+            return SlabFile.create(name, self._layout, num_slots, fd, self._access, durable=is_durable)
+
+    def _excess_bytes(self) -> int | None:
+        """How far the root is above its quota, after unused slabs were removed, and all that is left of slabs in the
+        making. ``None`` if somebody else has the root's lock. Raises ``OSError``."""
+        with root_lock(self._root, self._access) as is_locked:
+            if not is_locked:
+                return None
+            excess = -self._room_bytes()
+            if self._max_bytes is None:
+                return 0
+            return max(0, excess - self._remove_unused(excess)) if excess > 0 else 0
+
+    # With the root's lock.
+
+    def _room_bytes(self) -> int:
+        used_bytes = 0
+        for _, dir_fd in namespaces_in(self._root, self._access):
+            if sweep(dir_fd, slabs := self._directory.listings.slabs(dir_fd)):
+                slabs = slabs_in(dir_fd)
+            used_bytes += sum(slab.num_bytes for slab in slabs)
+        if self._max_bytes is not None:
+            return self._max_bytes - used_bytes
+        disk = os.statvfs(self._root)
+        return disk.f_frsize * (disk.f_bavail - disk.f_blocks // _FREE_SHARE - 2)  # two files, each in whole blocks
+
+    def _remove_unused(self, num_bytes: int) -> int:
+        """Removes unused slabs, the oldest first: of namespaces without a process, and foreign ones in ours. Returns
+        the bytes that this freed."""
+        unused = list[tuple[str, SlabSeen]]()
+        for name, dir_fd in namespaces_in(self._root, self._access):
+            if name == self._directory.name:
+                seen = self._directory.listings.slabs(dir_fd)
+                unused += [(name, slab) for slab in seen if self._slabs.quarantined.get(slab.name, False)]
+            elif is_unused(dir_fd):
+                unused += [(name, slab) for slab in slabs_in(dir_fd)]
+        unused.sort(key=lambda one: one[1].used_ns)
+        return remove_slabs(self._root, self._access, unused, num_bytes)
+
+
+def check_memory(root: str, max_bytes: int | None, beside_bytes: int = 0) -> None:
+    """Raises ``ConfigError`` if ``root`` is on a memory file system that cannot hold slabs of ``max_bytes``, while
+    ``beside_bytes`` more of memory are wanted for something else; ``OSError``.
+
+    Slabs that exist have their memory already. If ``root`` does not exist, this asks for the next directory above it.
+    """
+    existing = root
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    kind = memory_file_system(existing)
+    if kind == "hugetlbfs":
+        raise ConfigError(f"{root} is on hugetlbfs, whose files cannot be written to; choose a directory on a tmpfs.")
+    if kind is None or max_bytes is None:
+        return
+    used_bytes = 0
+    for _, dir_fd in namespaces_in(root, Access("group")) if existing == root else ():
+        used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
+    check_pool(max_bytes, used_bytes, existing, beside_bytes)
+
+
+def _disk_bytes(root: str) -> int:
+    disk = os.statvfs(root)
+    return disk.f_frsize * disk.f_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``num_slabs`` is what the process has. ``identity`` stands for namespace and block size."""
+
+    num_slabs: int
+    identity: str
+    process: str
+
+    @property
+    def name(self) -> str:
+        return f"want-{self.num_slabs}-{self.identity}-{self.process}"
+
+
+class PostedRequest:
+    """This process's own request. One thread at a time."""
+
+    def __init__(self, root: str, identity: str, access: Access) -> None:
+        self.process = secrets.token_hex(8)
+        self._root = root
+        self._identity = identity
+        self._access = access
+        self._fd = -1
+        self._name = ""
+
+    def post(self, num_slabs: int) -> None:
+        """Posts a request, or changes the one that is posted. Raises ``OSError``."""
+        name = Request(num_slabs, self._identity, self.process).name
+        if name == self._name:
+            return
+        control = open_control(self._root, self._access)
+        try:
+            if self._fd >= 0:
+                os.rename(self._name, name, src_dir_fd=control, dst_dir_fd=control)
+            else:
+                self._fd = os.open(name, _FLAGS | os.O_CREAT | os.O_EXCL, self._access.file_mode, dir_fd=control)
+                if self._access.is_group:  # the umask took bits away
+                    os.fchmod(self._fd, self._access.file_mode)
+                try_lock(self._fd)
+            self._name = name
+        except FileNotFoundError:
+            self.withdraw()  # taken for a dead one's before it was locked: posted anew at the next call
+        finally:
+            os.close(control)
+
+    def withdraw(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            control = open_control(self._root, self._access)
+            try:
+                os.unlink(self._name, dir_fd=control)
+            finally:
+                os.close(control)
+        except OSError:
+            pass  # the root is gone, or somebody took it for a dead one's
+        os.close(self._fd)
+        self._fd, self._name = -1, ""
+
+
+def requests_of_others(root: str, access: Access, own_process: str) -> Iterator[Request]:
+    """The requests of living processes. Removes those of the dead. Raises ``OSError``."""
+    control = open_control(root, access)
+    try:
+        for name in os.listdir(control):
+            match = _NAME.fullmatch(name)
+            if match is None or match[3] == own_process:
+                continue
+            try:
+                fd = os.open(name, _FLAGS, dir_fd=control)
+            except OSError:
+                continue  # withdrawn, or not for us
+            try:
+                if not access.admits(os.fstat(fd)):
+                    continue
+                if try_lock(fd):
+                    os.unlink(name, dir_fd=control)
+                else:
+                    yield Request(int(match[1]), match[2], match[3])
+            except OSError:
+                continue
+            finally:
+                os.close(fd)
+    finally:
+        os.close(control)
