@@ -87,8 +87,9 @@ class _SlabReplay:
     def _call(self, blocks: list[int]) -> None:
         before, stamps = self._now, {block: self._now + 1 + at for at, block in enumerate(blocks)}
         self._now += len(blocks) + 1
-        here = [block for block in blocks if block in self._slots]
-        self._allocator.use([self._slots[block] for block in here], [stamps[block] for block in here])
+        for block in blocks:
+            if block in self._slots:
+                self._allocator.use(self._slots[block], stamps[block])
         new = [block for block in stamps if block not in self._slots]
         lacking = len(new) - self._allocator.free.num_slots
         if lacking > 0:
@@ -102,4 +103,4 @@ class _SlabReplay:
         self._num_written += len(slots)
         for block, slot in zip(new[len(new) - len(slots) :], reversed(slots), strict=True):
             self._slots[block], self._blocks[slot] = slot, block
-            self._allocator.use([slot], [stamps[block]])
+            self._allocator.use(slot, stamps[block])

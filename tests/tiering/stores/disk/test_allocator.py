@@ -81,7 +81,8 @@ def test_slabs_are_no_neighbours() -> None:
 
 def test_a_small_store_evicts_exactly_the_least_recently_used() -> None:
     allocator = full(10)
-    allocator.use([BASE], [100])
+    assert allocator.use(BASE, 100)
+    assert not allocator.use(BASE + 2 * SLAB_STRIDE, 100), "another process's"
     order = []
     for _ in range(9):
         assert allocator.grain_of(1) == 1
@@ -100,7 +101,8 @@ def test_what_is_used_after_the_plan_stays() -> None:
     first = slots_of(allocator.evict(10, before_ns=10_000))
     assert set(first) < set(range(BASE, BASE + 25)), "one in 64 slots is looked at"
     kept = sorted(set(range(BASE, BASE + 25)) - set(first))[::2]
-    allocator.use(kept, [5000] * len(kept))
+    for slot in kept:
+        allocator.use(slot, 5000)
     rest = slots_of(allocator.evict(5, before_ns=10_000))
     assert not set(rest) & set(kept)
 
@@ -121,7 +123,7 @@ def test_slots_of_a_dropped_slab_are_forgotten() -> None:
     allocator.evict(2, before_ns=1000)
     allocator.drop_slabs([3])
     allocator.release(Run(BASE, 2))
-    allocator.use([BASE], [7])
+    allocator.use(BASE, 7)
     assert allocator.num_slots == 5
     assert allocator.evict(1, before_ns=1000) == []
     assert allocator.take(9) == [Run(4 * SLAB_STRIDE, 5)]
@@ -159,7 +161,8 @@ def test_prefixes_come_and_go_as_runs(num_slots: int, mean_run: int) -> None:
         runs = allocator.take(count)
         held[number] = slots_of(runs)
         now += count
-        allocator.use(held[number], range(now, now + count))
+        for stamp, slot in enumerate(held[number], now):
+            allocator.use(slot, stamp)
         if number > 300:
             num_runs, num_blocks = num_runs + len(runs), num_blocks + count
     assert num_blocks / num_runs > mean_run

@@ -235,12 +235,13 @@ class Allocator:
         is_held: npt.NDArray[np.bool_] = (used_ns != _FREE) & (used_ns != _BUSY)
         return is_held
 
-    def use(self, slots: Sequence[int], stamps_ns: Sequence[int]) -> None:
-        """Slots hold a block, used at these times. Ignores slots of other processes."""
-        for slot, stamp_ns in zip(slots, stamps_ns, strict=True):
-            used_ns = self._used_ns.get(slot // SLAB_STRIDE)
-            if used_ns is not None:
-                used_ns[slot % SLAB_STRIDE] = stamp_ns
+    def use(self, slot: int, stamp_ns: int) -> bool:
+        """A slot holds a block, used at this time. ``False`` for another process's slot."""
+        used_ns = self._used_ns.get(slot // SLAB_STRIDE)
+        if used_ns is None:
+            return False
+        used_ns[slot % SLAB_STRIDE] = stamp_ns
+        return True
 
     def check_invariants(self) -> None:
         """Raises ``AssertionError`` if free runs and times of use disagree."""

@@ -163,10 +163,6 @@ class SlabFormat:
         return int(block_bytes) if (magic, version) == (_MAGIC, _VERSION) else None
 
     @staticmethod
-    def changes_at() -> int:
-        return PAGE_BYTES
-
-    @staticmethod
     def uses_at(num_slots: int) -> int:
         return PAGE_BYTES + 4 * -(-num_slots // PAGE_SLOTS)
 

@@ -228,8 +228,8 @@ class Slabs:
             return self._busy(runs_of(sorted(removed)))
 
     def evict(self, count: int, before_ns: int) -> list[BusyRun]:
-        """Evicts some more than ``count`` blocks that were used by ``before_ns`` for the last time, as far as there are
-        so many. Returns their slots, which are to be emptied."""
+        """Evicts at least ``count`` blocks, if that many were used by ``before_ns`` for the last time. Returns their
+        slots, which are to be emptied."""
         with self._lock:
             runs = self._busy(self._allocator.evict(self._allocator.grain_of(count), before_ns))
             for run in runs:
@@ -452,12 +452,8 @@ class Slabs:
         """Records uses of those slots that are one (not -1)."""
         stamps_ns = self._stamps(len(slots))
         for slot, stamp_ns in zip(slots, stamps_ns, strict=True):
-            if slot >= 0:
-                slab = self.open[slot // SLAB_STRIDE]
-                if slab.used_ns is not None:
-                    slab.used_ns[slot % SLAB_STRIDE] = stamp_ns
-                else:
-                    slab.uses[slot % SLAB_STRIDE] = stamp_ns // NS
+            if slot >= 0 and not self._allocator.use(slot, stamp_ns):
+                self.open[slot // SLAB_STRIDE].uses[slot % SLAB_STRIDE] = stamp_ns // NS
         return stamps_ns
 
     def _busy(self, runs: Iterable[Run]) -> list[BusyRun]:
@@ -473,9 +469,6 @@ class Slabs:
 
     def _record(self, new: NewRun) -> None:
         slab, start, first = new.slab, new.slots.start, new.slots.first
-        used_ns = slab.used_ns
-        assert used_ns is not None
-        add = self._index.add
         for part in new.good:
             begin, end = part.start, part.stop
             slab.entries[(first + begin) * ENTRY_BYTES : (first + end) * ENTRY_BYTES] = new.entries[
@@ -484,8 +477,8 @@ class Slabs:
             self._change(slab, first + begin, part.count)
             for at in range(begin, end):
                 block = new.blocks[at]
-                add(block.key.hash64 & 0xFFFF_FFFF, start + at)
-                used_ns[first + at] = block.stamp_ns
+                self._index.add(block.key.hash64 & 0xFFFF_FFFF, start + at)
+                self._allocator.use(start + at, block.stamp_ns)
                 if block.long_key is not None:
                     self._long_keys[block.key.probe] = block.long_key
                 block.is_written = True
