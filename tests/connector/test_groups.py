@@ -209,6 +209,49 @@ def test_shrinking_for_one_group_is_checked_with_the_others_again() -> None:
     assert find_hit(geometry(sliding(8), state()), tier.keys, tier.ask, 0, 16) == 4
 
 
+class SlowTier(Tier):
+    """Has no answer in the step in which a block is first asked for."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self._answered: set[OffloadKey] = set()
+        self._new: set[OffloadKey] = set()
+
+    def ask(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        found: list[bool | None] = []
+        for key in keys:
+            if key not in self._answered:
+                self._new.add(key)
+                found.append(None)
+                continue
+            found += super().ask([key])
+            if not found[-1]:
+                break
+        return found
+
+    def end_step(self) -> int:
+        """How many blocks were asked for in the step."""
+        new, self._new = self._new, set()
+        self._answered |= new
+        return len(new)
+
+
+@pytest.mark.parametrize(("blocks", "last_state"), [(64, 4), (64, 63), (64, None), (40, 12)])
+def test_states_that_a_tier_must_be_asked_for_are_asked_for_in_one_step(blocks: int, last_state: int | None) -> None:
+    groups = geometry(full(), state())
+    states: list[bool | None] = [block == last_state for block in range(64)]
+    tier = SlowTier([[block < blocks for block in range(64)], states])
+    asked = []
+    while True:
+        hit, _ = possible_hit(groups, tier.keys, tier.ask, tier.holds, 0, 64 * 4)
+        asked.append(tier.end_step())
+        if hit is not None:
+            break
+    assert hit == (0 if last_state is None else 4 * (last_state + 1))
+    assert len(asked) <= 4, "all attention with the last state, all other states, and the answer"
+    assert sum(asked) <= 64 + blocks + 1
+
+
 def test_what_the_device_has_is_not_asked_for() -> None:
     tier = Tier([[False, False, True]])
     assert find_hit(geometry(full()), tier.keys, tier.ask, 8, 12) == 12

@@ -246,6 +246,15 @@ class _GroupAnswers:
     def any_deferred(self, blocks: range) -> bool:
         return None in map(self._known.__getitem__, blocks)
 
+    def ask_below(self, hit_tokens: int, computed_tokens: int, unit_tokens: int) -> None:
+        """Asks for the states of all hits shorter than ``hit_tokens``, the longest first, up to one that is there."""
+        for tokens in range(hit_tokens - unit_tokens, computed_tokens, -unit_tokens):
+            block = self.group.blocks_to_find(computed_tokens, tokens)[0]
+            if block not in self._known:
+                (self._known[block],) = self._ask(self._keys[block : block + 1])
+            if self._known[block]:
+                return
+
 
 def find_hit(
     groups: Sequence[GroupGeometry],
@@ -253,12 +262,15 @@ def find_hit(
     ask: AskBlocks,
     computed_tokens: int,
     max_tokens: int,
+    *,
+    states_at_once: bool = False,
 ) -> int | None:
     """The longest good hit in tokens, including the ``computed_tokens`` that are on the device already.
 
     ``keys[g]`` are those of the request's full blocks in group g; the hit is at most ``max_tokens``. Returns
     ``computed_tokens`` when there is nothing to add, and ``None`` when a block of the longest hit is "not yet": ask
-    again in a later step.
+    again in a later step. With ``states_at_once``, for an ``ask`` that promotes nothing, a state that is "not yet" has
+    those of all shorter hits asked for in the same step, instead of one in each.
     """
     unit = hit_unit_tokens(tuple(groups))
     bound = min(max_tokens, *(group.longest_hit(len(own)) for own, group in zip(keys, groups, strict=True)))
@@ -287,9 +299,12 @@ def find_hit(
             hit = shrink(hit, each)
     if hit <= computed_tokens:
         return computed_tokens
-    if any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers):
-        return None
-    return hit
+    deferred = [each for each in answers if each.any_deferred(each.group.blocks_to_find(computed_tokens, hit))]
+    # Before the attention is known, it is not known how long a hit can be at all.
+    if states_at_once and all(each.group.kind is _SINGLE_STATE for each in deferred):
+        for each in deferred:
+            each.ask_below(hit, computed_tokens, unit)
+    return None if deferred else hit
 
 
 def possible_hit(
@@ -303,7 +318,7 @@ def possible_hit(
     """The longest hit of a hybrid model by what is anywhere (``find_hit``), found by ``peek``, which promotes nothing;
     and where it could be cut off (the ``ends`` of ``OffloadingManager.lookup_prefix``), which is ``None`` without
     states and without a hit."""
-    hit = find_hit(groups, keys, peek, computed_tokens, max_tokens)
+    hit = find_hit(groups, keys, peek, computed_tokens, max_tokens, states_at_once=True)
     if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
         return hit, None
     return hit, _hit_ends(groups, keys, holds, computed_tokens, hit)
