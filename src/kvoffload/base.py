@@ -228,6 +228,9 @@ class OffloadingEvent:
     keys: list[OffloadKey]
     medium: str
     removed: bool
+    clears: bool = False
+    """Changes of the medium were lost before this event: none of its announced blocks counts any longer, and events of
+    those that it has follow."""
 
 
 class StepWork(NamedTuple):

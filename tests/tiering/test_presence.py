@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 
 import pytest
 
@@ -73,6 +74,18 @@ def test_beyond_its_bound_the_oldest_key_is_unknown_again(clock: ManualClock) ->
     index.add([A, B, C])
     assert len(index) == 2
     assert ask(index, B, C, A, is_complete=True) == [True, True, None]
+
+
+def test_what_is_forgotten_is_announced_as_removed(clock: ManualClock) -> None:
+    index, known = PresenceIndex("test", 100, clock=clock), set[OffloadKey]()
+    chance = random.Random(7)
+    for _ in range(300):
+        index.add(chance.sample(keys(*range(400)), chance.randrange(1, 150)))
+        index.remove(keys(*range(chance.randrange(5))))
+        for names, removed in events(index):
+            assert known.issuperset(names) if removed else known.isdisjoint(names)
+            known = known.difference(names) if removed else known.union(names)
+        assert known == {name for name in keys(*range(400)) if name in index}
 
 
 def test_a_full_index_keeps_taking_keys_and_forgets_the_oldest(clock: ManualClock) -> None:
@@ -224,7 +237,26 @@ def test_events_of_an_exact_index_that_nobody_takes_end(clock: ManualClock) -> N
     exact.begin_events()
     exact.add(list(resident))
     assert not exact.has_events
-    assert events(exact) == []
     exact.begin_events()
     exact.add([*resident][:5])
-    assert sum(len(names) for names, _ in events(exact)) == 5
+    lost, added = exact.take_events()
+    assert lost.clears, "what was announced before counts no longer"
+    assert (lost.keys, len(added.keys), added.clears) == ([], 5, False)
+    assert events(exact) == []
+
+
+def test_a_removal_after_a_repeated_announcement_is_not_folded_away(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.tiering.presence._EVENT_SHARE", 1)
+    resident = set(keys(*range(70_100)))
+    exact = PresenceIndex("test", 1, resident=resident, clock=clock)
+    first, *others = sorted(resident)
+    exact.begin_events()
+    exact.add([first])
+    assert events(exact) == [([first], False)]
+    exact.add([first])  # written again
+    resident.remove(first)
+    exact.remove([first])
+    exact.add(others[:70_000])
+    assert ([first], True) in events(exact)

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvoffload.base import (
     OffloadingEvent,
@@ -52,7 +52,7 @@ class Epoch:
         """Events with ``engine_keys``."""
         if not self.seed:
             return list(events)
-        return [OffloadingEvent(self.engine_keys(event.keys), event.medium, event.removed) for event in events]
+        return [replace(event, keys=self.engine_keys(event.keys)) for event in events]
 
 
 FIRST = Epoch()

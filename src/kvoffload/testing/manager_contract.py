@@ -22,6 +22,8 @@ __all__ = ["OffloadingManagerContract", "fold_events"]
 def fold_events(resident: set[OffloadKey], events: Collection[OffloadingEvent]) -> None:
     """Applies ``events`` to ``resident``. Fails if a block is added twice, or removed while it is absent."""
     for event in events:
+        if event.clears:
+            resident.clear()
         for one in event.keys:
             if event.removed:
                 assert one in resident, f"{one.hex()} was removed while it was absent"

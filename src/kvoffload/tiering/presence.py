@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,6 +33,9 @@ class PresenceIndex:
     A store that knows its own keys gives them as ``resident`` (``BlockStore.resident``). Then nothing is remembered
     here, nothing is asked, and a key is present or absent as the store has it at that moment. Changes are recorded only
     once they are taken: ``begin_events``.
+
+    Events fold to the keys that are present here. A key that is forgotten is announced as removed, although the store
+    may have it.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class PresenceIndex:
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
         self._events = NO_EVENTS if self._present.is_exact else PendingEvents(medium)
+        self._lost_events = False
+        """Events were dropped since they were last taken."""
 
     def __repr__(self) -> str:
         return f"PresenceIndex({self._medium!r}, present={len(self)}, absent={len(self._absent)})"
@@ -128,7 +134,8 @@ class PresenceIndex:
             for key in keys:
                 self._absent.pop(key, None)
         if self.has_events or not self.is_exact:  # the store itself has added them
-            self._announce(self._present.add(keys), removed=False)
+            for changed, forgotten in self._present.add(keys):
+                self._announce(changed, removed=forgotten)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` were evicted, or could not be read: they are unknown from now on."""
@@ -159,12 +166,17 @@ class PresenceIndex:
 
     def begin_events(self) -> None:
         """Events are taken from now on. A scan of the store follows, which adds the existing keys."""
-        self._events = PendingEvents(self._medium)
+        # Of an exact index some repeat others, so that folding would lose changes. ``_announce`` bounds them.
+        self._events = PendingEvents(self._medium, min_keys=sys.maxsize)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Changes since the last call. Of an exact index: each was true when it was recorded, and some may be repeated
         or concern blocks of other processes that were never announced."""
-        return self._events.take()
+        events = self._events.take()
+        if self._lost_events:
+            self._lost_events = False
+            events.insert(0, OffloadingEvent([], self._medium, removed=True, clears=True))
+        return events
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
         self._events.add(keys, removed=removed)
@@ -172,6 +184,7 @@ class PresenceIndex:
         # Whoever takes events later gets all keys anew.
         if self.is_exact and len(self._events) > max(_MIN_EVENT_KEYS, len(self._present) // _EVENT_SHARE):
             self._events = NO_EVENTS
+            self._lost_events = True
 
     # ------------------------------------------------------------------------------------------------------ scans
 
@@ -226,20 +239,23 @@ class _RememberedKeys:
         shards = (self._shards[(start + offset) & self._mask] for offset in range(len(self._shards)))
         return (key for shard in shards for key in reversed(shard))
 
-    def add(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Returns those that are new."""
-        added = []
+    def add(self, keys: Iterable[OffloadKey]) -> list[tuple[list[OffloadKey], bool]]:
+        """Returns what changed, in order: (keys, whether they were forgotten to make room); the others are new."""
+        changes: list[tuple[list[OffloadKey], bool]] = []
+        added: list[OffloadKey] = []
         for key in keys:
             shard = self._shards[hash(key) & self._mask]
             if key in shard:
                 shard[key] = self._scan
                 continue
             if self._count >= self._max_blocks:
-                self._forget_oldest(shard)
+                changes += [(added, False), (self._forget_oldest(shard), True)]
+                added = []
             shard[key] = self._scan
             self._count += 1
             added.append(key)
-        return added
+        changes.append((added, False))
+        return changes
 
     def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Returns those that were present."""
@@ -270,15 +286,16 @@ class _RememberedKeys:
             return unseen
         return []
 
-    def _forget_oldest(self, shard: dict[OffloadKey, int]) -> None:
-        """Makes room in ``shard``, or in another one if it is empty. Forgets several at once, since the search for a
-        dictionary's first key passes over all that were deleted before it."""
+    def _forget_oldest(self, shard: dict[OffloadKey, int]) -> list[OffloadKey]:
+        """Makes room in ``shard``, or in another one if it is empty, and returns what is forgotten: several keys at
+        once, since the search for a dictionary's first key passes over all that were deleted before it."""
         oldest = shard or next(other for other in self._shards if other)
         forgotten = list(itertools.islice(oldest, max(1, len(oldest) // _FORGOTTEN_AT_ONCE)))
         for key in forgotten:
             del oldest[key]
         self._count -= len(forgotten)
         self.has_forgotten = True
+        return forgotten
 
 
 class _ResidentKeys:
@@ -300,8 +317,8 @@ class _ResidentKeys:
         first = start % max(1, len(self._keys))
         return itertools.chain(itertools.islice(self._keys, first, None), itertools.islice(self._keys, first))
 
-    def add(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        return [key for key in keys if key in self._keys]
+    def add(self, keys: Iterable[OffloadKey]) -> list[tuple[list[OffloadKey], bool]]:
+        return [([key for key in keys if key in self._keys], False)]
 
     def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         return [key for key in keys if key not in self._keys]

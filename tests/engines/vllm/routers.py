@@ -84,7 +84,8 @@ class Dynamo:
     def apply(self, events: Sequence[Any]) -> None:
         for event in events:
             tier = _MEDIA.get(event.medium)
-            if tier is None or event.ownership is not None or event.locality == "REMOTE":
+            # One that has an owner is no block of the engine.
+            if tier is None or getattr(event, "ownership", None) is not None or event.locality == "REMOTE":
                 continue
             blocks = self.blocks.setdefault(tier, set())
             if _is_removal(event):

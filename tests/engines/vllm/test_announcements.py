@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +16,13 @@ from tests.engines.vllm.routers import Dynamo, LlmD
 from tests.sizes import by_size
 from tests.tiering.rig import Rig, content
 
-from kvoffload.base import OffloadingEvent, OffloadKey, get_offload_block_hash, make_offload_key
+from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, get_offload_block_hash, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
 from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.tiering.options import parse_tiers
+from kvoffload.tiering.presence import PresenceIndex
 
 pytestmark = pytest.mark.vllm(elsewhere=True)
 
@@ -29,9 +30,9 @@ BLOCK_TOKENS = 4
 LAYOUT = EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, 64),), BLOCK_TOKENS, "engine")
 PLACES = {
     "CPU": Place("CPU"),
-    "disk": Place("STORAGE", "LOCAL", "disk"),
-    "redis": Place("STORAGE", "REMOTE", "redis"),
-    "memory": Place("CPU", "LOCAL", "memory"),
+    "disk": Place("STORAGE", "LOCAL"),
+    "redis": Place("STORAGE", "REMOTE"),
+    "memory": Place("CPU", "LOCAL"),
 }
 
 
@@ -74,11 +75,11 @@ def test_places_say_where_each_store_is() -> None:
     ]
     places = places_of(parse_tiers(tiers))
     assert places == {
-        "CPU": ("CPU", None, None),
-        "disk": ("STORAGE", "LOCAL", "disk"),
-        "cold": ("STORAGE", "LOCAL", "cold"),
-        "memory": ("CPU", "LOCAL", "memory"),
-        "redis": ("STORAGE", "REMOTE", "redis"),
+        "CPU": ("CPU", None),
+        "disk": ("STORAGE", "LOCAL"),
+        "cold": ("STORAGE", "LOCAL"),
+        "memory": ("CPU", "LOCAL"),
+        "redis": ("STORAGE", "REMOTE"),
     }
 
 
@@ -86,18 +87,18 @@ def test_a_tier_of_others_counts_as_storage() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     stored, removed = translator.translate([event("tape", key(1)), event("tape", key(1), removed=True)])
     for each in (stored, removed):
-        assert (each.medium, each.locality, each.ownership) == ("STORAGE", None, "tape")
+        assert (each.medium, each.locality) == ("STORAGE", None)
 
 
 def test_a_block_is_removed_with_its_last_copy_in_a_medium_and_in_the_words_of_its_announcement() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True, places=PLACES)
     translator.track(request("a", [1, 2]))
     (stored,) = translator.translate([event("disk", key(1)), event("redis", key(1)), event("disk", key(1))])
-    assert (stored.medium, stored.locality, stored.ownership) == ("STORAGE", "LOCAL", "disk")
+    assert (stored.medium, stored.locality) == ("STORAGE", "LOCAL")
     assert translator.translate([event("disk", key(1), removed=True)]) == []
     assert translator.translate([event("disk", key(1), removed=True)]) == [], "twice"
     (removed,) = translator.translate([event("redis", key(1), removed=True)])
-    assert (removed.medium, removed.locality, removed.ownership) == ("STORAGE", "LOCAL", "disk")
+    assert (removed.medium, removed.locality) == ("STORAGE", "LOCAL")
     assert translator.translate([event("redis", key(1), removed=True)]) == []
     # Media are apart from each other, and two of host memory are one.
     assert len(translator.translate([event("CPU", key(1)), event("memory", key(1)), event("disk", key(1))])) == 2
@@ -141,19 +142,79 @@ def test_tiers_that_are_found_no_longer_are_taken_back() -> None:
     assert translator.forget_tiers() == []
 
 
+def test_a_tier_that_lost_changes_is_taken_back_but_for_what_it_has() -> None:
+    translator = EventTranslator(LAYOUT, factor=1, describe=True, places=PLACES)
+    translator.translate([event("disk", key(1), key(2), key(3)), event("redis", key(3)), event("CPU", key(1))])
+    lost = OffloadingEvent([], "disk", removed=True, clears=True)
+    assert named(translator.translate([lost, event("disk", key(2))])) == [
+        ("BlockRemoved", "STORAGE", [b"\1", b"\2"]),  # the third is in the other tier
+        ("BlockStored", "STORAGE", [b"\2"]),
+    ]
+
+
 class ScannedTier(FakeTier):
     """A tier that announces all it has when it begins and whenever ``rescan`` is called, as a scanned store does."""
 
     def rescan(self) -> None:
         self._events += [OffloadingEvent([each], self.tier_type, removed=False) for each in self.blocks]
 
+    def announced(self) -> Iterable[OffloadKey]:
+        """At rest, the blocks of which events were taken."""
+        return self.blocks
+
+
+class AskedTier(ScannedTier):
+    """One that remembers a few of its blocks, and asks its store for all others."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.index = self.make_index()
+        self.asked: set[OffloadKey] = set()
+
+    def make_index(self) -> PresenceIndex:
+        return PresenceIndex(self.tier_type, 6, clock=lambda: 0.0)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        answer = self.index.lookup(key, is_complete=True)
+        if answer is None:
+            self.asked.add(key)
+        return answer
+
+    def on_schedule_end(self) -> None:
+        for each in self.asked:
+            self.index.record_answer(each, each in self.blocks)
+        self.asked.clear()
+
+    def take_events(self) -> Sequence[OffloadingEvent]:
+        for each in super().take_events():
+            (self.index.remove if each.removed else self.index.add)(each.keys)
+        return list(self.index.take_events())
+
+    def announced(self) -> Iterable[OffloadKey]:
+        return [each for each in self.blocks if each in self.index]
+
+
+class ExactTier(AskedTier):
+    """One whose store knows its keys, and whose events are dropped when there are many."""
+
+    def make_index(self) -> PresenceIndex:
+        return PresenceIndex(self.tier_type, 1, resident=self.blocks)
+
+    def take_events(self) -> Sequence[OffloadingEvent]:
+        if not self.index.has_events:
+            self.index.begin_events()
+            self._events.clear()
+            self.rescan()
+        return super().take_events()
+
 
 class Server:
     """One engine's managers over the same stores, killed and started again; and what two routers know of it."""
 
-    def __init__(self, seed: int, factor: int) -> None:
+    def __init__(self, seed: int, factor: int, tiers: Mapping[str, type[ScannedTier]]) -> None:
         self.chance = random.Random(seed)
         self.factor = factor
+        self.classes = tiers
         self.routers = LlmD(), Dynamo(BLOCK_TOKENS)
         self.kept: dict[str, dict[OffloadKey, bytes]] = {"disk": {}, "redis": {}}
         self.count = 0
@@ -167,7 +228,7 @@ class Server:
         self.rig = Rig(num_blocks=6, policies=())
         view = self.rig.memory.create_kv_memoryview()
         for label, capacity in (("disk", 8), ("redis", 10)):
-            tier = ScannedTier(view, label, capacity=capacity)
+            tier = self.classes[label](view, label, capacity=capacity)
             tier.put(self.kept[label], self.kept[label].values())
             tier.rescan()
             self.kept[label] = tier.blocks
@@ -232,29 +293,45 @@ class Server:
                 tier.finish()
             self.rig.step()
         self.publish()
+        self.publish()  # a tier that has lost changes says so first, and then what it has
         held = self.rig.primary.holds(self.keys)
         primary = [each for each, is_held in zip(self.keys, held, strict=True) if is_held]
         host = {each for block in primary for each in self.inside(block)}
-        below = {get_offload_block_hash(block) for tier in self.rig.tiers for block in tier.blocks}
+        below = {get_offload_block_hash(block) for tier in self.rig.tiers for block in tier.announced()}
         llm_d, dynamo = self.routers
         assert llm_d.blocks.get("cpu", set()) == host
         storage = llm_d.blocks.get("storage", set())
         assert {each for each in storage if len(each) % self.factor == 0} == below
         assert dynamo.blocks.get("host", set()) == host
         assert not dynamo.blocks.get("device")
+        assert dynamo.blocks.get("disk", set()) <= storage
+        books = self.translator._announced
+        assert set(books.keys_in("CPU")) == set(primary)
+        for tier in self.rig.tiers:
+            assert set(books.keys_in(tier.tier_type)) == set(tier.announced()), "a key that is kept for ever"
 
     def inside(self, block: OffloadKey) -> Iterable[bytes]:
         path = get_offload_block_hash(block)
         return (path[:end] for end in range(len(path) - self.factor + 1, len(path) + 1))
 
 
+TIERS = {
+    "scanned": {"disk": ScannedTier, "redis": ScannedTier},
+    "indexed": {"disk": ExactTier, "redis": AskedTier},
+}
+
+
 @pytest.mark.parametrize("factor", [1, 3])
-def test_at_rest_routers_know_what_the_managers_have(factor: int) -> None:
-    server = Server(seed=factor, factor=factor)
-    checks = 0
+@pytest.mark.parametrize("tiers", list(TIERS))
+def test_at_rest_routers_know_what_the_managers_have(tiers: str, factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiering.presence._MIN_EVENT_KEYS", 8)
+    server = Server(factor, factor, TIERS[tiers])
+    checks, was_on_disk = 0, False
     for number in range(by_size(2_000, 50_000)):
         server.operate()
         if number % 40 == 39:
             server.check()
             checks += 1
+            was_on_disk |= bool(server.routers[1].blocks.get("disk"))
     assert checks >= 50
+    assert was_on_disk, "Dynamo counts the disk"

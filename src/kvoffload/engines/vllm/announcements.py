@@ -21,19 +21,18 @@ _HOST = CPULoadStoreSpec.medium()
 
 
 class Place(NamedTuple):
-    """A tier in the fields of vLLM's KV events."""
+    """A tier in the fields of vLLM's KV events. ``ownership`` is left out: a router takes blocks without one for the
+    engine's own, and Dynamo drops those of owners that it does not know."""
 
     medium: str
     """``CPU`` or ``STORAGE``."""
     locality: str | None = None
     """``LOCAL`` or ``REMOTE``, as the engine sees the tier; ``None``: not known."""
-    ownership: str | None = None
-    """The label of a tier below the primary one."""
 
 
 def places_of(tiers: Iterable[StoreOptions]) -> dict[str, Place]:
     """The place of each tier, by its label. The primary tier is called ``CPU``."""
-    below = {options.label: Place(options.medium, options.locality, options.label) for options in tiers}
+    below = {options.label: Place(options.medium, options.locality) for options in tiers}
     return below | {_HOST: Place(_HOST)}
 
 
@@ -59,15 +58,16 @@ class Announcements:
         """One object for each value, since there are few."""
         self._inner: dict[str, dict[OffloadKey, tuple[OffloadKey, ...]]] = {}
         """By block, the engine's blocks inside it that were announced with it, but for the last, which has its key."""
-        self._num_holders: dict[str, dict[OffloadKey, int]] = {}
-        """By engine block inside others, how many announced blocks have it: those that part inside share the first."""
+        self._num_holders: dict[Place, dict[OffloadKey, int]] = {}
+        """By engine block inside others, how many blocks that were announced in the same words have it: those that part
+        inside share the first. A router may drop one place and not another."""
 
     def __repr__(self) -> str:
         return f"Announcements({ {medium: len(blocks) for medium, blocks in self._blocks.items()} })"
 
     def place(self, tier: str) -> Place:
         if tier not in self._places:
-            self._places[tier] = Place("STORAGE", None, tier)
+            self._places[tier] = Place("STORAGE")
         return self._places[tier]
 
     def add(self, tier: str, key: OffloadKey) -> bool:
@@ -84,14 +84,14 @@ class Announcements:
 
     def describe(self, tier: str, key: OffloadKey, inner: Sequence[OffloadKey]) -> int:
         """The block is announced with its tokens. ``inner``: the engine's blocks in it, but for the last. Returns how
-        many of these, from the first on, are known in the medium by the announcement of another block."""
-        medium = self.place(tier).medium
-        blocks = self._blocks[medium]
+        many of these, from the first on, are known in this place by the announcement of another block."""
+        place = self.place(tier)
+        blocks = self._blocks[place.medium]
         blocks[key] = self._intern(blocks[key]._replace(is_described=True))
         if not inner:
             return 0
-        self._inner.setdefault(medium, {})[key] = tuple(inner)
-        num_holders = self._num_holders.setdefault(medium, {})
+        self._inner.setdefault(place.medium, {})[key] = tuple(inner)
+        num_holders = self._num_holders.setdefault(place, {})
         num_known = 0
         for each in inner:
             num_known += each in num_holders
@@ -111,28 +111,28 @@ class Announcements:
         del blocks[key]
         return known
 
-    def take_inner(self, tier: str, key: OffloadKey) -> list[OffloadKey]:
-        """The engine's blocks in a removed block that no announced block has any longer, but for the last."""
-        medium = self.place(tier).medium
-        inner = self._inner.get(medium, {}).pop(key, ())
+    def take_inner(self, key: OffloadKey, place: Place) -> list[OffloadKey]:
+        """The engine's blocks in a removed block, which was announced in ``place``, that no announced block has any
+        longer, but for the last."""
+        inner = self._inner.get(place.medium, {}).pop(key, ())
         gone = []
         for each in inner:
-            num_holders = self._num_holders[medium]
+            num_holders = self._num_holders[place]
             num_holders[each] -= 1
             if not num_holders[each]:
                 del num_holders[each]
                 gone.append(each)
         return gone
 
-    def below(self) -> list[tuple[str, OffloadKey]]:
-        """Every copy in a tier below the primary one: (label, key)."""
-        return [
-            (tier, key)
-            for blocks in self._blocks.values()
-            for key, known in blocks.items()
-            for tier in known.tiers
-            if tier != _HOST
-        ]
+    def tiers_below(self) -> list[str]:
+        """The labels of the tiers below the primary one that have announced blocks."""
+        tiers = {tier for blocks in self._blocks.values() for known in blocks.values() for tier in known.tiers}
+        return sorted(tiers - {_HOST})
+
+    def keys_in(self, tier: str) -> list[OffloadKey]:
+        """The announced blocks of which ``tier`` has a copy."""
+        blocks = self._blocks.get(self.place(tier).medium, {})
+        return [key for key, known in blocks.items() if tier in known.tiers]
 
     def _intern(self, value: Announced) -> Announced:
         return self._known.setdefault(value, value)

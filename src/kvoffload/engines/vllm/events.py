@@ -180,20 +180,18 @@ class EventTranslator:
 
     def forget_tiers(self) -> list[Any]:
         """Removals of all that was announced below the primary tier: the engine finds it no longer."""
-        copies: dict[str, list[OffloadKey]] = {}
-        for tier, key in self._announced.below():
-            copies.setdefault(tier, []).append(key)
-        return self.translate(OffloadingEvent(keys, tier, removed=True) for tier, keys in copies.items())
+        tiers = self._announced.tiers_below()
+        return self.translate(OffloadingEvent([], tier, removed=True, clears=True) for tier in tiers)
 
     def _removed(self, event: OffloadingEvent) -> Iterator[Any]:
         from vllm.distributed.kv_events import BlockRemoved
 
         gone: dict[tuple[int, Announced], list[OffloadKey]] = {}
-        for key in event.keys:
+        for key in self._announced.keys_in(event.medium) if event.clears else event.keys:
             known = self._announced.remove(event.medium, key)
             if known is not None:
                 keys = gone.setdefault((get_offload_group_idx(key), known), [])
-                keys += self._announced.take_inner(event.medium, key)
+                keys += self._announced.take_inner(key, known.place)
                 keys.append(key)
         for (group, known), keys in gone.items():
             yield BlockRemoved(
@@ -201,7 +199,6 @@ class EventTranslator:
                 medium=known.place.medium,
                 group_idx=group,
                 locality=known.place.locality,
-                ownership=known.place.ownership,
             )
 
     def _stored(self, event: OffloadingEvent) -> Iterator[Any]:
@@ -273,7 +270,6 @@ class EventTranslator:
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
             locality=place.locality,
-            ownership=place.ownership,
         )
 
 
