@@ -60,7 +60,7 @@ def run(short: bool) -> list[Row]:
             ),
             (
                 "files",
-                {"type": "fs", "path": files},
+                {"type": "fs", "path": files, "max_bytes": "unlimited"},
                 [{"type": "fs", "base_path": files}, {"type": "fs_native", "base_path": files}],
             ),
         ]

@@ -16,10 +16,11 @@ _SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(value: int | str, name: str = "size") -> int:
+def parse_bytes(value: int | str, name: str = "size", also: str = "") -> int:
     """``4096``, ``"4096"``, ``"64 MB"``, ``"1.5GiB"`` or Kubernetes' ``"64Gi"`` as a number of bytes.
 
-    Raises ``ConfigError``, which calls the value ``name``, for anything else and for what is not positive.
+    Raises ``ConfigError``, which calls the value ``name``, for anything else and for what is not positive. ``also`` is
+    what else the caller takes, for that sentence.
     """
     number = value
     if isinstance(value, str):
@@ -27,33 +28,39 @@ def parse_bytes(value: int | str, name: str = "size") -> int:
         factor = match and _FACTORS.get(match[2].lower())
         if not match or not factor:
             raise ConfigError(
-                f"{name}: {value!r} is not a size; write bytes or a unit, for example 8589934592 or '8GiB'."
+                f"{name}: {value!r} is not a size; write bytes or a unit, for example 8589934592 or '8GiB'{_or(also)}."
             )
         number = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if isinstance(number, bool) or not isinstance(number, int):
-        raise ConfigError(f"{name}: {value!r} is not a size; write bytes or a unit, for example '8GiB'.")
+        raise ConfigError(f"{name}: {value!r} is not a size; write bytes or a unit, for example '8GiB'{_or(also)}.")
     if number <= 0:
         raise ConfigError(f"{name} must be positive, not {value!r}.")
     return number
 
 
-def parse_seconds(value: float | str, name: str = "time") -> float:
+def parse_seconds(value: float | str, name: str = "time", also: str = "") -> float:
     """``90``, ``"90"``, ``"90s"``, ``"15 min"``, ``"24h"`` or ``"7d"`` as seconds.
 
-    Raises ``ConfigError``, which calls the value ``name``, for anything else and for what is not positive.
+    Raises ``ConfigError`` as ``parse_bytes`` does.
     """
-    number = value
+    number: float | None = None
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
-        factor = match and _SECONDS.get(match[2].lower())
-        if not match or not factor:
-            raise ConfigError(f"{name}: {value!r} is not a span of time; write seconds or a unit, for example '24h'.")
-        number = float(match[1]) * factor
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise ConfigError(f"{name}: {value!r} is not a span of time; write seconds or a unit, for example '24h'.")
+        if match and (factor := _SECONDS.get(match[2].lower())):
+            number = float(match[1]) * factor
+    elif type(value) in (int, float):  # a boolean is an int too
+        number = float(value)
+    if number is None:
+        raise ConfigError(
+            f"{name}: {value!r} is not a span of time; write seconds or a unit, for example '24h'{_or(also)}."
+        )
     if not number > 0:
         raise ConfigError(f"{name} must be positive, not {value!r}.")
-    return float(number)
+    return number
+
+
+def _or(also: str) -> str:
+    return f", or {also!r}" if also else ""
 
 
 def format_bytes(number: float) -> str:

@@ -92,7 +92,7 @@ def make(tmp_path: Path) -> Iterator[MakeRecorded]:
 
 def files_tier(root: Path, **options: Any) -> Callable[..., SecondaryTierManager]:
     """A tier of plain files called ``fs``."""
-    values = {"type": "fs", "path": str(root / "blocks"), "exclusive": True} | options
+    values = {"type": "fs", "path": str(root / "blocks"), "max_bytes": "unlimited", "exclusive": True} | options
     return lambda view, lost: build_tier(values, view, lost=lost)
 
 

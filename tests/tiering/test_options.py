@@ -42,23 +42,27 @@ def test_all_kinds_are_built_from_mappings(tmp_path: Path) -> None:
         ({"type": "fss"}, "Did you mean 'fs'"),
         ({"type": "fs"}, "path"),
         ({"type": "fs", "path": ""}, "path"),
-        ({"type": "fs", "path": "x", "max_byte": 1}, "Did you mean 'max_bytes'"),
-        ({"type": "fs", "path": "x", "max_bytes": "many"}, "is not a size"),
-        ({"type": "fs", "path": "x", "max_bytes": 300}, "too little"),
-        ({"type": "fs", "path": "x", "durability": "maybe"}, "durability"),
-        ({"type": "fs", "path": "x", "threads": 0}, "threads"),
-        ({"type": "fs", "path": "x", "timeout_s": 0}, "timeout_s of the 'fs' tier"),
-        ({"type": "fs", "path": "x", "drain_timeout_s": -1}, "drain_timeout_s of the 'fs' tier"),
-        ({"type": "fs", "path": "x", "max_backlog_blocks": 0}, "max_backlog_blocks of the 'fs' tier"),
-        ({"type": "fs", "path": "x", "offload_policy": "all"}, "block_level, request_level"),
-        ({"type": "fs", "path": "x", "cascade": "later"}, "cascade"),
-        ({"type": "fs", "path": "x", "name": ""}, "name"),
-        ({"type": "fs", "path": "x", "read_bytes_per_s": 0}, "read_bytes_per_s of the 'fs' tier must be positive"),
-        ({"type": "disk", "path": "x", "read_bytes_per_s": "fast"}, "read_bytes_per_s of the 'disk' tier.*not a size"),
+        ({"type": "fs", "path": "x"}, "path of the 'fs' tier must begin with / or ~, for example '/mnt/kv', not 'x'"),
+        ({"type": "fs", "path": "/x"}, "max_bytes of the 'fs' tier is missing: .* '200GiB', or 'unlimited'"),
+        ({"type": "fs", "path": "/x", "max_bytes": "none"}, "'none' is not a size; .* 'unlimited'"),
+        ({"type": "fs", "path": "/x", "max_byte": 1}, "Did you mean 'max_bytes'"),
+        ({"type": "fs", "path": "/x", "max_bytes": "many"}, "is not a size"),
+        ({"type": "fs", "path": "/x", "max_bytes": 300}, "too little"),
+        ({"type": "fs", "path": "/x", "durability": "maybe"}, "durability"),
+        ({"type": "fs", "path": "/x", "threads": 0}, "threads"),
+        ({"type": "fs", "path": "/x", "timeout_s": 0}, "timeout_s of the 'fs' tier"),
+        ({"type": "fs", "path": "/x", "drain_timeout_s": -1}, "drain_timeout_s of the 'fs' tier"),
+        ({"type": "fs", "path": "/x", "max_backlog_blocks": 0}, "max_backlog_blocks of the 'fs' tier"),
+        ({"type": "fs", "path": "/x", "offload_policy": "all"}, "block_level, request_level"),
+        ({"type": "fs", "path": "/x", "cascade": "later"}, "cascade"),
+        ({"type": "fs", "path": "/x", "name": ""}, "name"),
+        ({"type": "fs", "path": "/x", "read_bytes_per_s": 0}, "read_bytes_per_s of the 'fs' tier must be positive"),
+        ({"type": "disk", "path": "/x", "read_bytes_per_s": "fast"}, "read_bytes_per_s of the 'disk' tier.*not a size"),
         ({"type": "disk"}, "path"),
         ({"type": "disk", "path": ""}, "path"),
-        ({"type": "disk", "path": "x", "max_bytes": 4300}, "too little"),
-        ({"type": "disk", "path": "x", "mode": "all"}, "mode"),
+        ({"type": "disk", "path": "./x"}, "path of the 'disk' tier must begin with / or ~, .*, not './x'"),
+        ({"type": "disk", "path": "/x", "max_bytes": 4300}, "too little"),
+        ({"type": "disk", "path": "/x", "mode": "all"}, "mode"),
         ({"type": "memory", "max_bytes": 100}, "less than a block"),
     ],
 )
@@ -87,8 +91,8 @@ def test_tiers_have_names_of_their_own() -> None:
     tiers = [
         {"type": "memory"},
         {"type": "memory"},
-        {"type": "fs", "path": "x"},
-        {"type": "fs", "path": "y", "name": "z"},
+        {"type": "fs", "path": "/x", "max_bytes": "1GiB"},
+        {"type": "fs", "path": "/y", "max_bytes": "unlimited", "name": "z"},
     ]
     assert [options.label for options in parse_tiers(tiers)] == ["memory", "memory-2", "fs", "z"]
     assert [options.label for options in parse_tiers([{"type": "memory", "name": "memory"}, {"type": "memory"}])] == [
@@ -96,7 +100,7 @@ def test_tiers_have_names_of_their_own() -> None:
         "memory-2",
     ]
     with pytest.raises(ConfigError, match="2 secondary tiers are called 'a'"):
-        parse_tiers([{"type": "memory", "name": "a"}, {"type": "fs", "path": "x", "name": "a"}])
+        parse_tiers([{"type": "memory", "name": "a"}, {"type": "fs", "path": "/x", "max_bytes": "1GiB", "name": "a"}])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_tiers_have_names_of_their_own() -> None:
         ({"cascade": "on_evict"}, "on_evict"),
     ],
 )
-@pytest.mark.parametrize("kind", [{"type": "fs", "path": "x"}, {"type": "memory"}])
+@pytest.mark.parametrize("kind", [{"type": "fs", "path": "/x", "max_bytes": "unlimited"}, {"type": "memory"}])
 def test_small_tiers_are_written_on_eviction(kind: dict[str, Any], options: dict[str, Any], expected: str) -> None:
     assert parse_tier(kind | options).cascade_above(1 << 30) == expected
 
@@ -124,7 +128,7 @@ def test_a_home_directory_is_found(kind: str, tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
     assert (tmp_path / "home" / "kv" / ".kvoffload").is_dir()
     with pytest.raises(ConfigError, match="2 secondary tiers have the directory"):
-        parse_tiers([{"type": kind, "path": "~/kv"}, {"type": kind, "path": str(tmp_path / "home" / "kv")}])
+        parse_tiers([{"type": kind, "path": path, "max_bytes": "1MiB"} for path in ("~/kv", f"{tmp_path}/home/kv")])
     with pytest.raises(ConfigError, match="a user who is not known: ~nobody-of-that-name/kv"):
         parse_tier({"type": kind, "path": "~nobody-of-that-name/kv"})
 
@@ -132,20 +136,23 @@ def test_a_home_directory_is_found(kind: str, tmp_path: Path, monkeypatch: pytes
 def test_which_stores_outlive_their_process() -> None:
     assert STORES.get("fs").is_persistent
     assert not STORES.get("memory").is_persistent
-    assert isinstance(parse_tier({"type": "fs", "path": "x"}), FileSystemOptions)
+    assert isinstance(parse_tier({"type": "fs", "path": "/x", "max_bytes": "unlimited"}), FileSystemOptions)
 
 
 @pytest.mark.parametrize("other", ["kv", "kv/", "./kv", "sub/../kv", "link"])
-def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "kv")
     (tmp_path / "sub").mkdir()
-    tiers = [{"type": "fs", "path": "kv"}, {"type": "memory"}]
+
+    def tier(kind: str, name: str) -> dict[str, Any]:
+        return {"type": kind, "path": f"{tmp_path}/{name}", "max_bytes": "1GiB"}
+
+    tiers = [tier("fs", "kv"), {"type": "memory"}]
     for kind in ("fs", "disk"):
         with pytest.raises(ConfigError, match=f"2 secondary tiers have the directory {tmp_path}/kv"):
-            parse_tiers([*tiers, {"type": kind, "path": other}])
+            parse_tiers([*tiers, tier(kind, other)])
     assert not (tmp_path / "kv").exists()
-    assert len(parse_tiers([*tiers, {"type": "memory"}, {"type": "fs", "path": "kv2"}])) == 4
+    assert len(parse_tiers([*tiers, {"type": "memory"}, tier("fs", "kv2")])) == 4
 
 
 @pytest.mark.parametrize(
@@ -156,15 +163,15 @@ def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path, monkeypat
             {"type": "disk", "path": "/kv", "max_bytes": "1GiB", "name": "nvme"},
             "tier 'nvme' (type disk): /kv, at most 1 GiB, written on_evict",
         ),
-        ({"type": "fs", "path": "/kv"}, "tier 'fs': /kv, no bound, written on_store"),
+        ({"type": "fs", "path": "/kv", "max_bytes": "unlimited"}, "tier 'fs': /kv, no bound, written on_store"),
         ({"type": "memory", "max_bytes": "8GiB"}, "tier 'memory': at most 8 GiB, written on_store"),
         (
             {"type": "redis", "url": "rediss://me:secret@host:6380/1?password=secret", "password": "secret"},
-            "tier 'redis': rediss://host:6380/1, as much as its servers keep, written on_store",
+            "tier 'redis': rediss://host:6380/1, as much as its servers keep, for 7d, written on_store",
         ),
         (
-            {"type": "redis", "url": {"env": "REDIS_URL"}},
-            "tier 'redis': the URL from env REDIS_URL, as much as its servers keep, written on_store",
+            {"type": "redis", "url": {"env": "REDIS_URL"}, "ttl": 3600},
+            "tier 'redis': the URL from env REDIS_URL, as much as its servers keep, for 3600 s, written on_store",
         ),
         (
             {"type": "object", "url": "s3://bucket/kv", "config": {"secret_access_key": "secret", "region": "eu"}},

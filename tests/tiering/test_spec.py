@@ -121,7 +121,7 @@ def test_blocks_come_back_from_disk_after_a_restart(tmp_path: Path) -> None:
 
 def test_an_engine_with_another_layout_does_not_find_them(tmp_path: Path) -> None:
     names = keys(1, 2)
-    tier = {"type": "fs", "path": str(tmp_path)}
+    tier = {"type": "fs", "path": str(tmp_path), "max_bytes": "unlimited"}
     first = Engine(spec(tier))
     first.store(names, torch.ones((2, PAGE_BYTES), dtype=torch.uint8))
     first.stop()
@@ -179,10 +179,10 @@ def test_without_tiers_there_is_the_primary_tier_alone() -> None:
     ("tier", "message"),
     [
         ({"type": "memry"}, r"'memry'.*Did you mean 'memory'"),
-        ({"type": "fs", "path": "x", "max_byte": 1}, r"'max_byte'.*Did you mean 'max_bytes'"),
+        ({"type": "fs", "path": "/x", "max_byte": 1}, r"'max_byte'.*Did you mean 'max_bytes'"),
         ({"type": "fs"}, "path"),
-        ({"type": "fs", "path": "x", "max_bytes": "many"}, "not a size"),
-        ({"type": "fs", "path": "x", "max_bytes": 10}, "too little"),
+        ({"type": "fs", "path": "/x", "max_bytes": "many"}, "not a size"),
+        ({"type": "fs", "path": "/x", "max_bytes": 10}, "too little"),
         ({"type": "memory", "offload_policy": "all"}, "block_level, request_level"),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_mistake_is_one_sentence_before_anything_is_touched(
 def test_unstable_hashes_are_refused_for_persistent_tiers_only(tmp_path: Path) -> None:
     unstable = layout(hashes_are_stable=False, unstable_hash_hint="Set PYTHONHASHSEED to a fixed number")
     with pytest.raises(ConfigError, match="Set PYTHONHASHSEED to a fixed number"):
-        spec({"type": "fs", "path": str(tmp_path)}, of=unstable)
+        spec({"type": "fs", "path": str(tmp_path), "max_bytes": "unlimited"}, of=unstable)
     made = spec({"type": "memory"}, of=unstable)
     made.get_manager()
     made.shutdown()

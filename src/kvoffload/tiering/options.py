@@ -49,6 +49,8 @@ __all__ = [
 _FASTEST = 10**15
 """Bytes in a second that are more than any link moves."""
 
+_UNLIMITED = "unlimited"
+
 _LARGE = 2
 """A tier this many times as large as the primary tier can hold a copy of all of it (docs/design/0010-placement.md)."""
 
@@ -199,6 +201,10 @@ class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
             raise ConfigError(f"path of the {self.type!r} tier is empty; name a directory.")
         if self.directory.startswith("~"):
             raise ConfigError(f"path of the {self.type!r} tier names the home of a user who is not known: {self.path}.")
+        if not os.path.isabs(self.directory):
+            raise ConfigError(
+                f"path of the {self.type!r} tier must begin with / or ~, for example '/mnt/kv', not {self.path!r}."
+            )
         max_bytes = self.bound_bytes
         if max_bytes is not None and block_bytes and max_bytes < self._two_blocks_bytes(block_bytes):
             raise ConfigError(
@@ -246,7 +252,21 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
 class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
     """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``: a directory that many hosts may share. ``max_bytes`` is a
-    quota on all files below ``path``."""
+    quota on all files below ``path``. It has no default: ``"unlimited"`` leaves the bound to the file system."""
+
+    def check(self, block_bytes: int | None = None) -> None:
+        _DirectoryOptions.check(self, block_bytes)
+        if self.max_bytes is None:
+            raise ConfigError(
+                f"max_bytes of the {self.type!r} tier is missing: give a quota for all hosts together, for example "
+                f"'200GiB', or {_UNLIMITED!r}."
+            )
+
+    @property
+    def bound_bytes(self) -> int | None:
+        if self.max_bytes is None or self.max_bytes == _UNLIMITED:
+            return None
+        return parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier", _UNLIMITED)
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return FileSystemStore(

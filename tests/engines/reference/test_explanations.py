@@ -57,6 +57,8 @@ class Prompt(OffloadingHandler):
 class FilesOptions(FileSystemOptions, frozen=True, kw_only=True):
     """``{"type": "files", "path": ...}``: plain files whose reads can be delayed, and can fail."""
 
+    max_bytes: int | str | None = "unlimited"
+
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         gated = GatedStore(super().open_store(block_bytes, namespace))
         _OPENED.append((gated, FaultyStore(gated)))

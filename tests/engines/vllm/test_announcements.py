@@ -68,8 +68,8 @@ def named(events: Iterable[Any]) -> list[tuple[str, str, list[bytes]]]:
 
 def test_places_say_where_each_store_is() -> None:
     tiers = [
-        {"type": "disk", "path": "a", "max_bytes": "1GiB"},
-        {"type": "fs", "path": "b", "max_bytes": "1GiB", "name": "cold"},
+        {"type": "disk", "path": "/a", "max_bytes": "1GiB"},
+        {"type": "fs", "path": "/b", "max_bytes": "1GiB", "name": "cold"},
         {"type": "memory", "max_bytes": "1MiB"},
         {"type": "redis", "url": "redis://localhost"},
     ]

@@ -183,7 +183,7 @@ def test_events_tell_all_about_promoted_blocks(llama: SmallModel, asynchronous: 
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 20 * PAGE_BYTES,
         "self_describing_kv_events": True,
-        "secondary_tiers": [{"type": "fs", "path": str(tmp_path)}],
+        "secondary_tiers": [{"type": "fs", "path": str(tmp_path), "max_bytes": "unlimited"}],
         "load_policy": "always",
     }
     prompt = tokens(100, 3)

@@ -190,7 +190,7 @@ def test_before_0_31_adapters_over_persistent_tiers_are_refused(
             lora_config=object() if adapters else None, kv_transfer_config__kv_connector_extra_config=extra
         )
 
-    passing, lasting = {"type": "memory"}, {"type": "fs", "path": str(tmp_path)}
+    passing, lasting = {"type": "memory"}, {"type": "fs", "path": str(tmp_path), "max_bytes": "unlimited"}
     for works in (config(), config(passing), config(passing, lasting, adapters=False)):
         check_engine(works)
     if release < (0, 31):

@@ -85,12 +85,13 @@ class TestModes:
         assert {mode(path) for path in (root, root / CONTROL_DIR, root / "=")} == {0o755}
 
     def test_the_option_of_a_tier(self, tmp_path: Path) -> None:
-        store = parse_tier({"type": "fs", "path": str(tmp_path / "kv"), "mode": "group"}).open_store(SMALL, "")
+        tier = {"type": "fs", "path": str(tmp_path / "kv"), "max_bytes": "1MiB"}
+        store = parse_tier(tier | {"mode": "group"}).open_store(SMALL, "")
         store.close()
         assert mode(tmp_path / "kv") == 0o2770
         for wrong in ("public", ""):
             with pytest.raises(ConfigError, match="mode"):
-                parse_tier({"type": "fs", "path": str(tmp_path), "mode": wrong})
+                parse_tier(tier | {"mode": wrong})
             with pytest.raises(ConfigError, match="mode"):
                 FileSystemStore(tmp_path / "other", SMALL, mode=wrong)  # type: ignore[arg-type]
 

@@ -44,7 +44,7 @@ def parse(**options: Any) -> RedisOptions:
         ({"url": {"path": "x"}}, '{"file": path}'),
         ({"password": {"env": "A", "file": "b"}}, "password of the 'redis' tier must be text"),
         ({"seal_key": "short"}, "16 characters"),
-        ({"ttl": "soon"}, "ttl of the 'redis' tier: 'soon' is not a span of time"),
+        ({"ttl": "soon"}, "ttl of the 'redis' tier: 'soon' is not a span of time; .* 'never'"),
         ({"ttl": 0.5}, "a second at least"),
         ({"prefix": "a{b}"}, "prefix of the 'redis' tier"),
         ({"connect_timeout_s": 0}, "connect_timeout_s of the 'redis' tier must be positive"),
@@ -96,7 +96,7 @@ def test_what_is_left_out_has_its_default() -> None:
     assert options.tls_verify
     assert not options.required
     assert STORES.get("redis").is_persistent
-    assert parse(ttl="24h").ttl_s == 86_400
+    assert (options.ttl_s, parse(ttl="24h").ttl_s, parse(ttl="never").ttl_s) == (7 * 86_400, 86_400, None)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from kvoffload.units import parse_seconds
 
 __all__ = ["RedisOptions"]
 
+_NEVER = "never"
+
 
 class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "redis", "url": "rediss://user@host:6380/0", "cluster": true, "ttl": "24h"}``."""
@@ -20,8 +22,8 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     server_evicts: ClassVar[bool] = True
 
     url: Secret
-    ttl: str | float | None = None
-    """The age at which a block expires: seconds, or text with a unit such as ``"24h"``. Default: never."""
+    ttl: str | float = "7d"
+    """The age at which a block expires: seconds, text with a unit such as ``"24h"``, or ``"never"``."""
     cluster: bool = False
     """The URL names a node of a cluster; the others are learned from it."""
     prefix: str = "kvoffload"
@@ -58,7 +60,13 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
 
     @property
     def ttl_s(self) -> float | None:
-        return None if self.ttl is None else parse_seconds(self.ttl, "ttl of the 'redis' tier")
+        return None if self.ttl == _NEVER else parse_seconds(self.ttl, "ttl of the 'redis' tier", _NEVER)
+
+    @property
+    def quota(self) -> str:
+        if self.ttl == _NEVER:
+            return super().quota
+        return f"{super().quota}, for {self.ttl if isinstance(self.ttl, str) else f'{self.ttl:g} s'}"
 
     def _open(self, block_bytes: int, namespace: str) -> BlockStore:
         passwords = {name: self.secret(name) for name in ("password", "sentinel_password")}
