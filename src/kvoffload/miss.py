@@ -40,7 +40,7 @@ class Miss(StrEnum):
     STORE_FAILED = "store failed", "Copies from the device failed; see the log."
     # Stored, and gone.
     EVICTED = "evicted", "There was no room for them: more memory, disk or servers."
-    REMOVED = "removed", "Somebody else, or a rule of the store, deleted them from the tier."
+    REMOVED = "removed", "Another host or process, or a rule of the store, evicted or deleted them."
     CORRUPT = "corrupt", "Their bytes were wrong; look at the disk."
     RESET = "reset", "The cache was reset."
     # Found, and not loaded.

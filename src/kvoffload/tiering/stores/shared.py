@@ -11,7 +11,7 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import Sealer, shared_identity
 
-__all__ = ["SharedStore", "outcomes"]
+__all__ = ["SharedStore", "bytes_of", "outcomes"]
 
 
 class SharedStore(BlockStore):
@@ -37,9 +37,7 @@ class SharedStore(BlockStore):
         return StoreStats(corrupt_blocks=self._num_bad)
 
     def _bytes(self, block: memoryview) -> memoryview:
-        """``block`` as plain bytes."""
-        assert block.nbytes == self._block_bytes, f"a block of {block.nbytes} bytes for a store of {self._block_bytes}"
-        return block if block.ndim == 1 and block.format == "B" else block.cast("B")
+        return bytes_of(block, self._block_bytes)
 
     def _remove_bad(self, keys: Collection[OffloadKey]) -> None:
         if not keys:
@@ -52,6 +50,12 @@ class SharedStore(BlockStore):
         with self._lock:
             self._bad += keys
             self._num_bad += len(keys)
+
+
+def bytes_of(block: memoryview, block_bytes: int) -> memoryview:
+    """``block``, which must have ``block_bytes``, as plain bytes."""
+    assert block.nbytes == block_bytes, f"a block of {block.nbytes} bytes for a store of {block_bytes}"
+    return block if block.ndim == 1 and block.format == "B" else block.cast("B")
 
 
 def outcomes(answers: list[bool], failures: Sequence[StoreError], there: Collection[int] = ()) -> list[bool]:

@@ -72,6 +72,31 @@ def test_listings_cost_a_bounded_number_of_files_for_each_that_is_written(open_s
     assert count < sum(map(len, seen)) <= 15 * count
 
 
+def test_a_small_quota_lists_the_directories_that_exist(open_store, tmp_path: Path, monkeypatch) -> None:
+    store, real, seen = open_store(max_bytes=room_for(4)), quota.seen_in, list[str]()
+    monkeypatch.setattr(quota, "seen_in", lambda *args: seen.append(args[1]) or real(*args))
+    for number in range(10):
+        write(store, *keys_of(number))
+    directories = {f"=/{path.name}" for path in (tmp_path / "kv" / "=").iterdir()}
+    assert set(seen) == directories and len(seen) <= 10 * len(directories)
+
+
+def test_of_files_with_one_time_those_just_written_stay(open_store, tmp_path: Path, monkeypatch) -> None:
+    """File systems count time in steps of milliseconds to seconds."""
+    store, real = open_store(max_bytes=room_for(4)), os.writev
+
+    def at_one_time(fd: int, buffers: list[memoryview]) -> int:
+        moved = real(fd, buffers)
+        os.utime(fd, ns=(10**18, 10**18))
+        return moved
+
+    monkeypatch.setattr(os, "writev", at_one_time)
+    for first in range(0, 40, 2):
+        assert write(store, *keys_of(first, first + 1)) == [True, True]
+        assert here(store, *keys_of(first, first + 1)) == set(keys_of(first, first + 1))
+    assert len(files(tmp_path)) == 4
+
+
 def test_what_is_written_first_goes_first_and_use_does_not_count(open_store, tmp_path: Path) -> None:
     store, keys = open_store(max_bytes=room_for(4)), keys_of(*range(4))
     for seconds, key in enumerate(keys):
@@ -172,9 +197,9 @@ def test_a_neighbour_that_deletes_the_same_files_is_no_trouble(open_store, tmp_p
     write(store, *keys_of(0, 1, 2, 3))
     real = quota.delete_oldest
 
-    def delete_twice(root: str, seen: list[quota.FileSeen], kept_bytes: int) -> list[quota.FileSeen]:
-        real(root, seen, kept_bytes)
-        return real(root, seen, kept_bytes)
+    def delete_twice(*args: object) -> list[quota.FileSeen]:
+        real(*args)
+        return real(*args)
 
     monkeypatch.setattr(quota, "delete_oldest", delete_twice)
     assert write(store, *keys_of(10, 11)) == [True, True]

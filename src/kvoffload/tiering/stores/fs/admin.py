@@ -13,9 +13,18 @@ import xxhash
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.direct_io import PAGE_BYTES
-from kvoffload.tiering.stores.fs.format import NUM_FANS, SUFFIX, BlockFormat, Header, parse_name
+from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat, Header, parse_name
 from kvoffload.tiering.stores.fs.io import is_absence
-from kvoffload.tiering.stores.fs.quota import FileSeen, delete_oldest, is_dead, namespaces_of, seen_in, sweep, time_at
+from kvoffload.tiering.stores.fs.quota import (
+    FileSeen,
+    delete_oldest,
+    fan_directories,
+    is_dead,
+    namespaces_of,
+    seen_in,
+    sweep,
+    time_at,
+)
 from kvoffload.tiering.stores.root import CONTROL_DIR, NamespaceUsage, check_control, find_directory
 
 __all__ = ["StoreRoot", "is_sound"]
@@ -106,9 +115,10 @@ class StoreRoot:
         return len(gone), sum(file.size_bytes for file in files) - sum(file.size_bytes for file in gone)
 
     def _seen(self, directory: str | None = None) -> Iterator[FileSeen]:
-        for namespace in self.directories() if directory is None else [directory]:
-            for fan in range(NUM_FANS):
-                yield from seen_in(self._root, f"{namespace}/{fan:02x}")
+        namespaces = self.directories() if directory is None else [directory]
+        for paths in fan_directories(self._root, namespaces).values():
+            for path in paths:
+                yield from seen_in(self._root, path)
 
     def _check(self) -> None:
         """Raises ``ConfigError`` if the root is not for us to change."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey
@@ -18,6 +19,7 @@ __all__ = [
     "FileSeen",
     "Quota",
     "delete_oldest",
+    "fan_directories",
     "is_dead",
     "list_names",
     "namespaces_of",
@@ -34,6 +36,7 @@ _FREED_SHARE = 10
 """On a full disk a tenth of the listed files goes at once, so that few writes find the disk full."""
 _FEWEST_CHOICES = 64
 """Files that are listed before the oldest of them go."""
+_FAN = re.compile("[0-9a-f]{2}")
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -78,31 +81,41 @@ class Quota:
         """After files were published: lists the fans whose turn it is. Returns the paths of deleted files."""
         if not self._period:
             return []
-        due = {fan_of(path) for key, path in published if turn_of(key) % self._period == 0}
-        if due and not self._by_fan:
-            return self._prune(range(NUM_FANS))
-        return [path for fan in due for path in self._prune([fan])]
+        paths = set[str]()
+        due = set[int]()
+        for key, path in published:
+            paths.add(path)
+            if turn_of(key) % self._period == 0:
+                due.add(fan_of(path))
+        together = [[fan] for fan in due] if self._by_fan else [range(NUM_FANS)] if due else []
+        gone = list[FileSeen]()
+        for fans in together:
+            blocks = self._swept(file for files in self._listed(fans) for file in files)
+            gone += delete_oldest(self._root, blocks, self._kept_bytes, paths)
+        return [file.path for file in gone]
 
     def make_room(self, path: str, num_bytes: int) -> list[str]:
         """Deletes old files on a full disk, of the fan of ``path`` and as many more as give a choice. Returns their
         paths: empty if no file of ours can be deleted."""
-        blocks, first = list[FileSeen](), fan_of(path)
-        for fan in range(first, first + NUM_FANS):
-            blocks += self._blocks([fan % NUM_FANS])
-            if len(blocks) >= _FEWEST_CHOICES:
+        seen, first = list[FileSeen](), fan_of(path)
+        for files in self._listed([*range(first, NUM_FANS), *range(first)]):
+            seen += files
+            if len(seen) >= _FEWEST_CHOICES:
                 break
+        blocks = self._swept(seen)
         total_bytes = sum(file.size_bytes for file in blocks)
         kept_bytes = total_bytes - max(num_bytes, total_bytes // _FREED_SHARE)
         return [file.path for file in delete_oldest(self._root, blocks, kept_bytes)]
 
-    def _prune(self, fans: Iterable[int]) -> list[str]:
-        return [file.path for file in delete_oldest(self._root, self._blocks(fans), self._kept_bytes)]
+    def _listed(self, fans: Sequence[int]) -> Iterator[list[FileSeen]]:
+        """The files of one of ``fans`` after the other, of all namespaces."""
+        directories = fan_directories(self._root, namespaces_of(self._root))
+        for fan in fans:
+            yield [file for path in directories.get(fan, ()) for file in seen_in(self._root, path, self._access)]
 
-    def _blocks(self, fans: Iterable[int]) -> list[FileSeen]:
-        """The blocks of ``fans``, of all namespaces. Deletes what dead writers left there."""
-        namespaces = namespaces_of(self._root)
-        directories = [f"{namespace}/{fan:02x}" for fan in fans for namespace in namespaces]
-        seen = [file for directory in directories for file in seen_in(self._root, directory, self._access)]
+    def _swept(self, files: Iterable[FileSeen]) -> list[FileSeen]:
+        """The blocks among ``files``. Deletes what dead writers left."""
+        seen = list(files)
         sweep(self._root, seen)
         return [file for file in seen if file.is_block]
 
@@ -117,12 +130,27 @@ def namespaces_of(root: str) -> list[str]:
     return sorted(name for name in names if not name.startswith(".") and name != "lost+found")
 
 
+def fan_directories(root: str, namespaces: Iterable[str]) -> dict[int, list[str]]:
+    """The directories of each fan that exist in ``namespaces``. Skips what cannot be read."""
+    found: dict[int, list[str]] = {}
+    for namespace in namespaces:
+        with contextlib.suppress(OSError):
+            for name in filter(_FAN.fullmatch, list_names(root, namespace)):
+                found.setdefault(int(name, 16), []).append(f"{namespace}/{name}")
+    return found
+
+
 def list_names(root: str, directory: str) -> list[str]:
-    """The names in one directory; none if there is no such directory. Raises ``OSError``."""
+    """The names in one directory, as the server of a network mount knows them; none if there is no such directory.
+    Raises ``OSError``."""
     try:
-        return os.listdir(f"{root}/{directory}")
+        fd = os.open(f"{root}/{directory}", _OPEN)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 def seen_in(root: str, directory: str, access: Access | None = None) -> list[FileSeen]:
@@ -149,11 +177,13 @@ def seen_in(root: str, directory: str, access: Access | None = None) -> list[Fil
     return seen
 
 
-def delete_oldest(root: str, files: Collection[FileSeen], kept_bytes: int) -> list[FileSeen]:
-    """Deletes the oldest of ``files`` until at most ``kept_bytes`` are left. Returns those that are gone, by whomever.
-    What cannot be deleted is passed over."""
+def delete_oldest(
+    root: str, files: Collection[FileSeen], kept_bytes: int, newest: Collection[str] = ()
+) -> list[FileSeen]:
+    """Deletes the oldest of ``files`` until at most ``kept_bytes`` are left, and of those with one age the paths that
+    are not among ``newest``. Returns those that are gone, by whomever. What cannot be deleted is passed over."""
     left_bytes, gone = sum(file.size_bytes for file in files), list[FileSeen]()
-    for file in sorted(files, key=lambda file: (file.written_ns, file.path)):
+    for file in sorted(files, key=lambda file: (file.written_ns, file.path in newest, file.path)):
         if left_bytes <= kept_bytes:
             break
         try:

@@ -17,6 +17,7 @@ from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, BlockFormat, pa
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs.quota import Quota, list_names
 from kvoffload.tiering.stores.root import CONTROL_DIR, check_directory, check_root, check_type, directory_of
+from kvoffload.tiering.stores.shared import bytes_of, outcomes
 
 __all__ = ["FileSystemStore"]
 
@@ -96,14 +97,12 @@ class FileSystemStore(BlockStore):
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         self._check_directory()
-        errors = BatchErrors(self._root)
-        answers = self._find(keys, [self._layout.path_of(key) for key in keys], errors)
-        errors.raise_unless_any(answers)
-        return answers
+        errors = list[OSError]()
+        return self._outcomes(self._find(keys, [self._layout.path_of(key) for key in keys], errors), errors)
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         self._check_directory()
-        errors = BatchErrors(self._root)
+        errors = list[OSError]()
         paths = [self._layout.path_of(key) for key in keys]
         found = self._find(keys, paths, errors)
         here = {path for path, is_here in zip(paths, found, strict=True) if is_here}
@@ -118,13 +117,11 @@ class FileSystemStore(BlockStore):
             except OSError as exc:
                 raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
         self._evicted(self._quota.keep((key, path) for path, key in published.items()), gone)
-        answers = [(path in here or path in published) and path not in gone for path in paths]
-        errors.raise_unless_any(answers)
-        return answers
+        return self._outcomes([(path in here or path in published) and path not in gone for path in paths], errors)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         self._check_directory()
-        answers, errors = list[bool](), BatchErrors(self._root)
+        answers, errors = list[bool](), list[OSError]()
         for key, block in zip(keys, blocks, strict=True):
             path, outcome = self._layout.path_of(key), None
             try:
@@ -138,8 +135,7 @@ class FileSystemStore(BlockStore):
                 with self._lock:
                     self._lost[key] = "corrupt"
                     self._num_bad += 1
-        errors.raise_unless_any(answers)
-        return answers
+        return self._outcomes(answers, errors)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         try:
@@ -195,9 +191,9 @@ class FileSystemStore(BlockStore):
         try:
             check_directory(self._root, self._layout.directory, self._access)
         except OSError as exc:
-            raise StoreError(f"The store at {self._root} fails: {exc}") from exc
+            raise self._failed(exc) from exc
 
-    def _find(self, keys: Sequence[OffloadKey], paths: Sequence[str], errors: BatchErrors) -> list[bool]:
+    def _find(self, keys: Sequence[OffloadKey], paths: Sequence[str], errors: list[OSError]) -> list[bool]:
         """Which files are there with the right size. Here and below, paths are relative to the root."""
         found = list[bool]()
         for key, path in zip(keys, paths, strict=True):
@@ -208,7 +204,7 @@ class FileSystemStore(BlockStore):
                 found.append(False)
         return found
 
-    def _publish(self, path: str, key: OffloadKey, payload: memoryview, errors: BatchErrors, gone: set[str]) -> bool:
+    def _publish(self, path: str, key: OffloadKey, payload: memoryview, errors: list[OSError], gone: set[str]) -> bool:
         """Writes one block, and makes room for it on a full disk. Others may take that room meanwhile. Adds the paths
         of deleted files to ``gone``."""
         for rounds_left in reversed(range(_FULL_DISK_ROUNDS)):
@@ -219,7 +215,7 @@ class FileSystemStore(BlockStore):
             except OSError as exc:
                 is_full = exc.errno in _FULL and rounds_left > 0
                 if not is_full or not self._evicted(self._quota.make_room(path, self._layout.file_bytes), gone):
-                    errors.add(exc)
+                    errors.append(exc)
                     break
         return False
 
@@ -231,9 +227,9 @@ class FileSystemStore(BlockStore):
             self._lost.update((key, "evicted") for _, key in self._own_keys(paths))
         return bool(paths)
 
-    def _add_error(self, errors: BatchErrors, error: OSError, key: OffloadKey, path: str) -> None:
+    def _add_error(self, errors: list[OSError], error: OSError, key: OffloadKey, path: str) -> None:
         """Records the error of one file. If the disk cannot read it, the file is a miss until it is written anew."""
-        errors.add(error)
+        errors.append(error)
         if error.errno in _BLOCK_ERRORS:
             with self._lock:
                 self._lost[key] = "corrupt"
@@ -249,26 +245,16 @@ class FileSystemStore(BlockStore):
         return [(path, key) for path, key in named if key is not None and self._layout.path_of(key) == path]
 
     def _bytes(self, block: memoryview) -> memoryview:
-        size = self._layout.block_bytes
-        assert block.nbytes == size, f"a block of {block.nbytes} bytes for a store of {size}"
-        return block if block.ndim == 1 and block.format == "B" else block.cast("B")
+        return bytes_of(block, self._layout.block_bytes)
 
+    def _outcomes(self, answers: list[bool], errors: Sequence[OSError]) -> list[bool]:
+        """The ``answers`` of a batch in which these ``errors`` happened. That the root is gone is one too."""
+        failures = [self._failed(error) for error in errors[:1]]
+        if answers and not any(answers) and not errors and not os.path.isdir(self._root):
+            failures.append(StoreError(f"The store's directory {self._root} is gone."))
+        return outcomes(answers, failures)
 
-class BatchErrors:
-    """The errors of one batch. A bad block next to good ones is a miss; if nothing works, the store fails."""
-
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._first: OSError | None = None
-
-    def add(self, error: OSError) -> None:
-        self._first = self._first or error
-
-    def raise_unless_any(self, answers: Sequence[bool]) -> None:
-        """Raises ``StoreError`` if no key of the batch succeeded and either one raised or the root is gone."""
-        if any(answers) or not answers:
-            return
-        if self._first is not None:
-            raise StoreError(f"The store at {self._root} fails: {self._first}") from self._first
-        if not os.path.isdir(self._root):
-            raise StoreError(f"The store's directory {self._root} is gone.")
+    def _failed(self, error: OSError) -> StoreError:
+        failure = StoreError(f"The store at {self._root} fails: {error}")
+        failure.__cause__ = error
+        return failure
