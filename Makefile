@@ -57,8 +57,9 @@ bench: $(STAMP)  ## the benchmarks, with ratios against their references
 	@$(PY) -m bench $(ARGS)
 
 DOCS := .venv-docs
-docs:            ## the site in build/site, from mkdocs.yml; a broken link fails
+docs:            ## the site in build/site, from mkdocs.yml; a broken link fails; writes docs/configuration.md anew
 	@[ -x $(DOCS)/bin/zensical ] || { scripts/bootstrap $(DOCS) && $(DOCS)/bin/python -m pip install --quiet '.[docs]'; }
+	@$(DOCS)/bin/python scripts/configuration-reference
 	@$(DOCS)/bin/zensical build --strict
 
 dist: $(STAMP)   ## build the wheel and the sdist in dist/

@@ -41,55 +41,58 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     cpu_bytes_to_use: int | str
-    """Size of one engine's primary tier, all of its ranks together: bytes, or text with a unit."""
+    """Host memory for the offloaded KV of one engine, all of its ranks together: bytes, or text such as ``"64GiB"``.
+    With data parallelism each engine core takes as much."""
     block_size: int | None = None
-    """Tokens per offloaded block; a multiple of the engine's block size, which is also the default."""
+    """Tokens per offloaded block, a multiple of the engine's block size. Larger blocks mean fewer, larger copies and
+    less bookkeeping, but hits in coarser steps. Default: the engine's block size."""
     eviction_policy: str = "density"
-    """Name of a registered cache policy."""
+    """``density``, ``lru``, ``arc``, or another registered cache policy."""
     store_threshold: int = 1
-    """Store a block at the n-th request that asks for it; 0 and 1 store it at the first."""
+    """Store a block at the n-th request that asks for it. With 2, prompts that are seen once reach neither host memory
+    nor the tiers; 0 and 1 store it at the first."""
     max_tracker_size: int = 64_000
     """Keys that the reuse filter counts requests for; used with a ``store_threshold`` of 2 or more."""
     spec_name: str | None = None
-    """Name of a registered offloading spec, or of a class in ``spec_module_path``. Default: ``TieringOffloadingSpec``
-    where there are ``secondary_tiers``, else ``CPUOffloadingSpec``."""
+    """Another way to offload: the name of a registered offloading spec, or of a class in ``spec_module_path``. Default:
+    ``TieringOffloadingSpec`` where there are ``secondary_tiers``, else ``CPUOffloadingSpec``."""
     spec_module_path: str | None = None
-    """Module that holds ``spec_name``, for specs that are not installed as plug-ins."""
+    """Module that holds ``spec_name``, for specs that are not installed as plug-ins. Default: none."""
     offload_prompt_only: bool = False
     """Do not offload blocks that hold generated tokens."""
     self_describing_kv_events: bool = True
     """Include token ids and block sizes in the engine's events of stored blocks, where it has events on. Some routers
     drop events without."""
     kv_cache_layout: str | None = None
-    """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine chooses."""
+    """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine's, with tiers
+    vLLM's ``LBHNC``."""
     record_trace: str | None = None
     """File that receives a trace of the served requests, for ``kvoffload simulate``: hashes of block keys and lengths,
     no tokens. Its owner alone may read it. ``{pid}`` in it becomes the process id, for engines with several
-    schedulers."""
+    schedulers. Default: none."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
-    """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options."""
+    """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options. Default: none."""
     weights_version: str | dict[str, str] | None = None
     """Names the weights: text, or ``{"file": path}``, which is read at the start and again at every reset. Blocks in
-    ``secondary_tiers`` are found under the name that they were stored under. Without a name, engines with the same
-    configuration count as engines with the same weights until their first reset.
-
-    A reset that reads another name goes on with the blocks of that name. Any other begins an epoch of the engine's own:
-    it finds no older block in any tier, and no other engine or later process finds its blocks. See ``reset_tiers``."""
+    ``secondary_tiers`` are found under the name that they were stored under. A reset that reads another name goes on
+    with the blocks of that name. Any other begins an epoch of the engine's own: it finds no older block in any tier,
+    and no other engine or later process finds its blocks. Without a name, engines with the same configuration count as
+    engines with the same weights until their first reset. Default: none."""
     reset_tiers: bool = True
-    """A reset of the cache is about the tiers too. ``False``: they keep their blocks as long as ``weights_version``
+    """A reset of the cache is about the tiers too. With false they keep their blocks as long as ``weights_version``
     stays the same, so that only host memory is reset."""
     load_policy: Literal["cost", "always"] = "cost"
     """Which hits in ``secondary_tiers`` are loaded: ``"cost"``, those that are expected to be loaded faster than they
-    would be computed, as measured; ``"always"``, all."""
+    would be computed, as measured while serving; ``"always"``, all."""
     prefill_tokens_per_s: float | None = None
     """Prompt tokens that the engine computes in a second, as far as ``load_policy`` knows before it has measured them.
-    Default: it measures first."""
+    Default: measured."""
     max_wait_s: float = 10.0
     """Seconds a request may wait, in all, for promotions and remote lookups before they count as misses."""
     claim_share: float = 0.75
-    """Share of the primary tier that one waiting request may claim, above 0 and at most 1."""
+    """Share of host memory that one waiting request may claim, above 0 and at most 1."""
     promotion_share: float = 0.75
-    """Share of the primary tier that all promotions and claims together may take, above 0 and at most 1."""
+    """Share of host memory that all waiting requests and promotions together may take, above 0 and at most 1."""
 
     @property
     def cpu_bytes(self) -> int:

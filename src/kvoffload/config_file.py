@@ -64,7 +64,7 @@ def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError as exc:
-        raise MissingExtraError("A configuration in YAML needs PyYAML: install kvoffload's extra 'cli'.") from exc
+        raise MissingExtraError("A configuration in YAML needs kvoffload's extra 'cli': pip install pyyaml.") from exc
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as exc:

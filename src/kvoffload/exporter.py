@@ -109,4 +109,4 @@ def _prometheus_client() -> Any:
     try:
         return importlib.import_module("prometheus_client")
     except ImportError as exc:
-        raise MissingExtraError("Metrics need prometheus-client: pip install prometheus-client.") from exc
+        raise MissingExtraError("Metrics need kvoffload's extra 'metrics': pip install prometheus-client.") from exc

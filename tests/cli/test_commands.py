@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -61,3 +64,25 @@ def test_help_texts_are_whole_phrases(name: str) -> None:
         for what, text in texts.items():
             assert re.match(r"[A-Z].+\.$", text, re.DOTALL), f"{command.name} {what}: {text!r}"
             assert len(text.split()) >= 3, f"{command.name} {what}: {text!r}"
+
+
+def test_without_its_packages_the_command_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "extra 'cli'" in said
+    assert said.count("\n") == 1
+
+
+def test_what_lacks_a_package_names_the_extra_that_brings_it() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    sources = [path.read_text() for path in Path(kvoffload.__file__).parent.rglob("*.py")]
+    messages = [text for source in sources for text in re.findall(r"raise MissingExtraError\(([^)]*)", source)]
+    assert len(messages) > 5
+    named = [re.findall(r"extra '(\w+)'", message) for message in messages]
+    assert {extra for each in named for extra in each} <= project["optional-dependencies"].keys()
+    assert not [message for message, extras in zip(messages, named, strict=True) if not extras]

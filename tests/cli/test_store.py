@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,7 +87,7 @@ def test_gc_keeps_a_quota_sweeps_and_the_server_works_on(server, tmp_path: Path,
     dead.write_bytes(b"half")
     alive.write_bytes(b"half")
     os.utime(dead, (0, 0))
-    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "5KiB")
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "5KiB", "--yes")
     assert code == 0
     assert "9 blocks deleted, 1 leftovers of dead writers removed" in out
     assert not dead.exists()
@@ -99,8 +102,8 @@ def test_gc_counts_what_servers_are_writing(server, tmp_path: Path, capsys) -> N
     half = block_files(tmp_path)[0].with_name(f"{TEMPORARY_PREFIX}1")
     half.write_bytes(bytes(5000))
     on_disk = disk_bytes(tmp_path)
-    assert run(capsys, "gc", tmp_path, "--max-bytes", str(on_disk - 1))[1].startswith("1 blocks deleted")
-    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "4KiB")
+    assert run(capsys, "gc", tmp_path, "--max-bytes", str(on_disk - 1), "--yes")[1].startswith("1 blocks deleted")
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "4KiB", "--yes")
     assert code == 1
     assert "still exceeded" in out
     assert half.exists()
@@ -108,7 +111,7 @@ def test_gc_counts_what_servers_are_writing(server, tmp_path: Path, capsys) -> N
 
 @pytest.mark.parametrize(("namespace", "left"), [("(default)", 10), ("", 10), (MODEL, 3)])
 def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: str, left: int) -> None:
-    code, out, _ = run(capsys, "clear", tmp_path, namespace)
+    code, out, _ = run(capsys, "clear", tmp_path, namespace, "--yes")
     assert code == 0
     assert out == f"{13 - left} blocks deleted.\n"
     assert len(block_files(tmp_path)) == left
@@ -123,9 +126,83 @@ def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
         (("clear", tmp_path, "org/modle@[bf16]"), f"Did you mean '{MODEL}'"),
         (("verify", tmp_path, "nope"), "has no namespace 'nope'"),
         (("gc", tmp_path, "--max-bytes", "much"), "is not a size"),
+        (("clear", tmp_path), "Name one namespace"),
+        (("clear", tmp_path, MODEL, "--all"), "Name one namespace"),
+        (("clear", tmp_path, MODEL), "give --yes"),
+        (("clear", tmp_path, "--all"), "give --yes"),
+        (("gc", tmp_path, "--max-bytes", "5KiB"), "give --yes"),
     ]:
         code, out, err = run(capsys, *args)
         assert (code, out) == (2, "")
         assert said in err
         assert err.count("\n") == 1
     assert len(block_files(tmp_path)) == 13
+
+
+class Terminal(io.StringIO):
+    """What a user types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("typed", "left"), [("y\n", 3), ("n\n", 13), ("\n", 13)])
+def test_clear_asks_at_a_terminal(
+    server, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, typed: str, left: int
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(typed))
+    code, out, err = run(capsys, "clear", tmp_path, MODEL)
+    assert "Delete 10 blocks (11 KiB) of 1 namespace" in err
+    assert (code, "deleted" in out) == ((0, True) if left == 3 else (1, False))
+    assert len(block_files(tmp_path)) == left
+
+
+def test_gc_asks_before_it_deletes_blocks_and_not_before_it_sweeps(
+    server, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    assert run(capsys, "gc", tmp_path, "--max-bytes", "1MiB")[0] == 0, "nothing to ask about"
+    assert run(capsys, "gc", tmp_path, "--max-bytes", "5KiB")[0] == 1
+    assert len(block_files(tmp_path)) == 13
+
+
+def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(server, tmp_path: Path, capsys) -> None:
+    for args, said in [
+        (("clear", tmp_path, MODEL), "10 blocks (11 KiB) of 1 namespace would be deleted."),
+        (("clear", tmp_path, "--all"), "13 blocks (14.3 KiB) of 2 namespaces would be deleted."),
+        (("gc", tmp_path, "--max-bytes", "5KiB"), "14.3 KiB in use; blocks of 9.32 KiB would be deleted."),
+        (("gc", tmp_path), "14.3 KiB in use; blocks of 0 B would be deleted."),
+    ]:
+        assert run(capsys, *args, "--dry-run") == (0, said + "\n", "")
+    assert len(block_files(tmp_path)) == 13
+
+
+def test_all_namespaces_are_cleared_at_once(server, tmp_path: Path, capsys) -> None:
+    assert run(capsys, "clear", tmp_path, "--all", "--yes") == (0, "13 blocks deleted.\n", "")
+    assert not block_files(tmp_path)
+    assert run(capsys, "ls", tmp_path)[1] == "No blocks yet.\n"
+
+
+def test_json_has_the_figures_of_each_command(server, tmp_path: Path, capsys) -> None:
+    def figures(*args: str | Path) -> dict:
+        return json.loads(run(capsys, *args, "--json")[1])
+
+    (default, model) = figures("ls", tmp_path)["namespaces"]
+    assert (default["namespace"], default["blocks"], default["bytes"]) == ("(default)", 3, 3 * 1128)
+    assert (model["namespace"], model["blocks"]) == (MODEL, 10)
+    assert 0 < model["oldest_use_s"] <= model["last_use_s"]
+    used = figures("du", tmp_path)
+    assert (used["bytes"], used["total_bytes"]) == ({MODEL: 11280, "(default)": 3384}, 14664)
+    assert used["free_bytes"] > 0
+    victim = block_files(tmp_path)[0]
+    os.truncate(victim, 700)
+    seen = figures("verify", tmp_path)
+    assert (seen["blocks"], len(seen["bad"]), seen["unreadable"], seen["deleted"]) == (13, 1, [], None)
+    assert victim == tmp_path / seen["bad"][0]
+    assert figures("verify", tmp_path, "--repair")["deleted"] == 1
+    assert figures("gc", tmp_path, "--max-bytes", "5KiB", "--dry-run")["excess_bytes"] > 0
+    shrunk = figures("gc", tmp_path, "--max-bytes", "5KiB", "--yes")
+    assert (shrunk["deleted"], shrunk["leftovers"], shrunk["is_exceeded"]) == (8, 0, False)
+    left = figures("clear", tmp_path, "--all", "--dry-run")
+    assert left["blocks"] == len(block_files(tmp_path)) == 4
+    assert figures("clear", tmp_path, "--all", "--yes")["deleted"] == 4

@@ -6,8 +6,12 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["main", "make_app"]
 
 _COMMANDS: tuple[str, ...] = ("demo", "check_config", "doctor", "simulate", "plan", "explain", "top", "store")
 """Modules of this package that register a subcommand, in the order of ``--help``."""
@@ -19,14 +23,9 @@ def _show_version(is_asked: bool) -> None:
         sys.exit(0)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point. A caller's mistake, a missing extra or a disk that fails gives one sentence on stderr and the exit
-    code 2."""
-    try:
-        import typer
-    except ImportError:
-        sys.exit("kvoffload was installed without its extra 'cli': pip install typer rich prometheus-client pyyaml.")
-    from kvoffload.errors import ConfigError, MissingExtraError
+def make_app() -> typer.Typer:
+    """The command with all of its subcommands. Raises ``ImportError`` without the extra ``cli``."""
+    import typer
 
     app = typer.Typer(
         name="kvoffload", help="KV-cache offloading for LLM servers.", no_args_is_help=True, add_completion=False
@@ -42,7 +41,23 @@ def main(argv: list[str] | None = None) -> None:
 
     for name in _COMMANDS:
         importlib.import_module(f"kvoffload.cli.{name}").register(app)
+    return app
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. A caller's mistake, a missing extra or a disk that fails gives one sentence on stderr and the exit
+    code 2."""
+    from kvoffload.errors import ConfigError, MissingExtraError
+
     try:
+        try:
+            app = make_app()
+        except ModuleNotFoundError as exc:
+            if (exc.name or "kvoffload").partition(".")[0] == "kvoffload":
+                raise
+            raise MissingExtraError(
+                f"The command needs kvoffload's extra 'cli': pip install typer rich prometheus-client pyyaml ({exc})."
+            ) from exc
         app(args=argv, prog_name="kvoffload")
     except (ConfigError, MissingExtraError, OSError) as exc:
         print(f"kvoffload: {exc}", file=sys.stderr)

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import typer
 from rich.console import Console
@@ -14,13 +18,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.disk.admin import DiskRoot, is_disk_root
 from kvoffload.tiering.stores.fs.admin import StoreRoot
+from kvoffload.tiering.stores.root import NamespaceUsage
 from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
 
 _Root = Annotated[Path, typer.Argument(help="Folder of the tier: its 'path' in the configuration.", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")]
+_Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking, for scripts.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")]
 
 _console = Console(soft_wrap=True)
 
@@ -32,9 +41,12 @@ def register(app: typer.Typer) -> None:
     app.add_typer(store, name="store")
 
 
-def ls(root: _Root) -> None:
+def ls(root: _Root, as_json: _Json = False) -> None:
     """List the namespaces with their blocks, bytes, and oldest and last use."""
     found = _open(root).usage()
+    if as_json:
+        _print_json({"namespaces": [_figures(one) for one in found]})
+        return
     if not found:
         _console.print("No blocks yet.")
         return
@@ -48,16 +60,21 @@ def ls(root: _Root) -> None:
     _console.print(table)
 
 
-def du(root: _Root) -> None:
+def du(root: _Root, as_json: _Json = False) -> None:
     """Show the bytes in use, by namespace and in all, and the free space of the disk."""
-    found = _open(root).usage()
+    found = sorted(_open(root).usage(), key=lambda one: -one.size_bytes)
+    total_bytes, free_bytes = sum(one.size_bytes for one in found), shutil.disk_usage(root).free
+    if as_json:
+        sizes = {one.name: one.size_bytes for one in found}
+        _print_json({"bytes": sizes, "total_bytes": total_bytes, "free_bytes": free_bytes})
+        return
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for one in sorted(found, key=lambda one: -one.size_bytes):
+    for one in found:
         table.add_row(format_bytes(one.size_bytes), escape(one.name))
-    table.add_row(format_bytes(sum(one.size_bytes for one in found)), "[bold]in all[/bold]")
-    table.add_row(format_bytes(shutil.disk_usage(root).free), "free on the disk")
+    table.add_row(format_bytes(total_bytes), "[bold]in all[/bold]")
+    table.add_row(format_bytes(free_bytes), "free on the disk")
     _console.print(table)
 
 
@@ -65,14 +82,36 @@ def verify(
     root: _Root,
     namespace: Annotated[str | None, typer.Argument(help="Verify this namespace only.", show_default=False)] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Delete the bad blocks.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Read every block and verify its checksum. The exit code is 1 if bad blocks remain."""
     store = _open(root)
     directory = None if namespace is None else store.directory(namespace)
     if isinstance(store, DiskRoot):
-        _verify(store, list(store.files(directory)), repair)
+        seen = _verify(store, list(store.files(directory)), repair, as_json)
     else:
-        _verify(store, list(store.files(directory)), repair)
+        seen = _verify(store, list(store.files(directory)), repair, as_json)
+    if as_json:
+        _print_json(
+            {
+                "blocks": seen.blocks,
+                "bytes": seen.size_bytes,
+                "bad": seen.bad,
+                "unreadable": seen.unreadable,
+                "deleted": seen.deleted,
+            }
+        )
+    else:
+        _console.print(
+            f"{seen.blocks:,} blocks ({format_bytes(seen.size_bytes)}) read, {len(seen.bad):,} bad, "
+            f"{len(seen.unreadable):,} unreadable."
+        )
+        if seen.deleted is not None:
+            _console.print(f"{seen.deleted:,} deleted.")
+        elif seen.bad:
+            _console.print("A server counts each of them as a miss when it reads it; --repair deletes them now.")
+    if seen.unreadable or (seen.bad and not repair):
+        raise typer.Exit(1)
 
 
 class _Block(Protocol):
@@ -92,8 +131,18 @@ class _Verifiable(Protocol[_B]):
     def remove(self, blocks: list[_B], /) -> int: ...
 
 
-def _verify(store: _Verifiable[_B], blocks: list[_B], repair: bool) -> None:
-    bad, unreadable = list[_B](), 0
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    blocks: int
+    size_bytes: int
+    bad: list[str]
+    unreadable: list[str]
+    deleted: int | None
+    """``None``: none were to be deleted."""
+
+
+def _verify(store: _Verifiable[_B], blocks: list[_B], repair: bool, is_silent: bool) -> _Verified:
+    bad, unreadable = list[_B](), list[str]()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -101,23 +150,23 @@ def _verify(store: _Verifiable[_B], blocks: list[_B], repair: bool) -> None:
         TextColumn("blocks"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as progress:
+    is_drawn = _console.is_terminal and not is_silent
+    with Progress(*columns, console=_console, transient=True, disable=not is_drawn) as progress:
         for file in progress.track(blocks, description="verifying"):
+            said = ""
             try:
                 if store.is_sound(file) is False:
                     bad.append(file)
-                    progress.console.print(f"bad: {escape(file.path)}")
+                    said = f"bad: {file.path}"
             except OSError as exc:
-                unreadable += 1
-                progress.console.print(f"unreadable: {escape(file.path)}: {exc.strerror}")
-    total = sum(file.size_bytes for file in blocks)
-    _console.print(f"{len(blocks):,} blocks ({format_bytes(total)}) read, {len(bad):,} bad, {unreadable:,} unreadable.")
-    if bad and repair:
-        _console.print(f"{store.remove(bad):,} deleted.")
-    elif bad:
-        _console.print("A server counts each of them as a miss when it reads it; --repair deletes them now.")
-    if unreadable or (bad and not repair):
-        raise typer.Exit(1)
+                unreadable.append(file.path)
+                said = f"unreadable: {file.path}: {exc.strerror}"
+            if said and not is_silent:
+                progress.console.print(escape(said))
+    deleted = store.remove(bad) if bad and repair else None
+    return _Verified(
+        len(blocks), sum(file.size_bytes for file in blocks), [file.path for file in bad], unreadable, deleted
+    )
 
 
 def gc(
@@ -128,31 +177,108 @@ def gc(
             help="Quota to enforce, for example 200GiB. Evicts the blocks used least recently ('fs': the oldest)."
         ),
     ] = None,
+    yes: _Yes = False,
+    dry_run: _DryRun = False,
+    as_json: _Json = False,
 ) -> None:
-    """Enforce a quota on the existing files, and delete what killed writers left."""
+    """Enforce a quota on the existing files, and delete what killed writers left.
+
+    Blocks are deleted only for a quota, and only after a question or with --yes. The exit code is 1 if the quota is
+    still exceeded.
+    """
     limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
     store = _open(root)
+    _, used_bytes = store.shrink(None)
+    excess_bytes = 0 if limit is None else max(0, used_bytes - limit)
+    if dry_run:
+        if as_json:
+            _print_json({"bytes": used_bytes, "excess_bytes": excess_bytes})
+        else:
+            _console.print(
+                f"{format_bytes(used_bytes)} in use; blocks of {format_bytes(excess_bytes)} would be deleted."
+            )
+        return
+    if excess_bytes:
+        _ask(f"Delete blocks of {format_bytes(excess_bytes)} from {root}?", yes)
     dead = store.sweep()
     evicted, used_bytes = store.shrink(limit)
-    _console.print(
-        f"{evicted:,} blocks deleted, {dead:,} leftovers of dead writers removed, {format_bytes(used_bytes)} in use."
-    )
-    if limit is not None and used_bytes > limit:
-        _console.print("The quota is still exceeded: by other files in the folder, or because a server is writing.")
+    is_exceeded = limit is not None and used_bytes > limit
+    if as_json:
+        _print_json({"bytes": used_bytes, "deleted": evicted, "leftovers": dead, "is_exceeded": is_exceeded})
+    else:
+        _console.print(
+            f"{evicted:,} blocks deleted, {dead:,} leftovers of dead writers removed, "
+            f"{format_bytes(used_bytes)} in use."
+        )
+        if is_exceeded:
+            _console.print("The quota is still exceeded: by other files in the folder, or because a server is writing.")
+    if is_exceeded:
         raise typer.Exit(1)
 
 
 def clear(
     root: _Root,
-    namespace: Annotated[str, typer.Argument(help="Namespace to delete, as 'ls' shows it.", show_default=False)],
+    namespace: Annotated[
+        str | None, typer.Argument(help="Namespace to delete, as 'ls' shows it.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete all namespaces.")] = False,
+    yes: _Yes = False,
+    dry_run: _DryRun = False,
+    as_json: _Json = False,
 ) -> None:
-    """Delete a namespace with all its blocks."""
+    """Delete a namespace with all its blocks, or all namespaces, after a question or with --yes."""
+    if (namespace is None) != everything:
+        raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or give --all for all of them.")
     store = _open(root)
-    _console.print(f"{store.clear(store.directory(namespace)):,} blocks deleted.")
+    only = None if namespace is None else store.directory(namespace)
+    found = [one for one in store.usage() if only is None or one.directory == only]
+    blocks, size_bytes = sum(one.num_blocks for one in found), sum(one.size_bytes for one in found)
+    what = f"{blocks:,} blocks ({format_bytes(size_bytes)}) of {_count(len(found), 'namespace')}"
+    if not dry_run:
+        _ask(f"Delete {what} from {root}?", yes)
+    directories = [one.directory for one in found] if only is None else [only]
+    deleted = 0 if dry_run else sum(store.clear(directory) for directory in directories)
+    if as_json:
+        figures = {"namespaces": [_figures(one) for one in found], "blocks": blocks, "bytes": size_bytes}
+        _print_json(figures | ({} if dry_run else {"deleted": deleted}))
+    elif dry_run:
+        _console.print(f"{what} would be deleted.")
+    else:
+        _console.print(f"{deleted:,} blocks deleted.")
+
+
+def _ask(question: str, is_answered: bool) -> None:
+    """Returns if the user agrees, or ``is_answered``. Raises ``ConfigError`` where no user can be asked."""
+    if is_answered:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Nothing was deleted: there is no terminal to ask, so give --yes.")
+    if not typer.confirm(question, err=True):
+        print("Nothing was deleted.", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _open(root: Path) -> StoreRoot | DiskRoot:
     return DiskRoot(root) if is_disk_root(root) else StoreRoot(root)
+
+
+def _figures(usage: NamespaceUsage) -> Mapping[str, Any]:
+    """Times in seconds since 1970; ``None`` where there is no block."""
+    return {
+        "namespace": usage.name,
+        "blocks": usage.num_blocks,
+        "bytes": usage.size_bytes,
+        "oldest_use_s": usage.oldest_use_ns / 1e9 or None,
+        "last_use_s": usage.last_use_ns / 1e9 or None,
+    }
+
+
+def _print_json(figures: Mapping[str, Any]) -> None:
+    print(json.dumps(figures, indent=1))
 
 
 def _ago(when_ns: int) -> str:

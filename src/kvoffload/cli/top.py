@@ -155,7 +155,7 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
     try:
         parser = importlib.import_module("prometheus_client.parser")
     except ImportError as exc:
-        raise MissingExtraError("kvoffload top needs prometheus-client: pip install prometheus-client.") from exc
+        raise MissingExtraError("kvoffload top needs kvoffload's extra 'cli': pip install prometheus-client.") from exc
     series: dict[str, Series] = {}
     try:
         for family in parser.text_string_to_metric_families(text):

@@ -71,7 +71,7 @@ def pyplot() -> Any:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")
     except ImportError as exc:
-        raise MissingExtraError("Plots need matplotlib: pip install matplotlib.") from exc
+        raise MissingExtraError("Plots need kvoffload's extra 'sim': pip install matplotlib.") from exc
 
 
 def _draw(reports: Sequence[Report]) -> Any:

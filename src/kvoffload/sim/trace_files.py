@@ -271,4 +271,6 @@ def _zstandard(path: Path) -> Any:
     try:
         return importlib.import_module("zstandard")
     except ImportError as exc:
-        raise MissingExtraError(f"{path} is zstd-compressed; pip install zstandard to read it.") from exc
+        raise MissingExtraError(
+            f"{path} is zstd-compressed, which needs kvoffload's extra 'sim': pip install zstandard."
+        ) from exc

@@ -35,6 +35,7 @@ from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = [
+    "ALSO_CALLED",
     "STORES",
     "DiskOptions",
     "FileSystemOptions",
@@ -71,20 +72,21 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
     """``LOCAL``: this host alone has the blocks. ``REMOTE``: others have them too. ``None``: it is not known."""
 
     type: str
+    """The kind of the tier: a section below, or a type that another package adds."""
     name: str | None = None
     """The tier's name in metrics and messages. Default: its type, numbered from the second tier of that type on."""
     cascade: CascadeMode | None = None
-    """When blocks are written: ``"on_store"``, as soon as they are in host memory (write-through), or ``"on_evict"``,
-    shortly before host memory would evict them (write-back). Default: ``"on_evict"`` if the tier's ``max_bytes`` are
-    less than twice the host memory, else ``"on_store"``."""
+    """When blocks are written: ``"on_store"`` (or ``"write_through"``), as soon as they are in host memory, or
+    ``"on_evict"`` (``"write_back"``), shortly before host memory would evict them. Default: ``"on_evict"`` if the
+    tier's ``max_bytes`` are less than twice the host memory, else ``"on_store"``."""
     offload_policy: str = OffloadPolicy.BLOCK_LEVEL.value
     """``"request_level"`` writes all blocks of a request to the tier, hits included."""
     read_bytes_per_s: int | str | None = None
-    """Bytes that the tier reads in a second, as far as ``load_policy`` knows before it has measured them: a number, or
-    text with a unit. Default: it measures first."""
+    """Bytes that the tier reads in a second, such as ``"3GB"``, as far as ``load_policy`` knows before it has measured
+    them. Default: measured."""
     exclusive: bool = False
-    """No other process writes to this namespace. After the scan at start-up, unknown blocks are misses at once. Without
-    effect on servers that evict by themselves: they are asked, not scanned."""
+    """No other process writes to this tier. After the scan at start-up, unknown blocks are misses at once. Without
+    effect on ``redis`` and ``mooncake``, which are asked and not scanned."""
 
     def check(self, block_bytes: int | None = None) -> None:
         """Raises ``ConfigError`` for options that cannot work with blocks of ``block_bytes``. Touches nothing."""
@@ -187,9 +189,13 @@ class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
     locality: ClassVar[str | None] = "LOCAL"
 
     path: str
+    """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
+    missing."""
     durability: Literal["none", "fsync"] = "none"
+    """``"fsync"`` puts each block on the disk before it counts as written; with ``"none"`` a power failure may lose
+    recent blocks, which are then misses."""
     mode: Literal["private", "group"] = "private"
-    """Who may read and write the blocks besides this user: no one, or the group of ``path``."""
+    """``"group"`` lets the group that owns ``path`` read and write the blocks, too."""
 
     @property
     def directory(self) -> str:
@@ -217,12 +223,13 @@ class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
 
 
 class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
-    """``{"type": "disk", "path": ..., "max_bytes": "200GiB"}``: a local disk. ``max_bytes`` is a quota on all slabs
-    below ``path``. Default: all but a tenth of the disk.
+    """``{"type": "disk", "path": "/mnt/nvme/kv", "max_bytes": "200GiB"}``: a local disk, which several servers of one
+    host may share, but not several hosts. On a memory file system, such as ``/dev/shm``, it is a pool that the engines
+    of a machine share."""
 
-    On a memory file system, such as ``/dev/shm``, it is a pool that the engines of a machine share, and ``max_bytes``
-    is required.
-    """
+    max_bytes: int | str | None = None
+    """Quota on all that is below ``path``; then the blocks that were used least recently are written over. Required on
+    a memory file system. Default: all but a tenth of the disk."""
 
     def check_place(self, beside_bytes: int = 0) -> None:
         """Raises ``ConfigError`` if ``path`` is memory, and there is too little of it for the pool and ``beside_bytes``
@@ -251,8 +258,13 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
 
 class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
-    """``{"type": "fs", "path": ..., "max_bytes": "200GiB"}``: a directory that many hosts may share. ``max_bytes`` is a
-    quota on all files below ``path``. It has no default: ``"unlimited"`` leaves the bound to the file system."""
+    """``{"type": "fs", "path": "/mnt/shared/kv", "max_bytes": "20TiB"}``: a directory that many hosts may share, with one
+    file per block. On a local disk ``disk`` is faster."""
+
+    max_bytes: int | str | None = None
+    """Quota on all files below ``path``, which holds within a tenth; the blocks that were written first are deleted.
+    Give all hosts the same. A full disk makes room in the same way; ``"unlimited"`` leaves it at that. Default:
+    required."""
 
     def check(self, block_bytes: int | None = None) -> None:
         _DirectoryOptions.check(self, block_bytes)
@@ -278,7 +290,7 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
 
 class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
-    """``{"type": "memory", "max_bytes": "8GiB"}``: for tests and trials, because it is host memory too."""
+    """``{"type": "memory", "max_bytes": "8GiB"}``: host memory as a second tier, for tests and trials."""
 
     medium: ClassVar[str] = "CPU"
     locality: ClassVar[str | None] = "LOCAL"
@@ -302,7 +314,7 @@ STORES.register("object", "kvoffload.tiering.stores.object.options:ObjectOptions
 STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
 
 
-_ALSO_CALLED = {"fail_fast": "required", "single_writer": "exclusive", "root_dir": "path"}
+ALSO_CALLED = {"fail_fast": "required", "single_writer": "exclusive", "root_dir": "path"}
 """Other names of keys: plainer ones, and one of vLLM's."""
 _CASCADES_ALSO_CALLED = {"write_through": "on_store", "write_back": "on_evict"}
 _FROM_VLLM = {
@@ -327,7 +339,7 @@ def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> St
     kind, what = STORES.get(name), f"the {name!r} tier"
     given: dict[str, Any] = {}
     for key, value in options.items():
-        known = key if key in kind.__struct_fields__ else _ALSO_CALLED.get(key, key)
+        known = key if key in kind.__struct_fields__ else ALSO_CALLED.get(key, key)
         if known in given or (known != key and known in options):
             raise ConfigError(f"{key} and {known} of {what} are the same key: keep one.")
         is_cascade = known == "cascade" and isinstance(value, str)

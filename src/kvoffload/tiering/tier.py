@@ -46,11 +46,10 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The store is a service that evicts by a policy of its own, and reports neither its size nor what it evicted."""
 
     threads: int | None = None
-    """Reads at once, and writes at once: the queue depths that the device sees. Default: what the store declares as
-    ``requests_in_flight``, 4 unless it says otherwise."""
+    """Reads at once, and writes at once: the queue depths that the device sees. Default: the type's own, 2 to 8."""
     timeout_s: float = 30.0
     """A store call that takes longer counts as hung. While half of the threads for reading hang, or half of those for
-    writing, the tier is not used for that. Work that is queued for longer is cancelled."""
+    writing, the tier is not used for that. Work that is queued for longer is dropped."""
     drain_timeout_s: float = 10.0
     """How long a reset of the cache and the shutdown wait for the tier's I/O, in real time."""
     max_backlog_blocks: int | None = None

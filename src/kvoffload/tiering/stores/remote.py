@@ -96,9 +96,10 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
     locality: ClassVar[str | None] = "REMOTE"
 
     required: bool = False
-    """Refuse to start if the store cannot be used. Otherwise the engine starts, and the tier is used once it works."""
+    """Refuse to start if the store cannot be used. Otherwise the engine starts, and uses the tier once it works."""
     seal_key: Secret | None = None
-    """A secret that all engines of the fleet share. Only who has it can make a block that is served."""
+    """A secret of the fleet, as text, ``{"file": path}`` or ``{"env": name}``: blocks made without it are not served.
+    Default: none."""
 
     @property
     def place(self) -> str:

@@ -95,10 +95,10 @@ def test_gc_removes_what_no_server_uses_and_sweeps(server, tmp_path: Path, capsy
     (tmp_path / "=" / "new-12.slab").write_bytes(b"half")
     code, out, _ = run(capsys, "gc", tmp_path)
     assert (code, out.split(",")[:2]) == (0, ["0 blocks deleted", " 1 leftovers of dead writers removed"])
-    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "2MiB")
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "2MiB", "--yes")
     assert (code, out.split(",")[0]) == (0, "3 blocks deleted"), "the oldest"
     assert disk_bytes(tmp_path) <= 2 << 20
-    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "1KiB")
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "1KiB", "--yes")
     assert code == 1
     assert "2 blocks deleted" in out
     assert "still exceeded" in out
@@ -107,7 +107,7 @@ def test_gc_removes_what_no_server_uses_and_sweeps(server, tmp_path: Path, capsy
 
 @pytest.mark.parametrize(("namespace", "count"), [("(default)", 3), ("", 3), (MODEL, 10), (LONG, 2)])
 def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: str, count: int) -> None:
-    code, out, _ = run(capsys, "clear", tmp_path, namespace)
+    code, out, _ = run(capsys, "clear", tmp_path, namespace, "--yes")
     assert (code, out) == (0, f"{count} blocks deleted.\n")
     assert len(tables(tmp_path)) == 2
     server.refresh()

@@ -26,10 +26,11 @@ class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
     hostname: str = "127.0.0.1"
     """This machine's name or address for the others."""
     protocol: Literal["tcp", "rdma"] = "tcp"
+    """How bytes travel: ``tcp`` or ``rdma``."""
     device: str = ""
     """The network card, with ``rdma``."""
     segment_bytes: int | str | None = None
-    """Memory of this machine that the engine gives to the pool. Default: none; other processes donate."""
+    """Memory of this machine that the engine gives to the pool. Default: none, other processes donate."""
 
     @property
     def place(self) -> str:

@@ -62,7 +62,7 @@ class MooncakeStore(SharedStore):
             from mooncake import store as library
         except ImportError as exc:
             raise MissingExtraError(
-                "The 'mooncake' tier needs its client: pip install mooncake-transfer-engine."
+                "The 'mooncake' tier needs kvoffload's extra 'mooncake': pip install mooncake-transfer-engine."
             ) from exc
         self._library: Any = library
         self._master, self._metadata = master, metadata

@@ -49,7 +49,7 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
         import obstore
         from obstore.store import from_url
     except ImportError as exc:
-        raise MissingExtraError("The 'object' tier needs obstore: pip install obstore.") from exc
+        raise MissingExtraError("The 'object' tier needs kvoffload's extra 'object': pip install obstore.") from exc
     for name, value in config.items():
         if not isinstance(value, str):
             raise ConfigError(f"config of the 'object' tier: {name} must be text, not {type(value).__name__}.")

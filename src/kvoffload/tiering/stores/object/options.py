@@ -19,17 +19,20 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "object", "url": "s3://bucket/prefix", "config": {"region": "eu-central-1"}}``."""
 
     url: Secret
+    """``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``."""
     config: dict[str, Secret] | None = None
-    """obstore's settings for the service: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key`` and so on.
-    What is left out comes from the environment (``AWS_...``) and the machine's own role. An endpoint of http:// is used
-    as it is; nothing else is sent without TLS, unless ``allow_http`` is ``"true"``."""
+    """obstore's settings for the service: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key`` and so on,
+    each as text, ``{"file": path}`` or ``{"env": name}``. An endpoint of http:// is used as it is; nothing else is sent
+    without TLS, unless ``allow_http`` is ``"true"``. Default: the environment (``AWS_...``) and the machine's own
+    role."""
     requests: int = 16
     """Requests in flight at once, of reads and of writes."""
     tls_ca: str | None = None
-    """File of authorities to trust besides the system's."""
+    """File of authorities to trust besides the system's. Default: none."""
     connect_timeout_s: float = Deadlines().connect_s
+    """Seconds for a connection."""
     request_timeout_s: float = Deadlines().request_s
-    """For one request, its body included."""
+    """Seconds for one request, its body included."""
 
     def check(self, block_bytes: int | None = None) -> None:
         RemoteOptions.check(self, block_bytes)

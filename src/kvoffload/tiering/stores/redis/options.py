@@ -22,30 +22,38 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     server_evicts: ClassVar[bool] = True
 
     url: Secret
+    """``redis://``, ``rediss://`` (TLS) or ``unix://``, perhaps with a user, a password and a database number; or
+    ``redis+sentinel://host:26379,host:26379/SERVICE/0`` (``rediss+sentinel://``), which follows the primary that the
+    sentinels name. As text, ``{"file": path}`` or ``{"env": name}``."""
     ttl: str | float = "7d"
-    """The age at which a block expires: seconds, text with a unit such as ``"24h"``, or ``"never"``."""
+    """The age at which a block expires, since blocks are made from prompts: seconds, text with a unit such as
+    ``"24h"``, or ``"never"``, which leaves it to the server's eviction."""
     cluster: bool = False
     """The URL names a node of a cluster; the others are learned from it."""
     prefix: str = "kvoffload"
     """What all names begin with, so that an access rule can be about them."""
     username: str | None = None
-    """Instead of the URL's."""
+    """Instead of the one in the URL. Default: the URL's."""
     password: Secret | None = None
-    """Instead of the URL's."""
+    """Instead of the one in the URL; text, ``{"file": path}`` or ``{"env": name}``. Default: the URL's."""
     sentinel_username: str | None = None
+    """For the sentinels of the URL, which are never shown the servers' credentials. Refused without
+    sentinels. Default: none."""
     sentinel_password: Secret | None = None
-    """For the sentinels of the URL. They are not shown the servers' credentials."""
+    """Theirs, given like ``password``. Default: none."""
     tls_ca: str | None = None
-    """File of the authorities to trust, instead of the system's."""
+    """File of the authorities to trust. Refused, like the next three, where the URL has no TLS. Default: the
+    system's."""
     tls_cert: str | None = None
+    """File of the certificate to show, where the server asks for one. Default: none."""
     tls_key: str | None = None
-    """Files of the certificate and key to show, where the server asks for them."""
+    """File of its key. Default: none."""
     tls_verify: bool = True
     """Check the server's certificate and name. Without it anybody on the way can pose as the server."""
     connect_timeout_s: float = Timeouts().connect_s
-    """For a connection, then for the greeting."""
+    """Seconds for a connection, then for the greeting."""
     window_timeout_s: float = Timeouts().window_s
-    """For one window of some 4 MiB of requests and all of its answers. The connection is closed then."""
+    """Seconds for some 4 MiB of requests and all of their answers. The connection is closed then."""
 
     def check(self, block_bytes: int | None = None) -> None:
         RemoteOptions.check(self, block_bytes)

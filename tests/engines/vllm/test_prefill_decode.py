@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode apart, as docs/prefill-decode.md has it: two ``vllm serve``, a Redis server between them, and the
+proxy of ``deploy/`` in front."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.vllm.harness import ROOT, Baseline
+from tests.engines.vllm.models import SmallModel
+from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
+from tests.engines.vllm.server import Server, ask, judge
+from tests.ports import free_port
+from tests.redis_server import PATIENT_OPTIONS, RedisServer, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def engines(llama: SmallModel, tmp_path: Path, redis_server: RedisServer) -> Iterator[dict[str, Server]]:
+    tier = {"type": "redis", "url": redis_server.url, "ttl": "1h", "cascade": "on_store"} | PATIENT_OPTIONS
+    servers: dict[str, Server] = {}
+    try:
+        for name in ("prefill", "decode"):
+            (tmp_path / name).mkdir()
+            servers[name] = Server(
+                llama.path, tmp_path / name, secondary_tiers=[tier], load_policy="always", max_wait_s=120
+            )
+            servers[name].wait_until_ready()
+        yield servers
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
+@pytest.fixture
+def proxy(engines: dict[str, Server]) -> Iterator[str]:
+    """Its URL."""
+    port = free_port()
+    program = ROOT / "deploy" / "prefill-decode" / "proxy.py"
+    urls = [engines["prefill"].url, engines["decode"].url]
+    process = subprocess.Popen([sys.executable, str(program), *urls, str(port)], env=os.environ)
+
+    def listens() -> bool:
+        assert process.poll() is None
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_until(listens, "the proxy listens")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+def client_of(url: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_one_engine_prefills_and_another_decodes(
+    engines: dict[str, Server], proxy: str, redis_server: RedisServer, llama_baseline: Baseline
+) -> None:
+    decode = engines["decode"]
+    through_proxy, prefill_alone = client_of(proxy), client_of(engines["prefill"].url)
+    first, *others = long_prompts(4)
+    num_blocks = len(first.token_ids) // BLOCK_TOKENS
+    with redis_server.client() as side_door:
+        # Once all of a prompt is in the tier, decode finds all of it.
+        ask(prefill_alone, first)
+        wait_until(lambda: side_door.dbsize() >= num_blocks, "prefill's blocks are in the shared tier")
+    answers = {first.name: ask(through_proxy, first)}
+    assert answers[first.name][1] == num_blocks * BLOCK_TOKENS, "cached tokens, as decode counts them"
+    assert decode.metrics()["tier_hit_tokens|redis"] == num_blocks * BLOCK_TOKENS
+    # Without that wait it computes what has not arrived yet, and the answers are the same.
+    answers |= {prompt.name: ask(through_proxy, prompt) for prompt in others}
+    judge(decode, through_proxy, llama_baseline, answers)
+    streamed = through_proxy.completions.create(
+        model="small",
+        prompt=list(first.token_ids),
+        max_tokens=first.new_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    texts = [chunk.choices[0].text for chunk in streamed]
+    assert len(texts) > 1
+    assert [int(word.removeprefix("w")) for word in "".join(texts).split()] == answers[first.name][0]
+    computed_by_prefill = engines["prefill"].metrics()["lookup_tokens"]
+    assert computed_by_prefill >= sum(len(prompt.token_ids) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in others)
+    through_proxy.close()
+    prefill_alone.close()
