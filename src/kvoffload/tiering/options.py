@@ -258,8 +258,8 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
 
 class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
-    """``{"type": "fs", "path": "/mnt/shared/kv", "max_bytes": "20TiB"}``: a directory that many hosts may share, with one
-    file per block. On a local disk ``disk`` is faster."""
+    """``{"type": "fs", "path": "/mnt/shared/kv", "max_bytes": "20TiB"}``: a directory that many hosts may share, with
+    one file per block. On a local disk ``disk`` is faster."""
 
     max_bytes: int | str | None = None
     """Quota on all files below ``path``, which holds within a tenth; the blocks that were written first are deleted.
