@@ -94,8 +94,10 @@ class Cascades:
             if block is not None:
                 ready.append(key)
         for request, ready in stored.items():
-            tiers = {*self._on_store_tiers, *request.whole_request_tiers}
-            self.submit(sorted(tiers, key=lambda tier: tier.index), ready, request.context)
+            tiers: Sequence[GuardedTier] = self._on_store_tiers
+            if request.whole_request_tiers:
+                tiers = sorted({*tiers, *request.whole_request_tiers}, key=lambda tier: tier.index)
+            self.submit(tiers, ready, request.context)
         return [*stored, *self.retry_parked(keys)]
 
     def submit_or_park(self, request: Request, keys: Iterable[OffloadKey]) -> None:

@@ -61,7 +61,9 @@ class PresenceIndex:
         """Absent keys to ask the store for again. Others only test whether there are any."""
         # Keys that a store job is writing. True: an eviction of the key was recorded meanwhile.
         self._storing: dict[OffloadKey, bool] = {}
-        self._events = NO_EVENTS if self._present.is_exact else PendingEvents(medium)
+        self.is_exact = self._present.is_exact
+        """The store itself says what it has: no key is unknown, and no scan is needed."""
+        self._events = NO_EVENTS if self.is_exact else PendingEvents(medium)
         self._lost_events = False
         """Events were dropped since they were last taken."""
 
@@ -74,11 +76,6 @@ class PresenceIndex:
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._present
-
-    @property
-    def is_exact(self) -> bool:
-        """The store itself says what it has: no key is unknown, and no scan is needed."""
-        return self._present.is_exact
 
     # -------------------------------------------------------------------------------------------------- questions
 
@@ -97,7 +94,7 @@ class PresenceIndex:
                 self._absent[key] = self._clock() + self._absent_ttl_s
                 self.to_refresh.append(key)
             return False
-        return False if self._present.is_exact or (is_complete and not self._present.has_forgotten) else None
+        return False if self.is_exact or (is_complete and not self._present.has_forgotten) else None
 
     def take_to_refresh(self) -> list[OffloadKey]:
         keys, self.to_refresh = self.to_refresh, []

@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -93,25 +92,28 @@ class StoreTransfers:
             self._loaded.num_failures += len(job.keys)
             self._results.append(JobResult(job.job_id, success=False))
             return
-        self._submit([job], [len(job.keys)], IoQueue.LOAD)
+        self._submit([(job, len(job.keys))], IoQueue.LOAD)
 
     def submit_stores(self) -> None:
         """The step ends: submits what was gathered, as far as there is room in the backlog."""
         if not self._gathered:
             return
-        jobs, self._gathered = self._gathered, []
-        counts = self._num_admitted([len(job.keys) for job in jobs])
-        for job, count in zip(jobs, counts, strict=True):
+        gathered, self._gathered = self._gathered, []
+        room = self._room_for(sum(len(job.keys) for job in gathered))
+        admitted, keys = list[tuple[JobMetadata, int]](), set[OffloadKey]()
+        num_keys = 0
+        for job in gathered:
+            count = min(len(job.keys), room - num_keys)
             self._num_dropped += len(job.keys) - count
-            if not count:
+            if count:
+                admitted.append((job, count))
+                keys.update(job.keys[:count])
+                num_keys += count
+            else:
                 self._results.append(JobResult(job.job_id, success=False))
-        jobs, counts = [job for job, count in zip(jobs, counts) if count], [count for count in counts if count]
-        keys = [key for job, count in zip(jobs, counts) for key in job.keys[:count]]
-        if len(set(keys)) == len(keys):
-            self._submit(jobs, counts, IoQueue.STORE)
-        else:  # no call of a store names a block twice
-            for job, count in zip(jobs, counts):
-                self._submit([job], [count], IoQueue.STORE)
+        # No call of a store names a block twice.
+        for jobs in [admitted] if len(keys) == num_keys else [[job] for job in admitted]:
+            self._submit(jobs, IoQueue.STORE)
 
     def take_results(self) -> list[JobResult]:
         """The jobs that ended since the last call."""
@@ -146,14 +148,13 @@ class StoreTransfers:
     def _num_open_jobs(jobs: Sequence[_Job]) -> int:
         return sum(job.num_open > 0 for job in jobs)
 
-    def _num_admitted(self, counts: Sequence[int]) -> list[int]:
-        """How many blocks of each job, which have ``counts``, are to be written: the first ones of all."""
+    def _room_for(self, num_blocks: int) -> int:
+        """How many of ``num_blocks`` may be written now, the first ones."""
         room = self._max_backlog - self._runner.backlog(IoQueue.STORE)
         if not self._writes.breaker.is_closed:
             is_probe = room > 0 and self._writes.begin_probe()
-            room = min(room, self._slice_blocks_of(sum(counts), IoQueue.STORE)) if is_probe else 0
-        left = [max(0, room - before) for before in accumulate(counts, initial=0)]
-        return [min(count, room) for count, room in zip(counts, left)]
+            room = min(room, self._slice_blocks_of(num_blocks, IoQueue.STORE)) if is_probe else 0
+        return max(0, room)
 
     def _slice_blocks_of(self, num_blocks: int, queue: IoQueue) -> int:
         """Blocks per slice of a task: so few that all threads share the task, and that no slice delays the next one
@@ -162,15 +163,17 @@ class StoreTransfers:
         least = self._least_store_blocks if queue is IoQueue.STORE else 1
         return min(self._max_slice_blocks, max(shared, least))
 
-    def _submit(self, metadata: Sequence[JobMetadata], counts: Sequence[int], queue: IoQueue) -> None:
-        """Submits the first ``counts`` blocks of each job, which are one at least, as one task."""
-        if not metadata:
+    def _submit(self, wanted: Sequence[tuple[JobMetadata, int]], queue: IoQueue) -> None:
+        """Submits the first blocks of each job, as many as are given, one at least, as one task."""
+        if not wanted:
             return
-        starts = list(accumulate(counts, initial=0))
-        num_blocks = starts.pop()
-        jobs = [_Job(*each) for each in zip(metadata, starts, counts, counts)]
-        keys = [key for job in jobs for key in job.metadata.keys[: job.num_blocks]]
-        block_ids = [slot for job in jobs for slot in job.metadata.block_ids[: job.num_blocks].tolist()]
+        jobs, starts, keys, block_ids = list[_Job](), list[int](), list[OffloadKey](), list[int]()
+        for metadata, count in wanted:
+            starts.append(len(keys))
+            jobs.append(_Job(metadata, len(keys), count, count))
+            keys += metadata.keys[:count]
+            block_ids += metadata.block_ids[:count].tolist()
+        num_blocks = len(keys)
         call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
         if queue is IoQueue.LOAD:
             call, slice_ended = self._store.read_into, self._load_slice_ended
@@ -206,11 +209,11 @@ class StoreTransfers:
             return
         metadata, outcomes = job.metadata, result.task.outcomes[job.start : stop]
         # The outcomes are fewer than the keys where a part of the job was dropped.
-        good = [key for key, is_good in zip(metadata.keys, outcomes, strict=False) if is_good]
-        all_good = len(good) == len(metadata.keys)
-        self._results.append(
-            JobResult(metadata.job_id, all_good, good if good and not all_good else None, result.ended_s)
-        )
+        is_good = job.num_blocks == len(metadata.keys) and all(outcomes)
+        good = None
+        if not is_good and any(outcomes):
+            good = [key for key, is_stored in zip(metadata.keys, outcomes, strict=False) if is_stored]
+        self._results.append(JobResult(metadata.job_id, is_good, good, result.ended_s))
 
     def _store_slice_ended(self, result: IoResult) -> None:
         self._writes.record(result)

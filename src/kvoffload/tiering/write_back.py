@@ -112,8 +112,10 @@ class WriteBack:
 
     def end(self, job: TierJob) -> None:
         """A job of any request has ended: the tier has the blocks that succeeded."""
-        target = next((target for target in self._targets if target.tier is job.tier), None)
-        if target is None:
+        for target in self._targets:
+            if target.tier is job.tier:
+                break
+        else:
             return
         is_own = job.metadata.req_context is self.context
         if is_own:
