@@ -22,6 +22,7 @@ BENCHES: tuple[str, ...] = (
     "lmcache_adapters",
     "placement",
     "policies_mixed",
+    "hints",
     "worth_loading",
     "worth_loading_engine",
 )

@@ -115,6 +115,8 @@ class ReqContext:
     """The tiers below the primary one that it may load from; ``None``: all."""
     next_use: NextUse = NextUse.UNKNOWN
     """When the client says that it will use the request's blocks again."""
+    is_prefetch: bool = False
+    """It has lower tiers promote its blocks for a later request, while no other request waits for them to read."""
 
 
 class OffloadPolicy(Enum):

@@ -20,6 +20,7 @@ __all__ = [
     "IGNORED_HINTS",
     "METRICS",
     "NEXT_USES",
+    "PREFETCH_OUTCOMES",
     "Histogram",
     "Kind",
     "Metric",
@@ -61,6 +62,7 @@ OUTCOMES = ("ok", "failed")
 GROUP_KINDS = ("full_attention", "sliding_window", "single_state")
 DIRECTIONS = ("read", "write")
 NEXT_USES = ("soon", "later", "never", "unknown")
+PREFETCH_OUTCOMES = ("found", "missed", "dropped")
 IGNORED_HINTS = ("unknown", "malformed")
 
 
@@ -232,6 +234,35 @@ METRICS: dict[str, Metric] = _table(
             "Hints that say nothing of the next use (unknown) or make no sense (malformed).",
             ("reason",),
             (IGNORED_HINTS,),
+        ),
+        Metric(
+            "lookup_tokens_by_hint",
+            _C,
+            "The lookup_tokens, by whether the request's client said anything of the next use.",
+            ("hinted",),
+            (("yes", "no"),),
+        ),
+        Metric(
+            "hit_tokens_by_hint",
+            _C,
+            "The hit_tokens, by whether the request's client said anything of the next use.",
+            ("hinted",),
+            (("yes", "no"),),
+        ),
+        Metric(
+            "hint_score",
+            _G,
+            "How much better recent uses of blocks were foreseen with hints than without, in natural logarithms summed "
+            "over about a hundred requests. Below 0, hints change no eviction.",
+        ),
+        Metric("hints_in_use", _G, "1 while evictions follow hints, 0 while there are none or they predict nothing."),
+        Metric(
+            "prefetches",
+            _C,
+            "Calls of prefetch, by outcome: some of the prefix was promoted or in host memory already, none was "
+            "anywhere or found room, or the call was dropped since too many were open.",
+            ("outcome",),
+            (PREFETCH_OUTCOMES,),
         ),
         Metric("stale_jobs", _C, "Transfers that ended after a reset, whose blocks are not found any more."),
         Metric("fenced_jobs", _C, "Transfers waited for because the engine was about to reuse their GPU blocks."),

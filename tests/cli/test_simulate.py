@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 pytest.importorskip("typer")
 from kvoffload.cli import main
 from kvoffload.cli.machine import device_blocks, load_one
+from kvoffload.sim.hints import true_hints
 from kvoffload.sim.report import format_seconds
+from kvoffload.sim.synthetic import synthesize
 from kvoffload.tiering.options import parse_tier
 
 
@@ -57,6 +60,36 @@ def test_what_hints_would_be_worth(trace: Path, tmp_path: Path, capsys: pytest.C
     code, _, err = run(capsys, *common, "--hints", "perfect")
     assert code == 2
     assert "--hints is oracle, or noisy:P" in err
+
+
+def test_hints_of_a_trace_count_in_simulate_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = true_hints(synthesize("chat", 400, 1))
+    results = {}
+    for name, trace in (("with", made), ("without", replace(made, next_uses=None))):
+        lines = [
+            {
+                "timestamp": 1000 * float(trace.times_s[request]),
+                "input_length": int(trace.input_tokens[request]),
+                "output_length": 1,
+                "block_tokens": trace.block_tokens,
+                "hash_ids": trace.blocks(request).tolist(),
+                **({"next_use": use.name.lower()} if (use := trace.next_use(request)) else {}),
+            }
+            for request in range(len(trace))
+        ]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        common = ["--policy", "density", "--gpu-blocks", "5", "--processes", "1", "--json", tmp_path / "o.json"]
+        rates = []
+        for command in (["simulate", path, "--cpu", "5%"], ["plan", path, "--hit-rate", "99"]):
+            run(capsys, *command, *common)
+            figures = json.loads((tmp_path / "o.json").read_text())
+            runs = (figures[0] if command[0] == "simulate" else figures)["runs"]
+            size = max(1, int(0.05 * trace.num_unique))
+            rates += [each["hit_rate"] for each in runs if abs(each["cpu_blocks"] - size) <= 2][:1]
+        results[name] = rates
+    assert [len(rates) for rates in results.values()] == [2, 2]
+    assert all(hinted > plain for hinted, plain in zip(results["with"], results["without"], strict=True))
 
 
 def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

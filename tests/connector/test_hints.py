@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvoffload.cpu.policies.density.classes import NUM_USES
 from kvoffload.metrics import IGNORED_HINTS, NEXT_USES
 
 UNKNOWN, SOON, LATER, NEVER = NextUse
+PAGE = Path(__file__).parents[2] / "docs/hints.md"
 
 
 def envelope(*actions: Any) -> dict[str, Any]:
@@ -48,6 +51,16 @@ def test_a_client_that_says_nothing(params: object) -> None:
     assert hints.next_use(params) is UNKNOWN
     assert hints.get_stats()["requests_by_hint", "unknown"] == 1
     assert ignored(hints) == (0, 0)
+
+
+def test_a_request_that_only_prepares_another() -> None:
+    hints = Hints()
+    assert hints.is_prefetch({"kvoffload": {"prefetch": True, "next_use": "soon"}})
+    for params in (None, "text", {}, {"kvoffload": 5}, {"kvoffload": {}}, {"kvoffload": {"prefetch": False}}):
+        assert not hints.is_prefetch(params)
+    assert ignored(hints) == (0, 0)
+    assert not hints.is_prefetch({"kvoffload": {"prefetch": "yes"}})
+    assert ignored(hints) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +127,37 @@ def test_of_a_long_list_only_the_beginning_is_read() -> None:
     assert ignored(hints) == (16, 1)
 
 
+class Completions:
+    """What the page's client calls. It only keeps what would be sent."""
+
+    def __init__(self) -> None:
+        self.completions = self
+        self.sent: list[dict[str, Any]] = []
+
+    def create(self, **request: Any) -> None:
+        self.sent.append(request)
+
+
+def test_the_client_of_the_page_says_what_it_means() -> None:
+    """``tests/engines/vllm/test_hints.py`` runs it against vLLM."""
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
+    sent = Completions()
+    client = names["HintingClient"](sent, "m", temperature=0, extra_body={"ignore_eos": True})
+    client.ask([1, 2], "soon")
+    client.ask([1, 2])
+    client.say([1, 2], "never")
+    client.prefetch([1, 2])
+    params = [request.get("extra_body", {}).get("kv_transfer_params") for request in sent.sent]
+    hints = Hints()
+    assert [hints.next_use(each) for each in params] == [SOON, UNKNOWN, NEVER, UNKNOWN]
+    assert [hints.is_prefetch(each) for each in params] == [False, False, False, True]
+    assert ignored(hints) == (0, 0)
+    assert [request["max_tokens"] for request in sent.sent] == [256, 256, 1, 1]
+    assert all(request["extra_body"]["ignore_eos"] and request["temperature"] == 0 for request in sent.sent)
+    assert params[1] is None
+
+
 def rubbish(rng: random.Random, depth: int = 0) -> Any:
     """Any value that JSON can hold, with words that hints use."""
     words = ["kvoffload", "next_use", "soon", "kv_hint", "actions", "action_type", "kv.retain", "vllm.set_priority"]
@@ -135,6 +179,7 @@ def test_malformed_envelopes_leave_counters_and_nothing_else() -> None:
         params = rubbish(rng) if rng.random() < 0.5 else good
         kv_hints = rubbish(rng) if rng.random() < 0.5 else SimpleNamespace(actions=rubbish(rng))
         assert isinstance(hints.next_use(params, kv_hints), NextUse)
+        hints.is_prefetch(params)
     stats = hints.get_stats()
     assert sum(stats["requests_by_hint", name] for name in NEXT_USES) == requests
     assert stats.keys() == {("requests_by_hint", name) for name in NEXT_USES} | {
@@ -166,6 +211,21 @@ def test_a_message_after_the_end_reaches_the_blocks() -> None:
     rig.finish(closing)
     assert [hint_of(rig, n) for n in range(8)] == [NEVER] * 8
     assert rig.scheduler.get_stats()["requests_by_hint", "never"] == 1
+
+
+def test_hits_of_hinted_requests_and_of_others_are_counted() -> None:
+    rig = Rig()
+    rig.store_prefix(8 * BT)
+    for number, params in enumerate([None, {"kvoffload": {"next_use": "soon"}}, {"kvoffload": {"next_use": "now"}}]):
+        request = HintedRequest(str(number), (4 + number) * BT + 1, kv_transfer_params=params)
+        tokens, _ = rig.ask(request)
+        rig.alloc(request, range(100 + 10 * number, 109 + 10 * number), external=tokens or 0)
+        rig.end(*rig.step().loads)
+        rig.finish(request)
+    stats = rig.scheduler.get_stats()
+    assert (stats["hit_tokens_by_hint", "yes"], stats["hit_tokens_by_hint", "no"]) == (5 * BT, 10 * BT)
+    assert stats["lookup_tokens_by_hint", "yes"] == 5 * BT + 1
+    assert stats["lookup_tokens_by_hint", "no"] == 8 * BT + 10 * BT + 2  # with the request that stored the prefix
 
 
 def test_an_envelope_of_the_engine_reaches_the_blocks() -> None:

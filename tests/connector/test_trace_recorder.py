@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.base import NextUse, OffloadKey, make_offload_key
 from kvoffload.connector.recording import TraceRecorder
 from kvoffload.errors import ConfigError
 from kvoffload.sim.trace_files import load_trace
@@ -46,6 +46,15 @@ def test_what_was_recorded_can_be_loaded(tmp_path: Path) -> None:
     assert trace.ids.tolist() == [0, 1, 0, 2, 3, 0]
     assert trace.output_tokens.tolist() == [5, 7, 0]
     assert trace.sessions.tolist() == [-1, 0, -1]
+
+
+def test_hints_of_clients_are_recorded(tmp_path: Path) -> None:
+    recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=100)
+    for use in NextUse:
+        recorder.arrived(use.name, 1.0, keys("p"), 110, next_use=use)
+    recorder.close()
+    trace = load_trace(recorder.path)
+    assert [trace.next_use(request) for request in range(len(trace))] == list(NextUse)
 
 
 def test_holds_hashes_and_lengths_only(tmp_path: Path) -> None:

@@ -79,6 +79,20 @@ def test_tokens_causes_and_times_add_up(tmp_path: Path) -> None:
     assert stories.machine == Machine(7, 70, "lru")
 
 
+def test_hinted_requests_and_the_others(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        line(0, {"device": 60}, {"new": 36}, next_use="soon"),
+        line(1, {"device": 0}, {"new": 32}, next_use="never"),
+        line(2, {"device": 8}, {"new": 24}),
+    )
+    assert read_explanations(path).hints_text == (
+        "Clients gave hints with 2 requests (never 1, soon 1). Of their tokens 46.9 % were found, and of the others' "
+        "25.0 %."
+    )
+    assert read_explanations(write(path, line(2, {"device": 8}, {"new": 24}))).hints_text == ""
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

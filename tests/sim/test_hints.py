@@ -120,10 +120,11 @@ class Recorder(DensityCachePolicy):
     """Remembers what the last of its kind has evicted."""
 
     evicted = sha256()
+    last: Recorder
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        Recorder.evicted = sha256()
+        Recorder.evicted, Recorder.last = sha256(), self
 
     def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
         victims = super().evict(n, protected, incoming)
@@ -157,6 +158,19 @@ def test_hints_that_are_not_in_use_change_nothing(recorder: str, percent: int, m
     trace = true_hints(synthesize("chat", 600, 9))
     replay_policy(trace, recorder, max(1, round(trace.num_unique * percent / 100)))
     assert Recorder.evicted.hexdigest()[:16] == EVICTED["synthetic-chat-9", percent]
+
+
+def test_operators_see_whether_hints_are_in_use(recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = synthesize("chat", 600, 9)
+    replay_policy(trace, recorder, trace.num_unique // 20)
+    assert Recorder.last.get_stats() == {("hint_score",): 0, ("hints_in_use",): 0}
+    replay_policy(true_hints(trace), recorder, trace.num_unique // 20)
+    stats = Recorder.last.get_stats()
+    assert stats["hint_score",] > 0
+    assert stats["hints_in_use",] == 1
+    monkeypatch.setattr(HintScore, "favours_hints", False)
+    replay_policy(true_hints(trace), recorder, trace.num_unique // 20)
+    assert Recorder.last.get_stats()["hints_in_use",] == 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

@@ -97,6 +97,7 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
         "found": summary.found,
         "missed": summary.missed,
         "avoidable": summary.avoidable,
+        "hints": summary.hints,
         "lost_s": summary.lost_s,
         "waits_s": {
             phase: {"requests": len(seconds), **percentiles(seconds)} for phase, seconds in summary.waits_s.items()
@@ -127,6 +128,8 @@ def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed:
     for word, tokens in (*rows, ("computed", sum(summary.missed.values()))):
         where.add_row(word, f"{tokens:,}", percent(tokens), "█" * round(40 * tokens / summary.tokens))
     console.print(where)
+    if summary.hints_text:
+        console.print(summary.hints_text, highlight=False)
     why = Table(title="Why the rest was computed", title_justify="left")
     for heading in ("cause", "tokens", "share", "lost before", "what it means"):
         why.add_column(heading, justify="left" if heading in ("cause", "what it means") else "right")

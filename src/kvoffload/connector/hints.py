@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client or an orchestrator says of a request's next use, from every form in which engines hand it over. Pure.
 
-* ``kv_transfer_params["kvoffload"]["next_use"]``: ``"soon"``, ``"later"`` or ``"never"``. It goes first.
+* ``kv_transfer_params["kvoffload"]["next_use"]``: ``"soon"``, ``"later"`` or ``"never"``. It goes first. Beside it,
+  ``"prefetch"`` is true for a request that only prepares another.
 * vLLM's ``kv_hints``, and Dynamo's ``kv_transfer_params["kv_hint"]``: envelopes of actions, as objects or mappings. Of
   these ``kv.retain`` and ``vllm.set_priority`` speak of the next use. The first that does counts.
 """
@@ -40,6 +41,14 @@ class Hints:
         use = said[0] if said else NextUse.UNKNOWN
         self._requests[use.name.lower()] += 1
         return use
+
+    def is_prefetch(self, params: object) -> bool:
+        """Whether the request's client says that it only prepares another."""
+        own = params.get("kvoffload") if type(params) is dict else None
+        wanted = own.get("prefetch") if type(own) is dict else None
+        if wanted is not None and type(wanted) is not bool:
+            self._ignored["malformed"] += 1
+        return wanted is True
 
     def get_stats(self) -> Stats:
         stats: Stats = {("requests_by_hint", name): self._requests[name] for name in NEXT_USES}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 
-from kvoffload.base import OffloadingManager, OffloadKey
+from kvoffload.base import NextUse, OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
 from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, possible_hit
 from kvoffload.connector.loads import Loads
@@ -59,7 +59,7 @@ class Hits:
             if state.job_ids:
                 tokens = None
             else:
-                tokens = self._search(state, computed_tokens)
+                tokens = self.search(state, computed_tokens, state.request.num_tokens - 1)
                 waits_for = "another load" if self._loads.is_in_flight(state.hit.awaited_job_id) else "tiers"
             if tokens is None:
                 self._recording.deferred(state, waits_for)
@@ -76,10 +76,10 @@ class Hits:
             state.hit.wait_s += self._clock() - since_s
         self._recording.answered(state)
 
-    def _search(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
-        """The longest hit, or ``None`` while a lookup has no answer. Lookups promote what they find. So where a hit
-        needs windows or states too, no attention is looked up after the last of them that is anywhere. Whoever
-        promotes only a part of it learns where that part may end.
+    def search(self, state: RequestOffloadState, computed_tokens: int, most: int) -> int | None:
+        """The longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer. Lookups promote what
+        they find. So where a hit needs windows or states too, no attention is looked up after the last of them that is
+        anywhere. Whoever promotes only a part of it learns where that part may end.
 
         A request whose load failed gets no other. vLLM would count what it still needs as reserved for it, also against
         the next load, and wait for ever if the two do not fit.
@@ -88,7 +88,7 @@ class Hits:
         if hit.load_failed:
             return computed_tokens
         state.extend_keys(self._geometry)
-        most = min(state.request.num_tokens - 1, computed_tokens + state.max_load_tokens)
+        most = min(most, computed_tokens + state.max_load_tokens)
         keys = [group.keys for group in state.groups]
         ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=state.context)
         if self._is_hybrid:
@@ -129,8 +129,12 @@ class Hits:
         hit.tokens_by_tier = {}
         if state.context.reads_cache:
             not_computed = max(0, state.request.num_tokens - hit.computed_tokens)
-            self._count(("lookup_tokens",), min(not_computed, state.max_load_tokens))
+            looked_up = min(not_computed, state.max_load_tokens)
+            hinted = "no" if state.context.next_use is NextUse.UNKNOWN else "yes"
+            self._count(("lookup_tokens",), looked_up)
+            self._count(("lookup_tokens_by_hint", hinted), looked_up)
             self._count(("hit_tokens",), num_external_tokens)
+            self._count(("hit_tokens_by_hint", hinted), num_external_tokens)
             if num_external_tokens > 0:
                 hit.tokens_by_tier = self._tokens_by_tier(state)
                 for tier, tokens in hit.tokens_by_tier.items():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the requests a deployment serves as a trace that ``kvoffload simulate`` can replay.
 
-The trace has hashes of keys, lengths and times; no tokens, no text. It is one JSON object a line, in the format that
-``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. Each line also has the request's ``story``
-(``explanations.py``), and the first one the ``machine``, for ``kvoffload explain``. Scheduler thread only.
+The trace has hashes of keys, lengths, times and what clients say of their next use; no tokens, no text. It is one
+JSON object a line, in the format that ``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. Each line
+also has the request's ``story`` (``explanations.py``), and the first one the ``machine``, for ``kvoffload explain``.
+Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TextIO
 
 import xxhash
 
-from kvoffload.base import OffloadingManager
+from kvoffload.base import NextUse, OffloadingManager
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.explanations import Explanations
@@ -86,7 +87,13 @@ class TraceRecorder:
         return f"TraceRecorder({str(self.path)!r}, written={self.num_written}, pending={len(self._lines)})"
 
     def arrived(
-        self, req_id: str, now_s: float, keys: Sequence[bytes], input_tokens: int, session: str | None = None
+        self,
+        req_id: str,
+        now_s: float,
+        keys: Sequence[bytes],
+        input_tokens: int,
+        session: str | None = None,
+        next_use: NextUse = NextUse.UNKNOWN,
     ) -> None:
         """A request arrived. A second arrival of an id that is being served is ignored."""
         if self._file is None or req_id in self._serving:
@@ -103,6 +110,8 @@ class TraceRecorder:
         }
         if session is not None:
             line["session"] = session
+        if next_use is not NextUse.UNKNOWN:
+            line["next_use"] = next_use.name.lower()
         if self._machine is not None:
             line["machine"], self._machine = self._machine, None
         self._serving[req_id] = pending = _Pending(line)
@@ -201,7 +210,8 @@ class RequestRecording:
         state.extend_keys(self._geometry)
         prompt_tokens = state.request.num_prompt_tokens
         keys = state.groups[self._finest.index].keys[: prompt_tokens // self._finest.block_tokens]
-        self._recorder.arrived(state.context.req_id, self._clock(), keys, prompt_tokens)
+        context = state.context
+        self._recorder.arrived(context.req_id, self._clock(), keys, prompt_tokens, next_use=context.next_use)
         self._explanations.begin(state)
 
     def deferred(self, state: RequestOffloadState, waits_for: str) -> None:

@@ -26,6 +26,7 @@ from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.loads import Loads
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers
+from kvoffload.connector.prefetches import Prefetches
 from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.logs import RateLimitedLog
@@ -66,6 +67,7 @@ class OffloadingConnectorScheduler:
         self._recording = RequestRecording(config.record_trace, manager, self._geometry, layout, config, clock)
         self._loads = Loads(manager, self._geometry, self._jobs, self._outbox)
         self._hits = Hits(manager, self._geometry, self._loads, self._recording, clock)
+        self._prefetches = Prefetches(manager, self._geometry, self._hits)
         self._hints = Hints()
         self._log = RateLimitedLog(logger)
 
@@ -97,7 +99,8 @@ class OffloadingConnectorScheduler:
         reads_cache = not getattr(request, "skip_reading_prefix_cache", False)
         own_params = params if isinstance(params, dict) else None
         next_use = self._hints.next_use(params, getattr(request, "kv_hints", None))
-        context = ReqContext(request.request_id, own_params, reads_cache, limits.load_tiers, next_use)
+        is_prefetch = self._hints.is_prefetch(params)
+        context = ReqContext(request.request_id, own_params, reads_cache, limits.load_tiers, next_use, is_prefetch)
         policy = self._manager.on_new_request(context).policy
         groups = tuple(GroupState() for _ in self._geometry)
         state = RequestOffloadState(request, context, policy, groups, limits, self._epochs.current)
@@ -128,6 +131,12 @@ class OffloadingConnectorScheduler:
             # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
             self._manager.touch(keys, state.context)
         self._manager.on_request_finished(state.context)
+
+    def prefetch(self, request: EngineRequest) -> None:
+        """Promotes what lower tiers have of the prefix of ``request``, which the engine does not serve yet. Returns at
+        once; no request waits for it, and it is dropped where room or bandwidth lacks (``Prefetches``). Steps are
+        needed meanwhile (``has_pending_work``). Ignores the request's limits and hints."""
+        self._prefetches.begin(request, self._epochs.use())
 
     # ------------------------------------------------------------------------------------------------- hits
 
@@ -213,6 +222,7 @@ class OffloadingConnectorScheduler:
             stores += self._offers.retry()
         for group_state in named:
             group_state.states.clear()  # refused ones too: later the engine may write over them
+        self._prefetches.step()
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
         self._manager.on_schedule_end()
         return self._outbox.take(stores)
@@ -292,7 +302,7 @@ class OffloadingConnectorScheduler:
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has nothing to compute."""
-        return bool(self._jobs.in_flight) or self._manager.has_pending_work()
+        return bool(self._jobs.in_flight or self._prefetches) or self._manager.has_pending_work()
 
     def reset_cache(self) -> bool:
         """Begins another epoch: no block of before is found any more, neither in host memory nor, unless ``Epochs``
@@ -307,6 +317,7 @@ class OffloadingConnectorScheduler:
         for state in self._requests.values():
             self._offers.forget(state)
             state.forget_computed()
+        self._prefetches.reset()
         self._manager.reset_cache()
         ended = self._epochs.current
         self._epochs.reset(self._manager.take_events())
@@ -320,7 +331,7 @@ class OffloadingConnectorScheduler:
     def get_stats(self) -> Stats:
         own: Stats = {("jobs_in_flight",): len(self._jobs.in_flight), ("requests_tracked",): len(self._requests)}
         own |= self._hits.get_stats() | self._offers.get_stats() | self._outbox.get_stats() | self._epochs.get_stats()
-        own |= self._hints.get_stats()
+        own |= self._hints.get_stats() | self._prefetches.get_stats()
         return add_stats([own, self._manager.get_stats()])
 
     def shutdown(self) -> None:

@@ -383,6 +383,7 @@ class SlotTable:
             ("primary_blocks_evicted",): self.num_evicted,
             **self._allocations.stats(),
             **self._eviction_ages.stats(),
+            **self.policy.get_stats(),
         }
 
     def check_invariants(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,6 +101,7 @@ class _Line(msgspec.Struct):
     timestamp: float
     input_length: int
     explanation: _Explanation | None = msgspec.field(name="story", default=None)
+    next_use: str | None = None
     machine: Machine | None = None
 
 
@@ -123,7 +125,26 @@ class Explanations:
     """By what requests waited for, the seconds of each that did."""
     course: list[tuple[float, dict[str, int]]]
     """For each interval, its end in seconds and the tokens by where they were; computed ones are ``computed``."""
+    hints: dict[str, int]
+    """Requests with an explanation by what their client said of the next use; without those that said nothing."""
+    hinted_tokens: int
+    """Of ``tokens``, those of requests with a hint."""
+    hinted_found: int
+    """Of these, the found ones."""
     machine: Machine | None
+
+    @property
+    def hints_text(self) -> str:
+        """One sentence on hinted requests and the others; empty if no client gave a hint."""
+        if not self.hints:
+            return ""
+        by_hint = ", ".join(f"{name} {count:,}" for name, count in sorted(self.hints.items()))
+        others, found = self.tokens - self.hinted_tokens, sum(self.found.values()) - self.hinted_found
+        rest = f", and of the others' {100 * found / others:.1f} %" if others else ""
+        return (
+            f"Clients gave hints with {sum(self.hints.values()):,} requests ({by_hint}). Of their tokens "
+            f"{100 * self.hinted_found / max(self.hinted_tokens, 1):.1f} % were found{rest}."
+        )
 
     @property
     def avoidable(self) -> int:
@@ -150,6 +171,7 @@ def read_explanations(path: Path) -> Explanations:
             raise TraceError(f"{path}, line {number}: the tokens of its explanation are not those of its prompt.")
         lines.append(line)
     timed = [(line.timestamp / 1000, line.explanation) for line in lines if line.explanation is not None]
+    hinted = [(line.next_use, line.explanation) for line in lines if line.explanation is not None and line.next_use]
     if not timed:
         raise TraceError(f"{path} has no explanations; record_trace of this version of kvoffload writes them.")
     found: dict[str, int] = {}
@@ -174,6 +196,9 @@ def read_explanations(path: Path) -> Explanations:
         lost_s={cause: total / missed[cause] for cause, total in lost.items()},
         waits_s=waits,
         course=_course(timed),
+        hints=dict(Counter(next_use for next_use, _ in hinted)),
+        hinted_tokens=sum(sum(each.found.values()) + sum(each.missed.values()) for _, each in hinted),
+        hinted_found=sum(sum(each.found.values()) for _, each in hinted),
         machine=lines[0].machine,
     )
 

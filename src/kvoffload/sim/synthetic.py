@@ -28,6 +28,18 @@ class _Session:
     """Mean blocks that a turn adds: the previous answer and the next message."""
     pause_s: float
     """Median pause before the next turn."""
+    other_pauses: tuple[tuple[float, float], ...] = ()
+    """Shares of turns before which the median pause is another, in seconds."""
+
+    def next_pause_s(self, random: np.random.Generator) -> float:
+        median_s = self.pause_s
+        if self.other_pauses:
+            drawn = random.random()
+            for share, other_s in self.other_pauses:
+                if 0 <= drawn < share:
+                    median_s = other_s
+                drawn -= share
+        return median_s * float(random.lognormal(0, 1))
 
 
 @dataclass(slots=True)
@@ -142,17 +154,26 @@ def _drawn_sorts(world: _World) -> list[tuple[float, _Traffic]]:
     ]
 
 
+def _tools(world: _World) -> _Session:
+    start = world.shared_prompt(6, 40) + world.blocks(world.random_length(25))
+    session = world.session(start, turns=8, grow_blocks=8, pause_s=6)
+    session.other_pauses = ((0.2, 150), (0.1, 1500))
+    return session
+
+
 KINDS: dict[str, Callable[[_World], _Session]] = {
     "chat": _chat,
     "agents": _agents,
     "documents": _documents,
     "mixed": _mixed,
     "assistants": _assistants,
+    "tools": _tools,
 }
 """Chat of several turns under shared system prompts; agents whose context grows by tool calls; questions about
 documents, some of which are far more popular; a mix of these; and assistants that chat and call tools, with long pauses
-and many long prompts that never come back. The seed of the last also draws what the traffic is like: lengths, turns,
-pauses, and how many shared prompts there are and how popular they are."""
+and many long prompts that never come back. The seed of assistants also draws what the traffic is like: lengths, turns,
+pauses, and how many shared prompts there are and how popular they are. The last are agents whose tools take seconds or
+minutes, and who ask people, which takes longer."""
 
 
 def synthesize(kind: str, requests: int = 4000, seed: int = 0, sessions_per_s: float = 0.25) -> Trace:
@@ -184,8 +205,7 @@ def synthesize(kind: str, requests: int = 4000, seed: int = 0, sessions_per_s: f
         session.turns_left -= 1
         if session.turns_left:
             session.path = session.path + world.blocks(world.random_length(session.grow_blocks))
-            pause_s = session.pause_s * float(world.random.lognormal(0, 1))
-            heapq.heappush(waiting, (now_s + pause_s, session.number, session))
+            heapq.heappush(waiting, (now_s + session.next_pause_s(world.random), session.number, session))
     counts = np.array([len(path) for path in paths], dtype=np.int64)
     numbers: dict[int, int] = {}
     return Trace(

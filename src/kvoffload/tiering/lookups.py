@@ -14,7 +14,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
 from kvoffload.tiering.claims import Claims
-from kvoffload.tiering.load_policy import LoadPlanner, Plan
+from kvoffload.tiering.load_policy import LoadPlanner, Place, Plan
 from kvoffload.tiering.places import Places, Survey
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Prefix, Request, Wait
@@ -132,7 +132,8 @@ class Lookups:
         if prefix is None:
             prefix = Prefix(request, [*keys])
             self._waits.add(prefix)
-            if wait is None or wait.deadline_s is None:
+            # A prefetch has nothing to weigh: what it does not find is not needed yet.
+            if (wait is None or wait.deadline_s is None) and not request.context.is_prefetch:
                 survey = self._places.survey(request, keys)
                 declined = self._make_plan(prefix, survey, ends)
         if wait is not None and wait.is_late(self._clock()):
@@ -215,7 +216,7 @@ class Lookups:
                 survey = self._places.survey(prefix.request, prefix.keys[at:stop], at)
             for place, num_blocks in survey.segments:
                 end = min(at + num_blocks, stop)
-                if place.is_unknown:
+                if place.is_unknown or self._gives_way(prefix.request, place):
                     self._waits.begin(prefix)
                     prefix.answers[at:end] = [None] * (end - at)
                     untracked += range(at, end)
@@ -234,6 +235,11 @@ class Lookups:
                     return self._settle(prefix, at, untracked)
             survey = None
         return self._settle(prefix, at, untracked)
+
+    def _gives_way(self, request: Request, place: Place) -> bool:
+        """Whether blocks in ``place`` are not to be promoted yet, because others wait for what is being read."""
+        is_below = place.tier is not None and not place.is_arriving
+        return request.context.is_prefetch and is_below and self._promotions.are_waited_for()
 
     def _settle(self, prefix: Prefix, end: int, untracked: list[int]) -> int:
         """The first ``end`` blocks of ``prefix`` have answers: all that were asked for, or those before a miss. Records

@@ -110,7 +110,10 @@ class Places:
         return unknown
 
     def is_answered(self, prefix: Prefix) -> bool:
-        """Whether all untracked blocks of ``prefix`` have an answer by now, up to the first that is nowhere."""
+        """Whether all untracked blocks of ``prefix`` have an answer by now, up to the first that is nowhere. For a
+        prefetch it is never said: it may have to give way, and that takes of its patience."""
+        if prefix.request.context.is_prefetch:
+            return False
         for at in prefix.untracked:
             block = self._primary.slots.get(prefix.keys[at])
             if block is None:

@@ -92,6 +92,12 @@ class Promotions:
         tier = batch.tier.index
         return Place(tier, is_arriving=True, is_overdue=self._planner.link(tier).is_overdue(batch.slots[key]))
 
+    def are_waited_for(self) -> bool:
+        """Whether tiers read blocks for requests that wait, and not only for prefetches and probes."""
+        contexts = [batch.context for batch in self.queue.values()]
+        contexts += [job.metadata.req_context for job in self._jobs.in_flight.values() if job.metadata.is_promotion]
+        return any(not context.is_prefetch and context is not self.probe_context for context in contexts)
+
     # ---------------------------------------------------------------------------------------------------- begin
 
     def begin(self, tier: GuardedTier, prefix: Prefix, start: int, stop: int) -> int:

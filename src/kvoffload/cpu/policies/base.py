@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, Final, TypeVar
 
 from kvoffload.base import NextUse, OffloadKey
+from kvoffload.metrics import Stats
 from kvoffload.registry import Registry
 
 __all__ = ["POLICIES", "BlockStatus", "CachePolicy", "Union", "Victims", "with_options"]
@@ -140,6 +141,10 @@ class CachePolicy(ABC):
         ``n``.
         """
         return None
+
+    def get_stats(self) -> Stats:
+        """Values of the policy's own metrics."""
+        return {}
 
     def check_invariants(self) -> None:
         """Recomputes what the policy keeps redundantly; ``AssertionError`` if it disagrees. For tests: O(blocks)."""

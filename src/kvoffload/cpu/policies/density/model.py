@@ -111,6 +111,8 @@ class HitDensity:
         recency = (1.0 / np.cumsum(self._widths)).tolist()
         self.values: list[list[float]] = [recency] * NUM_CLASSES
         """``values[class][bucket]``. Falls with age (bucket), rises with uses (class)."""
+        self.uses_hints = False
+        """Whether the values of classes with different hints may differ."""
 
     @property
     def hint_score(self) -> float:
@@ -219,15 +221,15 @@ class HitDensity:
         shape = NUM_HINTS, NUM_USES, -1
         by_uses = hazards(self._used.reshape(shape).sum(axis=0), left.reshape(shape).sum(axis=0), prior)
         values = densities(by_uses, self._widths)
-        if not (self._used[NUM_USES:].any() or left[NUM_USES:].any()):
-            self.values = values.tolist() * NUM_HINTS
-        else:
+        self.uses_hints = False
+        if self._used[NUM_USES:].any() or left[NUM_USES:].any():
             by_class = hinted_hazards(self._used.reshape(shape), left.reshape(shape), prior)
             self._score.compare(by_class, by_uses, (followed / self._widths).reshape(shape))
-            if self._score.favours_hints:
-                self.values = densities(by_class, self._widths).reshape(NUM_CLASSES, -1).tolist()
-            else:
-                self.values = values.tolist() * NUM_HINTS
+            self.uses_hints = self._score.favours_hints
+        if self.uses_hints:
+            self.values = densities(by_class, self._widths).reshape(NUM_CLASSES, -1).tolist()
+        else:
+            self.values = values.tolist() * NUM_HINTS
         # A gap that is still small gives more events in the same time, so these fade the counts by less.
         fade = _DECAY ** (self._gap / self._widest_gap * self._events_per_fit / _EVENTS_PER_FIT)
         self._num_events = 0

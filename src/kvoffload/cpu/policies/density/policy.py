@@ -15,6 +15,7 @@ from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
 from kvoffload.cpu.policies.density.classes import CERTAIN, NUM_CLASSES, NUM_DRAWS, NUM_USES, RISEN, SAME_USES
 from kvoffload.cpu.policies.density.log import Chunk, Skipped, UseLog
 from kvoffload.cpu.policies.density.model import HitDensity, UseCounts
+from kvoffload.metrics import Stats
 
 __all__ = ["DensityCachePolicy"]
 
@@ -297,6 +298,9 @@ class DensityCachePolicy(CachePolicy):
                     if one.block.policy_state is one:
                         self._log_of(one).queue(one)
                         self._fronts[one.class_] = None
+
+    def get_stats(self) -> Stats:
+        return {("hint_score",): self._model.hint_score, ("hints_in_use",): int(self._model.uses_hints)}
 
     def check_invariants(self) -> None:
         ordered: list[BlockStatus] = []

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients' hints are worth to ``density``: true ones, and wrong ones of every kind, each against the same cell
+without hints. A cell is a trace and a cache of a share of its distinct blocks. Replays are flat
+(``kvoffload.sim.policy_replay``), so the hit rates are the same on every machine. Two more rows of each trace have the
+time and the memory that hints cost.
+
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), and ``KVOFFLOAD_BENCH_REQUESTS`` the
+most requests to take of each.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.core import Row
+from kvoffload.base import NextUse
+from kvoffload.sim.hints import true_hints, wrong_hints
+from kvoffload.sim.optimum import optimum
+from kvoffload.sim.policy_replay import replay_policy
+from kvoffload.sim.synthetic import synthesize
+from kvoffload.sim.trace import Trace
+from kvoffload.sim.trace_files import load_trace
+
+PERCENT = (1, 2, 5, 10)
+FILES = ("mooncake_conversation", "weka_cc_64_s60", "lmcache_agent_b256")
+MADE_UP = (("tools", 1), ("tools", 2), ("agents", 1), ("chat", 1), ("assistants", 5))
+"""Kind and seed."""
+SEEDS = (1, 2, 3)
+"""Of shuffled hints."""
+POINTS = 1.0
+"""The most that hints of any kind may cost."""
+_REVERSED = np.array([NextUse.UNKNOWN, NextUse.NEVER, NextUse.LATER, NextUse.SOON], np.int8)
+
+
+def traces(short: bool) -> Iterator[Trace]:
+    folder = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+    most = int(os.environ.get("KVOFFLOAD_BENCH_REQUESTS", 1 << 30))
+    for path in () if short else (folder / f"{name}.jsonl.zst" for name in FILES):
+        if path.exists():
+            yield load_trace(path, max_requests=most)
+    for kind, seed in MADE_UP[:1] if short else MADE_UP:
+        yield synthesize(kind, 100 if short else min(4000, most), seed)
+
+
+def variants(true: Trace) -> Iterator[tuple[str, Trace]]:
+    hints = true.next_uses
+    assert hints is not None
+    yield "true", true
+    yield "30 % wrong", wrong_hints(true, 0.3)
+    yield "all reversed", _with(true, _REVERSED[hints])
+    yield "reversed midway", _with(true, np.where(np.arange(len(hints)) < len(hints) // 2, hints, _REVERSED[hints]))
+    for seed in SEEDS:
+        yield f"shuffled {seed}", _with(true, np.random.default_rng(seed).permutation(hints))
+
+
+def run(short: bool) -> list[Row]:
+    rows: list[Row] = []
+    for trace in traces(short):
+        true = true_hints(trace)
+        percents = PERCENT[-1:] if short else PERCENT
+        capacities = [max(round(trace.num_unique * percent / 100), 1) for percent in percents]
+        for percent, capacity, best in zip(percents, capacities, optimum(trace, capacities)):
+            without = _rate(trace, capacity)
+            bound = 100 * best.hit_blocks / trace.num_accesses
+            for name, hinted in variants(true):
+                rate = _rate(hinted, capacity)
+                closed = 100 * (rate - without) / max(bound - without, 1e-9)
+                rows.append(
+                    Row(
+                        "hints",
+                        f"{trace.name}, {percent} %, {name}",
+                        rate,
+                        "% hits",
+                        f"without {without:.2f}: {rate - without:+.2f}; optimum {bound:.2f}: {closed:.0f} % closed",
+                        rate / without,
+                        f">= {1 - POINTS / without:.4f}",
+                    )
+                )
+        rows += _costs(true, capacities[0])
+    return rows
+
+
+def _with(trace: Trace, hints: npt.NDArray[np.int8]) -> Trace:
+    return replace(trace, next_uses=hints)
+
+
+def _rate(trace: Trace, capacity: int) -> float:
+    return 100 * replay_policy(trace, "density", capacity).hit_rate
+
+
+def _costs(true: Trace, capacity: int) -> list[Row]:
+    """Processor time (the least of three replays, in turns) and peak memory, with hints and without."""
+    without = replace(true, next_uses=None)
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(3):
+        for name, trace in (("without", without), ("with", true)):
+            start = time.process_time()
+            _rate(trace, capacity)
+            seconds[name].append(time.process_time() - start)
+    peaks = []
+    for trace in (without, true):
+        tracemalloc.start()
+        _rate(trace.head(1500), capacity)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    least, most = min(seconds["with"]), min(seconds["without"])
+    return [
+        Row("hints", f"{true.name}, time of a replay", least, "s", f"without {most:.3g} s", least / most, "<= 1.3"),
+        Row(
+            "hints",
+            f"{true.name}, peak memory of a replay",
+            peaks[1] / 1024,
+            "KiB",
+            f"without {peaks[0] / 1024:.4g}",
+            peaks[1] / peaks[0],
+            "<= 1.1",
+        ),
+    ]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes that are promoted before a request needs them. Scheduler thread only."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+from kvoffload.base import OffloadingManager, ReqContext
+from kvoffload.connector.engine import EngineRequest
+from kvoffload.connector.epochs import Epoch
+from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.hits import Hits
+from kvoffload.connector.requests import GroupState, RequestOffloadState
+from kvoffload.metrics import PREFETCH_OUTCOMES, Stats
+
+__all__ = ["MOST_OPEN", "Prefetches"]
+
+MOST_OPEN = 16
+"""Prefetches that may be open. Each asks in every step."""
+
+
+class Prefetches:
+    """Requests that the connector makes itself, asks for in each step until they have an answer, and never admits.
+
+    So a prefetch has the patience and the limits of a request that waits, and begins nothing while tiers read for
+    others (``ReqContext.is_prefetch``). What it promotes stays in host memory as long as the policy keeps it.
+    """
+
+    def __init__(self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], hits: Hits) -> None:
+        self._manager = manager
+        self._geometry = geometry
+        self._hits = hits
+        self._open: list[RequestOffloadState] = []
+        self._ids = itertools.count()
+        self._outcomes: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Prefetches({len(self)} open)"
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, request: EngineRequest, epoch: Epoch) -> None:
+        """Promotes what lower tiers have of the prefix, from the next step on. Dropped while too many are open."""
+        if len(self._open) >= MOST_OPEN:
+            self._outcomes["dropped"] += 1
+            return
+        context = ReqContext(f"kvoffload:prefetch:{next(self._ids)}", is_prefetch=True)
+        policy = self._manager.on_new_request(context).policy
+        groups = tuple(GroupState() for _ in self._geometry)
+        self._open.append(RequestOffloadState(request, context, policy, groups, epoch=epoch))
+
+    def step(self) -> None:
+        """Asks for all that are open. To be called before the manager's ``on_schedule_end``."""
+        for state in list(self._open):
+            tokens = self._hits.search(state, 0, state.request.num_tokens)
+            if tokens is not None:
+                self._outcomes["found" if tokens else "missed"] += 1
+                self._end(state)
+
+    def reset(self) -> None:
+        """The cache was reset: what is open is dropped."""
+        for state in list(self._open):
+            self._outcomes["dropped"] += 1
+            self._end(state)
+
+    def _end(self, state: RequestOffloadState) -> None:
+        self._open.remove(state)
+        self._hits.forget(state)
+        self._manager.on_request_finished(state.context)
+
+    def get_stats(self) -> Stats:
+        return {("prefetches", outcome): self._outcomes[outcome] for outcome in PREFETCH_OUTCOMES}
