@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.redis.commands import Ask, Asking, Get, Put, PutNew
+from kvoffload.tiering.stores.redis.commands import Ask, Asking, Get, Put
 from kvoffload.tiering.stores.redis.store import RedisStore
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, error_reply, open_wire
 from kvoffload.tiering.stores.seal import Sealer
@@ -159,7 +159,7 @@ def test_what_is_there_already_is_not_sent() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        answers = PutNew(Ask(b"TOUCH", names, 10), put).exchange(opened, range(4))
+        answers = put.exchange(opened, range(4))
         thread.join()
     assert answers == [True, True, ErrorReply("MOVED 1 h:1"), ErrorReply("OOM")]
     assert received == b"".join(
@@ -189,7 +189,7 @@ def test_each_mebibyte_is_answered_before_the_next_is_sent() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        answers = PutNew(Ask(b"TOUCH", names, 10), put).exchange(opened, range(6))
+        answers = put.exchange(opened, range(6))
         thread.join()
     assert answers == [True, True, ErrorReply("OOM"), True, True, True]
     assert received == [commands[0] + commands[2], commands[3] + commands[4], commands[5]]
@@ -198,7 +198,7 @@ def test_each_mebibyte_is_answered_before_the_next_is_sent() -> None:
 @pytest.mark.parametrize("line", [b":2", b"+QUEUED", b"$3", b"", b"HTTP/1.1 400 Bad Request"])
 def test_an_answer_that_such_a_command_has_not_is_an_error(line: bytes) -> None:
     wanted, block = keys(1), memoryview(bytes(8))
-    for commands in (Ask(b"EXISTS", [b"a"], 1), Put([b"a"], 1, wanted, [block], SEALER, None)):
+    for commands in (Ask([b"a"], 1, b"EXISTS"), Put([b"a"], 1, wanted, [block], SEALER, None)):
         with wire() as (opened, far):
             far.sendall(line + b"\r\n")
             with pytest.raises(ConnectionError, match="not a reply"):
@@ -215,7 +215,7 @@ def test_lines_that_do_not_end_take_no_memory() -> None:
 
 
 def test_permission_is_asked_for_each_command() -> None:
-    ask = Asking(Ask(b"EXISTS", [b"a", b"b"], 10))
+    ask = Asking([b"a", b"b"], 10, Ask([b"a", b"b"], 10, b"EXISTS"))
     with wire() as (opened, far):
         ask.send(opened, [0, 1])
         expected = b"".join(encode(b"ASKING") + encode(b"EXISTS", name) for name in (b"a", b"b"))

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each, error_reply
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
 
-__all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put", "PutNew"]
+__all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put"]
 
 _AT_ONCE_BYTES = 1 << 20
 
@@ -22,26 +23,14 @@ Answer = bool | ErrorReply
 """Of one key: its outcome, or what the server has against it."""
 
 
+@dataclass(slots=True, eq=False)
 class Commands(ABC):
-    """What is to be done for each of ``names``. ``most`` of them make a window."""
+    """A command for each of ``names``. ``most`` of them make a window."""
 
-    def __init__(self, names: Sequence[bytes], most: int) -> None:
-        self.names = names
-        self.most = most
-        self.there: set[int] = set()
-        """Indexes of those that were done before, so that their outcomes do not tell whether the server does any."""
-
-    @abstractmethod
-    def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
-        """Does it for ``names[index]`` of each index, a window at most, and returns the answers."""
-
-    @abstractmethod
-    def asking(self) -> Commands:
-        """The same at a node that a slot is moving to, which needs to be asked before each command."""
-
-
-class Pipelined(Commands):
-    """A command for each name, sent together."""
+    names: Sequence[bytes]
+    most: int
+    there: set[int] = field(default_factory=set, init=False)
+    """Indexes of those that were done before, so that their outcomes do not tell whether the server does any."""
 
     @abstractmethod
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
@@ -52,107 +41,87 @@ class Pipelined(Commands):
         """The answers to them."""
 
     def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        """Both, for a window at most."""
         self.send(wire, indexes)
         return self.receive(wire, indexes)
 
-    def asking(self) -> Commands:
-        return Asking(self)
 
-
-class Ask(Pipelined):
+@dataclass(slots=True, eq=False)
+class Ask(Commands):
     """A command that has only a name: ``EXISTS``, ``TOUCH``, ``UNLINK``. The outcome: whether there was such a key."""
 
-    def __init__(self, command: bytes, names: Sequence[bytes], most: int) -> None:
-        super().__init__(names, most)
-        self._command = command
+    command: bytes
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        wire.send([encode_each(self._command, [self.names[index] for index in indexes])])
+        wire.send([encode_each(self.command, [self.names[index] for index in indexes])])
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         return _answers(wire.read_lines(len(indexes)), _WHETHER)
 
 
-class Put(Pipelined):
-    """``SET NX``: a block from its slot, and its seal after it. The outcome is ``True`` also if the key is there."""
+@dataclass(slots=True, eq=False)
+class Put(Commands):
+    """``SET NX``: a block from its slot, and its seal after it. The outcome is ``True`` also if the key is there.
 
-    def __init__(
-        self,
-        names: Sequence[bytes],
-        most: int,
-        keys: Sequence[OffloadKey],
-        blocks: Sequence[memoryview],
-        sealer: Sealer,
-        ttl_s: int | None,
-    ) -> None:
-        super().__init__(names, most)
-        self._keys, self._blocks, self._sealer = keys, blocks, sealer
-        self.at_once = max(1, _AT_ONCE_BYTES // max(1, blocks[0].nbytes)) if blocks else 1
-        """Blocks, all of one size, that are sent before they are answered."""
-        options = [b"NX"] if ttl_s is None else [b"NX", b"EX", b"%d" % ttl_s]
+    A window asks first which keys are there (``TOUCH``, which also counts as a use where the server evicts the least
+    recently used): the answer may save megabytes. Another engine may still write one meanwhile. Blocks of some 1 MiB
+    are sealed, sent and answered before the next ones: they are still in the processor's cache when they are sent, and
+    when a server on the same machine receives them."""
+
+    keys: Sequence[OffloadKey]
+    blocks: Sequence[memoryview]
+    """All of one size."""
+    sealer: Sealer
+    ttl_s: int | None
+    _at_once: int = field(init=False)
+    _begin: bytes = field(init=False)
+    _end: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._at_once = max(1, _AT_ONCE_BYTES // max(1, self.blocks[0].nbytes)) if self.blocks else 1
+        options = [b"NX"] if self.ttl_s is None else [b"NX", b"EX", b"%d" % self.ttl_s]
         self._end = b"\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in options)
         self._begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        wire.send([part for index in indexes for part in self.parts(index)])
-
-    def parts(self, index: int) -> tuple[Buffer, ...]:
-        """The command for ``names[index]``, block and seal included."""
-        name, block = self.names[index], self._blocks[index]
-        head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, block.nbytes + SEAL_BYTES)
-        return head, block, self._sealer.seal(self._keys[index], block) + self._end
+        wire.send([part for index in indexes for part in self._parts(index)])
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         return _answers(wire.read_lines(len(indexes)), _SET)
 
-
-class PutNew(Commands):
-    """``put`` for the keys that are not there by ``touch``. Another engine may have written them meanwhile, and the
-    answer may save megabytes. The question also counts as a use where the server evicts the least recently used.
-
-    Blocks of some 1 MiB are sealed, sent and answered before the next ones: they are still in the processor's cache
-    when they are sent, and when a server on the same machine receives them."""
-
-    def __init__(self, touch: Ask, put: Put) -> None:
-        super().__init__(put.names, put.most)
-        self._touch, self._put = touch, put
-
     def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
-        self._touch.send(wire, indexes)
+        touch = Ask(self.names, self.most, b"TOUCH")
+        touch.send(wire, indexes)
         # The first seals are made while the server answers, so that the thread does not sleep: that cost more than
         # seals made in vain.
-        at_once = self._put.at_once
-        made = {place: self._put.parts(index) for place, index in enumerate(indexes[:at_once])}
-        answers = self._touch.receive(wire, indexes)
+        made = {place: self._parts(index) for place, index in enumerate(indexes[: self._at_once])}
+        answers = touch.receive(wire, indexes)
         new = [place for place, answer in enumerate(answers) if answer is False]
         self.there.update(index for index, answer in zip(indexes, answers, strict=True) if answer is True)
-        for start in range(0, len(new), at_once):
-            places = new[start : start + at_once]
-            commands = (made.get(place) or self._put.parts(indexes[place]) for place in places)
+        for start in range(0, len(new), self._at_once):
+            places = new[start : start + self._at_once]
+            commands = (made.get(place) or self._parts(indexes[place]) for place in places)
             wire.send([part for parts in commands for part in parts])
-            for place, answer in zip(places, self._put.receive(wire, places), strict=True):
+            for place, answer in zip(places, self.receive(wire, places), strict=True):
                 answers[place] = answer
         return answers
 
-    def asking(self) -> Commands:
-        return self._put.asking()  # it decides by itself too
+    def _parts(self, index: int) -> tuple[Buffer, ...]:
+        """The command for ``names[index]``, block and seal included."""
+        name, block = self.names[index], self.blocks[index]
+        head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, block.nbytes + SEAL_BYTES)
+        return head, block, self.sealer.seal(self.keys[index], block) + self._end
 
 
-class Get(Pipelined):
-    """``GET``: a value into its slot, if it is the block that it should be. ``bad`` collects the indexes of those that
-    are not: of another length or kind, or with a seal that does not fit."""
+@dataclass(slots=True, eq=False)
+class Get(Commands):
+    """``GET``: a value into its slot, if it is the block that it should be."""
 
-    def __init__(
-        self,
-        names: Sequence[bytes],
-        most: int,
-        keys: Sequence[OffloadKey],
-        blocks: Sequence[memoryview],
-        sealer: Sealer,
-    ) -> None:
-        super().__init__(names, most)
-        self._keys, self._blocks, self._sealer = keys, blocks, sealer
-        self.bad: list[int] = []
+    keys: Sequence[OffloadKey]
+    blocks: Sequence[memoryview]
+    sealer: Sealer
+    bad: list[int] = field(default_factory=list, init=False)
+    """Indexes of values that are not their blocks: of another length or kind, or with a seal that does not fit."""
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
         wire.send([encode_each(b"GET", [self.names[index] for index in indexes])])
@@ -160,7 +129,7 @@ class Get(Pipelined):
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         answers: list[Answer] = []
         seal = memoryview(bytearray(SEAL_BYTES))
-        keys, blocks, fits = self._keys, self._blocks, self._sealer.fits
+        keys, blocks, fits = self.keys, self.blocks, self.sealer.fits
         for index in indexes:
             block = blocks[index]
             reply = wire.read_value(block, seal)
@@ -175,23 +144,23 @@ class Get(Pipelined):
         return answers
 
 
-class Asking(Pipelined):
-    """``inner``, where each command needs the permission of a node that a slot is moving to."""
+@dataclass(slots=True, eq=False)
+class Asking(Commands):
+    """``inner`` at a node that a slot is moving to, which wants to be asked before each command. Such a write asks no
+    question first: it decides by itself too."""
 
-    def __init__(self, inner: Pipelined) -> None:
-        super().__init__(inner.names, inner.most)
-        self._inner = inner
+    inner: Commands
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
         for index in indexes:
             wire.send([encode(b"ASKING")])
-            self._inner.send(wire, [index])
+            self.inner.send(wire, [index])
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         answers: list[Answer] = []
         for index in indexes:
             wire.read_line()
-            answers += self._inner.receive(wire, [index])
+            answers += self.inner.receive(wire, [index])
         return answers
 
 

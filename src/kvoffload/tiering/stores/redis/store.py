@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.redis.commands import Answer, Ask, Commands, Get, Put, PutNew
+from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Commands, Get, Put
 from kvoffload.tiering.stores.redis.connector import Access, Connector, Timeouts, parse_url
 from kvoffload.tiering.stores.redis.node import Node
 from kvoffload.tiering.stores.redis.servers import Cluster, OneServer, Primary, Servers
@@ -95,8 +95,8 @@ class RedisStore(SharedStore):
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         names = [self._name(key) for key in keys]
-        put = Put(names, self._window, keys, [self._bytes(block) for block in blocks], self._sealer, self._ttl_s)
-        return self._run(PutNew(Ask(b"TOUCH", names, self._window), put))
+        flat = [self._bytes(block) for block in blocks]
+        return self._run(Put(names, self._window, keys, flat, self._sealer, self._ttl_s))
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         names = [self._name(key) for key in keys]
@@ -124,7 +124,7 @@ class RedisStore(SharedStore):
         return self._directory + key.hex().encode()
 
     def _ask(self, command: bytes, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._run(Ask(command, [self._name(key) for key in keys], _MOST_KEYS))
+        return self._run(Ask([self._name(key) for key in keys], _MOST_KEYS, command))
 
     def _run(self, commands: Commands) -> list[bool]:
         """The outcomes of ``commands``, by the servers that have the keys, side by side. Follows redirections.
@@ -152,7 +152,7 @@ class RedisStore(SharedStore):
                     else:
                         refused.append(_answered(part.node, reply))
             parts = [
-                _Part(node, indexes, commands.asking() if is_asking else commands)
+                _Part(node, indexes, Asking(commands.names, commands.most, commands) if is_asking else commands)
                 for (node, is_asking), indexes in redirected.items()
                 if rounds_left and self._servers.may_ask(node)
             ]
