@@ -262,9 +262,8 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
     one file per block. On a local disk ``disk`` is faster."""
 
     max_bytes: int | str | None = None
-    """Quota on all files below ``path``, which holds within a tenth; the blocks that were written first are deleted.
-    Give all hosts the same. A full disk makes room in the same way; ``"unlimited"`` leaves it at that. Default:
-    required."""
+    """Quota on all files below ``path``, which holds within a tenth; the oldest blocks are deleted. Give all hosts the
+    same. A full disk makes room in the same way; ``"unlimited"`` leaves it at that. Default: required."""
 
     def check(self, block_bytes: int | None = None) -> None:
         _DirectoryOptions.check(self, block_bytes)

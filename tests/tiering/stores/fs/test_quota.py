@@ -97,7 +97,7 @@ def test_of_files_with_one_time_those_just_written_stay(open_store, tmp_path: Pa
     assert len(files(tmp_path)) == 4
 
 
-def test_what_is_written_first_goes_first_and_use_does_not_count(open_store, tmp_path: Path) -> None:
+def test_what_is_used_while_there_is_room_is_no_younger_for_it(open_store, tmp_path: Path) -> None:
     store, keys = open_store(max_bytes=room_for(4)), keys_of(*range(4))
     for seconds, key in enumerate(keys):
         write(store, key)
@@ -109,6 +109,29 @@ def test_what_is_written_first_goes_first_and_use_does_not_count(open_store, tmp
     assert here(store, *keys) == set(keys[2:])
     assert store.take_lost() == dict.fromkeys(keys[:2], "evicted")
     assert store.stats().evicted_blocks == 2
+
+
+def test_an_old_block_that_is_used_is_deleted_later(open_store, tmp_path: Path) -> None:
+    store, keys = open_store(max_bytes=room_for(8)), keys_of(*range(8))
+
+    def times() -> list[int]:
+        paths = [tmp_path / "kv" / store._layout.path_of(key) for key in keys]
+        return [path.stat().st_mtime_ns if path.exists() else 0 for path in paths]
+
+    for seconds, key in enumerate(keys):
+        write(store, key)
+        age(tmp_path / "kv" / store._layout.path_of(key), (100 - seconds) * 10**9)
+    write(store, *keys_of(10))
+    before = times()
+    read(store, keys[1])
+    read(store, keys[6])
+    assert write(store, keys[2], keys[7]) == [True, True]
+    assert store.contains(keys) == [False] + [True] * 7
+    assert [index for index, time_ns in enumerate(times()) if time_ns != before[index]] == [1, 2], "the older half"
+    write(store, *keys_of(11, 12))
+    assert here(store, *keys) == {keys[1], keys[2], *keys[5:]}
+    assert read(open_store(), keys[5]) == block_of(keys[5], SMALL)
+    assert times()[5] == before[5], "who deletes nothing does not know what is old"
 
 
 def age(path: Path, by_ns: int) -> None:

@@ -52,7 +52,7 @@ class StoreRoot:
         return find_directory(namespace, self.directories(), str(self.path))
 
     def usage(self) -> list[NamespaceUsage]:
-        """One entry per namespace. A use is a write, as reads leave no trace. Reads no block."""
+        """One entry per namespace. Uses are as old as the files' times (``Quota``). Reads no block."""
         found = []
         for directory in self.directories():
             usage = NamespaceUsage(directory)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -17,6 +18,7 @@ from enum import Enum
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.direct_io import O_DIRECT, PAGE_BYTES, after, is_aligned
 from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX, BlockFormat
+from kvoffload.tiering.stores.fs.quota import Quota
 from kvoffload.tiering.stores.root import Access, make_directory
 
 __all__ = ["FileIO", "ReadOutcome", "is_absence"]
@@ -47,10 +49,11 @@ class FileIO:
     first refusal of an aligned transfer ends it for good, and the transfer continues through the page cache.
     """
 
-    def __init__(self, root: str, layout: BlockFormat, access: Access, *, durable: bool) -> None:
+    def __init__(self, root: str, layout: BlockFormat, access: Access, quota: Quota, *, durable: bool) -> None:
         self._root = root
         self._layout = layout
         self._access = access
+        self._quota = quota
         self._durable = durable
         self._is_mount = os.path.ismount(root)
         self._direct = bool(O_DIRECT) and layout.is_paged
@@ -87,6 +90,13 @@ class FileIO:
             except OSError:
                 pass  # it was never made, or whoever lists the directory in an hour removes it
             raise
+
+    def mark_used(self, path: str) -> None:
+        """Dates an old file anew, so that it is deleted later."""
+        full = f"{self._root}/{path}"
+        with contextlib.suppress(OSError):
+            if os.lstat(full).st_mtime_ns < self._quota.old_before_ns:
+                os.utime(full, follow_symlinks=False)
 
     def sync_names(self, paths: Iterable[str]) -> None:
         """Puts the names of published files on the disk. Raises ``OSError``."""
@@ -177,6 +187,9 @@ class FileIO:
                 is_short = os.fstat(fd).st_size != self._layout.file_bytes
                 return ReadOutcome.BAD if is_short else ReadOutcome.UNSURE, status.st_ino
             good = header.tobytes() == self._layout.header(key, payload)
+            if good and status.st_mtime_ns < self._quota.old_before_ns:
+                with contextlib.suppress(OSError):
+                    os.utime(fd)  # a use: it is deleted later
             return ReadOutcome.GOOD if good else ReadOutcome.BAD, status.st_ino
         finally:
             os.close(fd)

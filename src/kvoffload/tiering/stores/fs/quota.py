@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class FileSeen:
     path: str
     size_bytes: int
     written_ns: int
-    """Its mtime, nanoseconds since 1970 by the clock of the file system."""
+    """Its mtime, nanoseconds since 1970 by the clock of the file system. Also a use may set it (``Quota``)."""
 
     @property
     def is_block(self) -> bool:
@@ -61,8 +62,14 @@ class Quota:
     and deletes its oldest files. Which ones do so depends on the keys alone, so that a fan is listed after as many new
     files whether one host writes them or a hundred. Deleting a file twice is harmless: no host waits for another.
 
-    The time of writing orders the files; use does not. Any number of threads. Errors of single files are passed over.
+    Files are ordered by mtime: when they were written, or used after they had become old. Any number of threads. Errors
+    of single files are passed over.
     """
+
+    old_before_ns = 0
+    """Files with an older mtime were the older half of the last listing that deleted any. Only they are dated anew when
+    they are used: so few uses write to the disk, and blocks that are used together grow old together. A hint, which
+    each process has for itself."""
 
     def __init__(self, root: str, max_bytes: int | None, file_bytes: int, access: Access) -> None:
         self._root = root
@@ -91,7 +98,7 @@ class Quota:
         gone = list[FileSeen]()
         for fans in together:
             blocks = self._swept(file for files in self._listed(fans) for file in files)
-            gone += delete_oldest(self._root, blocks, self._kept_bytes, paths)
+            gone += self._delete_oldest(blocks, self._kept_bytes, paths)
         return [file.path for file in gone]
 
     def make_room(self, path: str, num_bytes: int) -> list[str]:
@@ -105,7 +112,14 @@ class Quota:
         blocks = self._swept(seen)
         total_bytes = sum(file.size_bytes for file in blocks)
         kept_bytes = total_bytes - max(num_bytes, total_bytes // _FREED_SHARE)
-        return [file.path for file in delete_oldest(self._root, blocks, kept_bytes)]
+        return [file.path for file in self._delete_oldest(blocks, kept_bytes)]
+
+    def _delete_oldest(
+        self, blocks: Collection[FileSeen], kept_bytes: int, newest: Collection[str] = ()
+    ) -> list[FileSeen]:
+        if gone := delete_oldest(self._root, blocks, kept_bytes, newest):
+            self.old_before_ns = statistics.median_low(file.written_ns for file in blocks)
+        return gone
 
     def _listed(self, fans: Sequence[int]) -> Iterator[list[FileSeen]]:
         """The files of one of ``fans`` after the other, of all namespaces."""

@@ -36,8 +36,8 @@ class FileSystemStore(BlockStore):
     byte of the file, including the key's identity. A file that fails twice is deleted and is a miss.
 
     ``max_bytes`` bounds all files under the root, of every namespace and process, headers included. It holds within a
-    tenth (``quota``). The blocks that were written first are deleted first; use does not count. A disk that is full
-    makes room in the same way, with ``max_bytes`` or without.
+    tenth (``quota``). The blocks that were written first are deleted first, unless they were used when they had become
+    old. A disk that is full makes room in the same way, with ``max_bytes`` or without.
 
     With ``durability="fsync"`` a block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose
     or tear recent blocks, and verification turns those into misses.
@@ -83,9 +83,9 @@ class FileSystemStore(BlockStore):
             raise ConfigError(f"{exc.filename} {exc.strerror}; remove it, or choose another directory.") from exc
         self._mark()
         self._durable = durability == "fsync"
-        self._io = FileIO(self._root, layout, self._access, durable=self._durable)
         self._max_bytes = max_bytes
         self._quota = Quota(self._root, max_bytes, layout.file_bytes, self._access)
+        self._io = FileIO(self._root, layout, self._access, self._quota, durable=self._durable)
         self._lock = threading.Lock()
         self._lost: dict[OffloadKey, LossCause] = {}
         self._num_bad = self._num_evicted = 0
@@ -106,6 +106,8 @@ class FileSystemStore(BlockStore):
         paths = [self._layout.path_of(key) for key in keys]
         found = self._find(keys, paths, errors)
         here = {path for path, is_here in zip(paths, found, strict=True) if is_here}
+        for path in here:
+            self._io.mark_used(path)  # it was computed again, for the lack of a block before it
         published, gone = dict[str, OffloadKey](), set[str]()
         for key, path, block in zip(keys, paths, blocks, strict=True):
             is_new = path not in here and path not in published
