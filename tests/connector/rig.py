@@ -111,6 +111,8 @@ class Rig:
     block_size: int | None = None
     prompt_only: bool = False
     record_trace: str | None = None
+    left_out: frozenset[str] = frozenset()
+    """Requests whose hashes are wrong."""
     running: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,7 +125,9 @@ class Rig:
             record_trace=self.record_trace,
         )
         self.manager = SpyManager(self.num_blocks, self.policy, self.eviction_policy)
-        self.scheduler = OffloadingConnectorScheduler(self.manager, self.layout, config)
+        self.scheduler = OffloadingConnectorScheduler(
+            self.manager, self.layout, config, leaves_out=lambda request: request.request_id in self.left_out
+        )
 
     # one engine call each, then everything is checked
 

@@ -142,3 +142,21 @@ def test_a_block_whose_last_token_was_replaced_is_stored_once_it_is_computed_aga
     rig.end(*meta.stores)
     rig.finish(request)
     rig.assert_drained()
+
+
+def test_a_request_whose_hashes_are_wrong_neither_loads_nor_stores_and_its_blocks_flush_stores() -> None:
+    rig = Rig(left_out=frozenset({"wrong"}))
+    rig.store_prefix(16)
+    first = rig.arrive(Request("first", 16, "other"))
+    rig.alloc(first, range(4))
+    (store,) = rig.step(rig.run(first, range(4))).stores
+    rig.finish(first)
+    wrong = rig.arrive(Request("wrong", 17))
+    assert rig.ask(wrong) == (0, False)
+    rig.alloc(wrong, range(5))
+    meta = rig.step(rig.run(wrong, range(5)))
+    assert (meta.loads, meta.stores, meta.flush_job_ids) == ((), (), {store.job_id})
+    rig.finish(wrong)
+    rig.end(store)
+    rig.step()
+    rig.assert_drained()

@@ -37,6 +37,7 @@ __all__ = ["OffloadingConnectorScheduler"]
 logger = logging.getLogger(__name__)
 
 _NO_LOADS = LoadOutcome()
+_NOTHING = RequestLimits(max_offload_tokens=0, max_load_tokens=0)
 _STORE = Direction.STORE
 
 
@@ -46,7 +47,8 @@ class OffloadingConnectorScheduler:
     ``connector/engine.py`` has the call sequence. The engine never delays freeing GPU blocks: jobs that still use them
     are fenced, and flushed when the blocks are allocated again (``hold_sources`` where that is too late).
     ``manager`` is expected not to raise; adapters wrap it in ``connector.guard.GuardedManager``, where exceptions
-    become misses. ``clock`` gives seconds and never goes back.
+    become misses. ``clock`` gives seconds and never goes back. ``leaves_out`` says which requests neither load nor
+    store anything, whatever they ask for: those whose block hashes the engine gets wrong.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class OffloadingConnectorScheduler:
         layout: EngineLayout,
         config: OffloadingConfig,
         clock: Callable[[], float] = time.monotonic,
+        leaves_out: Callable[[EngineRequest], bool] = lambda request: False,
     ) -> None:
         self._manager = manager
+        self._leaves_out = leaves_out
         self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
         self._requests: dict[str, RequestOffloadState] = {}
         self._epochs = Epochs(config)
@@ -96,6 +100,8 @@ class OffloadingConnectorScheduler:
         limits, problems = RequestLimits.parse(params)
         if problems:
             self._log.warning(" ".join(problems))
+        if self._leaves_out(request):
+            limits = _NOTHING
         reads_cache = not getattr(request, "skip_reading_prefix_cache", False)
         own_params = params if isinstance(params, dict) else None
         next_use = self._hints.next_use(params, getattr(request, "kv_hints", None))

@@ -30,6 +30,12 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
 
 
+says_what_is_sharded = pytest.mark.skipif(
+    HAS_VLLM and not versions.says_what_is_sharded(),
+    reason="vLLM 0.30 says neither what is sharded nor what is the same",
+)
+
+
 def know_plain_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashes are published as bytes. Without vLLM: its events are plain objects too, and this is vLLM 0.32."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")

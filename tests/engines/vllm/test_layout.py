@@ -24,6 +24,7 @@ from tests.engines.vllm.configs import (
     mamba,
     replayed_window,
     ring,
+    says_what_is_sharded,
     sliding,
     speculative,
     vllm_config,
@@ -315,6 +316,7 @@ def test_groups_windows_and_sizes() -> None:
 
 
 @BOTH
+@says_what_is_sharded
 def test_context_parallelism_makes_blocks_longer() -> None:
     config = vllm_config(parallel_config__decode_context_parallel_size=4)
     layout = layout_of(config, kv_cache_config(attention(), attention(dcp_sharded=False)), CONFIG)

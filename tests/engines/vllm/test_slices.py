@@ -18,6 +18,7 @@ from tests.engines.vllm.configs import (
     latent,
     mamba,
     model_config,
+    says_what_is_sharded,
     sliding,
     speculative,
     vllm_config,
@@ -129,6 +130,7 @@ def test_latent_attention_is_the_same_on_all_ranks() -> None:
     assert of_ranks(4, with_window, **config) == [RankSlice(0, 1, rank, 4) for rank in range(4)]
 
 
+@says_what_is_sharded
 def test_what_vllm_says_of_replicas_counts_where_layers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = kv_cache_config(latent(), kv_tp_replicas=4)
     caches.kv_cache_tensors = caches.kv_cache_tensors * 2  # layers of two specs in one group, of which one is seen
@@ -234,6 +236,7 @@ def test_layers_of_several_specs_and_layouts_with_tokens_first_keep_blocks_apart
     assert why_not_rank_free(config, tokens_first) == "the layout BLNHC has the heads of a token side by side"
 
 
+@says_what_is_sharded
 def test_stages_and_context_keep_blocks_apart() -> None:
     names = set()
     for change in ({}, {"pipeline": 2}, {"decode_context": 2}):

@@ -48,7 +48,7 @@ from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.slices import offloaded_groups, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
-from kvoffload.engines.vllm.versions import hash_lookahead_tokens, hit_source
+from kvoffload.engines.vllm.versions import has_wrong_hashes, hash_lookahead_tokens, hit_source
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import make_spec
 from kvoffload.tiering.options import parse_tiers
@@ -316,7 +316,8 @@ class _SchedulerSide:
     ) -> None:
         """``can_describe``: a block's hash covers its tokens and those before, so that events can say what it is of.
         ``group_ids``: vLLM's numbers of the groups that are offloaded; ``None``: all are."""
-        self.core = OffloadingConnectorScheduler(GuardedManager(spec.get_manager()), layout, config)
+        manager = GuardedManager(spec.get_manager())
+        self.core = OffloadingConnectorScheduler(manager, layout, config, leaves_out=has_wrong_hashes)
         self._group_ids = group_ids
         self._steps = StepTranslator(group_ids)
         self._has_states = layout.has_states
@@ -348,14 +349,18 @@ class _SchedulerSide:
             self.core.hold_sources(self._held)
 
     def on_new_request(self, request: Any) -> None:
-        self._events.track(request)
+        self._track(request)
         self.core.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._events.track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
+        self._track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
         answer = self.core.get_num_new_matched_tokens(request, num_computed_tokens)
         self._refused_waiting |= answer[0] is not None
         return answer
+
+    def _track(self, request: Any) -> None:
+        if not has_wrong_hashes(request):
+            self._events.track(request)
 
     def has_pending_block_frees(self) -> bool:
         self._refused_running = True
@@ -390,7 +395,8 @@ class _SchedulerSide:
             self._stats_due_s = 0.0
 
     def request_finished(self, request: Any) -> None:
-        self._events.finish(request)
+        if not has_wrong_hashes(request):
+            self._events.finish(request)
         self.core.request_finished(request)
         self._stats_due_s = 0.0
 

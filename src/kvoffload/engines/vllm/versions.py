@@ -18,6 +18,7 @@ __all__ = [
     "OLDEST",
     "drafters_are_proven",
     "event_extra_keys",
+    "has_wrong_hashes",
     "hash_block_tokens",
     "hash_lookahead_tokens",
     "hashes_have_adapter_paths",
@@ -93,6 +94,12 @@ def drafters_are_proven() -> bool:
 def hashes_have_adapter_paths() -> bool:
     """Whether the path of a LoRA adapter goes into block hashes. Before 0.31 its name alone does."""
     return vllm_release() >= _0_31
+
+
+def has_wrong_hashes(request: Any) -> bool:
+    """Whether block hashes of the request may be those of other tokens. Before 0.32, the next input of a session
+    replaces the last token that was sampled, and a block that this token had filled keeps its hash."""
+    return vllm_release() < _0_32 and bool(request.resumable)
 
 
 def says_what_is_sharded() -> bool:
