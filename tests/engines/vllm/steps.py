@@ -32,6 +32,15 @@ def attention(window: int | None = None, block: int = BLOCK, dtype: str = "float
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
 
 
+def latent() -> Any:
+    """A KV group of vLLM: latent attention, the same on all ranks."""
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    head_size = PAGE_BYTES // (BLOCK * torch.float32.itemsize)
+    return MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=head_size, dtype=torch.float32)
+
+
 def ring() -> Any:
     """A KV group of vLLM: one block for each request, which is not in the prefix cache."""
     import torch
@@ -81,12 +90,13 @@ class Steps:
         max_tokens_per_step: int = 64,
         v2_model_runner: bool = False,
         context_ranks: int = 1,
+        replicas: int = 1,
         **options: Any,
     ) -> None:
         """``groups`` of ``attention()``; one of full attention by default. ``slots``: a ``ScriptedManager`` of so many
         blocks (``manager``). ``v2_model_runner``: which vLLM's CPU platform lacks, so that its worker is an
-        ``EarlyWriter``. ``context_ranks``: of decode context parallelism, which all report a transfer. ``options`` of
-        the connector, instead of 1 MiB of host memory."""
+        ``EarlyWriter``. ``context_ranks``: of decode context parallelism, and ``replicas``, ranks that hold the same;
+        all of them report a transfer. ``options`` of the connector, instead of 1 MiB of host memory."""
         from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -112,9 +122,10 @@ class Steps:
         config.cache_config.num_gpu_blocks = num_gpu_blocks
         # vLLM's CPU platform turns these to its own taste.
         config.cache_config.block_size = BLOCK
-        config.parallel_config.distributed_executor_backend = "uni" if context_ranks == 1 else "mp"
-        config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = context_ranks
-        config.parallel_config.decode_context_parallel_size = self._num_ranks = context_ranks
+        self._num_ranks = context_ranks * replicas
+        config.parallel_config.distributed_executor_backend = "uni" if self._num_ranks == 1 else "mp"
+        config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = self._num_ranks
+        config.parallel_config.decode_context_parallel_size = context_ranks
         config.scheduler_config.async_scheduling = asynchronous
         config.scheduler_config.enable_chunked_prefill = True
         scheduler_class = AsyncScheduler if asynchronous else Scheduler

@@ -15,6 +15,14 @@ from tests.engines.vllm.test_serving import EXTRA, PAGE_BYTES, assert_idle
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+TWO_STAGES: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "enforce_eager": False,
+    "compilation_config": {"mode": 1, "backend": "eager"},
+}
+"""vLLM's CPU build makes the tensors that the second stage receives in when it warms up, and it warms up to compile
+only: with ``enforce_eager`` the first step of the second stage fails (0.32)."""
 TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -42,6 +50,19 @@ def test_ranks_that_hold_the_same_head_keep_it_once(one_head: SmallModel, one_he
     assert_idle(seen["idle"])
 
 
+def test_two_stages_keep_their_layers_side_by_side(llama: SmallModel, llama_baseline: Baseline) -> None:
+    seen = run_child("return_once", model=llama.path, extra=EXTRA, environment=TWO_CORES, **TWO_STAGES)
+
+    assert llama_baseline.wrong(seen["first"]) == []
+    assert llama_baseline.wrong(seen["again"]) == []
+    assert set(seen["again_cached"].values()) == {992}
+    metrics = seen["metrics"]
+    assert metrics["primary_blocks_stored"] == 4 * 31
+    assert metrics["store_bytes"] == metrics["load_bytes"] == 4 * 31 * 4 * PAGE_BYTES
+    assert metrics["primary_blocks"] == (64 << 20) // (4 * PAGE_BYTES)
+    assert_idle(seen["idle"])
+
+
 def test_what_one_replica_fails_to_store_or_load_is_computed_again(
     one_head: SmallModel, one_head_baseline: Baseline
 ) -> None:
@@ -63,6 +84,7 @@ def test_engines_of_two_ranks_and_of_one_find_each_others_blocks(
         "cpu_bytes_to_use": 128 * 4 * PAGE_BYTES,
         "secondary_tiers": [{"type": "disk", "path": str(tmp_path / "blocks"), "max_bytes": "64MiB"}],
         "load_policy": "always",  # what is found is counted, not how fast it is
+        "max_wait_s": 300.0,
     }
     two = run_child("disk", model=llama.path, extra=extra, last=4, environment=TWO_CORES, **TWO_RANKS)
     one = run_child("disk", model=llama.path, extra=extra)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own schedulers drive the connector with models and ranks that the CPU platform cannot run: decode context
-parallelism, where a block has the tokens of all ranks of a context group, and groups outside of the prefix cache."""
+"""vLLM's own schedulers drive the connector with models and ranks that the CPU platform cannot run: latent attention,
+which all ranks hold; decode context parallelism, where a block has the tokens of all ranks of a context group; and
+groups outside of the prefix cache."""
 
 from __future__ import annotations
 
@@ -8,13 +9,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.engines.vllm.models import SmallModel
-from tests.engines.vllm.steps import BLOCK, Steps, attention, replayed_window, ring
+from tests.engines.vllm.steps import BLOCK, Steps, attention, latent, replayed_window, ring
 
 from kvoffload.engines.vllm.versions import says_what_is_sharded
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 Make = Callable[[str, bool], Steps]
+
+
+def latent_on_two_ranks(model: str, asynchronous: bool) -> Steps:
+    steps = Steps(model, asynchronous, 16, slots=8, groups=(latent(),), replicas=2)
+    assert steps.manager is not None
+    assert steps.manager.get_stats()["primary_blocks",] == 8, "the KV is kept once"
+    return steps
 
 
 def context_ranks(model: str, asynchronous: bool) -> Steps:
@@ -35,7 +43,7 @@ def with_replayed_window(model: str, asynchronous: bool) -> Steps:
     return Steps(model, asynchronous, 24, slots=8, groups=groups)
 
 
-@pytest.fixture(params=[context_ranks, with_ring, with_replayed_window])
+@pytest.fixture(params=[latent_on_two_ranks, context_ranks, with_ring, with_replayed_window])
 def make(request: pytest.FixtureRequest) -> Make:
     chosen: Make = request.param
     return chosen
