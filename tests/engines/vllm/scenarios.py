@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import json
 import random
 import sys
@@ -75,8 +76,9 @@ def evict_and_return(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     result["idle"] = idle_state(engine)
 
     # The same engine, many at once: preemption, aborts, resets in the middle.
-    waves = [_wave(engine, seed, reset=seed == 2) for seed in range(4)]
-    result["waves"] = waves
+    result["waves"] = waves = [_wave(engine, seed, reset=seed == 2) for seed in range(4)]
+    while not engine.metrics().get("fenced_jobs") and len(waves) < 40:  # all stores had ended when they were to be
+        waves.append(_wave(engine, seed=len(waves) + 1, reset=False))
     result["preemptions"] = engine.vllm_metric("vllm:num_preemptions")
     result["idle_after_waves"] = idle_state(engine)
     result["metrics_after_waves"] = engine.metrics()
@@ -154,8 +156,9 @@ def _wave(engine: Engine, seed: int, reset: bool, count: int = 64) -> dict[str, 
         if doomed:
             llm.abort_request(doomed)
         # A bounded number of times: steps that only wait for loads pass quickly, and a reset at every twenty of them
-        # would take away all progress on a slow machine.
-        if reset and tries < 12 and steps % 20 == 10:
+        # would take away all progress on a slow machine. If vLLM refused them all, tries go on until one succeeds.
+        is_due = steps % 20 == 10 if tries < 12 else steps % 5 == 0 and not resets
+        if reset and is_due:
             tries += 1
             resets += _reset_in_the_middle(engine)
     return {"answers": answers, "cached": cached, "steps": steps, "resets": resets, "aborted": sorted(fate)}
@@ -365,7 +368,7 @@ def disk(
         tokens, cached = engine.answers([prompt])
         result["tokens"] |= tokens
         result["cached"] |= cached
-    engine.drain()
+        engine.drain()  # a slow disk drops what too many blocks wait for
     result["metrics"] = engine.metrics()
     result["idle"] = idle_state(engine)
     engine.close()
@@ -464,17 +467,17 @@ def new_weights(model: str, other: str, extra: dict[str, Any], version_file: str
 
 def _replace_weights(engine: Engine, path: str, version_file: str | None, version: str) -> None:
     """Pause, new weights, reset, resume. Requests that share prefixes with later ones run meanwhile."""
-    llm = engine.llm.llm_engine
-    for prompt in long_prompts(3):
-        parameters = engine.parameters(prompt)
-        llm.add_request(f"{prompt.name}-{version}", {"prompt_token_ids": list(prompt.token_ids)}, parameters)
-    states = {"WAITING_FOR_REMOTE_KVS"}
-    for _ in range(10_000):  # vLLM does not reset while a load is in flight
+    llm, numbers = engine.llm.llm_engine, itertools.count()
+    states: set[str] = set()
+    # vLLM does not reset while a load is in flight.
+    while "RUNNING" not in states or "WAITING_FOR_REMOTE_KVS" in states:
+        if not llm.has_unfinished_requests():
+            number = next(numbers)
+            for prompt in long_prompts(3):
+                parameters, name = engine.parameters(prompt), f"{prompt.name}-{version}-{number}"
+                llm.add_request(name, {"prompt_token_ids": list(prompt.token_ids)}, parameters)
         llm.step()
         states = {request.status.name for request in engine.core.scheduler.requests.values()}
-        if "RUNNING" in states and "WAITING_FOR_REMOTE_KVS" not in states:
-            break
-    assert "RUNNING" in states
     engine.core.pause_scheduler("keep", clear_cache=False)
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
     if version_file is not None:

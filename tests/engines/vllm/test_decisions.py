@@ -185,6 +185,7 @@ def test_events_tell_all_about_promoted_blocks(llama: SmallModel, asynchronous: 
         "self_describing_kv_events": True,
         "secondary_tiers": [{"type": "fs", "path": str(tmp_path), "max_bytes": "unlimited"}],
         "load_policy": "always",
+        "max_wait_s": 300.0,
     }
     prompt = tokens(100, 3)
 

@@ -155,6 +155,7 @@ def test_a_restarted_engine_finds_its_prefixes_on_disk(
         "cpu_bytes_to_use": 128 * 4 * PAGE_BYTES,  # host memory for four of the eight prompts
         "secondary_tiers": [{"type": "fs", "path": str(tmp_path / "blocks"), "max_bytes": "unlimited"}],
         "load_policy": "always",  # what is found is counted, not how fast it is
+        "max_wait_s": 300.0,
     }
     before = run_child("disk", model=llama.path, extra=extra)
     after = run_child("disk", model=llama.path, extra=extra)
