@@ -108,7 +108,8 @@ def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: 
         tmp_path / "o.png",
     )
     assert code == 0
-    assert "chat: 40 requests" in out
+    (title,) = [line for line in out.splitlines() if line.startswith("chat: 40 requests")]
+    assert title.endswith("within reach"), "in one line, however narrow the table"
     assert "best overall is" in out
     (report,) = json.loads((tmp_path / "o.json").read_text())
     assert [(each["policy"], each["cpu_blocks"]) for each in report["runs"]] == [
@@ -400,6 +401,8 @@ def test_a_model_by_its_name_comes_from_the_hubs_cache(
     assert code == 2
     assert "There is no file org/other, and no config.json of that name can be had" in err
     assert asked == [("org/m", "config.json"), ("org/other", "config.json")]
+    assert run(capsys, *args[:-1], "models/confg.json")[0] == 2
+    assert len(asked) == 2, "a file with a typing error is not asked of the Hub"
 
 
 def test_a_plan_as_json(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from kvoffload.sim.explain import (
 )
 from kvoffload.sim.explain_page import what_if_text, write_explanation
 from kvoffload.sim.plot import check_target
+from kvoffload.sim.report import format_seconds
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.units import parse_bytes
 
@@ -152,6 +153,6 @@ def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed:
     for heading in ("for", "requests", "p50", "p90", "longest"):
         waits.add_column(heading, justify="left" if heading == "for" else "right")
     for phase, seconds in sorted(summary.waits_s.items(), key=lambda item: -sum(item[1])):
-        shown = [f"{value:.3g} s" for value in percentiles(seconds).values()]
+        shown = [format_seconds(value) for value in percentiles(seconds).values()]
         waits.add_row(phase, f"{len(seconds):,}", *shown)
     console.print(waits)

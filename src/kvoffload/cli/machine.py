@@ -116,7 +116,7 @@ def model_sizes(model: str | None, kv_bytes: str | None, dtype: str | None = Non
 
 def _config_file(model: str) -> Path:
     """The file of a path, or that of a name such as ``Qwen/Qwen3-8B`` in the Hub's cache or on the Hub."""
-    if Path(model).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if Path(model).exists() or model.endswith(".json") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return Path(model)
     try:
         from huggingface_hub import hf_hub_download

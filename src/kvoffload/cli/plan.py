@@ -202,7 +202,8 @@ def _print(console: Console, made: Plan, goal: Goal, prices: Prices, is_wide: bo
         )
     console.print(table)
     console.print(_advice(made, goal), highlight=False)
-    console.print(saturation([alone, *report.results]), highlight=False)
+    if said := saturation([alone, *report.results]):
+        console.print(said, highlight=False)
 
 
 def _advice(made: Plan, goal: Goal) -> str:

@@ -210,7 +210,8 @@ def _print(
         largest = max(configs, key=lambda config: config.disk_blocks)
         console.print(assumptions(largest, trace, is_kv_given), highlight=False)
         headings, rows = table(report, is_wide)
-        drawn = Table(title=_title(report), title_justify="left")
+        console.print(_title(report), highlight=False)
+        drawn = Table()
         for at, heading in enumerate(headings):
             drawn.add_column(heading, justify="left" if at == 0 else "right", no_wrap=True)
         for row in rows:
@@ -224,7 +225,8 @@ def _print(
         elif len({result.cpu_blocks for result in report.results}) > 2:
             bend_text = f"{format_bytes(bend.cpu_blocks * report.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
             console.print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.")
-        console.print(saturation(report.results), highlight=False)
+        if said := saturation(report.results):
+            console.print(said, highlight=False)
 
 
 def _title(report: Report) -> str:
