@@ -66,6 +66,7 @@ def test_a_good_file_is_shown_as_a_server_takes_it(tmp_path: Path, capsys: pytes
     assert (code, err) == (0, "")
     assert "128 KiB" in out and "16 tokens, 2 MiB" in out and "room for 512 tokens (32 blocks)" in out
     assert f"'disk': {tmp_path}/kv, at most 128 MiB, written on_evict" in " ".join(out.split())
+    assert "vllm serve MODEL --shutdown-timeout 60 --kv-transfer-config" in out, "a tier is written at the end"
     line = out.rsplit("--kv-transfer-config \\\n  ", 1)[1].strip()
     transfer = json.loads(line.strip("'"))
     assert transfer["kv_connector"] == "KVOffloadConnector"
@@ -97,6 +98,14 @@ def test_what_this_machine_cannot_give_is_a_problem(tmp_path: Path, capsys: pyte
     lines = err.splitlines()
     assert len(lines) == 3
     assert "host memory" in lines[0] and "file is a file" in lines[1] and "lower it" in lines[2]
+
+
+def test_a_unit_that_was_forgotten_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.json"
+    file.write_text('{"cpu_bytes_to_use": 64}')
+    code, out, err = run(capsys, file)
+    assert (code, out) == (1, "")
+    assert "cpu_bytes_to_use is 64 B" in err and "without a unit is bytes" in err
 
 
 def test_a_small_mount_for_shared_memory_matters_to_several_processes_alone(

@@ -28,6 +28,10 @@ _BLOCK_TOKENS = 16
 """vLLM's block on a GPU."""
 
 
+_LEAST_BYTES = 1 << 20
+"""Less host memory than this is a unit that was forgotten."""
+
+
 def register(app: typer.Typer) -> None:
     app.command("check-config")(check_config)
 
@@ -73,6 +77,11 @@ def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, probl
         problems.add(
             f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, and one block of this model takes "
             f"{format_bytes(block_bytes)}; raise it to hold some thousand blocks."
+        )
+    elif config.cpu_bytes < _LEAST_BYTES:
+        problems.add(
+            f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, too little for the blocks of any model: a number "
+            "without a unit is bytes; write '8GiB' for example."
         )
     for options in parse_tiers(config.secondary_tiers):
         with problems:
@@ -144,6 +153,7 @@ def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: d
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": values,
     }
-    print("\nvllm serve MODEL --kv-transfer-config \\")
+    ends = " --shutdown-timeout 60" if tiers else ""  # which a tier needs to be written at the end
+    print(f"\nvllm serve MODEL{ends} --kv-transfer-config \\")
     text = json.dumps(transfer).replace("'", "'\\''")
     print(f"  '{text}'")

@@ -95,7 +95,7 @@ def check_host_memory(wanted: int) -> None:
     available = available_bytes()
     if available is not None and wanted > available:
         raise CapacityError(
-            f"The primary tier needs {format_bytes(wanted)} of host memory and {format_bytes(available)} are "
+            f"cpu_bytes_to_use needs {format_bytes(wanted)} of host memory and {format_bytes(available)} are "
             "available; lower cpu_bytes_to_use or free memory."
         )
 
@@ -106,7 +106,7 @@ def check_shared_memory(wanted: int, mount: Path) -> None:
     free = stats.f_bavail * stats.f_frsize
     if wanted > free:
         raise CapacityError(
-            f"The primary tier needs {format_bytes(wanted)} of shared memory and {mount} has {format_bytes(free)} "
+            f"cpu_bytes_to_use needs {format_bytes(wanted)} of shared memory and {mount} has {format_bytes(free)} "
             "free; lower cpu_bytes_to_use or enlarge that mount (docker: --shm-size)."
         )
 

@@ -37,7 +37,7 @@ class StoreRoot:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a directory; give the 'path' of an 'fs' tier.")
+            raise ConfigError(f"{path} is not a directory; give the 'path' of a 'disk' or 'fs' tier.")
         if not (path / CONTROL_DIR).is_dir():
             raise ConfigError(f"{path} is not a kvoffload store: it has no {CONTROL_DIR} directory.")
         self.path = path
