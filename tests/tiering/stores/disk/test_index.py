@@ -132,7 +132,7 @@ def test_a_reader_without_the_lock_waits_for_no_holder_of_it(monkeypatch: pytest
 
     def place_late(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
         is_moving.set()
-        assert go_on.wait(60)
+        assert go_on.wait(120)
         place(array, cells)
 
     def drop() -> None:
@@ -142,7 +142,7 @@ def test_a_reader_without_the_lock_waits_for_no_holder_of_it(monkeypatch: pytest
     monkeypatch.setattr(index_module, "_place", place_late)
     dropper = threading.Thread(target=drop)
     dropper.start()
-    assert is_moving.wait(60)
+    assert is_moving.wait(120)
     found = list[bool]()
     reader = threading.Thread(target=lambda: found.extend(key in resident for key in (held[0], held[5], b"absent")))
     reader.start()

@@ -32,6 +32,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk import quota as quota_module
 from kvoffload.tiering.stores.disk import slabs as slabs_module
 from kvoffload.tiering.stores.disk.directory import root_lock
 from kvoffload.tiering.stores.disk.file import SlabFile
@@ -314,6 +315,12 @@ class TestQuota:
 
 
 class TestSharing:
+    @pytest.fixture(autouse=True)
+    def no_request_expires(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However slow the machine is."""
+        monkeypatch.setattr(quota_module, "_WANT_S", 3600.0)
+        monkeypatch.setattr(quota_module, "_GIVEN_S", 3600.0)
+
     def fill(self, store: DiskStore, first: int, count: int) -> list[OffloadKey]:
         keys = keys_of(*range(first, first + count))
         for start in range(0, count, 100):

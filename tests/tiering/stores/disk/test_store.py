@@ -162,7 +162,7 @@ class TestRestart:
         go_on, real = threading.Event(), Upkeep.load
 
         def load(self: Upkeep, *, at_once: bool) -> None:
-            assert at_once or go_on.wait(30)
+            assert at_once or go_on.wait(120)
             real(self, at_once=at_once)
 
         monkeypatch.setattr(Upkeep, "load", load)
@@ -189,7 +189,7 @@ class TestRestart:
 
         monkeypatch.setattr(Upkeep, "poll", fail)
         store = open_store()
-        assert twice.wait(60)
+        assert twice.wait(120)
         assert write(store, KEYS[0]) == [True]
         assert [record.message for record in caplog.records if "Input/output" in record.message][1:] == [], "said once"
 
@@ -970,13 +970,13 @@ class TestThreads:
 
         def hang(*args) -> None:
             hangs.set()
-            assert go_on.wait(60)
+            assert go_on.wait(120)
             real(*args)
 
         monkeypatch.setattr(file_module, "_allocate", hang)
         writer = threading.Thread(target=write, args=(store, *keys[900:1100]))
         writer.start()
-        assert hangs.wait(30)
+        assert hangs.wait(120)
         assert all(write(store, *keys_of(*range(5000, 5100)))), "in slots of evicted blocks"
         assert right(store, *keys_of(*range(5000, 5100)))
         go_on.set()
@@ -992,7 +992,7 @@ class TestThreads:
 
         def slow(fd, buffers, offset):
             in_write.set()
-            assert go_on.wait(30)
+            assert go_on.wait(120)
             return real(fd, buffers, offset)
 
         monkeypatch.setattr(os, "pwritev", slow)
@@ -1005,7 +1005,7 @@ class TestThreads:
 
         writer = threading.Thread(target=fail)
         writer.start()
-        assert in_write.wait(30)
+        assert in_write.wait(120)
         with store._upkeep.lock:
             shutil.rmtree(tmp_path / "kv")
         store.refresh()
@@ -1119,7 +1119,7 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
 
     def listed_late() -> list[SlabSeen]:
         is_polling.set()
-        assert is_registering.wait(60)
+        assert is_registering.wait(120)
         return list_slabs()
 
     def owned_late(slabs: Slabs, slab: Slab, uses: npt.NDArray[np.uint32]) -> None:
@@ -1129,13 +1129,13 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
         own(slabs, slab, uses)
 
     def written_late(file: SlabFile, first: int, blocks: Sequence[memoryview]) -> int:
-        poll.join(60)
+        poll.join(120)
         assert not poll.is_alive()
         return move(file, first, blocks)
 
     def grown_late(name: str) -> SlabFile | None:
         poll.start()
-        assert is_polling.wait(60)
+        assert is_polling.wait(120)
         return grow(name)
 
     monkeypatch.setattr(store._quota, "_make_slab", grown_late)
@@ -1159,7 +1159,7 @@ def test_a_check_waits_for_the_stores_own_thread(tmp_path: Path, monkeypatch) ->
         write_changes(file, changes)
 
     def check() -> None:
-        assert is_telling.wait(60)
+        assert is_telling.wait(120)
         try:
             store.check_invariants()
         except AssertionError as exc:
@@ -1171,6 +1171,6 @@ def test_a_check_waits_for_the_stores_own_thread(tmp_path: Path, monkeypatch) ->
     checker.start()
     write(store, *keys_of(*range(3)))
     store.refresh()
-    checker.join(60)
+    checker.join(120)
     assert not is_wrong
     store.close()
