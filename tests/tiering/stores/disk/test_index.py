@@ -143,14 +143,21 @@ def test_a_reader_without_the_lock_waits_for_no_holder_of_it(monkeypatch: pytest
     dropper = threading.Thread(target=drop)
     dropper.start()
     assert is_moving.wait(120)
-    found = list[bool]()
-    reader = threading.Thread(target=lambda: found.extend(key in resident for key in (held[0], held[5], b"absent")))
+    found, is_answered = list[bool](), threading.Event()
+
+    def look() -> None:
+        found.extend(key in resident for key in (held[0], held[5], b"absent"))
+        is_answered.set()
+
+    reader = threading.Thread(target=look)
     reader.start()
-    reader.join(10)
-    go_on.set()
-    dropper.join()
-    reader.join()
-    assert found == [True, False, False], "answered while the lock was held"
+    try:
+        assert is_answered.wait(60), "the reader waits for the holder of the lock"
+        assert found == [True, False, False]
+    finally:
+        go_on.set()
+        dropper.join()
+        reader.join()
     assert not lock.locked()
 
 
