@@ -13,16 +13,19 @@ import secrets
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import quote, unquote
 
-from kvoffload.errors import ConfigError, suggest
+from kvoffload.errors import ConfigError, StoreError, suggest
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.shared import bytes_of, outcomes
 
 __all__ = [
     "CONTROL_DIR",
     "PRIVATE",
     "Access",
     "NamespaceUsage",
+    "RootedStore",
     "check_control",
     "check_directory",
     "check_locks",
@@ -172,6 +175,57 @@ def check_control(root: str, mode: Literal["private", "group"]) -> Access:
             "mode='group' in all of its users."
         )
     return Access(mode, status.st_uid)
+
+
+class RootedStore(BlockStore):
+    """What the stores in a directory do alike: their options, their outcomes, and a root, which is made only here.
+
+    ``least_bytes`` is what one block takes of ``max_bytes``. Raises ``ConfigError``.
+    """
+
+    _tier_type: ClassVar[str]
+    """Whose files the root may have."""
+    _needs_locks: ClassVar[bool]
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        block_bytes: int,
+        max_bytes: int | None,
+        least_bytes: int,
+        durability: Literal["none", "fsync"],
+        mode: Literal["private", "group"],
+    ) -> None:
+        if mode not in ("private", "group"):
+            raise ConfigError(f"mode must be 'private' or 'group', not {mode!r}.")
+        if durability not in ("none", "fsync"):
+            raise ConfigError(f"durability must be 'none' or 'fsync', not {durability!r}.")
+        if block_bytes < 1:
+            raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
+        if max_bytes is not None and max_bytes < least_bytes:
+            raise ConfigError(f"max_bytes={max_bytes} has no room for one block, which takes {least_bytes} bytes.")
+        self._root = os.path.abspath(os.fspath(root))
+        self._block_bytes = block_bytes
+        self._max_bytes = max_bytes
+        self._durable = durability == "fsync"
+        self._access = check_root(self._root, mode, needs_locks=self._needs_locks)
+        check_type(self._root, self._tier_type)
+
+    def _bytes(self, block: memoryview) -> memoryview:
+        return bytes_of(block, self._block_bytes)
+
+    def _outcomes(self, answers: list[bool], errors: Sequence[OSError]) -> list[bool]:
+        """The ``answers`` of a batch in which these ``errors`` happened. That the root is gone is one too. Raises
+        ``StoreError`` if nothing came of the batch."""
+        failures = [self._failed(error) for error in errors[:1]]
+        if answers and not any(answers) and not errors and not os.path.isdir(self._root):
+            failures.append(StoreError(f"The store's directory {self._root} is gone."))
+        return outcomes(answers, failures)
+
+    def _failed(self, error: OSError) -> StoreError:
+        failure = StoreError(f"The store at {self._root} fails: {error}")
+        failure.__cause__ = error
+        return failure
 
 
 def check_type(root: str, own: str) -> None:

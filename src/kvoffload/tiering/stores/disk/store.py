@@ -12,8 +12,8 @@ from typing import Literal
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.memory_limits import memory_file_system
-from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Run, runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory
 from kvoffload.tiering.stores.disk.format import (
@@ -28,7 +28,7 @@ from kvoffload.tiering.stores.disk.format import (
 from kvoffload.tiering.stores.disk.quota import Quota
 from kvoffload.tiering.stores.disk.slabs import BusyRun, FoundBlock, NewBlock, NewRun, Slab, Slabs
 from kvoffload.tiering.stores.disk.upkeep import Upkeep
-from kvoffload.tiering.stores.root import check_root, check_type, directory_of
+from kvoffload.tiering.stores.root import RootedStore, directory_of
 
 __all__ = ["DiskStore"]
 
@@ -49,7 +49,7 @@ class _ReadBatch:
     errors: list[OSError] = field(default_factory=list)
 
 
-class DiskStore(BlockStore):
+class DiskStore(RootedStore):
     """Blocks of ``block_bytes`` in slots of slab files under ``root`` (``format`` has the layout).
 
     No file is made, renamed or deleted per block. Neighbouring slots move in one call, straight from and to the
@@ -75,6 +75,9 @@ class DiskStore(BlockStore):
     Any number of threads. One lock guards the state; it is never held during I/O.
     """
 
+    _tier_type = "disk"
+    _needs_locks = True
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -85,24 +88,10 @@ class DiskStore(BlockStore):
         durability: Literal["none", "fsync"] = "none",
         mode: Literal["private", "group"] = "private",
     ) -> None:
-        if mode not in ("private", "group"):
-            raise ConfigError(f"mode must be 'private' or 'group', not {mode!r}.")
-        if durability not in ("none", "fsync"):
-            raise ConfigError(f"durability must be 'none' or 'fsync', not {durability!r}.")
-        if block_bytes < 1:
-            raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
         self._layout = layout = SlabFormat(directory_of(namespace), block_bytes)
-        if max_bytes is not None and max_bytes < layout.slab_bytes(1):
-            raise ConfigError(
-                f"max_bytes={max_bytes} has no room for one block: that takes {layout.slab_bytes(1)} bytes."
-            )
-        self._root = os.path.abspath(os.fspath(root))
-        self._max_bytes = max_bytes
-        self._durable = durability == "fsync"
-        access = check_root(self._root, mode)
-        check_type(self._root, "disk")
+        super().__init__(root, block_bytes, max_bytes, layout.slab_bytes(1), durability, mode)
         try:
-            self._directory = SlabDirectory(self._root, layout, access, durable=self._durable)
+            self._directory = SlabDirectory(self._root, layout, self._access, durable=self._durable)
         except OSError as exc:
             raise ConfigError(f"The store cannot use {self._root}: {exc}; choose another directory.") from exc
         self._slabs = Slabs(self._root, layout)
@@ -135,17 +124,15 @@ class DiskStore(BlockStore):
         errors = list[OSError]()
         self._write_new(list(new.values()), stamps_ns.start - 1, errors)
         answers = [here or new[key.probe].is_written for key, here in zip(hashed, is_here, strict=True)]
-        self._raise_unless_any(answers, errors)
-        return answers
+        return self._outcomes(answers, errors)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         batch = _ReadBatch(self._hashed(keys), blocks, [False] * len(keys))
-        if found := self._read_found(batch, range(len(keys))):
-            if failed := [at for at in found if not batch.answers[at]]:
-                # A block may have another copy, in the slab of another process.
-                self._read_found(batch, failed)
-            self._raise_unless_any(batch.answers, batch.errors)
-        return batch.answers
+        found = self._read_found(batch, range(len(keys)))
+        if failed := [at for at in found if not batch.answers[at]]:
+            # A block may have another copy, in the slab of another process.
+            self._read_found(batch, failed)
+        return self._outcomes(batch.answers, batch.errors) if found else batch.answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         self._clear(self._slabs.discard(self._hashed(keys)))
@@ -345,16 +332,3 @@ class DiskStore(BlockStore):
 
     def _hashed(self, keys: Sequence[OffloadKey]) -> list[HashedKey]:
         return [self._layout.hashed(key) for key in keys]
-
-    def _bytes(self, block: memoryview) -> memoryview:
-        size = self._layout.block_bytes
-        assert block.nbytes == size, f"a block of {block.nbytes} bytes for a store of {size}"
-        return block if block.ndim == 1 and block.format == "B" else block.cast("B")
-
-    def _raise_unless_any(self, answers: Sequence[bool], errors: Sequence[OSError]) -> None:
-        if any(answers) or not answers:
-            return
-        if errors:
-            raise StoreError(f"The store at {self._root} fails: {errors[0]}") from errors[0]
-        if not os.path.isdir(self._root):
-            raise StoreError(f"The store's directory {self._root} is gone.")

@@ -12,12 +12,11 @@ from typing import Literal
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
-from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
+from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs.quota import Quota, list_names
-from kvoffload.tiering.stores.root import CONTROL_DIR, check_directory, check_root, check_type, directory_of
-from kvoffload.tiering.stores.shared import bytes_of, outcomes
+from kvoffload.tiering.stores.root import CONTROL_DIR, RootedStore, check_directory, directory_of
 
 __all__ = ["FileSystemStore"]
 
@@ -28,7 +27,7 @@ _MAX_UNREADABLE = 65_536
 _FULL_DISK_ROUNDS = 3
 
 
-class FileSystemStore(BlockStore):
+class FileSystemStore(RootedStore):
     """One file per block of ``block_bytes`` under ``root`` (``format`` has the layout). Any number of processes, on any
     number of hosts, may share a root. There is no lock, and no process knows of another.
 
@@ -49,6 +48,8 @@ class FileSystemStore(BlockStore):
     later, calls raise ``StoreError`` until it is back.
     """
 
+    _tier_type = "fs"
+    _needs_locks = False
     rescan_s = 600.0
     """Other hosts delete too. A scan lists 256 directories, and every host scans."""
 
@@ -62,28 +63,14 @@ class FileSystemStore(BlockStore):
         durability: Literal["none", "fsync"] = "none",
         mode: Literal["private", "group"] = "private",
     ) -> None:
-        if mode not in ("private", "group"):
-            raise ConfigError(f"mode must be 'private' or 'group', not {mode!r}.")
-        if durability not in ("none", "fsync"):
-            raise ConfigError(f"durability must be 'none' or 'fsync', not {durability!r}.")
-        if block_bytes < 1:
-            raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
         layout = BlockFormat(directory_of(namespace), block_bytes)
-        if max_bytes is not None and max_bytes < layout.file_bytes:
-            raise ConfigError(
-                f"max_bytes={max_bytes} has no room for one block: a file takes {layout.file_bytes} bytes."
-            )
-        self._root = os.path.abspath(os.fspath(root))
+        super().__init__(root, block_bytes, max_bytes, layout.file_bytes, durability, mode)
         self._layout = layout
-        self._access = check_root(self._root, mode, needs_locks=False)
-        check_type(self._root, "fs")
         try:
             check_directory(self._root, layout.directory, self._access)
         except OSError as exc:
             raise ConfigError(f"{exc.filename} {exc.strerror}; remove it, or choose another directory.") from exc
         self._mark()
-        self._durable = durability == "fsync"
-        self._max_bytes = max_bytes
         self._quota = Quota(self._root, max_bytes, layout.file_bytes, self._access)
         self._io = FileIO(self._root, layout, self._access, self._quota, durable=self._durable)
         self._lock = threading.Lock()
@@ -245,18 +232,3 @@ class FileSystemStore(BlockStore):
         own = self._layout.directory + "/"
         named = ((path, parse_name(os.path.basename(path))) for path in paths if path.startswith(own))
         return [(path, key) for path, key in named if key is not None and self._layout.path_of(key) == path]
-
-    def _bytes(self, block: memoryview) -> memoryview:
-        return bytes_of(block, self._layout.block_bytes)
-
-    def _outcomes(self, answers: list[bool], errors: Sequence[OSError]) -> list[bool]:
-        """The ``answers`` of a batch in which these ``errors`` happened. That the root is gone is one too."""
-        failures = [self._failed(error) for error in errors[:1]]
-        if answers and not any(answers) and not errors and not os.path.isdir(self._root):
-            failures.append(StoreError(f"The store's directory {self._root} is gone."))
-        return outcomes(answers, failures)
-
-    def _failed(self, error: OSError) -> StoreError:
-        failure = StoreError(f"The store at {self._root} fails: {error}")
-        failure.__cause__ = error
-        return failure
