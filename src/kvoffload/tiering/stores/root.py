@@ -23,9 +23,11 @@ from kvoffload.tiering.stores.shared import bytes_of, outcomes
 __all__ = [
     "CONTROL_DIR",
     "PRIVATE",
+    "SAFE",
     "Access",
     "NamespaceUsage",
     "RootedStore",
+    "access_to",
     "check_control",
     "check_directory",
     "check_locks",
@@ -35,6 +37,7 @@ __all__ = [
     "display_name",
     "find_directory",
     "make_directory",
+    "make_file",
     "namespace_of",
     "open_control",
     "open_directory",
@@ -49,6 +52,8 @@ _FILES_OF_TYPES = {"disk": ("slabs",), "fs": ("files", "ledger")}
 _LONGEST_DIRECTORY = 200
 _DEFAULT_DIRECTORY = "="
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""To open a file under a root: never through a link, and without waiting for the other end of a pipe."""
 
 
 def directory_of(namespace: str) -> str:
@@ -177,6 +182,13 @@ def check_control(root: str, mode: Literal["private", "group"]) -> Access:
     return Access(mode, status.st_uid)
 
 
+def access_to(root: str) -> Access:
+    """Access to an existing root, in the mode that its control directory has. Raises ``ConfigError``."""
+    shared = stat.S_ISGID | stat.S_IRWXG
+    is_group = os.lstat(os.path.join(root, CONTROL_DIR)).st_mode & shared == shared
+    return check_control(root, "group" if is_group else "private")
+
+
 class RootedStore(BlockStore):
     """What the stores in a directory do alike: their options, their outcomes, and a root, which is made only here.
 
@@ -278,6 +290,15 @@ def make_directory(path: str, access: Access) -> None:
             os.fchmod(fd, access.directory_mode)
         finally:
             os.close(fd)
+
+
+def make_file(name: str, dir_fd: int, access: Access, flags: int = 0) -> int:
+    """A descriptor of a file for reading and writing, which is made if it is absent. Raises ``OSError``."""
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | SAFE | flags, access.file_mode, dir_fd=dir_fd)
+    if access.is_group:
+        with contextlib.suppress(PermissionError):  # a neighbour's, who has done it
+            os.fchmod(fd, access.file_mode)  # the umask took bits away
+    return fd
 
 
 def check_directory(root: str, directory: str, access: Access) -> None:

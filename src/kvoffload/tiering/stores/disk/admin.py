@@ -8,7 +8,6 @@ finds out about a bad block when it reads it.
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -42,9 +41,9 @@ from kvoffload.tiering.stores.disk.format import (
 from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
-    Access,
+    SAFE,
     NamespaceUsage,
-    check_control,
+    access_to,
     check_locks,
     find_directory,
 )
@@ -86,9 +85,7 @@ class DiskRoot:
         self.path = path
         self._root = str(path.absolute())
         check_locks(self._root)
-        shared = stat.S_ISGID | stat.S_IRWXG
-        is_group = (path / CONTROL_DIR).lstat().st_mode & shared == shared
-        self._access: Access = check_control(self._root, "group" if is_group else "private")
+        self._access = access_to(self._root)
 
     def directories(self) -> list[str]:
         """The directories of all namespaces with a slab, sorted."""
@@ -221,7 +218,7 @@ class DiskRoot:
     @contextmanager
     def _opened(self, directory: str, slab: str, dir_fd: int) -> Iterator[tuple[SlabFile, SlabFormat]]:
         """Raises ``SlabRefused`` or ``OSError``."""
-        fd = os.open(slab + TABLE_SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        fd = os.open(slab + TABLE_SUFFIX, os.O_RDONLY | SAFE, dir_fd=dir_fd)
         try:
             block_bytes = SlabFormat.block_bytes_in(os.pread(fd, PAGE_BYTES, 0))
         finally:

@@ -18,8 +18,10 @@ from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
+    SAFE,
     Access,
     make_directory,
+    make_file,
     open_control,
     open_directory,
     try_lock,
@@ -113,19 +115,14 @@ class Listings:
 
 @contextmanager
 def root_lock(root: str, access: Access) -> Iterator[bool]:
-    """Who holds it may make and remove slabs. Yields ``False`` if somebody else does: no process waits for it, as its
-    holder may be stopped. Raises ``OSError``."""
+    """Its holder may make and remove slabs. Yields ``False`` if another process holds it. No process waits for it, as
+    its holder may be stopped. Raises ``OSError``."""
     control = open_control(root, access)
     try:
-        fd = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, access.file_mode, dir_fd=control)
+        fd = make_file(LOCK_NAME, control, access)
     finally:
         os.close(control)
     try:
-        if access.is_group:
-            try:
-                os.fchmod(fd, access.file_mode)  # the umask took bits away
-            except PermissionError:
-                pass  # a neighbour's, who has done it
         yield try_lock(fd)
     finally:
         os.close(fd)
@@ -141,7 +138,7 @@ def unlink_slab(name: str, dir_fd: int) -> None:
 def try_remove(name: str, dir_fd: int) -> bool:
     """Removes a slab unless a process writes to it. The caller holds the root's lock. Raises ``OSError``."""
     try:
-        fd = os.open(name + TABLE_SUFFIX, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        fd = os.open(name + TABLE_SUFFIX, os.O_RDWR | SAFE, dir_fd=dir_fd)
     except FileNotFoundError:
         unlink_slab(name, dir_fd)
         return True
@@ -154,8 +151,8 @@ def try_remove(name: str, dir_fd: int) -> bool:
 
 
 def remove_slabs(root: str, access: Access, slabs: Iterable[tuple[str, SlabSeen]], num_bytes: int) -> int:
-    """Removes slabs of these namespaces, in this order, until that has freed ``num_bytes``; none that a process writes
-    to. Returns the bytes that it has freed. The caller holds the root's lock."""
+    """Removes slabs of these namespaces, in this order, until ``num_bytes`` are free. Skips slabs that a process writes
+    to. Returns the bytes that it freed. The caller holds the root's lock."""
     freed_bytes = 0
     for directory, slab in slabs:
         if freed_bytes >= num_bytes:
@@ -324,7 +321,7 @@ class SlabDirectory:
             raise FileNotFoundError(f"{self.root} is gone")
 
     def _mark(self) -> None:
-        """Shows other processes that this namespace is in use. Who removes slabs of it just now is not waited for."""
+        """Shows other processes that this namespace is in use. Does not wait for one that removes slabs of it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._is_marked = True

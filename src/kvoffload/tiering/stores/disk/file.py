@@ -29,14 +29,13 @@ from kvoffload.tiering.stores.disk.format import (
     TABLE_SUFFIX,
     SlabFormat,
 )
-from kvoffload.tiering.stores.root import Access, try_lock
+from kvoffload.tiering.stores.root import SAFE, Access, make_file, try_lock
 
 __all__ = ["TOO_MANY_FILES", "SlabFile", "SlabRefused", "most_slabs"]
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 """No slab can be opened for now, whatever it is like."""
 
-_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_VECTOR = 512
 _FILES_PER_SLAB = 3
 _ALLOCATED_AT_ONCE = 1 << 30
@@ -83,15 +82,12 @@ class SlabFile:
     ) -> SlabFile:
         """A new slab, preallocated and locked, and with ``durable`` there after a power failure. Raises ``OSError``,
         with nothing left if that is possible."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE
         fds = list[int]()
         new_names = [NEW_PREFIX + name + suffix for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX)]
         try:
             for new in new_names:
-                fds.append(os.open(new, flags, access.file_mode, dir_fd=dir_fd))
+                fds.append(make_file(new, dir_fd, access, os.O_EXCL))
                 _leave_files(fds[-1])
-                if access.is_group:  # the umask took bits away
-                    os.fchmod(fds[-1], access.file_mode)
                 if len(fds) == 1 and not try_lock(fds[0]):
                     raise OSError(errno.EBUSY, "locked by somebody else", new)
             table_fd, payload_fd = fds
@@ -121,7 +117,7 @@ class SlabFile:
         fds = list[int]()
         try:
             for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
-                fd = os.open(name + suffix, os.O_RDWR | _SAFE, dir_fd=dir_fd)
+                fd = os.open(name + suffix, os.O_RDWR | SAFE, dir_fd=dir_fd)
                 fds.append(fd)
                 _leave_files(fd)
                 status = os.fstat(fd)

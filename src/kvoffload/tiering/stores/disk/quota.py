@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quota of a root: when a process may make one more slab, and when it gives one away.
 
-A process that finds no room for another slab posts a request, an empty file in the control directory whose name says
-all. It holds a lock on the file, which the kernel drops when it dies. Who has more slabs gives one to who asks. No
-process waits for another.
+A process that finds no room for another slab posts a request: an empty file in the control directory, whose name has
+all that others need to know. It holds a lock on the file, which the kernel drops when it dies. A process that has more
+slabs gives it one. No process waits for another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvoffload.tiering.stores.disk.directory import (
 from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabFile, most_slabs
 from kvoffload.tiering.stores.disk.format import SlabFormat
 from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
-from kvoffload.tiering.stores.root import Access, open_control, try_lock
+from kvoffload.tiering.stores.root import SAFE, Access, make_file, open_control, try_lock
 
 __all__ = ["PostedRequest", "Quota", "Request", "check_memory", "requests_of_others"]
 
@@ -49,7 +49,6 @@ _WANT_S = 10.0
 _GIVEN_S = 5.0
 """A slab that was given away is left to others for so long."""
 _NAME = re.compile(r"want-(\d{1,6})-([0-9a-f]{16})-([0-9a-f]{16})")
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Quota:
@@ -75,7 +74,7 @@ class Quota:
         self._wants_until_s = 0.0
         self._request = PostedRequest(self._root, self._identity, self._access)
         self._answered: dict[str, tuple[int, float]] = {}
-        """Whom we gave a slab: how many it had then, and until when it has time to take it."""
+        """Processes that we gave a slab: how many each had then, and until when it may take it."""
 
     def grow(self, errors: list[OSError]) -> bool:
         """Whether there are free slots now. One thread makes a slab; others wait for it, but not if it hangs. Adds to
@@ -87,8 +86,8 @@ class Quota:
         return False
 
     def shrink(self) -> bool:
-        """Removes our slabs above the quota, the one with the oldest uses first. Returns whether the quota holds. Who
-        has the root's lock is not waited for, nor who has the slabs that take the room. Raises ``OSError``."""
+        """Removes our slabs above the quota, the one with the oldest uses first. Returns whether the quota holds. Does
+        not wait for the root's lock, or for other processes to remove theirs. Raises ``OSError``."""
         while excess := self._excess_bytes():
             too_many = list[Slab]()
             for slab in self._slabs.own_by_age():
@@ -178,8 +177,8 @@ class Quota:
             return SlabFile.create(name, self._layout, num_slots, fd, self._access, durable=is_durable)
 
     def _excess_bytes(self) -> int | None:
-        """How far the root is above its quota, after unused slabs were removed, and all that is left of slabs in the
-        making. ``None`` if somebody else has the root's lock. Raises ``OSError``."""
+        """How far the root is above its quota, after it removed unused slabs and remains of slabs that were being made.
+        ``None`` if another process has the root's lock. Raises ``OSError``."""
         with root_lock(self._root, self._access) as is_locked:
             if not is_locked:
                 return None
@@ -274,9 +273,7 @@ class PostedRequest:
             if self._fd >= 0:
                 os.rename(self._name, name, src_dir_fd=control, dst_dir_fd=control)
             else:
-                self._fd = os.open(name, _FLAGS | os.O_CREAT | os.O_EXCL, self._access.file_mode, dir_fd=control)
-                if self._access.is_group:  # the umask took bits away
-                    os.fchmod(self._fd, self._access.file_mode)
+                self._fd = make_file(name, control, self._access, os.O_EXCL)
                 try_lock(self._fd)
             self._name = name
         except FileNotFoundError:
@@ -308,7 +305,7 @@ def requests_of_others(root: str, access: Access, own_process: str) -> Iterator[
             if match is None or match[3] == own_process:
                 continue
             try:
-                fd = os.open(name, _FLAGS, dir_fd=control)
+                fd = os.open(name, os.O_RDWR | SAFE, dir_fd=control)
             except OSError:
                 continue  # withdrawn, or not for us
             try:

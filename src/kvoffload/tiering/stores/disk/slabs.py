@@ -195,7 +195,7 @@ class Slabs:
         return sorted(found), slabs
 
     def take(self, blocks: Sequence[NewBlock]) -> list[NewRun]:
-        """Free slots for as many of the ``blocks`` as there are, the first ones first."""
+        """Takes free slots for the ``blocks``, or for the first of them if there are too few."""
         with self._lock:
             runs, first = list[NewRun](), 0
             for slots in self._allocator.take(len(blocks)):
@@ -206,7 +206,7 @@ class Slabs:
         return runs
 
     def record(self, runs: Sequence[NewRun]) -> None:
-        """What was written is here now, and the other slots of the runs are free again."""
+        """Adds the blocks that were written. The other slots of the runs are free again."""
         with self._lock:
             for run in runs:
                 if not run.slab.is_dropped:
@@ -239,8 +239,8 @@ class Slabs:
             return runs
 
     def remove_corrupt(self, slab: Slab, index: int, entry: bytes, *, is_unreadable: bool) -> list[BusyRun]:
-        """A block is corrupt, unless its entry has changed meanwhile. Returns its slot if that is to be emptied: it is
-        one of ours, and is not left out of use because it ``is_unreadable``."""
+        """Removes a corrupt block, unless its entry has changed meanwhile. Returns its slot if that is to be emptied.
+        A neighbour's is not. One of ours that ``is_unreadable`` may be left out of use instead."""
         slot = slab.number * SLAB_STRIDE + index
         with self._lock:
             if slab.is_dropped or slab.entry(index) != entry or slot not in self._slots_of(entry):
@@ -302,7 +302,7 @@ class Slabs:
     def register(self, file: SlabFile, is_own: bool) -> None:
         """Takes over ``file``. Raises ``OSError`` if the table cannot be read."""
         try:
-            changes = file.read_changes().copy()  # before the entries: a later change is seen again
+            changes = file.read_changes()  # before the entries: a later change is seen again
             entries = file.read_entries(0, file.num_slots)
             uses = file.read_uses() if is_own else None
             with self._lock:
@@ -381,10 +381,10 @@ class Slabs:
             return used
 
     def merge_uses(self, slab: Slab, on_disk: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Takes in the times of use that a table has, and returns what it should have.
+        """Takes in the times of use that a table has, and returns those that it should have.
 
-        Times in the future are none: the clock was wrong, or the table is damaged. They would keep their blocks until
-        then.
+        Times in the future do not count: the clock was wrong, or the table is damaged. They would keep their blocks
+        until then.
         """
         with self._lock:
             now_s = self._stamps(1).start // NS
@@ -449,7 +449,7 @@ class Slabs:
         return range(first, first + count)
 
     def _use(self, slots: Sequence[int]) -> range:
-        """Records uses of those slots that are one (not -1)."""
+        """Records uses of ``slots``; -1 is not a slot."""
         stamps_ns = self._stamps(len(slots))
         for slot, stamp_ns in zip(slots, stamps_ns, strict=True):
             if slot >= 0 and not self._allocator.use(slot, stamp_ns):
@@ -512,8 +512,8 @@ class Slabs:
         return set(self._index.find_all(_hashed_in(entry)))
 
     def _may_leave_out(self, slab: Slab, count: int, *, any_good: bool) -> bool:
-        """Whether slots that the disk cannot read or write are left out of use. Not if there are many: then it is not
-        the slots that are bad."""
+        """Whether slots that the disk cannot read or write are left out of use. If there are many, the slots are not
+        what is bad."""
         if not any_good or slab.num_bad + count > max(1, slab.file.num_slots // 64):
             return False
         slab.num_bad += count

@@ -21,7 +21,7 @@ from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabRefused
 from kvoffload.tiering.stores.disk.format import PAGE_SLOTS
 from kvoffload.tiering.stores.disk.quota import Quota
 from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
-from kvoffload.tiering.stores.root import Access
+from kvoffload.tiering.stores.root import Access, make_file
 
 __all__ = ["BULLETIN_NAME", "Bulletin", "Upkeep"]
 
@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 
 BULLETIN_NAME = "changes"
 _NUM_COUNTERS = 1024
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _POLL_S = 0.4
 """How often neighbours learn of our new blocks, and we of theirs: both within a second."""
 _USES_S = 10.0
@@ -59,13 +58,11 @@ class Bulletin:
         self.close()
         fd = -1
         try:
-            fd = os.open(BULLETIN_NAME, _FLAGS | os.O_CREAT, self._access.file_mode, dir_fd=dir_fd)
+            fd = make_file(BULLETIN_NAME, dir_fd, self._access)
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not self._access.admits(status):
                 raise PermissionError(f"{BULLETIN_NAME} is not ours")
             if status.st_size != 4 * _NUM_COUNTERS:
-                if self._access.is_group:  # the umask took bits away
-                    os.fchmod(fd, self._access.file_mode)
                 os.ftruncate(fd, 4 * _NUM_COUNTERS)
             self._fd = fd
         except OSError:
@@ -123,7 +120,7 @@ class Upkeep:
         self._listed: Sequence[SlabSeen] = ()
         """The slabs of the directory, when all of them were last taken in."""
         self._next_look = self._next_uses = 0
-        """How many slabs were looked at, and had their uses written down, for no reason but their turn."""
+        """How many slabs had their turn to be looked at, and to have their times of use written down."""
         self._uses_left = 0
         self._stop = threading.Event()
         with self.lock:
@@ -255,7 +252,7 @@ class Upkeep:
                 self._poll_neighbour(slab)
 
     def _is_taken_in(self, listing: Sequence[SlabSeen], slabs: Sequence[Slab]) -> bool:
-        """Drops those of ``slabs`` that are no more in the directory, and opens new ones. Returns whether none is left
+        """Drops those of ``slabs`` that have left the directory, and opens new ones. Returns ``False`` if some are left
         for later."""
         here = {seen.name: seen.inodes for seen in listing if not seen.is_new}
         self._slabs.drop([slab for slab in slabs if here.get(slab.file.name) != slab.file.inodes], "removed")
@@ -270,7 +267,7 @@ class Upkeep:
         try:
             if time.monotonic() >= slab.given_until_s and slab.file.try_lock():
                 # Its process is gone, and it is ours. Neighbours have seen its counters: ours must be larger.
-                slab.changes = slab.file.read_changes().copy()
+                slab.changes = slab.file.read_changes()
                 self._slabs.adopt(slab, slab.file.read_entries(0, slab.file.num_slots), slab.file.read_uses())
                 return
             changes = slab.file.read_changes()
@@ -278,7 +275,7 @@ class Upkeep:
                 first = pages.start * PAGE_SLOTS
                 count = min(pages.count * PAGE_SLOTS, slab.file.num_slots - first)
                 self._slabs.apply(slab, first, slab.file.read_entries(first, count))
-            slab.changes = changes.copy()
+            slab.changes = changes
         except OSError as exc:
             self._slabs.lose(slab, exc)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from kvoffload.tiering.stores.fs.quota import (
     sweep,
     time_at,
 )
-from kvoffload.tiering.stores.root import CONTROL_DIR, NamespaceUsage, check_control, find_directory
+from kvoffload.tiering.stores.root import CONTROL_DIR, NamespaceUsage, access_to, find_directory
 
 __all__ = ["StoreRoot", "is_sound"]
 
@@ -122,9 +121,7 @@ class StoreRoot:
 
     def _check(self) -> None:
         """Raises ``ConfigError`` if the root is not for us to change."""
-        shared = stat.S_ISGID | stat.S_IRWXG
-        is_group = (self.path / CONTROL_DIR).lstat().st_mode & shared == shared
-        check_control(self._root, "group" if is_group else "private")
+        access_to(self._root)
 
 
 def is_sound(path: str) -> bool | None:
