@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.redis.commands import Ask, Asking, Get, Put
+from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Get, Put
 from kvoffload.tiering.stores.redis.store import RedisStore
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, error_reply, open_wire
 from kvoffload.tiering.stores.seal import Sealer
@@ -143,56 +143,52 @@ def test_more_parts_than_one_call_takes() -> None:
     assert received == b"".join(expected)
 
 
-def test_what_is_there_already_is_not_sent() -> None:
-    wanted = keys(*range(4))
-    names, blocks = [b"a", b"b", b"c", b"d"], [memoryview(block_of(key, 8)) for key in wanted]
-    put = Put(names, 10, wanted, blocks, SEALER, ttl_s=None)
-    received = bytearray()
-    with wire() as (opened, far):
-
-        def serve() -> None:
-            touches = b"".join(encode(b"TOUCH", name) for name in names)
-            assert far.recv(len(touches), socket.MSG_WAITALL) == touches
-            far.sendall(b":1\r\n:0\r\n-MOVED 1 h:1\r\n:0\r\n")
-            received.extend(far.recv(1 << 16))
-            far.sendall(b"+OK\r\n-OOM\r\n")
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        answers = put.exchange(opened, range(4))
-        thread.join()
-    assert answers == [True, True, ErrorReply("MOVED 1 h:1"), ErrorReply("OOM")]
-    assert received == b"".join(
-        encode(b"SET", names[n], bytes(blocks[n]) + SEALER.seal(wanted[n], blocks[n]), b"NX") for n in (1, 3)
-    )
-
-
-def test_each_mebibyte_is_answered_before_the_next_is_sent() -> None:
-    size, wanted = 512 << 10, keys(*range(6))
-    names, blocks = [b"%d" % n for n in range(6)], [memoryview(block_of(key, size)) for key in wanted]
-    put = Put(names, 10, wanted, blocks, SEALER, ttl_s=None)
-    commands = [
+def exchanged(size: int, touched: bytes, turns: Sequence[tuple[Sequence[int], bytes]]) -> list[Answer]:
+    """The answers to one window of blocks of ``size``, where the server answers ``touched`` to the question. Each of
+    ``turns`` has the blocks that must arrive before it sends the rest of its answer, and nothing after them."""
+    count = touched.count(b"\r\n")
+    wanted, names = keys(*range(count)), [b"%d" % n for n in range(count)]
+    blocks = [memoryview(block_of(key, size)) for key in wanted]
+    put = Put(names, count, wanted, blocks, SEALER, ttl_s=None)
+    sent = [
         encode(b"SET", name, bytes(block) + SEALER.seal(key, block), b"NX")
         for name, key, block in zip(names, wanted, blocks, strict=True)
     ]
-    received = list[bytes]()
+    wrong = list[str]()
     with wire() as (opened, far):
 
         def serve() -> None:
-            far.recv(len(names) * len(encode(b"TOUCH", b"0")), socket.MSG_WAITALL)
-            far.sendall(b":0\r\n:1\r\n:0\r\n:0\r\n:0\r\n:0\r\n")
-            for new, reply in (((0, 2), b"+OK\r\n-OOM\r\n"), ((3, 4), b"$-1\r\n+OK\r\n"), ((5,), b"+OK\r\n")):
-                received.append(far.recv(sum(len(commands[n]) for n in new), socket.MSG_WAITALL))
-                with pytest.raises(BlockingIOError):
+            before = b"".join(encode(b"TOUCH", name) for name in names)
+            for blocks_sent, reply in turns:
+                expected = before + b"".join(sent[n] for n in blocks_sent)
+                if far.recv(len(expected), socket.MSG_WAITALL) != expected:
+                    wrong.append(f"not the blocks {blocks_sent}")
+                try:
                     far.recv(1, socket.MSG_DONTWAIT)
-                far.sendall(reply)
+                    wrong.append(f"something after the blocks {blocks_sent}")
+                except BlockingIOError:
+                    pass
+                far.sendall((touched if before else b"") + reply)
+                before = b""
 
         thread = threading.Thread(target=serve)
         thread.start()
-        answers = put.exchange(opened, range(6))
+        answers = put.exchange(opened, range(count))
         thread.join()
-    assert answers == [True, True, ErrorReply("OOM"), True, True, True]
-    assert received == [commands[0] + commands[2], commands[3] + commands[4], commands[5]]
+    assert not wrong
+    return answers
+
+
+def test_what_is_there_already_is_not_sent_but_for_the_first() -> None:
+    turns = [((0,), b"-OOM\r\n"), ((1,), b"+OK\r\n"), ((3,), b"-OOM\r\n")]
+    answers = exchanged(1 << 20, b":1\r\n:0\r\n-MOVED 1 h:1\r\n:0\r\n:1\r\n", turns)
+    assert answers == [True, True, ErrorReply("MOVED 1 h:1"), ErrorReply("OOM"), True]
+
+
+def test_each_mebibyte_is_answered_before_the_next_is_sent() -> None:
+    turns = [((0, 1), b"+OK\r\n$-1\r\n"), ((2, 4), b"-OOM\r\n+OK\r\n"), ((5, 6), 2 * b"+OK\r\n"), ((7,), b"+OK\r\n")]
+    answers = exchanged(512 << 10, b":0\r\n:1\r\n:0\r\n:1\r\n" + 4 * b":0\r\n", turns)
+    assert answers == [True, True, ErrorReply("OOM"), True, True, True, True, True]
 
 
 @pytest.mark.parametrize("line", [b":2", b"+QUEUED", b"$3", b"", b"HTTP/1.1 400 Bad Request"])

@@ -63,10 +63,11 @@ class Ask(Commands):
 class Put(Commands):
     """``SET NX``: a block from its slot, and its seal after it. The outcome is ``True`` also if the key is there.
 
-    A window asks first which keys are there (``TOUCH``, which also counts as a use where the server evicts the least
-    recently used): the answer may save megabytes. Another engine may still write one meanwhile. Blocks of some 1 MiB
-    are sealed, sent and answered before the next ones: they are still in the processor's cache when they are sent, and
-    when a server on the same machine receives them."""
+    A window asks which keys are there (``TOUCH``, which also counts as a use where the server evicts the least recently
+    used): the answer may save megabytes. The first block goes with the question, so that no thread waits for the answer
+    alone. Another engine may still write one meanwhile. Blocks of some 1 MiB are sealed, sent and answered before the
+    next ones: they are still in the processor's cache when they are sent, and when a server on the same machine
+    receives them."""
 
     keys: Sequence[OffloadKey]
     blocks: Sequence[memoryview]
@@ -84,33 +85,38 @@ class Put(Commands):
         self._begin = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        wire.send([part for index in indexes for part in self._parts(index)])
+        wire.send(self._parts(indexes))
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         return _answers(wire.read_lines(len(indexes)), _SET)
 
     def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
-        touch = Ask(self.names, self.most, b"TOUCH")
-        touch.send(wire, indexes)
-        # The first seals are made while the server answers, so that the thread does not sleep: that cost more than
-        # seals made in vain.
-        made = {place: self._parts(index) for place, index in enumerate(indexes[: self._at_once])}
-        answers = touch.receive(wire, indexes)
-        new = [place for place, answer in enumerate(answers) if answer is False]
+        first, rest = indexes[: self._at_once], range(self._at_once, len(indexes))
+        question = encode_each(b"TOUCH", [self.names[index] for index in indexes])
+        wire.send([question, *self._parts(first)])
+        lines = wire.read_lines(len(indexes) + len(first))
+        answers = _answers(lines[: len(indexes)], _WHETHER)
         self.there.update(index for index, answer in zip(indexes, answers, strict=True) if answer is True)
+        for place, answer in enumerate(_answers(lines[len(indexes) :], _SET)):
+            if answers[place] is not True:  # a server that is full refuses what is there too
+                answers[place] = answer
+        new = [place for place in rest if answers[place] is False]
         for start in range(0, len(new), self._at_once):
             places = new[start : start + self._at_once]
-            commands = (made.get(place) or self._parts(indexes[place]) for place in places)
-            wire.send([part for parts in commands for part in parts])
+            self.send(wire, [indexes[place] for place in places])
             for place, answer in zip(places, self.receive(wire, places), strict=True):
                 answers[place] = answer
         return answers
 
-    def _parts(self, index: int) -> tuple[Buffer, ...]:
-        """The command for ``names[index]``, block and seal included."""
-        name, block = self.names[index], self.blocks[index]
-        head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, block.nbytes + SEAL_BYTES)
-        return head, block, self.sealer.seal(self.keys[index], block) + self._end
+    def _parts(self, indexes: Sequence[int]) -> list[Buffer]:
+        """The commands for ``names[index]`` of each index, blocks and seals included."""
+        parts: list[Buffer] = []
+        for index in indexes:
+            name, block = self.names[index], self.blocks[index]
+            seal = self.sealer.seal(self.keys[index], block)
+            head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, block.nbytes + SEAL_BYTES)
+            parts += head, block, seal + self._end
+        return parts
 
 
 @dataclass(slots=True, eq=False)
