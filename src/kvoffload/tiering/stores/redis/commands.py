@@ -98,7 +98,7 @@ class Put(Commands):
         answers = _answers(lines[: len(indexes)], _WHETHER)
         self.there.update(index for index, answer in zip(indexes, answers, strict=True) if answer is True)
         for place, answer in enumerate(_answers(lines[len(indexes) :], _SET)):
-            if answers[place] is not True:  # a server that is full refuses what is there too
+            if answers[place] is not True:  # a full server refuses a present block too
                 answers[place] = answer
         new = [place for place in rest if answers[place] is False]
         for start in range(0, len(new), self._at_once):
