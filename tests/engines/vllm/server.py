@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,14 @@ class Server:
         )
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+        with urllib.request.urlopen(self.url + path, timeout=120) as response:
+            return str(response.read().decode())
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> str:
+        """Of vLLM's calls for development, which need ``VLLM_SERVER_DEV_MODE``, and those for RL."""
+        data, headers = json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data, headers, method="POST")
+        with urllib.request.urlopen(request, timeout=300) as response:
             return str(response.read().decode())
 
     def wait_until_ready(self, timeout_s: float = 600) -> None:
@@ -109,7 +117,7 @@ class Server:
         """Asks the server to end; its children end with it, or are ended by their process group."""
         self._process.send_signal(signal.SIGINT)
         try:
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=300)
         finally:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -213,7 +213,8 @@ def test_events_tell_all_about_promoted_blocks(llama: SmallModel, asynchronous: 
     seen = announced(second)  # all of them came up before it was admitted
     second.drain()
     blocks = [tuple(prompt[n * BLOCK : (n + 1) * BLOCK]) for n in range(3)]
-    assert list(stored) == list(seen) == blocks
+    assert list(stored) == blocks
+    assert sorted(seen) == sorted(blocks), "in whichever order the tier's threads have read them"
     for before, block in zip([None, *blocks], blocks, strict=False):
         event = seen[block]
         assert event.block_size == BLOCK
