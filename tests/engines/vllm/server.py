@@ -138,11 +138,11 @@ def ask(
         max_tokens=NEW_TOKENS,
         temperature=0,
         extra_headers={"X-data-parallel-rank": str(engine)} if engine is not None else {},
-        extra_body={"ignore_eos": True, "kv_transfer_params": kv_transfer_params} | cached_under,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "kv_transfer_params": kv_transfer_params}
+        | cached_under,
     )
     details = answer.usage.prompt_tokens_details
-    words = answer.choices[0].text.split()
-    return [int(word.removeprefix("w")) for word in words], details.cached_tokens or 0 if details else 0
+    return list(answer.choices[0].token_ids), details.cached_tokens or 0 if details else 0
 
 
 def judge(server: Server, client: Any, baseline: Baseline, answers: dict[str, tuple[list[int], int]]) -> None:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engines.vllm.harness import Baseline, run_child
 from tests.engines.vllm.models import SmallModel
+from tests.engines.vllm.prompts import Prompt, long_prompts, random_tokens
+from tests.engines.vllm.server import Server, ask, judge
 from tests.engines.vllm.test_serving import assert_idle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -23,6 +27,7 @@ def extra_with(tier: str | None, directory: Path) -> dict[str, Any]:
         "cpu_bytes_to_use": "16MiB",
         "secondary_tiers": [{"type": tier, "path": str(directory / "blocks"), "cascade": "on_store"}],
         "load_policy": "always",
+        "max_wait_s": 300.0,
     }
 
 
@@ -64,3 +69,65 @@ def test_weights_with_names_find_their_blocks_again(
     assert seen["metrics"]["cache_resets|named"] == 2
     assert seen["metrics"]["cache_resets|own"] == 0
     assert_idle(seen["idle"])
+
+
+RESET = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+
+
+def test_a_server_is_paused_gets_new_weights_is_reset_and_resumed(
+    llama: SmallModel,
+    llama_baseline: Baseline,
+    other_llama: SmallModel,
+    other_llama_baseline: Baseline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As training loops do, by vLLM's own calls: once with a request that is frozen and goes on, once with the pause
+    that aborts, which resets all caches by itself."""
+    import openai
+
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    tier = {"type": "disk", "path": str(tmp_path / "pool"), "max_bytes": "256MiB", "cascade": "on_store"}
+    server = Server(llama.path, tmp_path, secondary_tiers=[tier], load_policy="always", max_wait_s=300.0)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
+    # Beside the prompts that are judged: its tokens are from both models, or it was aborted.
+    beside = Prompt("beside", random_tokens(4711, 600))
+
+    def run_beside() -> None:
+        try:
+            ask(client, beside)
+        except openai.APIError:
+            pass
+
+    def replace_weights(path: str, pause: str, reset: bool) -> None:
+        running = threading.Thread(target=run_beside)
+        running.start()
+        server.post(pause)
+        server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        if reset:
+            assert json.loads(server.post(RESET)) == {"success": True}
+        server.post("/resume")
+        running.join()
+
+    def answers() -> dict[str, tuple[list[int], int]]:
+        return {prompt.name: ask(client, prompt) for prompt in long_prompts(4)}
+
+    try:
+        server.wait_until_ready()
+        judge(server, client, llama_baseline, answers())
+        assert {cached for _, cached in answers().values()} == {992}
+        replace_weights(other_llama.path, "/pause?mode=keep", reset=True)
+        replaced = answers()
+        judge(server, client, other_llama_baseline, replaced)
+        assert {cached for _, cached in replaced.values()} == {0}
+        again = answers()
+        judge(server, client, other_llama_baseline, again)
+        assert {cached for _, cached in again.values()} == {992}
+        replace_weights(llama.path, "/pause?mode=abort", reset=False)
+        back = answers()
+        judge(server, client, llama_baseline, back)
+        assert {cached for _, cached in back.values()} == {0}
+        assert server.metrics()["cache_resets|own"] >= 2  # vLLM 0.32 resets in the first pause as well
+    finally:
+        client.close()
+        server.stop()
