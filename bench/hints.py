@@ -4,8 +4,8 @@ without hints. A cell is a trace and a cache of a share of its distinct blocks. 
 (``kvoffload.sim.policy_replay``), so the hit rates are the same on every machine. Two more rows of each trace have the
 time and the memory that hints cost.
 
-``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), and ``KVOFFLOAD_BENCH_REQUESTS`` the
-most requests to take of each.
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), ``KVOFFLOAD_BENCH_REQUESTS`` the most
+requests to take of each, and ``KVOFFLOAD_BENCH_ONLY`` a word that the name of a trace must have.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvoffload.sim.trace_files import load_trace
 
 PERCENT = (1, 2, 5, 10)
 FILES = ("mooncake_conversation", "weka_cc_64_s60", "lmcache_agent_b256")
-MADE_UP = (("tools", 1), ("tools", 2), ("agents", 1), ("chat", 1), ("assistants", 5))
+MADE_UP = (("tools", 1), ("assistants", 5), ("agents", 1))
 """Kind and seed."""
 SEEDS = (1, 2, 3)
 """Of shuffled hints."""
@@ -43,11 +43,13 @@ _REVERSED = np.array([NextUse.UNKNOWN, NextUse.NEVER, NextUse.LATER, NextUse.SOO
 def traces(short: bool) -> Iterator[Trace]:
     folder = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
     most = int(os.environ.get("KVOFFLOAD_BENCH_REQUESTS", 1 << 30))
+    only = os.environ.get("KVOFFLOAD_BENCH_ONLY", "")
     for path in () if short else (folder / f"{name}.jsonl.zst" for name in FILES):
-        if path.exists():
+        if only in path.name and path.exists():
             yield load_trace(path, max_requests=most)
     for kind, seed in MADE_UP[:1] if short else MADE_UP:
-        yield synthesize(kind, 100 if short else min(4000, most), seed)
+        if short or only in f"synthetic-{kind}-{seed}":
+            yield synthesize(kind, 100 if short else min(4000, most), seed)
 
 
 def variants(true: Trace) -> Iterator[tuple[str, Trace]]:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two kinds of clients on ``vllm serve``: agents that give hints, by the client of ``docs/hints.md``, and chats that do
+not. Between two turns of an agent comes a flood of other prompts, larger than host memory leaves room for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.vllm.harness import ROOT, Baseline
+from tests.engines.vllm.models import SmallModel
+from tests.engines.vllm.prompts import NEW_TOKENS, long_prompts
+from tests.engines.vllm.server import CPU_SLOTS, Server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+AGENTS, CHAT = range(3), 3
+"""By number of their prompt; the flood has the others."""
+FLOOD = 7
+WITHOUT, WITH = 1, 5
+"""Rounds without hints, and with them."""
+WHOLE = 992
+"""Tokens of a prompt's 31 whole blocks."""
+
+
+@pytest.fixture
+def server(llama: SmallModel, tmp_path: Path) -> Iterator[Server]:
+    server = Server(llama.path, tmp_path)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+class Rounds:
+    """Rounds of traffic, each of sessions that are new. Keeps every answer, and counts cached tokens."""
+
+    def __init__(self, client: Any) -> None:
+        names: dict[str, Any] = {}
+        exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs/hints.md").read_text(), re.DOTALL)[0], names)
+        self._hinting_client = names["HintingClient"]
+        self._client = client
+        self._prompts = long_prompts()
+        self.answers: list[dict[str, list[int]]] = []
+
+    def _session(self, salt: str) -> Any:
+        extra = {"ignore_eos": True, "cache_salt": salt}
+        return self._hinting_client(self._client, "small", temperature=0, extra_body=extra)
+
+    def _flood(self, name: str, numbers: range) -> None:
+        others = self._prompts[CHAT + 1 :]
+        for number in numbers:
+            tokens = others[number % len(others)].token_ids
+            self._session(f"{name}, flood {number}").ask(list(tokens), max_tokens=1)
+
+    def _ask(self, salt: str, number: int, next_use: str | None = None) -> int:
+        prompt = self._prompts[number]
+        answer = self._session(salt).ask(list(prompt.token_ids), next_use, max_tokens=NEW_TOKENS)
+        tokens = [int(word.removeprefix("w")) for word in answer.choices[0].text.split()]
+        self.answers[-1][prompt.name] = tokens
+        details = answer.usage.prompt_tokens_details
+        return details.cached_tokens or 0 if details else 0
+
+    def run(self, name: str, hinted: bool) -> tuple[list[int], int]:
+        """The cached tokens of the second turns: of agents, and of the chat."""
+        soon = "soon" if hinted else None
+        self.answers.append({})
+        for number in AGENTS:
+            self._ask(name, number, soon)
+        self._ask(name, CHAT)
+        self._flood(name, range(1))
+        self.answers.append({})
+        of_chat = self._ask(name, CHAT)
+        self._flood(name, range(1, FLOOD))
+        of_agents = [self._ask(name, number, soon) for number in AGENTS]
+        for number in AGENTS if hinted else ():
+            self._session(name).say(list(self._prompts[number].token_ids), "never")
+        return of_agents, of_chat
+
+
+def test_hinted_prefixes_outlive_a_flood_and_the_others_lose_nothing_by_it(
+    server: Server, llama_baseline: Baseline
+) -> None:
+    import openai
+
+    assert len(AGENTS) * 31 < CPU_SLOTS < (len(AGENTS) + FLOOD) * 31
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    try:
+        rounds = Rounds(client)
+        before = [rounds.run(f"without {number}", hinted=False) for number in range(WITHOUT)]
+        after = [rounds.run(f"with {number}", hinted=True) for number in range(WITH)]
+        metrics = server.metrics()
+    finally:
+        client.close()
+
+    assert [of_agents for of_agents, _ in before] == [[0, 0, 0]] * WITHOUT, "the flood takes them all"
+    assert after[-1][0] == [WHOLE] * len(AGENTS), "by now the policy has learned"
+    assert [of_chat for _, of_chat in before + after] == [WHOLE] * (WITHOUT + WITH)
+    for answers in rounds.answers:
+        assert llama_baseline.wrong(answers) == []
+    assert metrics["requests_by_hint|soon"] == WITH * 2 * len(AGENTS)
+    assert metrics["requests_by_hint|never"] == WITH * len(AGENTS)
+    assert metrics["hints_in_use"] == 1
+    assert metrics["hint_score"] > 0
+    assert metrics["hit_tokens_by_hint|yes"] >= len(AGENTS) * WHOLE
