@@ -253,7 +253,7 @@ METRICS: dict[str, Metric] = _table(
             "hint_score",
             _G,
             "How much better recent uses of blocks were foreseen with hints than without, in natural logarithms summed "
-            "over about a hundred requests. Below 0, hints change no eviction.",
+            "over about a hundred requests. Below 3, hints change no eviction.",
         ),
         Metric("hints_in_use", _G, "1 while evictions follow hints, 0 while there are none or they predict nothing."),
         Metric(

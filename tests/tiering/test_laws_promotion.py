@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 
-from kvoffload.base import OffloadPolicy
+from kvoffload.base import OffloadPolicy, ReqContext
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -40,6 +40,33 @@ def test_loads_of_a_step_are_one_batch_per_tier_and_request() -> None:
     calls = [[(call.req_id, list(call.keys)) for call in tier.calls("submit_load")] for tier in rig.tiers]
     assert calls == [[("one", keys(0, 1)), ("two", keys(4))], [("one", keys(2, 3))]]
     assert all(job.is_promotion for tier in rig.tiers for job in tier.jobs.values())
+
+
+def test_a_prefetch_begins_no_read_while_tiers_read_for_others() -> None:
+    rig = Rig(max_wait_s=5.0)
+    rig.below(keys(0, 1))
+    waiting, ahead, late = rig.start("waiting"), ReqContext("ahead", is_prefetch=True), ReqContext("l", is_prefetch=True)
+    assert rig.ask(keys(0), waiting) == [None]
+    assert rig.ask(keys(1), ahead) == [None]
+    rig.step()
+    assert rig.ask(keys(1), ahead) == [None]
+    rig.step()
+    assert [list(call.keys) for call in rig.tier.calls("submit_load")] == [keys(0)]
+    rig.clock.advance(3)
+    assert rig.ask(keys(1), late) == [None]
+    rig.step()
+    rig.clock.advance(3)
+    rig.step()
+    assert rig.ask(keys(1), ahead) == [False], "giving way takes of its patience"
+    rig.finish()
+    assert rig.ask(keys(1), late) == [None]
+    rig.step()
+    assert [list(call.keys) for call in rig.tier.calls("submit_load")] == [keys(0), keys(1)]
+    rig.finish()
+    assert rig.ask(keys(1), late) == [True]
+    for context in (waiting, ahead, late):
+        rig.manager.on_request_finished(context)
+    rig.step()
 
 
 def test_nobody_promotes_a_block_twice() -> None:

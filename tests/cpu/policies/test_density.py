@@ -528,7 +528,7 @@ class TestHitDensity:
             stream.use(keys(*range(fresh, fresh + 25)), 1, gone)
             stream.use(keys(*range(turn % 10 * 25, turn % 10 * 25 + 25)), 1, back)
             fresh += 25
-            in_use.append(stream.model.hint_score >= 0)
+            in_use.append(stream.model.uses_hints)
         assert in_use[199]
         assert not all(in_use[200:320])
         assert in_use[-1]
@@ -560,11 +560,13 @@ class TestHintScore:
     def test_weighs_paths_not_keys(self) -> None:
         score = HintScore()
         score.compare(np.array([[[0.2]], [[0.05]]]), np.array([[0.1]]), np.ones((2, 1, 1)))
-        assert score.favours_hints
+        assert not score.favours_hints, "nothing was seen yet"
         gains = [np.log(0.2 / 0.125), np.log(0.05 / 0.125)]
         score.add(np.array([0] * 9 + [1]), [9, 1])
         assert score.value == pytest.approx(gains[0] * 0.99 + gains[1])
         assert not score.favours_hints
+        score.add(np.zeros(9, np.int64), [1] * 9)
+        assert score.favours_hints
 
     def test_expecting_more_of_everything_gains_nothing(self) -> None:
         score = HintScore()
@@ -582,6 +584,7 @@ class TestHintScore:
         score = HintScore()
         score.compare(np.array([[[0.2]], [[0.05]]]), np.array([[0.1]]), np.ones((2, 1, 1)))
         score.add(np.zeros(1000, np.int64), [1] * 1000)
+        assert score.favours_hints
         score.add(np.ones(100, np.int64), [1] * 100)
         assert not score.favours_hints
 

@@ -116,7 +116,7 @@ class HitDensity:
 
     @property
     def hint_score(self) -> float:
-        """How much better uses were foreseen with hints than without, lately. Below 0, hints change no value."""
+        """How much better uses were foreseen with hints than without, lately. Below 3, hints change no value."""
         return self._score.value
 
     def _set_gap(self, gap: int) -> None:

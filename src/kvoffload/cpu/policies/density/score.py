@@ -16,6 +16,10 @@ _MOST = 1.0
 """The most that a path gains or loses: so a hundred paths can take back what any number gave."""
 
 
+_LEAST = 3.0
+"""The score from which hints are believed. Those that mean nothing often have one just above 0, by chance."""
+
+
 class HintScore:
     """Compares two sets of hazards by the uses that follow their fit, path by path.
 
@@ -31,7 +35,7 @@ class HintScore:
 
     @property
     def favours_hints(self) -> bool:
-        return self.value >= 0
+        return self.value >= _LEAST
 
     def compare(
         self,
