@@ -4,8 +4,8 @@ without hints. A cell is a trace and a cache of a share of its distinct blocks. 
 (``kvoffload.sim.policy_replay``), so the hit rates are the same on every machine. Two more rows of each trace have the
 time and the memory that hints cost.
 
-``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), ``KVOFFLOAD_BENCH_REQUESTS`` the most
-requests to take of each, and ``KVOFFLOAD_BENCH_ONLY`` a word that the name of a trace must have.
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), ``KVOFFLOAD_BENCH_REQUESTS`` the
+most requests to take of each, and ``KVOFFLOAD_BENCH_ONLY`` a word that the name of a trace must have.
 """
 
 from __future__ import annotations

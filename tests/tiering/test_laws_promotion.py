@@ -45,7 +45,8 @@ def test_loads_of_a_step_are_one_batch_per_tier_and_request() -> None:
 def test_a_prefetch_begins_no_read_while_tiers_read_for_others() -> None:
     rig = Rig(max_wait_s=5.0)
     rig.below(keys(0, 1))
-    waiting, ahead, late = rig.start("waiting"), ReqContext("ahead", is_prefetch=True), ReqContext("l", is_prefetch=True)
+    waiting = rig.start("waiting")
+    ahead, late = ReqContext("ahead", is_prefetch=True), ReqContext("late", is_prefetch=True)
     assert rig.ask(keys(0), waiting) == [None]
     assert rig.ask(keys(1), ahead) == [None]
     rig.step()
