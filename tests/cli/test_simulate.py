@@ -256,6 +256,23 @@ def test_plan_buys_what_reaches_the_goal(trace: Path, tmp_path: Path, capsys: py
     assert "of host memory" in out
 
 
+def test_a_plan_shows_what_more_money_brings_and_all_that_was_tried_if_asked(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", trace, "--processes", "1", "--hit-rate", "40", "--max-disk", "10GiB"]
+
+    def rows(out: str) -> list[list[str]]:
+        return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+
+    code, out, _ = run(capsys, *args)
+    assert code == 0
+    hits = [float(row[2]) for row in rows(out) if row[-1] != "<- chosen"]
+    assert hits == sorted(set(hits))
+    wide = rows(run(capsys, *args, "--wide")[1])
+    assert f"Not shown: {len(wide) - len(rows(out))} that cost more" in out
+    assert len(wide) > len(rows(out)) > 2
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -57,6 +57,7 @@ def test_an_interval_is_what_happened_in_it(served: ServedTiers) -> None:
     assert (host.name, disk.name) == ("host memory", "disk")
     assert disk.hit_rate == pytest.approx(grown("tier_hit_tokens", "disk") / grown("lookup_tokens"))
     assert disk.hit_rate > 0
+    assert disk.hit_rate_total == pytest.approx(now["tier_hit_tokens", "disk"] / now["lookup_tokens",])
     assert host.hit_rate + disk.hit_rate == pytest.approx(view.hit_rate)
     assert host.fill == 1.0
     assert disk.read_bytes_per_s == pytest.approx(grown("tier_io_bytes", "disk", "read") / 10)

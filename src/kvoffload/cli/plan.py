@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from kvoffload.cli.output import check_json_target, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import SPEEDS, SimConfig
+from kvoffload.sim.driver import SPEEDS, SimConfig, SimResult
 from kvoffload.sim.kv_size import ModelKV, kv_bytes_per_token
 from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
 from kvoffload.sim.plot import check_target, write_plot
@@ -89,13 +90,13 @@ def plan(
     block_tokens: BlockTokens = None,
     max_requests: MaxRequests = None,
     processes: Processes = None,
-    wide: Annotated[bool, typer.Option("--wide", help="Show the saved prefill, too.")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="Show every size tried, and the saved prefill.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File to write the choice and all figures to.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the curve to: .png or .html.")] = None,
 ) -> None:
-    """Find the cheapest tiers that reach a hit rate or a time to first token, and show every size tried.
+    """Find the cheapest tiers that reach a hit rate or a time to first token, and show what more would bring.
 
     Exit codes: 0, something reaches the goal, perhaps the device alone; 1, nothing does; 2, a mistake in the options.
     """
@@ -188,7 +189,9 @@ def _print(console: Console, made: Plan, goal: Goal, prices: Prices, is_wide: bo
     table = Table(*(heading for heading in headings if is_wide or heading != "saved prefill"))
     for column in table.columns:
         column.justify = "right"
-    for result in [alone, *sorted(report.results, key=lambda each: prices.of(each, report.block_bytes))]:
+    tried = [alone, *sorted(report.results, key=lambda each: prices.of(each, report.block_bytes))]
+    shown = tried if is_wide else _worth_showing(tried, made, goal)
+    for result in shown:
         gained = alone.ttft_s[goal.quantile] - result.ttft_s[goal.quantile]
         table.add_row(
             format_bytes(result.cpu_blocks * report.block_bytes) if result.cpu_blocks else "none",
@@ -201,9 +204,23 @@ def _print(console: Console, made: Plan, goal: Goal, prices: Prices, is_wide: bo
             "<- chosen" if result is made.chosen else "meets it" if goal.is_met(result) else "",
         )
     console.print(table)
+    if hidden := len(tried) - len(shown):
+        console.print(f"Not shown: {hidden:,} that cost more and bring no more (--wide).", highlight=False)
     console.print(_advice(made, goal), highlight=False)
     if said := saturation([alone, *report.results]):
         console.print(said, highlight=False)
+
+
+def _worth_showing(tried: list[SimResult], made: Plan, goal: Goal) -> list[SimResult]:
+    """Of ``tried``, cheapest first, the choice and those that come closer to the goal than all that are cheaper."""
+    shown: list[SimResult] = []
+    closest = -math.inf
+    for result in tried:
+        reached = goal.reached(result)
+        if reached > closest or result is made.chosen:
+            shown.append(result)
+        closest = max(closest, reached)
+    return shown
 
 
 def _advice(made: Plan, goal: Goal) -> str:

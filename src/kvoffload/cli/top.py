@@ -185,6 +185,8 @@ class TierView:
     name: str
     hit_rate: float | None
     """Share of the prompt tokens that the device did not have."""
+    hit_rate_total: float | None
+    """The same since the start."""
     read_bytes_per_s: float
     """Out of the tier; from host memory to the device."""
     write_bytes_per_s: float
@@ -255,11 +257,17 @@ def compare(before: Snapshot, after: Snapshot) -> View:
                 for (bound,), value in after.series.get(name, {}).items()
             }
             waits[f"{label} p{percent}"] = quantile(buckets, percent / 100)
+    total = after.total("lookup_tokens")
+
+    def share_of_all(tier: str) -> float | None:
+        return after.total("tier_hit_tokens", tier) / total if total else None
+
     blocks = after.total("primary_blocks")
     used = after.total("primary_blocks_used")
     host = TierView(
         "host memory",
         share(grown("tier_hit_tokens", HOST)),
+        share_of_all(HOST),
         grown("load_bytes") / seconds,
         grown("store_bytes") / seconds,
         used / blocks if blocks else None,
@@ -274,6 +282,7 @@ def compare(before: Snapshot, after: Snapshot) -> View:
             TierView(
                 name,
                 share(grown("tier_hit_tokens", name)),
+                share_of_all(name),
                 grown("tier_io_bytes", name, "read") / seconds,
                 grown("tier_io_bytes", name, "write") / seconds,
                 bytes_used / quota if quota and math.isfinite(quota) else None,
@@ -283,7 +292,6 @@ def compare(before: Snapshot, after: Snapshot) -> View:
                 tuple(_off(after, name)),
             )
         )
-    total = after.total("lookup_tokens")
     problems = {"tiers off": float(sum(bool(tier.off) for tier in tiers))}
     problems |= {name: grown(*sample) for name, sample in _PROBLEMS.items()}
     return View(
@@ -365,7 +373,7 @@ def draw(views: Iterable[View]) -> Group:
         f"{now.claimed_blocks:,.0f}, {now.pinned_blocks:,.0f} blocks",
     )
     table = Table(expand=True)
-    for heading in ("tier", "hits", "", "read/s", "", "written/s", "used", "queued", "health"):
+    for heading in ("tier", "hits", "", "in all", "read/s", "", "written/s", "used", "queued", "health"):
         justify: Any = "left" if heading in ("tier", "", "health") else "right"
         table.add_column(heading, justify=justify, no_wrap=heading != "health")
     for at, tier in enumerate(now.tiers):
@@ -375,6 +383,7 @@ def draw(views: Iterable[View]) -> Group:
             tier.name,
             _percent(tier.hit_rate),
             sparkline([each.hit_rate or 0 for each in course], 1.0),
+            _percent(tier.hit_rate_total),
             format_bytes(tier.read_bytes_per_s),
             sparkline([each.read_bytes_per_s for each in course]),
             format_bytes(tier.write_bytes_per_s),
