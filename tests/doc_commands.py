@@ -128,6 +128,8 @@ def check(words: tuple[str, ...]) -> None:
     elif program == "vllm":
         assert arguments[0] == "serve"
         assert not arguments[1:] or not arguments[1].startswith("-"), "it names no model"
+    elif program == "sglang":
+        assert arguments[:2] == ("serve", "--model-path")
     elif program == "pip":
         _check_pip(arguments)
     elif words[0].startswith("scripts/"):

@@ -21,7 +21,7 @@ from kvoffload.errors import (
     suggest,
 )
 
-OPTIONAL = {"vllm", "torch", "transformers", "typer", "rich"}
+OPTIONAL = {"vllm", "sglang", "torch", "transformers", "typer", "rich"}
 """Distributions that some modules cannot be imported without."""
 
 

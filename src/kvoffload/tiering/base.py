@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -120,6 +120,13 @@ class SecondaryTierManager(ABC):
         still returns the jobs that ended.
 
         The default waits for nothing, which is safe: slots of unfinished jobs stay reserved.
+        """
+
+    def call_on_progress(self, call: Callable[[], None]) -> None:
+        """From now on ``call`` is called whenever ``lookup`` or ``get_finished_jobs`` may know more, for callers that
+        wait for that instead of stepping. Any thread may make the call, which returns soon.
+
+        The default never makes it, for tiers that cannot tell: callers that wait also ask now and then.
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -148,6 +148,8 @@ class TierRunner:
         self._backlog = [0] * len(IoQueue)
         self.num_open_slices = 0
         """Slices that are queued or running, or whose result was not taken."""
+        self.on_ended: Callable[[], None] = lambda: None
+        """Called in an I/O thread after each slice that ended there, for callers that wait for results."""
         self._next_check_s = 0.0
         duties = [READS] * threads + [(IoQueue.STORE,)] * threads + [(IoQueue.UPKEEP,)]
         self._threads = [
@@ -317,6 +319,7 @@ class TierRunner:
                 part.task.num_hung_slices -= part.is_overdue
                 self.ended.append(ended)
                 self._slice_ended.notify_all()
+            self.on_ended()
             # A thread that waits for work must not keep alive the memory that the last slice refers to.
             del part, ended
 

@@ -7,6 +7,8 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvoffload.base import OffloadingManager
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
@@ -19,7 +21,13 @@ from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import parse_tiers
 
-__all__ = ["CACHE_FORMAT_VERSION", "TieringOffloadingSpec", "check_hashes_are_stable", "persistent_namespace"]
+__all__ = [
+    "CACHE_FORMAT_VERSION",
+    "TieringOffloadingSpec",
+    "check_hashes_are_stable",
+    "name_namespace",
+    "persistent_namespace",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +45,6 @@ def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
     revision, KV dtype, layout), the groups, the number of GPU blocks in a block, the number of its
     slices, and the format version. It does not cover the rank, because a slot has the slices of all ranks. Where pages
     are of all ranks, it does not cover the number of slices either.
-
-    The name begins with readable words for people who look into the store, and ends with a hash of all facts:
-    ``Qwen3-8B-bfloat16-1f0c...``. It has only letters, digits and ``._-`` and at most 80 characters, so that it can
-    name a directory.
     """
     num_slices = layout.slice.num_slices
     facts = {
@@ -54,9 +58,19 @@ def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
         "block_size_factor": block_size_factor,
         "num_slices": 1 if layout.rank_free else num_slices,
     }
+    return name_namespace([str(layout.identity[name]) for name in _READABLE if name in layout.identity], facts)
+
+
+def name_namespace(words: Sequence[str], facts: Mapping[str, Any]) -> str:
+    """A name that begins with ``words``, for people who look into the store, and ends with a hash of all ``facts``,
+    which JSON can express: ``Qwen3-8B-bfloat16-1f0c...``.
+
+    Of a word that is a path it has the last part. It has only letters, digits and ``._-`` and at most 80 characters, so
+    that it can name a directory.
+    """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    words = [str(layout.identity[name]).rstrip("/").rsplit("/", 1)[-1] for name in _READABLE if name in layout.identity]
-    head = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(words)).strip("._-")[:47].rstrip("._-")
+    readable = "-".join(word.rstrip("/").rsplit("/", 1)[-1] for word in words)
+    head = re.sub(r"[^A-Za-z0-9._-]+", "_", readable).strip("._-")[:47].rstrip("._-")
     return f"{head}-{digest}" if head else digest
 
 

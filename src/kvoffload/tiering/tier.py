@@ -186,6 +186,9 @@ class StoreTier(SecondaryTierManager):
     def has_pending_work(self) -> bool:
         return self._transfers.is_pending or self._questions.are_open
 
+    def call_on_progress(self, call: Callable[[], None]) -> None:
+        self._runner.on_ended = call
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._index.has_events:
             self._index.begin_events()

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that SGLang loads: its storage interface, over ``PoolStorage``. Imports SGLang."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
+from sglang.srt.runtime_context import get_server_args
+
+from kvoffload.engines.sglang.hits import restorable_pages
+from kvoffload.engines.sglang.options import parse_options
+from kvoffload.engines.sglang.storage import PoolStorage, pages_of, ranks_of
+from kvoffload.engines.sglang.tiers import Page
+from kvoffload.exporter import PrometheusExporter
+from kvoffload.metrics import add_stats
+
+__all__ = ["KVOffloadStorage"]
+
+logger = logging.getLogger(__name__)
+
+_KV = PoolName.KV.value
+_OF_THE_MODEL = (
+    "model_path",
+    "revision",
+    "quantization",
+    "dtype",
+    "kv_cache_dtype",
+    "json_model_override_args",
+    "load_format",
+)
+
+
+class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types for others
+    """SGLang's HiCache over kvoffload's tiers. SGLang makes one per rank, and calls it from three threads of its own:
+    one asks, one reads, one writes. Mistakes in the options raise ``ConfigError`` at the start. Later nothing raises.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        self._config = storage_config
+        extra = storage_config.extra_config or {}
+        self._options = parse_options(extra)
+        self._model = _model_of(storage_config) | {"pages": bool(extra.get("interface_v1", 0))}
+        self._pools: dict[str, PoolStorage] = {}
+        self._stop_metrics: Callable[[], None] | None = None
+        self._exporter: PrometheusExporter | None = None
+        if self._options.metrics_port is not None:
+            rank = storage_config.tp_rank + storage_config.tp_size * storage_config.pp_rank
+            names = [tier.label for tier in self._options.tiers]
+            self._exporter = PrometheusExporter(names, {"rank": str(rank)})
+            self._stop_metrics = self._exporter.serve(self._options.metrics_port + rank)
+
+    def __repr__(self) -> str:
+        return f"KVOffloadStorage({list(self._pools.values())!r})"
+
+    # -------------------------------------------------------------------------------------------------------- pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._open(_KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._open(str(host_pool_name), host_pool)
+
+    def _open(self, name: str, host_pool: Any) -> None:
+        known = self._pools.get(name)
+        if known is not None and known.host_pool is host_pool:
+            return
+        if known is not None:
+            known.close()
+        self._pools[name] = pool = PoolStorage(
+            name,
+            host_pool,
+            torch.arange(host_pool.page_size),
+            self._options,
+            model=self._model,
+            ranks=ranks_of(self._config),
+        )
+        logger.info(
+            "kvoffload: pages of SGLang's pool %r, %d bytes each, in namespace %s: %s",
+            name,
+            pool.page_bytes,
+            pool.namespace,
+            "; ".join(f"tier {tier.label!r}, {tier.quota}" for tier in self._options.tiers),
+        )
+
+    # ------------------------------------------------------------------------------------------- pages of the KV pool
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return sum(self._pools[_KV].present(keys))
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self._move(PoolStorage.load, _KV, keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self._move(PoolStorage.store, _KV, keys, host_indices)
+
+    # ------------------------------------------------------------------------------------------- pages of all pools
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        kv_pages = self.batch_exists(keys)
+        hits = {_KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
+                continue  # a second form of the same pages, which never limits the hit
+            trailing = None
+            if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+                trailing = max(1, len(transfer.keys or ()))
+            pool = self._pools.get(str(transfer.name))
+            found = pool.present(keys[:kv_pages], leading=trailing is None) if pool else []
+            ends = restorable_pages(found, kv_pages, trailing)
+            if ends:
+                hits[transfer.name] = max(ends)
+            restorable = [end for end in restorable if end in ends]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {each.name: self._transfer(PoolStorage.load, each) for each in transfers}
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        return {each.name: self._transfer(PoolStorage.store, each) for each in transfers}
+
+    # ---------------------------------------------------------------------- pages as tensors, without "interface_v1"
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        loaded = self._pools[_KV].load(keys, lambda: _pages_at(target_locations))
+        self._publish()
+        return [target if is_loaded else None for target, is_loaded in zip(target_locations, loaded, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        tensors = [value.contiguous() for value in values]
+        stored = self._pools[_KV].store(keys, lambda: _pages_at(tensors))
+        self._publish()
+        return all(stored)
+
+    # ---------------------------------------------------------------------------------------------------- the rest
+
+    def clear(self) -> None:
+        """Finds nothing from now on that was stored before: SGLang's operator asks for it after new weights."""
+        for pool in self._pools.values():
+            pool.forget()
+
+    def close(self) -> None:
+        """Ends the tiers. SGLang calls it when the backend is detached."""
+        for pool in self._pools.values():
+            pool.close()
+        if self._stop_metrics is not None:
+            self._stop_metrics()
+            self._stop_metrics = None
+
+    def _transfer(self, call: Callable[..., list[bool]], transfer: Any) -> list[bool]:
+        return self._move(call, str(transfer.name), transfer.keys or [], transfer.host_indices)
+
+    def _move(self, call: Callable[..., list[bool]], name: str, keys: list[str], host_indices: Any) -> list[bool]:
+        pool = self._pools.get(name)
+        if pool is None or not keys:
+            return [False] * len(keys)
+        moved = call(pool, keys, lambda: pages_of(pool.host_pool, host_indices, len(keys)))
+        self._publish()
+        return moved
+
+    def _publish(self) -> None:
+        if self._exporter is not None:
+            self._exporter.publish(add_stats(pool.stats() for pool in self._pools.values()))
+
+
+def _pages_at(tensors: Sequence[torch.Tensor]) -> list[Page]:
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("a tensor to read into is not contiguous")
+    return [[(tensor.data_ptr(), tensor.nbytes)] for tensor in tensors]
+
+
+def _model_of(config: HiCacheStorageConfig) -> dict[str, Any]:
+    """Everything about the model and its weights that changes the bytes of a page."""
+    args = get_server_args()
+    architecture = model_config_of(args).hf_config.to_json_string(use_diff=False)
+    return {
+        "name": config.model_name,
+        **{name: getattr(args, name) for name in _OF_THE_MODEL},
+        "architecture": hashlib.sha256(architecture.encode()).hexdigest()[:16],
+    }

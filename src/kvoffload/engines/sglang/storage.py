@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of SGLang's host pools as tiers keep it: its pages by SGLang's keys. Knows SGLang's pools and configuration by
+their attributes alone."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.engines.sglang.options import SGLangOptions, namespace_of
+from kvoffload.engines.sglang.tiers import Page, PageTiers
+from kvoffload.errors import LayoutError
+from kvoffload.logs import RateLimitedLog
+from kvoffload.metrics import Stats
+from kvoffload.units import parse_bytes
+
+__all__ = ["PoolStorage", "pages_of", "ranks_of"]
+
+_log = RateLimitedLog(logging.getLogger(__name__))
+
+_OF_A_PAGE = (
+    "layout",
+    "dtype",
+    "page_size",
+    "layer_num",
+    "start_layer",
+    "end_layer",
+    "head_num",
+    "head_dim",
+    "v_head_dim",
+)
+"""Attributes of a host pool on which the bytes of its pages depend; not all pools have all of them."""
+
+_OF_RANKS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size")
+
+
+def ranks_of(config: Any) -> dict[str, Any]:
+    """Which part of each page this process has, by SGLang's ``HiCacheStorageConfig``. Ranks of data parallelism do not
+    differ."""
+    return {name: getattr(config, name, None) for name in (*_OF_RANKS, "is_mla_model")}
+
+
+def pages_of(host_pool: Any, host_indices: Any, num_pages: int) -> list[Page]:
+    """Where ``num_pages`` pages lie in a host pool, by the indices of their tokens. Raises ``ValueError`` if these are
+    more or fewer."""
+    addresses, sizes = host_pool.get_page_buffer_meta(host_indices)
+    per_page, rest = divmod(len(addresses), num_pages)
+    if rest or not per_page or len(host_indices) != num_pages * host_pool.page_size:
+        raise ValueError(f"{len(host_indices)} tokens in {len(addresses)} pieces are not {num_pages} pages")
+    pieces = list(zip(addresses, sizes, strict=True))
+    return [pieces[begin : begin + per_page] for begin in range(0, len(pieces), per_page)]
+
+
+class PoolStorage:
+    """The pages of ``host_pool``, in tiers. Any thread may call; no call raises, or takes longer than ``max_wait_s``.
+    What goes wrong is a miss.
+
+    ``first_page`` has the indices of the pool's first page, which tells the size of pages. ``model`` and ``ranks`` are
+    for the namespace. Raises ``ConfigError`` for a pool that cannot be stored, and for what the tiers refuse.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host_pool: Any,
+        first_page: Any,
+        options: SGLangOptions,
+        *,
+        model: Mapping[str, Any],
+        ranks: Mapping[str, Any],
+    ) -> None:
+        try:
+            [page] = pages_of(host_pool, first_page, 1)
+        except (AttributeError, NotImplementedError, ValueError) as exc:
+            raise LayoutError(
+                f"SGLang's host pool {name!r} ({type(host_pool).__name__}) gives no addresses of its pages: {exc}. "
+                "Use --hicache-mem-layout page_first, or serve this model without kvoffload."
+            ) from exc
+        sizes = [num_bytes for _, num_bytes in page]
+        facts = {name: getattr(host_pool, name, None) for name in _OF_A_PAGE}
+        facts |= {
+            "pool": type(host_pool).__name__,
+            "device_dtype": getattr(getattr(host_pool, "device_pool", None), "dtype", None),
+            "pieces": sizes,
+        }
+        self.name = name
+        self.host_pool = host_pool
+        self.page_bytes = sum(sizes)
+        self.namespace = namespace_of(name, facts, model, ranks)
+        self._salt = b""
+        self._tiers = PageTiers(
+            options.tiers,
+            self.page_bytes,
+            self.namespace,
+            max_wait_s=options.max_wait_s,
+            staging_bytes=parse_bytes(options.staging_bytes),
+        )
+
+    def __repr__(self) -> str:
+        return f"PoolStorage({self.name!r}, pages of {self.page_bytes} bytes, {self._tiers!r})"
+
+    def present(self, keys: Sequence[str], *, leading: bool = True) -> list[bool]:
+        """Which pages are stored. ``leading``: the answer ends at the first that is not."""
+        try:
+            return self._tiers.present(self._keys(keys), leading=leading)
+        except Exception:  # noqa: BLE001 - SGLang's threads do not expect one
+            _log.exception("A look-up failed, and counts as misses.")
+            return [False] * len(keys)
+
+    def load(self, keys: Sequence[str], pages: Callable[[], Sequence[Page]]) -> list[bool]:
+        """Reads into ``pages``, wherever in memory they lie. Those whose answer is ``False`` keep their content."""
+        return self._move(self._tiers.load, keys, pages)
+
+    def store(self, keys: Sequence[str], pages: Callable[[], Sequence[Page]]) -> list[bool]:
+        """Writes ``pages``. ``True``: some tier has it."""
+        return self._move(self._tiers.store, keys, pages)
+
+    def forget(self) -> None:
+        """Nothing that was stored before is found here from now on, since the keys are others. Tiers evict it in
+        time."""
+        self._salt = secrets.token_bytes(16)
+
+    def stats(self) -> Stats:
+        return self._tiers.stats()
+
+    def close(self) -> None:
+        self._tiers.close()
+
+    def _move(
+        self,
+        call: Callable[[Sequence[OffloadKey], Sequence[Page]], list[bool]],
+        keys: Sequence[str],
+        pages: Callable[[], Sequence[Page]],
+    ) -> list[bool]:
+        try:
+            found = pages()
+            if any(sum(num_bytes for _, num_bytes in page) != self.page_bytes for page in found):
+                raise ValueError(f"not all pages have {self.page_bytes} bytes")
+            return call(self._keys(keys), found)
+        except Exception:  # noqa: BLE001 - SGLang's threads do not expect one
+            _log.exception(f"Pages of SGLang's pool {self.name!r} were not moved.")
+            return [False] * len(keys)
+
+    def _keys(self, keys: Sequence[str]) -> list[OffloadKey]:
+        return [make_offload_key(hashlib.sha256(self._salt + key.encode()).digest(), 0) for key in keys]

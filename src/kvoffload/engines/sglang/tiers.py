@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvoffload's tiers for callers that wait: SGLang's threads ask, read and write by calls that end in time."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.cpu.region import SharedOffloadRegion
+from kvoffload.metrics import Stats, add_stats
+from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvoffload.tiering.options import StoreOptions, build_tier
+
+__all__ = ["Page", "PageTiers"]
+
+Page = Sequence[tuple[int, int]]
+"""Where a page lies in the caller's memory: address and bytes of each of its pieces, in order."""
+
+_JOB_BYTES = 4 << 20
+_MAX_JOB_BLOCKS = 64
+_MAX_SLOTS = 256
+_POLL_S = 0.01
+"""How often a call asks tiers that cannot tell of progress."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Pages on their way between staging memory and tiers."""
+
+    at: list[int]
+    """Their indexes in the call."""
+    slots: list[int]
+    free: deque[int]
+    """Where the slots come from, and return to after the last user."""
+    num_users: int = 1
+    """The call, and each tier that has not returned the job."""
+    results: list[JobResult] = field(default_factory=list)
+
+
+class PageTiers:
+    """Tiers, by order, for pages of ``page_bytes`` each. Any thread may call; a call takes ``max_wait_s`` at most. What
+    was not found, read or written by then is a miss.
+
+    Tiers see memory of our own only, through which pages pass by one copy. A read that hangs may end at any later time,
+    and SGLang reuses its pages as soon as a call has returned: read into such a page, it would be another prompt's KV.
+    A write that hangs would store it. So slots stay reserved until the tier has returned them, however late
+    (docs/design/0017-sglang.md).
+    """
+
+    def __init__(
+        self,
+        options: Sequence[StoreOptions],
+        page_bytes: int,
+        namespace: str,
+        *,
+        max_wait_s: float,
+        staging_bytes: int,
+    ) -> None:
+        num_slots = min(_MAX_SLOTS, max(4, staging_bytes // page_bytes))
+        self.page_bytes = page_bytes
+        self.namespace = namespace
+        self._max_wait_s = max_wait_s
+        self._job_pages = max(1, min(_MAX_JOB_BLOCKS, _JOB_BYTES // page_bytes))
+        self._region = SharedOffloadRegion.anonymous(num_slots, page_bytes)
+        # Keeps the memory mapped for calls that are at it while another thread closes.
+        view = self._region.create_kv_memoryview()
+        self._memory: npt.NDArray[np.uint8] = np.asarray(view)
+        self._for_reads, self._for_writes = deque(range(num_slots // 2)), deque(range(num_slots // 2, num_slots))
+        self._changed = threading.Condition()
+        """Guards the tiers, which are for one thread, and all that follows."""
+        self._ids = itertools.count(1)
+        self._open: dict[tuple[SecondaryTierManager, int], _Job] = {}
+        self._tiers: list[SecondaryTierManager] = []
+        self._is_closed = False
+        try:
+            for each in options:
+                backlog = each.max_backlog_blocks or num_slots
+                limited = msgspec.structs.replace(each, max_backlog_blocks=backlog)
+                self._tiers.append(build_tier(limited, view, namespace))
+                self._tiers[-1].call_on_progress(self._wake)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"PageTiers({self.namespace!r}, {self._tiers!r})"
+
+    # ------------------------------------------------------------------------------------------------------ calls
+
+    def present(self, keys: Sequence[OffloadKey], *, leading: bool = True) -> list[bool]:
+        """Which pages some tier has. ``leading``: up to the first that none has, which ends the answer."""
+        deadline_s = time.monotonic() + self._max_wait_s
+        context = self._context()
+        with self._changed:
+            while not self._is_closed:
+                answers: list[bool | None] = []
+                for key in keys:
+                    answers.append(self._lookup(key, context))
+                    if leading and answers[-1] is False:
+                        break
+                self._step()
+                if None not in answers or not self._wait(deadline_s):
+                    return [answer is True for answer in answers]
+        return [False] * len(keys)
+
+    def load(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
+        """Fills the pages, each from the first tier that has it. A page whose answer is ``False`` keeps its content."""
+        deadline_s = time.monotonic() + self._max_wait_s
+        outcomes = [False] * len(keys)
+        context = self._context()
+        for tier in self._tiers:
+            with self._changed:
+                if self._is_closed:
+                    break
+                missing = [at for at, is_loaded in enumerate(outcomes) if not is_loaded]
+                wanted = deque(at for at in missing if tier.lookup(keys[at], context) is not False)
+            self._load_from(tier, wanted, keys, pages, outcomes, context, deadline_s)
+        self._touch([key for key, is_loaded in zip(keys, outcomes, strict=True) if is_loaded], context)
+        return outcomes
+
+    def store(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
+        """Writes the pages to each tier that is not known to have them. ``True``: some tier has the page."""
+        deadline_s = time.monotonic() + self._max_wait_s
+        context = self._context()
+        with self._changed:
+            if self._is_closed:
+                return [False] * len(keys)
+            held = [tier.holds(keys) for tier in self._tiers]
+        outcomes = [any(each) for each in zip(*held, strict=True)]
+        pending = deque(at for at in range(len(keys)) if not all(each[at] for each in held))
+        flying: list[_Job] = []
+        while pending or flying:
+            with self._changed:
+                job = self._take(self._for_writes, pending)
+            if job is not None:
+                for at, slot in zip(job.at, job.slots, strict=True):
+                    self._gather(pages[at], slot)
+                flying.append(job)
+                with self._changed:
+                    self._submit_store(job, keys, held, context)
+                continue
+            with self._changed:
+                self._step()
+                done = [job for job in flying if job.num_users == 1]
+                if not done and not self._wait(deadline_s):
+                    break
+            for job in done:
+                for result in job.results:
+                    for at in _good(job, result, keys):
+                        outcomes[at] = True
+            self._end(flying, done)
+        self._end(flying, list(flying))
+        return outcomes
+
+    def stats(self) -> Stats:
+        """The tiers' metrics."""
+        with self._changed:
+            return {} if self._is_closed else add_stats(tier.get_stats() for tier in self._tiers)
+
+    def close(self) -> None:
+        """Ends the tiers. Later calls are misses. Idempotent."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            tiers, self._tiers = self._tiers, []
+            self._changed.notify_all()
+        for tier in tiers:
+            tier.shutdown()
+        self._region.close()
+
+    # -------------------------------------------------------------------------------------------- with the lock held
+
+    def _lookup(self, key: OffloadKey, context: ReqContext) -> bool | None:
+        answer: bool | None = False
+        for tier in self._tiers:
+            found = tier.lookup(key, context)
+            if found:
+                return True
+            if found is None:
+                answer = None
+        return answer
+
+    def _step(self) -> None:
+        """What an engine's step is to the tiers: work is begun, and results are taken."""
+        for tier in self._tiers:
+            tier.on_schedule_end()
+            for result in tier.get_finished_jobs():
+                job = self._open.pop((tier, result.job_id))
+                job.results.append(result)
+                self._release(job)
+
+    def _wait(self, deadline_s: float) -> bool:
+        """Waits until something may have changed. ``False``: the deadline has passed."""
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or self._is_closed:
+            return False
+        self._changed.wait(min(left_s, _POLL_S))
+        return True
+
+    def _take(self, free: deque[int], pending: deque[int]) -> _Job | None:
+        """A job of the next ``pending`` pages, as far as slots are free."""
+        count = min(len(pending), self._job_pages, len(free))
+        if not count or self._is_closed:
+            return None
+        return _Job([pending.popleft() for _ in range(count)], [free.popleft() for _ in range(count)], free)
+
+    def _release(self, job: _Job) -> None:
+        """One user of the slots is done with them."""
+        job.num_users -= 1
+        if not job.num_users:
+            job.free.extend(job.slots)
+            self._changed.notify_all()
+
+    def _submit_store(
+        self, job: _Job, keys: Sequence[OffloadKey], held: Sequence[Sequence[bool]], context: ReqContext
+    ) -> None:
+        for tier, has in zip(self._tiers, held, strict=False):  # without tiers if another thread has closed
+            if chosen := [each for each, at in enumerate(job.at) if not has[at]]:
+                tier.submit_store(self._begin(tier, job, chosen, keys, context, is_promotion=False))
+        self._step()
+
+    def _begin(
+        self,
+        tier: SecondaryTierManager,
+        job: _Job,
+        chosen: Sequence[int],
+        keys: Sequence[OffloadKey],
+        context: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> JobMetadata:
+        """What ``tier`` is to do with those pages of ``job`` that ``chosen`` has the positions of. It is a user of the
+        slots from now on."""
+        job_id = next(self._ids)
+        job.num_users += 1
+        self._open[tier, job_id] = job
+        slots = np.array([job.slots[each] for each in chosen], np.int64)
+        return JobMetadata(job_id, [keys[job.at[each]] for each in chosen], slots, is_promotion, context)
+
+    # ------------------------------------------------------------------------------------------- without the lock held
+
+    def _load_from(
+        self,
+        tier: SecondaryTierManager,
+        wanted: deque[int],
+        keys: Sequence[OffloadKey],
+        pages: Sequence[Page],
+        outcomes: list[bool],
+        context: ReqContext,
+        deadline_s: float,
+    ) -> None:
+        flying: list[_Job] = []
+        while wanted or flying:
+            with self._changed:
+                while job := self._take(self._for_reads, wanted):
+                    flying.append(job)
+                    tier.submit_load(self._begin(tier, job, range(len(job.at)), keys, context, is_promotion=True))
+                self._step()
+                done = [job for job in flying if job.results]
+                if not done and not self._wait(deadline_s):
+                    break
+            for job in done:
+                slot_of = dict(zip(job.at, job.slots, strict=True))
+                for at in _good(job, job.results[0], keys):
+                    self._scatter(slot_of[at], pages[at])
+                    outcomes[at] = True
+            self._end(flying, done)
+        self._end(flying, list(flying))
+
+    def _end(self, flying: list[_Job], ended: Sequence[_Job]) -> None:
+        """The call is done with these jobs. Tiers may still be at their slots."""
+        with self._changed:
+            for job in ended:
+                flying.remove(job)
+                self._release(job)
+
+    def _gather(self, page: Page, slot: int) -> None:
+        address = self._memory[slot].ctypes.data
+        for piece, num_bytes in page:
+            ctypes.memmove(address, piece, num_bytes)
+            address += num_bytes
+
+    def _scatter(self, slot: int, page: Page) -> None:
+        address = self._memory[slot].ctypes.data
+        for piece, num_bytes in page:
+            ctypes.memmove(piece, address, num_bytes)
+            address += num_bytes
+
+    def _touch(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        with self._changed:
+            for tier in self._tiers:
+                tier.touch(keys, context)
+
+    def _context(self) -> ReqContext:
+        return ReqContext(f"sglang-{next(self._ids)}")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _good(job: _Job, result: JobResult, keys: Sequence[OffloadKey]) -> list[int]:
+    """The indexes of those pages of ``job`` that a tier has moved, by its ``result``."""
+    if not result.success and result.successful_keys is None:
+        return []
+    good = None if result.successful_keys is None else set(result.successful_keys)
+    return [at for at in job.at if good is None or keys[at] in good]

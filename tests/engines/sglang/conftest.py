@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What needs SGLang is marked ``sglang``, and runs only in an environment that has it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("sglang") is not None:
+        return
+    skip = pytest.mark.skip(reason="needs SGLang, which this environment lacks")
+    for item in items:
+        if item.get_closest_marker("sglang") is not None:
+            item.add_marker(skip)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host pools as SGLang lays them out, without SGLang: attention with keys and values apart, and latent attention."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+LAYERS, HEADS, DIM, TOKENS = 3, 2, 32, 4
+
+
+class HostPool:
+    """``num_pages`` pages of ``TOKENS`` tokens, of layout ``layer_first`` or ``page_first``; ``parts`` is 2 where keys
+    and values lie apart, and 1 for latent attention."""
+
+    def __init__(self, num_pages: int, layout: str = "page_first", parts: int = 2, layers: int = LAYERS) -> None:
+        self.layout, self.page_size, self.layer_num = layout, TOKENS, layers
+        self.head_num, self.head_dim, self.dtype = HEADS, DIM, torch.float32
+        self.size = num_pages * TOKENS
+        shape = (layers, self.size) if layout == "layer_first" else (self.size, layers)
+        self.kv_buffer = torch.zeros((parts, *shape, HEADS, DIM), dtype=self.dtype)
+        self._token_bytes = HEADS * DIM * self.dtype.itemsize
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        addresses = []
+        pieces = range(self.layer_num) if self.layout == "layer_first" else range(1)
+        for token in indices.tolist()[:: self.page_size]:
+            for layer in pieces:
+                for part in range(self.kv_buffer.shape[0]):
+                    at = (part, layer, token) if self.layout == "layer_first" else (part, token)
+                    addresses.append(self.kv_buffer[at].data_ptr())
+        size = self._token_bytes * self.page_size * (1 if self.layout == "layer_first" else self.layer_num)
+        return addresses, [size] * len(addresses)
+
+    def indices(self, *pages: int) -> torch.Tensor:
+        """The tokens of these pages."""
+        return torch.cat([torch.arange(page * TOKENS, (page + 1) * TOKENS) for page in pages])
+
+    def page(self, number: int) -> torch.Tensor:
+        """A copy of a page's content."""
+        tokens = slice(number * TOKENS, (number + 1) * TOKENS)
+        return (self.kv_buffer[:, :, tokens] if self.layout == "layer_first" else self.kv_buffer[:, tokens]).clone()
+
+    def fill(self, number: int, key: str) -> torch.Tensor:
+        """Gives a page the content that only ``key`` has, and returns a copy."""
+        content = torch.frombuffer(
+            bytearray(hashlib.shake_128(key.encode()).digest(self.page(0).nbytes // 4)), dtype=torch.uint8
+        ).to(torch.float32)
+        tokens = slice(number * TOKENS, (number + 1) * TOKENS)
+        target = self.kv_buffer[:, :, tokens] if self.layout == "layer_first" else self.kv_buffer[:, tokens]
+        target.copy_(content.reshape(target.shape))
+        return self.page(number)
+
+
+def hashes(*numbers: int) -> list[str]:
+    """Keys as SGLang makes them."""
+    return [hashlib.sha256(str(number).encode()).hexdigest() for number in numbers]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend as SGLang's own factory makes and calls it."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.engines.sglang.pools import HostPool, hashes
+from tests.engines.vllm.models import write_llama
+from tests.ports import free_port
+
+from kvoffload.errors import ConfigError, LayoutError
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The directory of the model that SGLang believes to serve."""
+    from sglang.srt.runtime_context import get_context
+
+    path = write_llama(tmp_path_factory.mktemp("llama")).path
+    with get_context().override_server_args(model_path=path, device="cpu"):
+        yield path
+
+
+@pytest.fixture
+def build(model: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+    from kvoffload.engines.sglang.backend import KVOffloadStorage
+
+    made: list[Any] = []
+
+    def make(pool: Any, interface: int = 1, **options: Any) -> Any:
+        tiers = [{"type": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}]
+        extra = {
+            "backend_name": "kvoffload",
+            "module_path": "kvoffload.engines.sglang",
+            "class_name": KVOffloadStorage.__name__,
+            "interface_v1": interface,
+            "kvoffload": {"secondary_tiers": tiers, "max_wait_s": 120} | options,
+        }
+        config = HiCacheStorageConfig(
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=True,
+            model_name=model,
+            extra_config=extra,
+        )
+        backend = StorageBackendFactory.create_backend("dynamic", config, pool)
+        made.append(backend)
+        backend.register_mem_pool_host(pool)
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def test_pages_by_addresses(build) -> None:
+    pool, keys = HostPool(8), hashes(*range(3))
+    backend = build(pool)
+    written = [pool.fill(page, key) for page, key in enumerate(keys)]
+    assert backend.batch_set_v1(keys, pool.indices(0, 1, 2)) == [True] * 3
+    assert backend.batch_exists([*keys, *hashes(9)]) == 3
+    assert backend.batch_exists(hashes(9, 0)) == 0
+    assert backend.batch_get_v1(keys, pool.indices(5, 6, 7)) == [True] * 3
+    assert [torch.equal(pool.page(5 + page), content) for page, content in enumerate(written)] == [True] * 3
+    assert backend.batch_get_v1(hashes(9, 0), pool.indices(5, 6)) == [False, True]
+    backend.clear()
+    assert backend.batch_exists(keys) == 0
+
+
+def test_pages_as_tensors(build) -> None:
+    pool, keys = HostPool(4), hashes(1, 2)
+    backend = build(pool, interface=0)
+    values = [torch.randn(pool.page(0).shape) for _ in keys]
+    assert backend.batch_set(keys, values)
+    targets = [torch.zeros_like(value) for value in values]
+    found = backend.batch_get([*keys, *hashes(3)], [*targets, torch.zeros_like(values[0])])
+    assert found[2] is None
+    assert torch.equal(found[0], values[0])
+    assert torch.equal(targets[1], values[1])
+    assert backend.set("any text", values[0])
+    assert backend.exists("any text")
+    assert not backend.exists("other")
+    assert backend.get("other", targets[0]) is None
+    assert build(pool).batch_exists(keys) == 0, "the bytes of a tensor are in another order"
+
+
+def test_models_with_several_pools(build) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+    kv, state, keys = HostPool(8), HostPool(8, layers=1), hashes(*range(6))
+    backend = build(kv)
+    backend.register_mem_host_pool_v2(kv, PoolName.KV)
+    backend.register_mem_host_pool_v2(state, PoolName.SWA)
+    backend.on_host_pools_registered()
+    for page, key in enumerate(keys):
+        kv.fill(page, key)
+    assert all(backend.batch_set_v1(keys, kv.indices(*range(6))))
+
+    def transfer(pages: list[int], **values: Any) -> PoolTransfer:
+        return PoolTransfer(
+            name=PoolName.SWA, keys=[keys[page] for page in pages], host_indices=state.indices(*pages), **values
+        )
+
+    kept = [state.fill(page, f"state {page}") for page in (2, 3)]
+    assert backend.batch_set_v2([transfer([2, 3])]) == {PoolName.SWA: [True, True]}
+    asked = transfer([4, 5], hit_policy=PoolHitPolicy.TRAILING_PAGES)  # windows of two pages
+    found = backend.batch_exists_v2(keys, [asked])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
+    assert found.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 4}
+    every = backend.batch_exists_v2(keys, [transfer([0], hit_policy=PoolHitPolicy.ALL_PAGES)])
+    assert every.kv_hit_pages == 0
+    moved = PoolTransfer(name=PoolName.SWA, keys=keys[2:4], host_indices=state.indices(6, 7))
+    assert backend.batch_get_v2([moved]) == {PoolName.SWA: [True, True]}
+    assert torch.equal(state.page(6), kept[0])
+    assert torch.equal(state.page(7), kept[1])
+    unknown = PoolTransfer(name=PoolName.MAMBA, keys=keys[:1], host_indices=state.indices(0))
+    assert backend.batch_get_v2([unknown]) == {PoolName.MAMBA: [False]}
+    assert backend.batch_exists_v2(keys, [unknown]).kv_hit_pages == 0
+
+
+def test_metrics_are_served(build) -> None:
+    pool, port = HostPool(4), free_port()
+    backend = build(pool, metrics_port=port)
+    assert backend.batch_set_v1(hashes(1, 2), pool.indices(0, 1)) == [True, True]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert 'kvoffload_tier_blocks_stored_total{rank="0",tier="disk"} 2.0' in lines
+
+
+def test_mistakes_fail_the_start(build) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'max_wait_s'"):
+        build(HostPool(4), max_wait=1)
+    with pytest.raises(LayoutError, match="gives no addresses"):
+        build(SimpleNamespace(page_size=4))

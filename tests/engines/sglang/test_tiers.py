@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that wait: each ends in time, what goes wrong is a miss, and late I/O never touches the caller's memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvoffload.base import OffloadKey
+from kvoffload.engines.sglang.tiers import Page, PageTiers
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.testing.stores import GatedStore
+from kvoffload.tiering.options import StoreOptions, parse_tiers
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.memory import MemoryStore
+
+BYTES = 1000
+"""Of a page, in pieces of 300 and 700."""
+PATIENT_S = 120.0
+
+
+class Gated(StoreOptions, frozen=True, kw_only=True):
+    """A store whose calls the test holds up."""
+
+    stores: ClassVar[dict[str, GatedStore]] = {}
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        return self.stores.setdefault(self.label, GatedStore(MemoryStore(block_bytes)))
+
+
+class Pages:
+    """The caller's memory: a page in two pieces that do not touch."""
+
+    def __init__(self, count: int) -> None:
+        self.memory: npt.NDArray[np.uint8] = np.full((count, 2, 1024), 0xA5, np.uint8)
+
+    def at(self, index: int) -> Page:
+        return [(self.memory[index, 0].ctypes.data, 300), (self.memory[index, 1].ctypes.data, 700)]
+
+    def all(self) -> list[Page]:
+        return [self.at(index) for index in range(len(self.memory))]
+
+    def read(self, index: int) -> bytes:
+        return self.memory[index, 0, :300].tobytes() + self.memory[index, 1, :700].tobytes()
+
+    def fill(self, keys: list[OffloadKey]) -> Pages:
+        for index, key in enumerate(keys):
+            content = np.frombuffer(block_of(key, BYTES), np.uint8)
+            self.memory[index, 0, :300], self.memory[index, 1, :700] = content[:300], content[300:]
+        return self
+
+    @property
+    def is_untouched(self) -> bool:
+        return bool((self.memory == 0xA5).all())
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., PageTiers]]:
+    made: list[PageTiers] = []
+    Gated.stores.clear()
+
+    def build(
+        *options: StoreOptions, max_wait_s: float = PATIENT_S, slots: int = 16, namespace: str = "ns"
+    ) -> PageTiers:
+        made.append(PageTiers(options, BYTES, namespace, max_wait_s=max_wait_s, staging_bytes=slots * BYTES))
+        return made[-1]
+
+    yield build
+    for store in Gated.stores.values():
+        store.open_gate()
+    for tiers in made:
+        tiers.close()
+
+
+def gated(name: str = "gated", **values: float) -> Gated:
+    return Gated(type="gated", name=name, **values)  # type: ignore[arg-type]
+
+
+def write(tiers: PageTiers, keys: list[OffloadKey]) -> list[bool]:
+    pages = Pages(len(keys)).fill(keys)  # addresses do not keep memory alive
+    return tiers.store(keys, pages.all())
+
+
+def check(tiers: PageTiers, keys: list[OffloadKey]) -> None:
+    pages = Pages(len(keys))
+    assert tiers.load(keys, pages.all()) == [True] * len(keys)
+    assert [pages.read(index) for index in range(len(keys))] == [block_of(key, BYTES) for key in keys]
+    assert (pages.memory[:, 0, 300:] == 0xA5).all() and (pages.memory[:, 1, 700:] == 0xA5).all()
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "fs"])
+def test_more_pages_than_slots_go_down_and_come_back(kind: str, tmp_path: Path, make) -> None:
+    path = {} if kind == "memory" else {"path": str(tmp_path), "max_bytes": "64MiB"}
+    options = parse_tiers([{"type": kind, **path}])
+    tiers = make(*options)
+    keys = keys_of(*range(100))
+    assert tiers.present(keys) == [False]
+    assert write(tiers, keys) == [True] * 100
+    assert tiers.present(keys) == [True] * 100
+    check(tiers, keys)
+    assert tiers.present([*keys[:7], *keys_of(500), *keys[7:9]]) == [True] * 7 + [False]
+    assert tiers.present(keys_of(500, 3), leading=False) == [False, True]
+    if path:
+        tiers.close()
+        again = make(*options)
+        assert again.present(keys) == [True] * 100
+        check(again, keys)
+        other = make(*parse_tiers([{"type": kind, "path": str(tmp_path), "max_bytes": "64MiB"}]), namespace="other")
+        assert other.present(keys) == [False]
+
+
+def test_all_tiers_are_written_and_the_first_that_has_a_page_is_read(make) -> None:
+    tiers = make(gated("fast"), gated("slow"))
+    keys = keys_of(*range(8))
+    assert write(tiers, keys) == [True] * 8
+    fast, slow = Gated.stores["fast"], Gated.stores["slow"]
+    assert fast.contains(keys) == slow.contains(keys) == [True] * 8
+    slow.close_gate("read_into")
+    check(tiers, keys)  # which would not end if the second were read
+    slow.open_gate()
+    fast.inner.discard(keys[2:5])
+    check(tiers, keys)
+
+
+def test_a_tier_that_lacks_a_page_is_written_again(make) -> None:
+    tiers = make(gated("fast"), gated("slow"))
+    keys = keys_of(*range(6))
+    Gated.stores["fast"].close_gate("write")
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit(write, tiers, keys)
+        Gated.stores["fast"].wait_for_arrivals(1)
+        assert not written.done()
+        Gated.stores["fast"].open_gate()
+        assert written.result() == [True] * 6
+    assert Gated.stores["fast"].contains(keys) == Gated.stores["slow"].contains(keys) == [True] * 6
+
+
+def test_a_hung_look_up_is_a_miss_in_time(make) -> None:
+    tiers = make(gated(), max_wait_s=0.2)
+    Gated.stores["gated"].close_gate("contains", "scan")
+    assert tiers.present(keys_of(1, 2)) == [False, False]
+
+
+def test_a_read_that_ends_late_never_touches_the_callers_pages(make) -> None:
+    tiers = make(gated(), max_wait_s=0.3)
+    store, keys = Gated.stores["gated"], keys_of(*range(12))
+    tiers_patient = make(gated(), max_wait_s=PATIENT_S)  # over the same store
+    assert write(tiers_patient, keys) == [True] * 12
+    while tiers.present(keys) != [True] * 12:  # the answer of a loaded machine may be late
+        pass
+    store.close_gate("read_into")
+    pages = Pages(12)
+    assert tiers.load(keys, pages.all()) == [False] * 12
+    assert pages.is_untouched
+    store.open_gate()
+    deadline_s = time.monotonic() + PATIENT_S
+    others = Pages(12)
+    while tiers.load(keys, others.all()) != [True] * 12:  # the slots of the late reads come back
+        assert time.monotonic() < deadline_s
+    assert pages.is_untouched
+
+
+def test_a_write_that_is_late_stores_what_the_page_was(make) -> None:
+    tiers = make(gated(), max_wait_s=0.3)
+    store, keys = Gated.stores["gated"], keys_of(*range(4))
+    store.close_gate("write")
+    pages = Pages(4).fill(keys)
+    assert tiers.store(keys, pages.all()) == [False] * 4
+    store.wait_for_arrivals(1)
+    pages.memory[:] = 0  # SGLang has given the pages to another prompt
+    store.open_gate()
+    reader = make(gated(), max_wait_s=PATIENT_S)
+    deadline_s = time.monotonic() + PATIENT_S
+    while store.contains(keys) != [True] * 4:
+        assert time.monotonic() < deadline_s
+        tiers.present(keys)
+    check(reader, keys)
+
+
+def test_while_all_slots_hang_calls_still_end(make) -> None:
+    tiers = make(gated(), max_wait_s=0.2, slots=4)
+    Gated.stores["gated"].close_gate("write")
+    for first in range(0, 12, 4):
+        assert write(tiers, keys_of(*range(first, first + 4))) == [False] * 4
+
+
+def test_a_failing_store_trips_its_breaker_and_is_used_again(make) -> None:
+    class Broken(GatedStore):
+        is_broken = True
+
+        def write(self, keys, blocks):
+            if self.is_broken:
+                raise OSError(28, "No space left on device")
+            return self.inner.write(keys, blocks)
+
+    Gated.stores["gated"] = broken = Broken(MemoryStore(BYTES))
+    tiers = make(gated())
+    tripped = ("tier_breaker_open", "gated", "write")
+    number = 0
+    while not tiers.stats()[tripped]:
+        number += 1
+        assert write(tiers, keys_of(number)) == [False]
+    assert tiers.stats()["tier_breaker_trips", "gated", "write"] == 1
+    broken.is_broken = False
+    deadline_s = time.monotonic() + PATIENT_S
+    while write(tiers, keys_of(1000)) != [True]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert not tiers.stats()[tripped]
+
+
+def test_three_threads_at_once(make) -> None:
+    tiers = make(gated(), slots=8)
+    barrier = threading.Barrier(3)
+
+    def work(first: int) -> None:
+        keys = keys_of(*range(first, first + 40))
+        barrier.wait()
+        for begin in range(0, 40, 10):
+            assert write(tiers, keys[begin : begin + 10]) == [True] * 10
+            assert tiers.present(keys[: begin + 10]) == [True] * (begin + 10)
+            check(tiers, keys[: begin + 10])
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(work, first) for first in (0, 100, 200)]:
+            done.result()
+
+
+def test_closing_ends_calls_that_wait_and_later_ones_are_misses(make) -> None:
+    tiers = make(gated(drain_timeout_s=0.1))
+    store, keys = Gated.stores["gated"], keys_of(1, 2)
+    store.close_gate("write")
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit(write, tiers, keys)
+        store.wait_for_arrivals(1)
+        tiers.close()
+        assert written.result() == [False, False]
+    late = Pages(2)
+    assert tiers.present(keys) == tiers.load(keys, late.all()) == write(tiers, keys) == [False, False]
+    assert tiers.stats() == {}
