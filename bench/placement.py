@@ -148,18 +148,19 @@ def replay(
     quota = num_blocks * block_bytes
     tier = build_tier({"type": "memory", "max_bytes": quota, "exclusive": True}, primary.kv_view)
     manager = FilledManager(memory, primary, [tier], cascade=[cascade])
+    clock = PacedClock()
     server = Server(
         trace,
         trace.keys(),
         manager,
-        PacedClock(),
+        clock,
         cpu_blocks=num_blocks,
         prefill_tokens_per_s=blocks_per_s * trace.block_tokens,
         chunk_tokens=CHUNK_TOKENS,
         block_bytes=block_bytes,
         load_link=Link(1e15, 0.0),
         device=None,
-        wait=lambda: time.sleep(0.0005),
+        wait=lambda: clock.now_s + 0.0005,
     )
     start_s = time.monotonic()
     host = disk = used = 0

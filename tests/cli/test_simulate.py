@@ -455,3 +455,71 @@ def test_the_device_by_blocks_or_by_tokens(trace: Path) -> None:
     assert device_blocks(loaded, None, None) == 0
     assert device_blocks(loaded, 7, None) == 7
     assert device_blocks(loaded, None, 512 * 7 + 511) == 7
+
+
+def test_a_fleet(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "fleet.html"
+    fleet = ["--servers", "2,3", "--router", "round-robin,session", "--shared", "none", "--shared", "50%,link=10GB"]
+    common = ["simulate", trace, "--cpu", "10%", "--processes", "1", *fleet]
+    code, out, _ = run(capsys, *common, "--json", tmp_path / "fleet.json", "--plot", page, "--copies", "2")
+    assert code == 0
+    assert "chat.jsonl x2" in out or "chat x2" in out
+    found = json.loads((tmp_path / "fleet.json").read_text())
+    assert len(found["fleets"]) == 2 * 2 * 2
+    assert {fleet["config"]["servers"] for fleet in found["fleets"]} == {2, 3}
+    with_shared = [fleet for fleet in found["fleets"] if fleet["config"]["shared"]]
+    assert max(fleet["hit_rate"] for fleet in found["fleets"]) > 0.5
+    assert {fleet["config"]["shared"]["server_bytes_per_s"] for fleet in with_shared} == {10e9}
+    assert "<svg" in page.read_text()
+    assert "http" not in page.read_text().replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", ""), "self-contained"
+
+
+def test_one_server_has_the_figures_of_one_server(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["simulate", trace, "--cpu", "20%", "--policy", "density", "--gpu-kv-tokens", "10000", "--processes", "1"]
+    run(capsys, *common, "--json", tmp_path / "one.json")
+    run(capsys, *common, "--servers", "1", "--json", tmp_path / "fleet.json")
+    (report,) = json.loads((tmp_path / "one.json").read_text())
+    (fleet,) = json.loads((tmp_path / "fleet.json").read_text())["fleets"]
+    (alone,) = report["runs"]
+    assert fleet["ttft_s"] == alone["ttft_s"]
+    assert fleet["hit_rate"] == alone["hit_rate"]
+
+
+def test_what_happens_to_a_fleet(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["simulate", trace, "--servers", "3", "--shared", "50%,away=10:15,ttl=1h", "--processes", "1", "--wide"]
+    code, out, _ = run(capsys, *common, "--death", "1@5:20", "--prefill-servers", "1", "--events", "delay=0.1,loss=0.5")
+    assert code == 0
+    assert "server 1 hits as before its death" in out
+    assert "1+2" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--servers", "many"], "a list of numbers such as 4,8"),
+        (["--servers", "2", "--router", "round"], "Did you mean 'round-robin'"),
+        (["--servers", "2", "--shared", "50%,speed=3"], "'speed=3' is not one of link=, store=, latency=, ttl=, away="),
+        (["--servers", "2", "--shared", "1KiB"], "less than one block"),
+        (["--servers", "2", "--death", "one"], "SERVER@FROM:TO"),
+        (["--servers", "2", "--death", "1@9:3"], "FROM:TO in seconds"),
+        (["--servers", "2", "--hour-prices", "gpu=3"], "'gpu=3' is not one of server="),
+    ],
+)
+def test_mistakes_in_a_fleet(options: list[str], said: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "simulate", trace, *options)
+    assert code == 2
+    assert said in " ".join(err.split())
+
+
+def test_the_cheapest_fleet(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["plan", trace, "--servers", "1:6", "--shared", "none", "--shared", "50%", "--processes", "1"]
+    code, out, _ = run(capsys, *common, "--hit-rate", "5", "--json", tmp_path / "plan.json")
+    assert code == 0
+    assert "1 server, no shared tier" in out
+    code, out, _ = run(capsys, *common, "--ttft", "0.000001")
+    assert code == 1
+    assert "No fleet within the limits reaches the goal" in out

@@ -129,17 +129,22 @@ def served(
         for number in range(len(trace)):
             if not gpu_blocks:
                 engine.reset_cache(device=True, offloaded=False)
-            sampling = SamplingParams(max_tokens=int(trace.output_tokens[number]))
-            request = engine.add_request(prompt(trace, number), sampling)
-            while not request.is_done:
-                engine.step()
-                end_transfers(engine)
-            assert engine._connector is not None
-            if engine._connector._outbox.final_stores:
-                engine.step()
-                end_transfers(engine)
-            hits.append((request.device_hit_tokens // BLOCK_TOKENS, request.external_hit_tokens // BLOCK_TOKENS))
+            hits.append(serve_one(engine, trace, number))
     return hits
+
+
+def serve_one(engine: Engine, trace: Trace, number: int) -> tuple[int, int]:
+    """Blocks that one request found on the device, and those that were loaded for it from below."""
+    sampling = SamplingParams(max_tokens=int(trace.output_tokens[number]))
+    request = engine.add_request(prompt(trace, number), sampling)
+    while not request.is_done:
+        engine.step()
+        end_transfers(engine)
+    assert engine._connector is not None
+    if engine._connector._outbox.final_stores:
+        engine.step()
+        end_transfers(engine)
+    return request.device_hit_tokens // BLOCK_TOKENS, request.external_hit_tokens // BLOCK_TOKENS
 
 
 def end_transfers(engine: Engine) -> None:

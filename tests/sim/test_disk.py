@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.sim.disk import Link, SimDisk, VirtualClock
+from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock
 from kvoffload.testing import keys
 from kvoffload.tiering.base import JobMetadata
 
@@ -17,7 +17,7 @@ class Rig:
 
     def __init__(self, max_backlog_blocks: int = 64) -> None:
         self.clock = VirtualClock()
-        self.disk = SimDisk(4, 100, Link(100.0, 0.5), Link(100.0, 0.5), self.clock, max_backlog_blocks)
+        self.disk = SimDisk(Contents(4), 100, [Link(100.0, 0.5)], [Link(100.0, 0.5)], self.clock, max_backlog_blocks)
         self._last_job = 0
 
     def submit(self, blocks: list[OffloadKey], is_promotion: bool = False) -> int:
@@ -79,7 +79,7 @@ def test_reads_and_writes_are_uses_and_the_least_recent_block_is_evicted() -> No
     rig.submit(keys(5, 6))
     rig.drain()
     assert rig.has(1, 2, 3, 4, 5, 6) == [1, 2, 5, 6]
-    assert rig.disk.evicted_blocks == 2
+    assert rig.disk.contents.evicted_blocks == 2
 
 
 def test_writes_beyond_the_backlog_are_dropped() -> None:

@@ -48,7 +48,7 @@ def test_a_prefix_is_served_from_the_highest_tier_that_has_it(trace_of: Callable
     server, _ = server_of(trace, cpu_blocks=20, gpu_blocks=5)
     hits = [server.serve(request) for request in range(4)]
     # Of the last prompt the device has lost blocks 3 and 2. Its last token is computed, so block 3 is never a hit.
-    assert hits == [Hit(0, 0, 0), Hit(3, 0, 0), Hit(0, 0, 0), Hit(2, 1, 0)]
+    assert hits == [Hit(0, 0), Hit(3, 0), Hit(0, 0), Hit(2, 1)]
     assert server.accesses == 14
 
 
@@ -58,7 +58,7 @@ def test_prefill_and_loads_take_their_time(trace_of: Callable[..., Trace]) -> No
     server, clock = server_of(trace, cpu_blocks=10)
     server.serve(0)
     assert clock.now_s == pytest.approx(2.0)
-    assert server.serve(1) == Hit(0, 2, 0)
+    assert server.serve(1) == Hit(0, 2)
     assert clock.now_s == pytest.approx(2.0 + 0.2 + 1.0)
     assert server.prefill_s == pytest.approx(3.0)
 

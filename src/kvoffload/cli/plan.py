@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli.fleet import Copies, HourPrices, Routers, Servers, Shared, fleet_configs, plan_fleets, server_numbers
+from kvoffload.cli.fleet import hour_prices as prices_of_an_hour
 from kvoffload.cli.machine import (
     CASCADE_DEFAULT,
     DISK_READ_SPEED,
@@ -39,13 +41,14 @@ from kvoffload.cli.machine import (
     model_sizes,
     speeds_of,
 )
-from kvoffload.cli.output import check_json_target, progress, write_json
+from kvoffload.cli.output import check_json_target, positive, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SPEEDS, SimConfig, SimResult
+from kvoffload.sim.fleet.traffic import crowd
 from kvoffload.sim.kv_size import ModelKV, kv_bytes_per_token
-from kvoffload.sim.plan import Goal, Plan, Prices, make_plan
+from kvoffload.sim.plan import Goal, Plan, Prices, machines, make_plan
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json, format_seconds, saturation
 from kvoffload.tiering.base import CascadeMode
@@ -87,6 +90,12 @@ def plan(
     load_speed: LoadSpeed = LOAD_SPEED,
     disk_read_speed: DiskReadSpeed = DISK_READ_SPEED,
     disk_write_speed: DiskWriteSpeed = DISK_WRITE_SPEED,
+    servers: Servers = None,
+    router: Routers = "least-tokens",
+    shared: Shared = None,
+    copies: Copies = 1,
+    stretch: Annotated[float, typer.Option(help="Factor by which requests arrive more slowly.")] = 1.0,
+    hour_prices: HourPrices = "",
     block_tokens: BlockTokens = None,
     max_requests: MaxRequests = None,
     processes: Processes = None,
@@ -122,7 +131,9 @@ def plan(
         raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
     else:
         sizes = model_sizes(model, kv_bytes, dtype)
-    loaded = load_one(trace, block_tokens, max_requests)
+    ends = None if servers is None else server_numbers(servers)
+    prices_an_hour = prices_of_an_hour(hour_prices)
+    loaded = crowd(load_one(trace, block_tokens, max_requests), copies).stretched(positive(stretch, "--stretch"))
     block_bytes = sizes.bytes_per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
     if max_cpu_blocks == 0:
@@ -141,6 +152,12 @@ def plan(
         cascade=cast("CascadeMode | None", cascade),
         state_slots=sizes.state_slots(block_bytes),
     )
+    if ends is not None:
+        tiers = machines(loaded, base, max_cpu_blocks, max_disk_blocks)
+        fleets = fleet_configs(loaded, tiers, router, shared, None, 1, 0, None, "", ends[:1])
+        if not plan_fleets(loaded, fleets, goal, prices_an_hour, ends, processes, wide, json_file, plot):
+            sys.exit(1)
+        return
     name = loaded.name
     with progress({name: None}, "runs") as advance:
         made = make_plan(

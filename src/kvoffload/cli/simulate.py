@@ -12,6 +12,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli.fleet import (
+    Copies,
+    Deaths,
+    Events,
+    HourPrices,
+    PerMachine,
+    Pool,
+    PrefillServers,
+    Routers,
+    Servers,
+    Shared,
+    fleet_configs,
+    server_numbers,
+    simulate_fleets,
+)
+from kvoffload.cli.fleet import hour_prices as prices_of_an_hour
 from kvoffload.cli.machine import (
     CASCADE_DEFAULT,
     DISK_READ_SPEED,
@@ -43,6 +59,7 @@ from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.driver import SPEEDS, SimConfig
+from kvoffload.sim.fleet.traffic import crowd
 from kvoffload.sim.hints import hinter
 from kvoffload.sim.plot import check_target, write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, saturation, table
@@ -53,6 +70,9 @@ from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["capacities", "register"]
 
+_CPU_SIZES = "1%,2%,5%,10%,20%,50%"
+_POLICIES = "lru,arc,density"
+
 
 def register(app: typer.Typer) -> None:
     app.command()(simulate)
@@ -60,15 +80,23 @@ def register(app: typer.Typer) -> None:
 
 def simulate(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help=TRACE_HELP)],
-    cpu: Annotated[str, typer.Option(help="Sizes of host memory: bytes, or % of the trace's footprint.")] = (
-        "1%,2%,5%,10%,20%,50%"
-    ),
+    cpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Sizes of host memory: bytes, or % of the trace's footprint. "
+            f"Default: {_CPU_SIZES}, and 5% for each server of a fleet."
+        ),
+    ] = None,
     disk: Annotated[str, typer.Option(help="Sizes of the disk tier, written likewise; 0 for no disk.")] = "0",
     gpu_kv_tokens: GpuKVTokens = None,
     gpu_blocks: GpuBlocks = None,
     policy: Annotated[
-        str, typer.Option(help=f"Cache policies to compare. The default of serving is {DEFAULTS.eviction_policy}.")
-    ] = "lru,arc,density",
+        str | None,
+        typer.Option(
+            help=f"Cache policies to compare. Default: {_POLICIES}, and {DEFAULTS.eviction_policy}, that of serving, "
+            "for a fleet."
+        ),
+    ] = None,
     model: Model = None,
     kv_bytes: KVBytes = None,
     store_threshold: StoreThreshold = DEFAULTS.store_threshold,
@@ -88,6 +116,16 @@ def simulate(
             "By default what the trace says."
         ),
     ] = None,
+    servers: Servers = None,
+    router: Routers = "round-robin",
+    shared: Shared = None,
+    pool: Pool = None,
+    servers_per_machine: PerMachine = 1,
+    prefill_servers: PrefillServers = 0,
+    death: Deaths = None,
+    events: Events = "",
+    copies: Copies = 1,
+    hour_prices: HourPrices = "",
     stretch: Annotated[float, typer.Option(help="Factor by which requests arrive more slowly.")] = 1.0,
     block_tokens: BlockTokens = None,
     max_requests: MaxRequests = None,
@@ -96,8 +134,14 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the curves to: .png or .html.")] = None,
 ) -> None:
-    """Replay request traces through the production managers and policies, with a virtual clock instead of bytes."""
-    policies = _policies(policy)
+    """Replay request traces through the production managers and policies, with a virtual clock instead of bytes.
+
+    With --servers, through a fleet of servers behind a router.
+    """
+    policies = _policies(policy or (_POLICIES if servers is None else DEFAULTS.eviction_policy))
+    cpu = cpu or (_CPU_SIZES if servers is None else "5%")
+    numbers = None if servers is None else server_numbers(servers)
+    prices = prices_of_an_hour(hour_prices)
     modes = _modes(cascade)
     chosen_load_policy = load_policy_of(load_policy)
     check_json_target(json_file)
@@ -108,6 +152,7 @@ def simulate(
     speeds = speeds_of(prefill_speed, load_speed, disk_read_speed, disk_write_speed)
     hinted = hinter(hints) if hints is not None else None
     loaded = [load_one(trace, block_tokens, max_requests).stretched(stretch) for trace in traces]
+    loaded = [crowd(trace, copies) for trace in loaded]
     if hinted is not None:
         loaded = [hinted(trace) for trace in loaded]
     jobs: list[tuple[Trace, list[SimConfig]]] = []
@@ -129,7 +174,14 @@ def simulate(
             for disk_blocks in capacities(disk, "--disk", trace, block_bytes)
             for cpu_blocks in capacities(cpu, "--cpu", trace, block_bytes)
         ]
+        if numbers is not None:
+            fleets = fleet_configs(
+                trace, tiers, router, shared, pool, servers_per_machine, prefill_servers, death, events, numbers
+            )
+            simulate_fleets(trace, fleets, prices, processes, wide, json_file, plot)
         jobs.append((trace, [alone, *tiers]))
+    if numbers is not None:
+        return
     reports = _run_sweeps(jobs, processes)
     _print(jobs, reports, model is not None or kv_bytes is not None, wide)
     write_json(as_json(reports), json_file)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import OffloadingEvent, OffloadKey
+from kvoffload.events import NO_EVENTS, PendingEvents
 
 __all__ = ["DeviceCache"]
 
@@ -21,13 +22,14 @@ class DeviceCache:
     Call ``find_prefix`` and ``admit``, then ``fill`` and ``grow`` while the request computes, then ``release``.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, enable_events: bool = False) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._key_of: dict[int, OffloadKey] = {}
         self._block_of: dict[OffloadKey, int] = {}
         self._table: list[int] = []
         self._states: list[int] = []
         self._num_named = 0
+        self._events = PendingEvents("GPU") if enable_events else NO_EVENTS
 
     def __repr__(self) -> str:
         return f"DeviceCache({len(self._queue)} free, {len(self._block_of)} cached)"
@@ -66,6 +68,7 @@ class DeviceCache:
                 self._states.append(block)
                 if key not in self._block_of:
                     self._block_of[key], self._key_of[block] = block, key
+                    self._events.add([key], removed=False)
 
     def fill(self, path: Sequence[OffloadKey], num_blocks: int) -> None:
         """The first ``num_blocks`` blocks of ``path`` are computed or loaded."""
@@ -74,6 +77,7 @@ class DeviceCache:
             if path[index] not in self._block_of:
                 self._block_of[path[index]] = self._table[index]
                 self._key_of[self._table[index]] = path[index]
+                self._events.add([path[index]], removed=False)
         self._num_named = num_blocks
 
     def grow(self, num_blocks: int) -> None:
@@ -86,7 +90,12 @@ class DeviceCache:
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key]
+            self._events.add([key], removed=True)
         return block
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Events since the last call; none without ``enable_events``."""
+        return self._events.take()
 
     def release(self) -> None:
         """Ends the request."""

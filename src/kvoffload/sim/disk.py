@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk in virtual time: a secondary tier that tracks its blocks and moves no bytes."""
+"""A disk, or a store that machines share, in virtual time: a tier that tracks its blocks and moves no bytes."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
-__all__ = ["Link", "SimDisk", "VirtualClock", "VirtualMemory"]
+__all__ = ["Contents", "Link", "SimDisk", "VirtualClock", "VirtualMemory"]
 
 
 class VirtualClock:
@@ -58,96 +59,179 @@ class VirtualMemory:
         return memoryview(bytearray(1)).cast("B", (1, 1))
 
 
-class _Write(NamedTuple):
+@dataclass(slots=True)
+class _Arrival:
+    """Blocks on their way into a disk or a store."""
+
+    reserved: list[OffloadKey]
+    """Those that it did not have, and does not get from another machine just now."""
+    wanted: list[OffloadKey]
+    """Those that cross the links: with those that another machine writes just now, and those that are too old."""
+    succeeds: bool
+
+
+class Contents:
+    """What a disk or a store holds. Machines that share one share its ``Contents``, with ``is_shared``.
+
+    It evicts the least recently used blocks. ``ttl_s`` after it was written, a block is found no more; it takes room
+    until it is evicted. What arrives is there from its time on, whether or not the machine that wrote it looks.
+    """
+
+    def __init__(self, num_blocks: int, ttl_s: float = math.inf, *, is_shared: bool = False) -> None:
+        self.index = CPUOffloadingManager(num_blocks, "lru")
+        self._ttl_s, self._is_shared = ttl_s, is_shared
+        self._written_s: dict[OffloadKey, float] = {}
+        self._arrivals: list[tuple[float, int, _Arrival]] = []
+        self._order = 0
+
+    def has(self, key: OffloadKey, context: ReqContext, now_s: float) -> bool:
+        if self._is_shared:
+            self.settle(now_s)
+        if self.index.lookup(key, context) is not True:
+            return False
+        return self._ttl_s == math.inf or now_s < self._written_s[key] + self._ttl_s
+
+    def expect(self, arrival: _Arrival, end_s: float) -> None:
+        self._order += 1
+        heapq.heappush(self._arrivals, (end_s, self._order, arrival))
+
+    def settle(self, now_s: float) -> None:
+        """Takes in what has arrived by ``now_s``."""
+        while self._arrivals and self._arrivals[0][0] <= now_s:
+            end_s, _, arrival = heapq.heappop(self._arrivals)
+            self.index.complete_store(arrival.reserved, success=arrival.succeeds)
+            if arrival.succeeds and self._ttl_s != math.inf:
+                self._written_s.update(dict.fromkeys(arrival.wanted, end_s))
+
+    @property
+    def evicted_blocks(self) -> int:
+        return int(self.index.get_stats()["primary_blocks_evicted",])
+
+
+class _Read(NamedTuple):
     end_s: float
     job: JobMetadata
     keys: list[OffloadKey]
-    """Blocks that the disk did not have."""
+    """Blocks that the disk has."""
+    succeeds: bool
+
+
+class _Write(NamedTuple):
+    end_s: float
+    job: JobMetadata
+    arrival: _Arrival
     num_admitted: int
     """The job's first blocks that were not dropped."""
 
 
 class SimDisk(SecondaryTierManager):
-    """Reads and writes on two ``Link``s and evicts its least recently used blocks.
+    """A machine's disk, or its way to a store that others share.
 
-    A ``CPUOffloadingManager`` serves as the index of its blocks. As in real stores, reads and writes are uses in a
-    job's order, so a job's last block is the most recent. As in ``StoreTier``, at most ``max_backlog_blocks`` wait to
+    A ``CPUOffloadingManager`` serves as the index of its ``contents``. As in real stores, reads and writes are uses in
+    a job's order, so a job's last block is the most recent. As in ``StoreTier``, at most ``max_backlog_blocks`` wait to
     be written or are being written, and the rest of a job is dropped.
 
-    A job ends when the virtual clock has passed its end. ``read_blocks`` and ``written_blocks`` count successes,
+    A transfer crosses all of ``read_links`` or ``write_links`` at the speed of the slowest. Its job ends when the
+    virtual clock has passed its end. In the times of ``away``, (begin_s, end_s), nothing can be read or written: jobs
+    in flight fail ``deadline_s`` after the begin. ``read_blocks`` and ``written_blocks`` count successes,
     ``ever_written`` collects the keys of written blocks.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        contents: Contents,
         block_bytes: int,
-        read_link: Link,
-        write_link: Link,
+        read_links: Sequence[Link],
+        write_links: Sequence[Link],
         clock: VirtualClock,
         max_backlog_blocks: int,
+        *,
+        label: str = "disk",
+        away: Sequence[tuple[float, float]] = (),
+        deadline_s: float = 0.0,
     ) -> None:
-        super().__init__(VirtualMemory().create_kv_memoryview(), "disk")
-        self._index = CPUOffloadingManager(num_blocks, "lru")
+        super().__init__(VirtualMemory().create_kv_memoryview(), label)
+        self.contents, self._index = contents, contents.index
         self._block_size_bytes = block_bytes
-        self._read_link, self._write_link, self._clock = read_link, write_link, clock
-        self._reads: deque[tuple[float, JobMetadata, list[OffloadKey]]] = deque()
+        self._read_links, self._write_links, self._clock = read_links, write_links, clock
+        self._reads: deque[_Read] = deque()
         self._writes: deque[_Write] = deque()
         self._refused: list[JobResult] = []
         self._max_backlog, self._backlog = max_backlog_blocks, 0
+        self._away, self._deadline_s = away, deadline_s
         self.read_blocks = self.written_blocks = 0
         self.ever_written: set[OffloadKey] = set()
 
     def next_end_s(self) -> float | None:
         """The time at which the next job in flight ends."""
-        ends = [queue[0][0] for queue in (self._reads, self._writes) if queue]
+        ends = [queue[0].end_s for queue in (self._reads, self._writes) if queue]
         return min(ends) if ends else None
 
-    @property
-    def evicted_blocks(self) -> int:
-        return int(self._index.get_stats()["primary_blocks_evicted",])
+    def is_readable(self) -> bool:
+        now_s = self._clock()
+        return not any(begin <= now_s < end for begin, end in self._away)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self._index.lookup(key, req_context) is True
+        return self.contents.has(key, req_context, self._clock()) and self.is_readable()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         self._index.touch(keys)
 
+    def _transfer(self, links: Sequence[Link], num_blocks: int) -> tuple[float, bool]:
+        """Queues a transfer. Returns when it ends, and whether it succeeds."""
+        now_s = self._clock()
+        end_s = max(link.queue(now_s, num_blocks * self._block_size_bytes) for link in links)
+        broken_s = min((begin for begin, end in self._away if begin < end_s and now_s < end), default=None)
+        return (end_s, True) if broken_s is None else (max(broken_s, now_s) + self._deadline_s, False)
+
     def submit_store(self, job: JobMetadata) -> None:
-        keys = job.keys[: self._max_backlog - self._backlog][::-1]
+        keys = job.keys[: self._max_backlog - self._backlog][::-1] if self.is_readable() else []
+        now_s = self._clock()
+        wanted = [key for key in keys if not self.contents.has(key, job.req_context, now_s)]
         self._index.touch(keys)
         reserved = self._index.prepare_store(keys, job.req_context) if keys else None
         if reserved is None:
             self._refused.append(JobResult(job.job_id, success=False))
             return
         self._backlog += len(keys)
-        wanted = reserved.keys_to_store
-        end_s = self._write_link.queue(self._clock(), len(wanted) * self._block_size_bytes)
-        self._writes.append(_Write(end_s, job, wanted, len(keys)))
+        end_s, succeeds = self._transfer(self._write_links, len(wanted))
+        arrival = _Arrival(reserved.keys_to_store, wanted, succeeds)
+        self.contents.expect(arrival, end_s)
+        self._writes.append(_Write(end_s, job, arrival, len(keys)))
 
     def submit_load(self, job: JobMetadata) -> None:
-        found = [key for key in job.keys if self._index.lookup(key, job.req_context) is True]
+        now_s = self._clock()
+        found = [key for key in job.keys if self.contents.has(key, job.req_context, now_s)]
         self._index.prepare_load(found, job.req_context)
         self._index.touch(found[::-1])
-        end_s = self._read_link.queue(self._clock(), len(found) * self._block_size_bytes)
-        self._reads.append((end_s, job, found))
+        end_s, succeeds = self._transfer(self._read_links, len(found))
+        self._reads.append(_Read(end_s, job, found, succeeds))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished, self._refused = self._refused, []
-        while self._reads and self._reads[0][0] <= self._clock():
-            end_s, job, keys = self._reads.popleft()
-            self._index.complete_load(keys)
-            self.read_blocks += len(keys)
-            finished.append(JobResult(job.job_id, len(keys) == len(job.keys), keys, end_s))
-        while self._writes and self._writes[0][0] <= self._clock():
-            end_s, job, keys, num_admitted = self._writes.popleft()
-            self._index.complete_store(keys)
-            self._backlog -= num_admitted
-            self.written_blocks += len(keys)
-            self.ever_written.update(keys)
-            is_whole = num_admitted == len(job.keys)
-            finished.append(JobResult(job.job_id, is_whole, None if is_whole else job.keys[:num_admitted], end_s))
+        while self._reads and self._reads[0].end_s <= self._clock():
+            finished.append(self._end_read(self._reads.popleft()))
+        self.contents.settle(self._clock())
+        while self._writes and self._writes[0].end_s <= self._clock():
+            finished.append(self._end_write(self._writes.popleft()))
         return finished
+
+    def _end_read(self, read: _Read) -> JobResult:
+        self._index.complete_load(read.keys)
+        if not read.succeeds:
+            return JobResult(read.job.job_id, success=False, ended_s=read.end_s)
+        self.read_blocks += len(read.keys)
+        return JobResult(read.job.job_id, len(read.keys) == len(read.job.keys), read.keys, read.end_s)
+
+    def _end_write(self, write: _Write) -> JobResult:
+        self._backlog -= write.num_admitted
+        if not write.arrival.succeeds:
+            return JobResult(write.job.job_id, success=False, ended_s=write.end_s)
+        self.written_blocks += len(write.arrival.wanted)
+        self.ever_written.update(write.arrival.reserved)
+        is_whole = write.num_admitted == len(write.job.keys)
+        written = None if is_whole else write.job.keys[: write.num_admitted]
+        return JobResult(write.job.job_id, is_whole, written, write.end_s)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -160,5 +244,11 @@ class SimDisk(SecondaryTierManager):
             self._clock.advance_to(end_s)
 
     def shutdown(self) -> None:
+        """What is in flight is lost, as when the machine dies."""
+        for read in self._reads:
+            self._index.complete_load(read.keys)
+        for write in self._writes:
+            if write.end_s > self._clock():
+                write.arrival.succeeds = False
         self._reads.clear()
         self._writes.clear()

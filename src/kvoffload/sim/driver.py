@@ -17,7 +17,8 @@ configurations; they are no forecast. Above a ``utilisation`` of 0.9 they mean n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,8 +38,8 @@ from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloading
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats
 from kvoffload.sim.device_cache import DeviceCache
-from kvoffload.sim.disk import Link, SimDisk, VirtualClock, VirtualMemory
-from kvoffload.sim.server import Server
+from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock, VirtualMemory
+from kvoffload.sim.server import Hit, Server
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import BlockWorth, LoadPolicy
@@ -46,7 +47,11 @@ from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import default_cascade
 from kvoffload.tiering.tier import default_max_backlog
 
-__all__ = ["SPEEDS", "SimConfig", "SimResult", "Speeds", "simulate"]
+__all__ = ["DEVICE", "HOST", "SPEEDS", "Machine", "SimConfig", "SimResult", "Speeds", "simulate"]
+
+
+DEVICE, HOST = "device", "host"
+"""Names of the tiers that are not secondary, in counts of hits."""
 
 
 class Speeds(NamedTuple):
@@ -203,6 +208,127 @@ class _NoTiers(OffloadingManager):
         return dict.fromkeys((("primary_blocks_stored",), ("primary_blocks_evicted",), ("primary_stores_refused",)), 0)
 
 
+class Machine:
+    """One server: its device cache, host memory, the tiers below, and a clock of its own.
+
+    ``contents`` is what its disk holds at first, by default nothing. ``shared`` makes the tiers below the disk, over
+    the machine's clock. With ``enable_events`` its managers record what they gain and lose, for ``take_events``.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: SimConfig,
+        keys: Sequence[OffloadKey],
+        *,
+        contents: Contents | None = None,
+        shared: Callable[[VirtualClock], Sequence[SimDisk]] = lambda _: (),
+        enable_events: bool = False,
+    ) -> None:
+        self.config, self.trace = config, trace
+        self.clock = VirtualClock()
+        self.disk: SimDisk | None = None
+        if config.disk_blocks:
+            self.disk = SimDisk(
+                contents or Contents(config.disk_blocks),
+                config.block_bytes,
+                [Link(config.disk_read_bytes_per_s, config.disk_latency_s, slow=config.disk_slow)],
+                [Link(config.disk_write_bytes_per_s, config.disk_latency_s)],
+                self.clock,
+                default_max_backlog(config.cpu_blocks),
+            )
+        self.shared = tuple(shared(self.clock))
+        self.tiers = (*([self.disk] if self.disk else []), *self.shared)
+        self.manager: OffloadingManager
+        cascade: list[CascadeMode] = [config.cascade_mode] if self.disk else []
+        cascade += ["on_store"] * len(self.shared)
+        if self.tiers:
+            primary = CPUPrimaryTierOffloadingManager(
+                config.cpu_blocks,
+                VirtualMemory(),
+                config.policy,
+                store_threshold=config.store_threshold,
+                enable_events=enable_events,
+            )
+            self.manager = TieringOffloadingManager(
+                primary,
+                self.tiers,
+                max_wait_s=config.max_wait_s,
+                cascade=cascade,
+                block_worth=BlockWorth(config.block_bytes, (trace.block_tokens, *[0] * config.state_slots))
+                if config.load_policy == "cost"
+                else None,
+                clock=self.clock,
+            )
+        elif config.cpu_blocks:
+            self.manager = CPUOffloadingManager(
+                config.cpu_blocks, config.policy, store_threshold=config.store_threshold, enable_events=enable_events
+            )
+        else:
+            self.manager = _NoTiers()
+        self.device = DeviceCache(config.gpu_blocks, enable_events) if config.gpu_blocks else None
+        self._server = Server(
+            trace,
+            keys,
+            self.manager,
+            self.clock,
+            cpu_blocks=config.cpu_blocks,
+            prefill_tokens_per_s=config.prefill_tokens_per_s,
+            chunk_tokens=config.chunk_tokens,
+            block_bytes=config.block_bytes,
+            load_link=Link(config.load_bytes_per_s, config.load_latency_s),
+            device=self.device,
+            wait=self._wait,
+            state_slots=config.state_slots,
+        )
+        self.busy_s = 0.0
+        self.hit_blocks: Counter[str] = Counter()
+        """By tier: "device", "host", and the labels of those below."""
+
+    def steps(self, request: int) -> Generator[float, None, Hit]:
+        """Serves one request, whose arrival the clock has reached. Gives the times to go on at, not before now."""
+        begin_s = self.clock.now_s
+        hit = yield from self._server.steps(request)
+        self.busy_s += self.clock.now_s - begin_s
+        self.hit_blocks.update({DEVICE: hit.device, HOST: hit.host})
+        self.hit_blocks.update(hit.below)
+        return hit
+
+    def serve(self, request: int) -> Hit:
+        """The same at once."""
+        steps = self.steps(request)
+        while True:
+            try:
+                self.clock.advance_to(next(steps))
+            except StopIteration as end:
+                hit: Hit = end.value
+                return hit
+
+    def _wait(self) -> float:
+        """The end of the next job of a tier."""
+        ends = [end_s for tier in self.tiers if (end_s := tier.next_end_s()) is not None]
+        return min(ends) if ends else self.clock.now_s + self.config.max_wait_s
+
+    def shutdown(self) -> None:
+        """Ends the machine, and loses what is in flight."""
+        self.manager.shutdown()
+
+    @property
+    def accesses(self) -> int:
+        """Whole blocks that requests asked for."""
+        return self._server.accesses
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Blocks and states loaded to the device."""
+        return self._server.loaded
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds of prefill."""
+        return self._server.prefill_s
+
+
 class _Driver:
     """The state of one replay."""
 
@@ -216,90 +342,30 @@ class _Driver:
     ) -> None:
         self._trace, self._config = trace, config
         self._on_request, self._on_first_token = on_request, on_first_token
-        self._clock = VirtualClock()
-        self._disk: SimDisk | None = None
-        self._manager: OffloadingManager
-        weighs = config.load_policy == "cost"
-        if config.disk_blocks:
-            self._disk = SimDisk(
-                config.disk_blocks,
-                config.block_bytes,
-                Link(config.disk_read_bytes_per_s, config.disk_latency_s, slow=config.disk_slow),
-                Link(config.disk_write_bytes_per_s, config.disk_latency_s),
-                self._clock,
-                default_max_backlog(config.cpu_blocks),
-            )
-            primary = CPUPrimaryTierOffloadingManager(
-                config.cpu_blocks, VirtualMemory(), config.policy, store_threshold=config.store_threshold
-            )
-            self._manager = TieringOffloadingManager(
-                primary,
-                [self._disk],
-                max_wait_s=config.max_wait_s,
-                cascade=[config.cascade_mode],
-                block_worth=BlockWorth(config.block_bytes, (trace.block_tokens, *[0] * config.state_slots))
-                if weighs
-                else None,
-                clock=self._clock,
-            )
-        elif config.cpu_blocks:
-            self._manager = CPUOffloadingManager(
-                config.cpu_blocks, config.policy, store_threshold=config.store_threshold
-            )
-        else:
-            self._manager = _NoTiers()
-        self._hit_blocks = [0, 0, 0]
-        self._hit_tokens = [0, 0, 0]
+        self._machine = Machine(trace, config, keys)
         self._ttfts = np.zeros(len(trace))
-        self._busy_s = 0.0
-        self._server = Server(
-            trace,
-            keys,
-            self._manager,
-            self._clock,
-            cpu_blocks=config.cpu_blocks,
-            prefill_tokens_per_s=config.prefill_tokens_per_s,
-            chunk_tokens=config.chunk_tokens,
-            block_bytes=config.block_bytes,
-            load_link=Link(config.load_bytes_per_s, config.load_latency_s),
-            device=DeviceCache(config.gpu_blocks) if config.gpu_blocks else None,
-            wait=self._wait,
-            state_slots=config.state_slots,
-        )
 
     def run(self) -> SimResult:
         for request in range(len(self._trace)):
-            self._serve(request)
-        self._manager.shutdown()
+            arrival_s = float(self._trace.times_s[request])
+            self._machine.clock.advance_to(arrival_s)
+            hit = self._machine.serve(request)
+            self._ttfts[request] = self._machine.clock.now_s - arrival_s
+            if self._on_request is not None:
+                self._on_request(request, hit.device, hit.host, hit.disk)
+            if self._on_first_token is not None:
+                self._on_first_token(request, float(self._ttfts[request]))
+        self._machine.shutdown()
         return self._result()
 
-    def _serve(self, request: int) -> None:
-        arrival_s = float(self._trace.times_s[request])
-        self._clock.advance_to(arrival_s)
-        begin_s = self._clock.now_s
-        hit = self._server.serve(request)
-        self._ttfts[request] = self._clock.now_s - arrival_s
-        self._busy_s += self._clock.now_s - begin_s
-        parts = (hit.device, hit.host, hit.disk)
-        for tier, blocks in enumerate(parts):
-            self._hit_blocks[tier] += blocks
-            self._hit_tokens[tier] += blocks * self._trace.block_tokens
-        if self._on_request is not None:
-            self._on_request(request, *parts)
-        if self._on_first_token is not None:
-            self._on_first_token(request, float(self._ttfts[request]))
-
-    def _wait(self) -> None:
-        """Advances the clock to the end of the disk's next job."""
-        end_s = self._disk.next_end_s() if self._disk is not None else None
-        self._clock.advance_to(end_s if end_s is not None else self._clock.now_s + self._config.max_wait_s)
-
     def _result(self) -> SimResult:
-        config, trace, disk = self._config, self._trace, self._disk
-        stats = self._manager.get_stats()
-        gpu_hits, cpu_hits, disk_hits = self._hit_blocks
+        config, trace, machine, disk = self._config, self._trace, self._machine, self._machine.disk
+        stats = machine.manager.get_stats()
+        gpu_hits, cpu_hits = machine.hit_blocks[DEVICE], machine.hit_blocks[HOST]
+        disk_hits = machine.hit_blocks.total() - gpu_hits - cpu_hits
+        gpu_tokens, cpu_tokens, disk_tokens = (hits * trace.block_tokens for hits in (gpu_hits, cpu_hits, disk_hits))
         written = disk.written_blocks if disk else 0
-        duration_s = max(self._clock.now_s - float(trace.times_s[0]), 1e-9)
+        duration_s = max(machine.clock.now_s - float(trace.times_s[0]), 1e-9)
         quantiles = {f"p{share}": float(np.percentile(self._ttfts, share)) for share in (50, 90, 99)}
         promoted = disk.read_blocks if disk else 0
         return SimResult(
@@ -309,25 +375,25 @@ class _Driver:
             disk_blocks=config.disk_blocks,
             cascade=config.cascade_mode,
             requests=len(trace),
-            accesses=self._server.accesses,
+            accesses=machine.accesses,
             input_tokens=trace.total_input_tokens,
             gpu_hit_blocks=gpu_hits,
             cpu_hit_blocks=cpu_hits,
             disk_hit_blocks=disk_hits,
-            gpu_hit_tokens=self._hit_tokens[0],
-            cpu_hit_tokens=self._hit_tokens[1],
-            disk_hit_tokens=self._hit_tokens[2],
-            loaded_bytes=self._server.loaded * config.block_bytes,
+            gpu_hit_tokens=gpu_tokens,
+            cpu_hit_tokens=cpu_tokens,
+            disk_hit_tokens=disk_tokens,
+            loaded_bytes=machine.loaded_blocks * config.block_bytes,
             stored_bytes=(int(stats["primary_blocks_stored",]) - promoted) * config.block_bytes,
             disk_read_bytes=promoted * config.block_bytes,
             disk_written_bytes=written * config.block_bytes,
             cpu_evicted_blocks=int(stats["primary_blocks_evicted",]),
-            disk_evicted_blocks=disk.evicted_blocks if disk else 0,
+            disk_evicted_blocks=disk.contents.evicted_blocks if disk else 0,
             declined_blocks=sum(int(count) for sample, count in stats.items() if sample[0] == "tier_declined_blocks"),
             refused_stores=int(stats["primary_stores_refused",]),
             disk_write_amplification=written / len(disk.ever_written) if disk and disk.ever_written else 0.0,
-            saved_prefill_s=(self._hit_tokens[1] + self._hit_tokens[2]) / config.prefill_tokens_per_s,
-            prefill_s=self._server.prefill_s,
-            utilisation=min(self._busy_s / duration_s, 1.0),
+            saved_prefill_s=(cpu_tokens + disk_tokens) / config.prefill_tokens_per_s,
+            prefill_s=machine.prefill_s,
+            utilisation=min(machine.busy_s / duration_s, 1.0),
             ttft_s={"mean": float(self._ttfts.mean()), **quantiles, "max": float(self._ttfts.max())},
         )

@@ -14,10 +14,11 @@ from kvoffload.sim.driver import SimConfig, SimResult
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Goal", "Plan", "Prices", "make_plan"]
+__all__ = ["Goal", "Plan", "Prices", "machines", "make_plan"]
 
 _GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
 _DISK_GRID = (0.1, 0.25, 0.5, 1.0)
+_SERVER_GRID = (0.01, 0.05, 0.2, 0.5)
 _REFINEMENTS = 4
 
 
@@ -127,6 +128,15 @@ def make_plan(
             low = middle
     all_runs = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
     return Plan(chosen, prices.of(chosen, base.block_bytes), all_runs, best)
+
+
+def machines(trace: Trace, base: SimConfig, max_cpu_blocks: int | None, max_disk_blocks: int | None) -> list[SimConfig]:
+    """Servers of a fleet to choose from: without host memory, and with a few sizes of it, with and without a disk."""
+    footprint = _footprint(trace, base.state_slots)
+    disks = [0, *([_sizes(footprint, (0.5,), max_disk_blocks)[-1]] if max_disk_blocks else [])]
+    sizes = _sizes(footprint, _SERVER_GRID, max_cpu_blocks)
+    alone = replace(base, cpu_blocks=0, disk_blocks=0)
+    return [alone, *(replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disks for cpu in sizes)]
 
 
 def _footprint(trace: Trace, state_slots: int) -> int:

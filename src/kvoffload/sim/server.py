@@ -13,8 +13,9 @@ real memory it is a replay (``bench/placement.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol, overload
 
@@ -35,7 +36,7 @@ from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Clock", "Hit", "Server"]
+__all__ = ["UNKNOWN_TIER", "Clock", "Hit", "Server"]
 
 
 class Clock(Protocol):
@@ -48,13 +49,23 @@ class Clock(Protocol):
         """Returns when the time is ``time_s`` or later."""
 
 
+UNKNOWN_TIER = "?"
+"""Whence a block came that was on its way when the request arrived."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """Blocks that one request found. Each counts for the highest tier that had it when the request arrived."""
 
     device: int
     host: int
-    disk: int
+    below: Mapping[str, int] = field(default_factory=dict)
+    """By the tier's label."""
+
+    @property
+    def disk(self) -> int:
+        """Of all tiers below host memory."""
+        return sum(self.below.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +116,8 @@ class _StateKeys(Sequence[OffloadKey]):
 
 
 class Server:
-    """Serves requests, one per call of ``serve``. While blocks are promoted it calls ``wait``, which returns when it
-    may be worth looking them up again.
+    """Serves requests, one at a time. While blocks are promoted it asks ``wait`` for the time at which it may be worth
+    looking them up again.
 
     ``accesses`` (whole blocks asked for), ``loaded`` (blocks and states loaded to the device) and ``prefill_s``
     (seconds of prefill) are totals so far.
@@ -125,7 +136,7 @@ class Server:
         block_bytes: int,
         load_link: Link,
         device: DeviceCache | None,
-        wait: Callable[[], None],
+        wait: Callable[[], float],
         state_slots: int = 0,
     ) -> None:
         """``state_slots``: blocks that a recurrent state takes; 0 for models with attention alone."""
@@ -147,6 +158,18 @@ class Server:
         self.prefill_s = 0.0
 
     def serve(self, request: int) -> Hit:
+        """Serves one request from its arrival to its end."""
+        steps = self.steps(request)
+        while True:
+            try:
+                time_s = next(steps)
+            except StopIteration as end:
+                hit: Hit = end.value
+                return hit
+            self._clock.advance_to(time_s)
+
+    def steps(self, request: int) -> Generator[float, None, Hit]:
+        """Serves one request, and gives the times that it waits for: go on when the clock has come there."""
         trace, clock, manager = self._trace, self._clock, self._manager
         prompt, output = int(trace.input_tokens[request]), int(trace.output_tokens[request])
         numbers = trace.blocks(request)
@@ -157,19 +180,21 @@ class Server:
         context = ReqContext(str(request), next_use=trace.next_use(request))
         manager.on_new_request(context)
         on_device = self._find_on_device(asked, usable)
-        in_host, total_hit = self._found_below(asked, on_device, usable, context)
+        in_host, total_hit = yield from self._found_below(asked, on_device, usable, context)
         hit = total_hit - on_device
+        sources = manager.sources(context)
+        below = Counter(sources.get(key, UNKNOWN_TIER) for key in path[on_device + in_host : total_hit])
         loaded = path[on_device:total_hit] + (asked.states_at(total_hit) if hit else [])
         if self._device is not None:
             self._device.admit(path, on_device, total_hit, asked.states_at(on_device), asked.states_at(total_hit))
         if loaded:
             manager.prepare_load(loaded, context)
-            clock.advance_to(self._load_link.queue(clock.now_s, len(loaded) * self._block_bytes))
+            yield self._load_link.queue(clock.now_s, len(loaded) * self._block_bytes)
         if total_hit:
             manager.touch(path[:total_hit] + asked.states_at(total_hit), context)
         if loaded:
             manager.complete_load(loaded, context)
-        offers = self._prefill(asked, total_hit, prompt, output, context)
+        offers = yield from self._prefill(asked, total_hit, prompt, output, context)
         if self._device is not None:
             self._device.release()
         last_step = offers.end_step()
@@ -185,7 +210,7 @@ class Server:
             offers.complete()
         self.accesses += whole
         self.loaded += len(loaded)
-        return Hit(on_device, min(in_host, hit), hit - min(in_host, hit))
+        return Hit(on_device, min(in_host, hit), below)
 
     def _prompt(self, path: list[OffloadKey]) -> _Prompt:
         states = tuple(_StateKeys(path, group.index) for group in self._groups[1:])
@@ -203,7 +228,9 @@ class Server:
         ends = (end for end in reversed(asked.ends) if end <= found)
         return next((end for end in ends if self._device.has(asked.states_at(end))), 0)
 
-    def _found_below(self, asked: _Prompt, on_device: int, usable: int, context: ReqContext) -> tuple[int, int]:
+    def _found_below(
+        self, asked: _Prompt, on_device: int, usable: int, context: ReqContext
+    ) -> Generator[float, None, tuple[int, int]]:
         """(blocks that host memory had at first, blocks of the whole hit once all promotions have ended)."""
         in_host: int | None = None
         ends: set[OffloadKey] | None = None
@@ -224,12 +251,14 @@ class Server:
             most = most if possible is None else possible
         while (hit := find_hit(self._groups, keys, ask, on_device * tokens, most)) is None:
             self._manager.on_schedule_end()
-            self._wait()
+            yield self._wait()
         if hit > on_device * tokens:
             self._manager.on_schedule_end()  # without a load, the same step computes
         return in_host or 0, hit // tokens
 
-    def _prefill(self, asked: _Prompt, first: int, prompt: int, output: int, context: ReqContext) -> _Offers:
+    def _prefill(
+        self, asked: _Prompt, first: int, prompt: int, output: int, context: ReqContext
+    ) -> Generator[float, None, _Offers]:
         """Computes the rest of the prompt, and offers the blocks of each chunk when it is computed.
 
         Blocks that were refused are offered again in each step of decoding, and when the request ends.
@@ -244,7 +273,7 @@ class Server:
             computed = (stop - first) * block_tokens
             self._note_step(min(computed, tokens) - done, tokens - min(computed, tokens), is_continued=bool(done))
             done = min(computed, tokens)
-            clock.advance_to(begin_s + min(seconds, computed / self._prefill_tokens_per_s))
+            yield begin_s + min(seconds, computed / self._prefill_tokens_per_s)
             offers.complete()
             offers.offer(stop)
             self._manager.on_schedule_end()
@@ -255,7 +284,7 @@ class Server:
             self._device.keep(asked.states_at(len(path)))
         if done < tokens:
             self._note_step(tokens - done, 0, is_continued=bool(done))
-        clock.advance_to(begin_s + seconds)
+        yield begin_s + seconds
         for _ in range(2):  # steps that decode, whose times show how long the last chunks took
             self._manager.note_step(StepWork(tokens=1, is_continued=True))
         if self._device is not None:

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvoffload.base import OffloadKey
 from kvoffload.sim.driver import SimConfig, SimResult, simulate
 from kvoffload.sim.optimum import optimum
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Report", "knee", "sweep"]
+__all__ = ["Report", "knee", "run_all", "sweep"]
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ def sweep(
     """
     trace = trace.whole_blocks()
     results: list[SimResult | None] = [None] * len(configs)
-    for at, result in _run(trace, configs, min(processes or os.cpu_count() or 1, len(configs))):
+    for at, result in run_all(simulate, trace, configs, processes):
         results[at] = result
         if progress is not None:
             progress(trace.num_accesses)
@@ -74,16 +78,21 @@ def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:
     return max(range(len(heights)), key=heights.__getitem__)
 
 
-def _run(trace: Trace, configs: Sequence[SimConfig], processes: int) -> Iterator[tuple[int, SimResult]]:
+def run_all(
+    run: Callable[..., _Result], trace: Trace, configs: Sequence[object], processes: int | None = None
+) -> Iterator[tuple[int, _Result]]:
+    """(index, ``run(trace, config, keys=...)``) of every configuration, as they end. ``run`` is a function of a
+    module."""
+    processes = min(processes or os.cpu_count() or 1, len(configs))
     if processes <= 1:
         keys = trace.keys()
         for at, config in enumerate(configs):
-            yield at, simulate(trace, config, keys=keys)
+            yield at, run(trace, config, keys=keys)
         return
     # Spawned, since a fork would copy the lock that a progress bar's thread may hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(trace,)) as pool:
-        futures = {pool.submit(_replay, config): at for at, config in enumerate(configs)}
+        futures = {pool.submit(_replay, run, config): at for at, config in enumerate(configs)}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -98,9 +107,10 @@ _REPLAYED: tuple[Trace, list[OffloadKey]] | None = None
 
 def _start_worker(trace: Trace) -> None:
     global _REPLAYED
+    logging.getLogger("kvoffload").setLevel(logging.ERROR)  # advice to operators, of machines that do not exist
     _REPLAYED = trace, trace.keys()
 
 
-def _replay(config: SimConfig) -> SimResult:
+def _replay(run: Callable[..., Any], config: object) -> Any:
     assert _REPLAYED is not None
-    return simulate(_REPLAYED[0], config, keys=_REPLAYED[1])
+    return run(_REPLAYED[0], config, keys=_REPLAYED[1])

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a trace on many servers behind a router, in one order of virtual time.
+
+Each server is a ``Machine`` with a clock of its own, which serves one request at a time. Whatever happens next in time
+happens first: an arrival, which the router sends to a server; a server that goes on; a server that dies or comes back.
+So what servers share is at any time what they have written by then.
+
+Limits, beside those of ``sim/driver.py``: the network knows no congestion but that of a server's own link and of the
+store's; a lookup costs nothing; a router's own time is nothing; events come in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.base import OffloadingEvent, OffloadKey
+from kvoffload.errors import ConfigError
+from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock
+from kvoffload.sim.driver import Machine, SimConfig
+from kvoffload.sim.fleet.routers import Asked, Fleet, Router, ServerState, router_of
+from kvoffload.sim.server import Hit
+from kvoffload.sim.trace import Trace
+from kvoffload.tiering.tier import default_max_backlog
+
+__all__ = ["Death", "FleetConfig", "FleetResult", "ServerResult", "SharedStore", "simulate_fleet"]
+
+SHARED, POOL = "shared", "pool"
+"""Labels of the tiers that servers share."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    """A store that servers share: a Redis, an object store, or the memory of one machine."""
+
+    blocks: int
+    server_bytes_per_s: float = 3.125e9
+    """Of a server's link, in each direction. The default is 25 Gbit/s."""
+    store_bytes_per_s: float = 12.5e9
+    """Of the store's own, in each direction. The default is 100 Gbit/s."""
+    latency_s: float = 0.5e-3
+    ttl_s: float = float("inf")
+    """Seconds after its write at which a block is gone."""
+    away: tuple[tuple[float, float], ...] = ()
+    """Times in which it cannot be reached: (begin_s, end_s)."""
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise ConfigError("A shared tier needs room for a block.")
+        if min(self.server_bytes_per_s, self.store_bytes_per_s, self.ttl_s) <= 0 or self.latency_s < 0:
+            raise ConfigError("Speeds and ttl of a shared tier must be positive, and its latency not negative.")
+
+
+class Death(NamedTuple):
+    """A server that dies at ``at_s`` and is back at ``back_s``, with nothing in memory and what is on its disk. Its
+    requests are sent again to others."""
+
+    server: int
+    at_s: float
+    back_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """The servers of a fleet. Raises ``ConfigError`` for a fleet that cannot exist."""
+
+    server: SimConfig
+    """Each of them."""
+    servers: int = 1
+    router: str = "round-robin"
+    shared: SharedStore | None = None
+    """One for all."""
+    pool: SharedStore | None = None
+    """One for each ``servers_per_machine`` servers."""
+    servers_per_machine: int = 1
+    prefill_servers: int = 0
+    """Servers, the first ones, that only prefill: the others then decode, and find the KV in what is shared. 0: each
+    server does both."""
+    deaths: tuple[Death, ...] = ()
+    event_delay_s: float = 0.0
+    """Seconds until a router knows of an event."""
+    event_loss: float = 0.0
+    """Share of messages of events, one for each request of a server, that never arrive."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.servers < 1 or self.servers_per_machine < 1:
+            raise ConfigError("A fleet has at least one server.")
+        if (self.shared or self.pool) and not self.server.cpu_blocks:
+            raise ConfigError("A shared tier needs host memory above it; give the servers some.")
+        if self.prefill_servers and not 0 < self.prefill_servers < self.servers:
+            raise ConfigError("Prefill apart needs at least one server to prefill, and one to decode.")
+        if self.prefill_servers and not (self.shared or self.pool):
+            raise ConfigError("Prefill apart needs a shared tier, through which the KV goes.")
+        if not 0 <= self.event_loss <= 1 or self.event_delay_s < 0:
+            raise ConfigError("The loss of events is a share, and their delay not negative.")
+        router_of(self.router)
+        for death in self.deaths:
+            if not 0 <= death.server < self.servers or not death.at_s < death.back_s:
+                raise ConfigError(f"{death} names no server from 0 to {self.servers - 1}, or ends before it begins.")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerResult:
+    """One server's share."""
+
+    requests: int
+    accesses: int
+    hit_blocks: dict[str, int]
+    """By tier: ``device``, ``host``, ``disk``, ``pool``, ``shared``."""
+    busy_s: float
+    prefill_s: float
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """The figures of one replay."""
+
+    config: FleetConfig
+    servers: tuple[ServerResult, ...]
+    requests: int
+    accesses: int
+    input_tokens: int
+    block_tokens: int
+    duration_s: float
+    """From the first arrival to the last answer."""
+    prefill_s: float
+    ttft_s: dict[str, float]
+    """Mean, p50, p90, p99, max."""
+    handover_s: dict[str, float]
+    """With prefill apart: from a request's first token to when the decoding server has its KV."""
+    stored_blocks: int
+    """Blocks in the shared tier at the end."""
+    recovery_s: tuple[float | None, ...]
+    """For each death: seconds after its return until the server's hits of 50 requests are again 0.9 of what they were
+    in the 50 before its death. ``None``: not in this trace."""
+
+    @property
+    def hit_blocks(self) -> Counter[str]:
+        """By tier, of all servers."""
+        return sum((Counter(server.hit_blocks) for server in self.servers), Counter())
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_blocks.total() / max(self.accesses, 1)
+
+    @property
+    def computed_tokens_per_s(self) -> float:
+        """Prompt tokens that were prefilled, by second of the replay."""
+        return self.prefill_s * self.config.server.prefill_tokens_per_s / max(self.duration_s, 1e-9)
+
+    @property
+    def utilisation(self) -> float:
+        """Of the busiest server."""
+        return min(max(server.busy_s for server in self.servers) / max(self.duration_s, 1e-9), 1.0)
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest server's time by the mean of all: 1 is even."""
+        busy = [server.busy_s for server in self.servers]
+        return max(busy) * len(busy) / max(sum(busy), 1e-9)
+
+
+def simulate_fleet(
+    trace: Trace,
+    config: FleetConfig,
+    *,
+    keys: Sequence[OffloadKey] | None = None,
+    router: Router | None = None,
+    on_request: Callable[[int, int, Hit], object] | None = None,
+    on_first_token: Callable[[int, float], object] | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> FleetResult:
+    """Replays ``trace`` on the fleet. The same input gives the same result.
+
+    ``router`` overrides the configuration's. ``on_request`` is called with a request's index, its server and its hit
+    when a server is done with it, ``on_first_token`` with its index and the time of its first token, and ``progress``
+    with the number of blocks of each request that is done.
+    """
+    keys = trace.keys() if keys is None else keys
+    return _Replay(trace, config, keys, router, on_request, on_first_token, progress).run()
+
+
+_Kind = Literal["death", "return", "step"]
+
+
+@dataclass(slots=True)
+class _Member:
+    """One server of the fleet, over its lives."""
+
+    machine: Machine
+    disk: Contents | None
+    state: ServerState = field(default_factory=ServerState)
+    queue: deque[int] = field(default_factory=deque)
+    running: tuple[int, Generator[float, None, Hit]] | None = None
+    life: int = 0
+    requests: int = 0
+    past: list[ServerResult] = field(default_factory=list)
+    """Of the lives before."""
+    shares: list[tuple[float, float]] = field(default_factory=list)
+    """(time, share of the prompt that was hit), of each request: only for servers that die."""
+
+
+class _Replay:
+    """The state of one replay."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: FleetConfig,
+        keys: Sequence[OffloadKey],
+        router: Router | None,
+        on_request: Callable[[int, int, Hit], object] | None,
+        on_first_token: Callable[[int, float], object] | None,
+        progress: Callable[[int], object] | None,
+    ) -> None:
+        self._trace, self._config, self._keys = trace, config, keys
+        self._on_request, self._on_first_token, self._progress = on_request, on_first_token, progress
+        stages = 2 if config.prefill_servers else 1
+        self._routers = [router or router_of(config.router) for _ in range(stages)]
+        self._wants_events = any(getattr(each, "wants_events", False) for each in self._routers)
+        self._store = _Store(config.shared) if config.shared else None
+        machines = -(-config.servers // config.servers_per_machine)
+        self._pools = [_Store(config.pool) for _ in range(machines)] if config.pool else []
+        self._members: list[_Member] = []
+        for number in range(config.servers):
+            disk = Contents(config.server.disk_blocks) if config.server.disk_blocks else None
+            self._members.append(_Member(self._machine(number, disk), disk))
+        states = [member.state for member in self._members]
+        cut = config.prefill_servers
+        self._parts = [(0, Fleet(states[:cut])), (cut, Fleet(states[cut:]))] if cut else [(0, Fleet(states))]
+        self._heap: list[tuple[float, int, _Kind, int, int]] = []
+        self._order = 0
+        self._events: deque[tuple[float, int, list[OffloadingEvent]]] = deque()
+        self._chance = random.Random(config.seed)
+        self._ttfts = np.zeros(len(trace))
+        self._first_token_s = np.full(len(trace), -1.0)
+        self._handovers: list[float] = []
+        self._mortal = {death.server for death in config.deaths}
+        self._end_s = 0.0
+        self._stranded: list[tuple[int, int]] = []
+        """(request, stage) of those that came while no server lived."""
+
+    def _machine(self, number: int, disk: Contents | None) -> Machine:
+        config = self._config.server
+
+        def shared(clock: VirtualClock) -> list[SimDisk]:
+            stores = []
+            if self._pools:
+                stores.append((POOL, self._pools[number // self._config.servers_per_machine]))
+            if self._store is not None:
+                stores.append((SHARED, self._store))
+            backlog = default_max_backlog(config.cpu_blocks)
+            return [store.tier(label, config, clock, backlog) for label, store in stores]
+
+        return Machine(
+            self._trace,
+            config,
+            self._keys,
+            contents=disk,
+            shared=shared,
+            enable_events=self._wants_events,
+        )
+
+    # ----------------------------------------------------------------------------------------------- time
+
+    def run(self) -> FleetResult:
+        for number, death in enumerate(self._config.deaths):
+            self._push(death.at_s, "death", number)
+            self._push(death.back_s, "return", number)
+        times = self._trace.times_s.tolist()
+        for request, time_s in enumerate(times):
+            self._run_until(time_s)
+            self._arrive(request, time_s, stage=0)
+        self._run_until(float("inf"))
+        for member in self._members:
+            member.machine.shutdown()
+        return self._result()
+
+    def _push(self, time_s: float, kind: _Kind, number: int, life: int = 0) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (time_s, self._order, kind, number, life))
+
+    def _run_until(self, end_s: float) -> None:
+        """Everything before ``end_s``, and what happens then was asked for before."""
+        while self._heap and self._heap[0][0] <= end_s:
+            time_s, _, kind, number, life = heapq.heappop(self._heap)
+            if kind == "step":
+                if self._members[number].life == life:
+                    self._step(number, time_s, end_s)
+            elif kind == "death":
+                self._die(self._config.deaths[number].server, time_s)
+            else:
+                self._return(self._config.deaths[number].server, time_s)
+
+    def _step(self, number: int, time_s: float, end_s: float) -> None:
+        """The server goes on, as long as nothing else comes first."""
+        member = self._members[number]
+        while True:
+            member.machine.clock.advance_to(time_s)
+            if member.running is None:
+                request = member.queue.popleft()
+                member.running = request, member.machine.steps(request)
+            request, steps = member.running
+            try:
+                time_s = max(next(steps), time_s)
+            except StopIteration as end:
+                member.running = None
+                self._finish(number, request, end.value, time_s)
+                if not member.queue:
+                    return
+            if time_s > end_s or (self._heap and self._heap[0][0] <= time_s):
+                self._push(time_s, "step", number, member.life)
+                return
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def _asked(self, request: int, time_s: float) -> Asked:
+        trace = self._trace
+        tokens = int(trace.input_tokens[request])
+        numbers = trace.blocks(request)[: tokens // trace.block_tokens].tolist()
+        return Asked(time_s, tokens, int(trace.sessions[request]), [self._keys[number] for number in numbers])
+
+    def _arrive(self, request: int, time_s: float, stage: int) -> None:
+        first, fleet = self._parts[stage]
+        if not fleet.alive():
+            self._stranded.append((request, stage))
+            return
+        self._deliver(time_s)
+        asked = self._asked(request, time_s)
+        chosen = self._routers[stage](asked, fleet)
+        if not (0 <= chosen < len(fleet.servers) and fleet.servers[chosen].is_alive):
+            raise ConfigError(f"The router chose server {chosen!r}, which is not one that is alive.")
+        number = first + chosen
+        member = self._members[number]
+        member.state.requests += 1
+        member.state.tokens += asked.tokens
+        member.state.blocks += len(asked.path)
+        member.queue.append(request)
+        if member.running is None and len(member.queue) == 1:
+            self._push(time_s, "step", number, member.life)
+
+    def _finish(self, number: int, request: int, hit: Hit, time_s: float) -> None:
+        member = self._members[number]
+        self._leave(member, request)
+        member.requests += 1
+        self._end_s = max(self._end_s, time_s)
+        is_first = self._first_token_s[request] < 0
+        if is_first:
+            self._first_token_s[request] = time_s
+            self._ttfts[request] = time_s - float(self._trace.times_s[request])
+            if self._on_first_token is not None:
+                self._on_first_token(request, time_s)
+        else:
+            self._handovers.append(time_s - float(self._first_token_s[request]))
+        if number in self._mortal:
+            blocks = max(int(self._trace.input_tokens[request]) // self._trace.block_tokens, 1)
+            member.shares.append((time_s, (hit.device + hit.host + hit.disk) / blocks))
+        if self._wants_events:
+            self._publish(number, time_s)
+        if self._on_request is not None:
+            self._on_request(request, number, hit)
+        if is_first and self._config.prefill_servers:
+            self._arrive(request, time_s, stage=1)
+        elif self._progress is not None:
+            self._progress(len(self._trace.blocks(request)))
+
+    def _leave(self, member: _Member, request: int) -> None:
+        tokens = int(self._trace.input_tokens[request])
+        member.state.requests -= 1
+        member.state.tokens -= tokens
+        member.state.blocks -= min(len(self._trace.blocks(request)), tokens // self._trace.block_tokens)
+
+    # --------------------------------------------------------------------------------------------- events
+
+    def _publish(self, number: int, time_s: float) -> None:
+        machine = self._members[number].machine
+        events = [*machine.manager.take_events()]
+        if machine.device is not None:
+            events += machine.device.take_events()
+        if events and self._chance.random() >= self._config.event_loss:
+            self._events.append((time_s + self._config.event_delay_s, number, events))
+
+    def _deliver(self, time_s: float) -> None:
+        while self._events and self._events[0][0] <= time_s:
+            _, number, events = self._events.popleft()
+            for first, fleet in self._parts:
+                if first <= number < first + len(fleet.servers):
+                    fleet.known.apply(number - first, events)
+
+    # -------------------------------------------------------------------------------------- death and return
+
+    def _die(self, number: int, time_s: float) -> None:
+        member = self._members[number]
+        member.state.is_alive = False
+        member.life += 1
+        left = [*([member.running[0]] if member.running else []), *member.queue]
+        if member.running:
+            member.running[1].close()
+        member.machine.shutdown()
+        member.past.append(self._server_result(member))
+        member.running, member.requests = None, 0
+        member.queue.clear()
+        self._events = deque(event for event in self._events if event[1] != number)
+        for first, fleet in self._parts:
+            if first <= number < first + len(fleet.servers):
+                fleet.known.forget(number - first)
+        for request in left:
+            self._leave(member, request)
+            is_decoding = bool(self._config.prefill_servers) and self._first_token_s[request] >= 0
+            self._arrive(request, time_s, stage=int(is_decoding))
+
+    def _return(self, number: int, time_s: float) -> None:
+        member = self._members[number]
+        member.machine = self._machine(number, member.disk)
+        member.machine.clock.advance_to(time_s)
+        member.state.is_alive = True
+        stranded, self._stranded = self._stranded, []
+        for request, stage in stranded:
+            self._arrive(request, time_s, stage)
+
+    # --------------------------------------------------------------------------------------------- figures
+
+    def _server_result(self, member: _Member) -> ServerResult:
+        machine, block_bytes = member.machine, self._config.server.block_bytes
+        return ServerResult(
+            requests=member.requests,
+            accesses=machine.accesses,
+            hit_blocks=dict(machine.hit_blocks),
+            busy_s=machine.busy_s,
+            prefill_s=machine.prefill_s,
+            read_bytes={tier.tier_type: tier.read_blocks * block_bytes for tier in machine.tiers},
+            written_bytes={tier.tier_type: tier.written_blocks * block_bytes for tier in machine.tiers},
+        )
+
+    def _result(self) -> FleetResult:
+        trace = self._trace
+        servers = tuple(_sum([*member.past, self._server_result(member)]) for member in self._members)
+        stats = self._store.contents.index.get_stats() if self._store else {}
+        stored = int(stats.get(("primary_blocks_stored",), 0)) - int(stats.get(("primary_blocks_evicted",), 0))
+        return FleetResult(
+            config=self._config,
+            servers=servers,
+            requests=len(trace),
+            accesses=sum(server.accesses for server in servers),
+            input_tokens=trace.total_input_tokens,
+            block_tokens=trace.block_tokens,
+            duration_s=max(self._end_s - float(trace.times_s[0]), 1e-9) if len(trace) else 0.0,
+            prefill_s=sum(server.prefill_s for server in servers),
+            ttft_s=quantiles(self._ttfts),
+            handover_s=quantiles(np.array(self._handovers)),
+            stored_blocks=stored,
+            recovery_s=tuple(self._recovery(death) for death in self._config.deaths),
+        )
+
+    def _recovery(self, death: Death) -> float | None:
+        shares = self._members[death.server].shares
+        before = [share for time_s, share in shares if time_s < death.at_s][-_WINDOW:]
+        after = [each for each in shares if each[0] >= death.back_s]
+        goal = 0.9 * sum(before) / max(len(before), 1)
+        for end in range(_WINDOW, len(after) + 1):
+            if sum(share for _, share in after[end - _WINDOW : end]) >= goal * _WINDOW:
+                return after[end - 1][0] - death.back_s
+        return None
+
+
+_WINDOW = 50
+"""Requests over which a server's hits are compared."""
+
+
+class _Store:
+    """What is shared: the contents, and the links of the store itself."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store = store
+        self.contents = Contents(store.blocks, store.ttl_s, is_shared=True)
+        self._read, self._write = (Link(store.store_bytes_per_s, store.latency_s) for _ in range(2))
+
+    def tier(self, label: str, config: SimConfig, clock: VirtualClock, max_backlog: int) -> SimDisk:
+        """A server's way to it."""
+        store = self._store
+        own = [Link(store.server_bytes_per_s, store.latency_s) for _ in range(2)]
+        return SimDisk(
+            self.contents,
+            config.block_bytes,
+            [own[0], self._read],
+            [own[1], self._write],
+            clock,
+            max_backlog,
+            label=label,
+            away=store.away,
+            deadline_s=config.max_wait_s,
+        )
+
+
+def _sum(lives: Sequence[ServerResult]) -> ServerResult:
+    def total(parts: Sequence[dict[str, int]]) -> dict[str, int]:
+        return dict(sum((Counter(part) for part in parts), Counter()))
+
+    return ServerResult(
+        requests=sum(life.requests for life in lives),
+        accesses=sum(life.accesses for life in lives),
+        hit_blocks=total([life.hit_blocks for life in lives]),
+        busy_s=sum(life.busy_s for life in lives),
+        prefill_s=sum(life.prefill_s for life in lives),
+        read_bytes=total([life.read_bytes for life in lives]),
+        written_bytes=total([life.written_bytes for life in lives]),
+    )
+
+
+def quantiles(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Mean, p50, p90, p99 and max; empty for nothing."""
+    if not len(seconds):
+        return {}
+    found = {f"p{share}": float(np.percentile(seconds, share)) for share in (50, 90, 99)}
+    return {"mean": float(seconds.mean()), **found, "max": float(seconds.max())}

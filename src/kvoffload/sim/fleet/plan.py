@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cheapest fleet that reaches a goal: how many servers, with how much memory, disk and shared tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvoffload.sim.fleet.cluster import FleetConfig, FleetResult, simulate_fleet
+from kvoffload.sim.fleet.report import FleetPrices
+from kvoffload.sim.plan import Goal
+from kvoffload.sim.sweep import run_all
+from kvoffload.sim.trace import Trace
+
+__all__ = ["FleetPlan", "make_fleet_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """The chosen fleet, and every one it was chosen from."""
+
+    chosen: FleetResult | None
+    """``None`` where no fleet meets the goal."""
+    results: tuple[FleetResult, ...]
+    best: FleetResult
+    """The one that comes closest to the goal."""
+    may_share: bool
+    """Whether a shared tier was among the choices."""
+
+    @property
+    def advice(self) -> str:
+        """The choice in words."""
+        if self.chosen is None:
+            return "No fleet within the limits reaches the goal."
+        servers = self.chosen.config.servers
+        lines = [f"{servers} server" + "s" * (servers > 1)]
+        if self.may_share:
+            lines.append("a shared tier" if self.chosen.config.shared is not None else "no shared tier")
+        memory = self.chosen.config.server.cpu_blocks
+        larger = [each.config.server.cpu_blocks for each in self.results if each.config.servers > servers]
+        if larger and memory > min(larger):
+            lines.append("fewer servers with more memory")
+        return ", ".join(lines) + "."
+
+
+def make_fleet_plan(
+    trace: Trace,
+    fleets: Sequence[FleetConfig],
+    goal: Goal,
+    prices: FleetPrices,
+    least: int,
+    most: int,
+    processes: int | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> FleetPlan:
+    """The cheapest fleet that meets ``goal``: of ``fleets``, each with ``least`` to ``most`` servers, in powers of two.
+
+    The number of servers is then lowered by bisection, for the cheapest. What costs more than a fleet that meets the
+    goal is not replayed: cells run by rising price, a wave of one for each process at a time.
+    """
+    numbers = sorted({least, most, *(1 << bits for bits in range(12) if least < 1 << bits < most)})
+    cells = sorted(
+        (replace(fleet, servers=number) for fleet in fleets for number in numbers),
+        key=lambda cell: prices.per_hour(cell),
+    )
+    results: list[FleetResult] = []
+    chosen: FleetResult | None = None
+    wave = max(processes or 2, 1)
+    while cells and chosen is None:
+        batch, cells = cells[:wave], cells[wave:]
+        for _, result in sorted(run_all(simulate_fleet, trace, batch, processes), key=lambda each: each[0]):
+            results.append(result)
+            if progress is not None:
+                progress(1)
+        meeting = [result for result in results if is_met(goal, result)]
+        chosen = min(meeting, key=lambda result: prices.per_hour(result.config), default=None)
+    if chosen is not None:
+        low = max((number for number in numbers if number < chosen.config.servers), default=least - 1)
+        while chosen.config.servers - low > 1:
+            middle = (low + chosen.config.servers) // 2
+            tried = simulate_fleet(trace, replace(chosen.config, servers=middle))
+            results.append(tried)
+            if progress is not None:
+                progress(1)
+            if is_met(goal, tried):
+                chosen = tried
+            else:
+                low = middle
+    best = max(results, key=lambda result: _reached(goal, result))
+    return FleetPlan(chosen, tuple(results), best, any(fleet.shared is not None for fleet in fleets))
+
+
+def is_met(goal: Goal, result: FleetResult) -> bool:
+    """Whether a fleet meets ``goal``."""
+    if goal.hit_rate is not None:
+        return result.hit_rate >= goal.hit_rate
+    assert goal.ttft_s is not None
+    return result.ttft_s[goal.quantile] <= goal.ttft_s
+
+
+def _reached(goal: Goal, result: FleetResult) -> float:
+    return result.hit_rate if goal.hit_rate is not None else -result.ttft_s[goal.quantile]

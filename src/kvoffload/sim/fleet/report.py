@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet's figures as rows, JSON and one page; what a fleet costs, and which fleets are worth their price."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvoffload.errors import ConfigError
+from kvoffload.sim.fleet.cluster import FleetConfig, FleetResult
+from kvoffload.sim.plot import COLOURS, check_target, pyplot, save_small_png
+from kvoffload.sim.report import SATURATED, format_seconds
+from kvoffload.sim.trace import Trace
+from kvoffload.units import format_bytes
+
+__all__ = ["FleetPrices", "as_json", "frontier", "saturation", "table", "write_page"]
+
+_HEAD = (
+    "<!doctype html><html lang=en><meta charset=utf-8><title>kvoffload: fleets</title><style>"
+    "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
+    "svg{width:100%;height:auto}table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}"
+    "th,td{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}"
+    "div{overflow-x:auto}</style>"
+)
+_TIERS = ("device", "host", "disk", "pool", "shared", "?")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPrices:
+    """What a fleet costs in an hour, in any currency. Raises ``ConfigError`` for negative prices."""
+
+    server: float = 10.0
+    cpu_per_gib: float = 0.004
+    disk_per_gib: float = 0.0001
+    shared_per_gib: float = 0.005
+    link_per_gbyte_s: float = 0.05
+    """Of each server's link to what is shared, by GB/s."""
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(price) and price >= 0 for price in asdict(self).values()):
+            raise ConfigError("Prices must be finite numbers, and not negative.")
+
+    def per_hour(self, config: FleetConfig) -> float:
+        gib = config.server.block_bytes / 2**30
+        server = self.server + gib * (
+            config.server.cpu_blocks * self.cpu_per_gib + config.server.disk_blocks * self.disk_per_gib
+        )
+        total = config.servers * server
+        if config.shared is not None:
+            total += gib * config.shared.blocks * self.shared_per_gib
+            total += config.servers * config.shared.server_bytes_per_s / 1e9 * self.link_per_gbyte_s
+        if config.pool is not None:
+            total += gib * config.pool.blocks * self.cpu_per_gib * -(-config.servers // config.servers_per_machine)
+        return total
+
+    def per_million_tokens(self, result: FleetResult) -> float:
+        """Of prompts, whether computed or found."""
+        return self.per_hour(result.config) * result.duration_s / 3600 / max(result.input_tokens / 1e6, 1e-9)
+
+
+def table(
+    results: Sequence[FleetResult], prices: FleetPrices, is_wide: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """The headings and a row for each fleet. Otherwise than ``is_wide`` a terminal of 80 columns holds it."""
+    tiers = [tier for tier in _TIERS if any(result.hit_blocks[tier] for result in results)]
+    headings = ["servers", "router", "memory", "disk", "shared", "hits %", "p50", "p90", "cost/M"]
+    if is_wide:
+        headings += [f"{tier} %" for tier in tiers]
+        headings += ["p99", "tokens/s", "busiest %", "imbalance", "read", "written", "cost/h"]
+    rows = []
+    for result in results:
+        config, block_bytes = result.config, result.config.server.block_bytes
+        row = [
+            str(config.servers) if not config.prefill_servers else f"{config.prefill_servers}+{_decoding(config)}",
+            config.router,
+            format_bytes(config.server.cpu_blocks * block_bytes) if config.server.cpu_blocks else "-",
+            format_bytes(config.server.disk_blocks * block_bytes) if config.server.disk_blocks else "-",
+            format_bytes(config.shared.blocks * block_bytes) if config.shared else "-",
+            f"{100 * result.hit_rate:.2f}",
+            format_seconds(result.ttft_s["p50"]),
+            format_seconds(result.ttft_s["p90"]),
+            f"{prices.per_million_tokens(result):.4g}",
+        ]
+        if is_wide:
+            row += [f"{100 * result.hit_blocks[tier] / max(result.accesses, 1):.2f}" for tier in tiers]
+            row += [
+                format_seconds(result.ttft_s["p99"]),
+                f"{result.computed_tokens_per_s:,.0f}",
+                f"{100 * result.utilisation:.0f}",
+                f"{result.imbalance:.2f}",
+                format_bytes(_link_bytes(result, "read")),
+                format_bytes(_link_bytes(result, "written")),
+                f"{prices.per_hour(config):,.2f}",
+            ]
+        rows.append(row)
+    return headings, rows
+
+
+def _decoding(config: FleetConfig) -> int:
+    return config.servers - config.prefill_servers
+
+
+def _link_bytes(result: FleetResult, direction: str) -> int:
+    """Bytes that crossed the servers' links to what is shared."""
+    sides = [server.read_bytes if direction == "read" else server.written_bytes for server in result.servers]
+    return sum(side.get(tier, 0) for side in sides for tier in ("shared", "pool"))
+
+
+def saturation(results: Sequence[FleetResult]) -> str:
+    """What to say of fleets whose busiest server cannot keep up; empty if there is none."""
+    busy = [result for result in results if result.utilisation > SATURATED]
+    if not busy:
+        return ""
+    return (
+        f"{len(busy)} of the fleets cannot keep up: their busiest server works {100 * SATURATED:.0f} % of the time "
+        "or more, and requests queue. Their times only say that there are too few servers; --stretch gives a lighter "
+        "load."
+    )
+
+
+def frontier(results: Sequence[FleetResult], prices: FleetPrices, quantile: str = "p90") -> list[FleetResult]:
+    """Fleets of which no cheaper one has its first token sooner, by price."""
+    best: list[FleetResult] = []
+    for result in sorted(results, key=lambda each: (prices.per_million_tokens(each), each.ttft_s[quantile])):
+        if not best or result.ttft_s[quantile] < best[-1].ttft_s[quantile]:
+            best.append(result)
+    return best
+
+
+def as_json(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices) -> dict[str, Any]:
+    """All figures in plain values."""
+    return {
+        "trace": trace.name,
+        "requests": len(trace),
+        "block_tokens": trace.block_tokens,
+        "prices": asdict(prices),
+        "fleets": [
+            asdict(result)
+            | {
+                "hit_rate": result.hit_rate,
+                "hit_blocks": dict(result.hit_blocks),
+                "computed_tokens_per_s": result.computed_tokens_per_s,
+                "utilisation": result.utilisation,
+                "imbalance": result.imbalance,
+                "cost_per_hour": prices.per_hour(result.config),
+                "cost_per_million_tokens": prices.per_million_tokens(result),
+            }
+            for result in results
+        ],
+    }
+
+
+def write_page(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices, path: Path) -> None:
+    """Draws first tokens against cost to ``path``, a PNG or a self-contained page with the tables. Writes the whole
+    file or nothing. Raises as ``check_target`` does."""
+    check_target(path)
+    figure = _draw(trace, results, prices)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.suffix.lower() == ".png":
+            save_small_png(figure, temporary)
+        else:
+            text = io.StringIO()
+            figure.savefig(text, format="svg")
+            temporary.write_text(_page(trace, results, prices, text.getvalue()))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        pyplot().close(figure)
+
+
+def _draw(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices) -> Any:
+    figure, axes = pyplot().subplots(figsize=(9, 5.4), layout="constrained")
+    for colour, router in zip(COLOURS * 3, dict.fromkeys(result.config.router for result in results), strict=False):
+        of = [result for result in results if result.config.router == router]
+        for is_shared, marker in ((True, "o"), (False, "x")):
+            some = [result for result in of if (result.config.shared is not None) is is_shared]
+            if some:
+                axes.scatter(
+                    [prices.per_million_tokens(result) for result in some],
+                    [result.ttft_s["p90"] for result in some],
+                    color=colour,
+                    marker=marker,
+                    label=f"{router}, {'shared tier' if is_shared else 'no shared tier'}",
+                )
+        for result in of:
+            at = prices.per_million_tokens(result), result.ttft_s["p90"]
+            axes.annotate(str(result.config.servers), at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    best = frontier(results, prices)
+    axes.plot(
+        [prices.per_million_tokens(result) for result in best],
+        [result.ttft_s["p90"] for result in best],
+        color="#495057",
+        linewidth=1,
+        drawstyle="steps-post",
+        label="frontier",
+    )
+    axes.set_yscale("log")
+    axes.set_xlabel("cost of a million prompt tokens")
+    axes.set_ylabel("first token, p90, seconds")
+    axes.set_title(f"{trace.name}: {len(trace):,} requests; numbers are servers", loc="left", fontsize=10)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def _page(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices, svg: str) -> str:
+    parts = [
+        _HEAD,
+        f"<h1>{html.escape(trace.name)}</h1>",
+        svg[svg.index("<svg") :],
+        _html_table(*table(results, prices, is_wide=True)),
+        "<h2>Servers</h2>",
+    ]
+    for result in results:
+        config = result.config
+        shares = [
+            [
+                str(number),
+                f"{server.requests:,}",
+                f"{100 * sum(server.hit_blocks.values()) / max(server.accesses, 1):.2f}",
+                *(f"{100 * server.hit_blocks.get(tier, 0) / max(server.accesses, 1):.2f}" for tier in _TIERS[:-1]),
+                f"{100 * server.busy_s / max(result.duration_s, 1e-9):.0f}",
+            ]
+            for number, server in enumerate(result.servers)
+        ]
+        title = f"{config.servers} servers, {config.router}" + (", shared tier" if config.shared else "")
+        headings = ["server", "requests", "hits %", *(f"{tier} %" for tier in _TIERS[:-1]), "busy %"]
+        parts.append(f"<details><summary>{html.escape(title)}</summary>{_html_table(headings, shares)}</details>")
+    return "".join(parts) + "</html>\n"
+
+
+def _html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<div><table>{line(headings, 'th')}{''.join(line(row, 'td') for row in rows)}</table></div>"

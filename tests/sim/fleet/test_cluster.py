@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fleets in virtual time: what must hold for any traffic, and what single parts do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffload.errors import ConfigError
+from kvoffload.sim.driver import SimConfig, simulate
+from kvoffload.sim.fleet.cluster import Death, FleetConfig, FleetResult, SharedStore, simulate_fleet
+from kvoffload.sim.fleet.routers import ROUTERS, Asked, Fleet
+from kvoffload.sim.server import Hit
+from kvoffload.sim.synthetic import synthesize
+from kvoffload.sim.trace import Trace
+
+SERVER = SimConfig(cpu_blocks=60, block_bytes=1 << 20, gpu_blocks=20, prefill_tokens_per_s=2000.0)
+FAST = SharedStore(2000, server_bytes_per_s=1e12, store_bytes_per_s=1e12, latency_s=0.0)
+
+
+def traffic(num_requests: int = 300, seed: int = 0, stretch: float = 1.0) -> Trace:
+    return synthesize("chat", num_requests, seed).whole_blocks().stretched(stretch)
+
+
+def to_one(asked: Asked, fleet: Fleet) -> int:
+    return 0
+
+
+@given(
+    seed=st.integers(0, 1000),
+    cpu_blocks=st.integers(1, 200),
+    gpu_blocks=st.integers(0, 60),
+    disk_blocks=st.sampled_from([0, 100, 1000]),
+    stretch=st.floats(0.05, 5.0),
+)
+@settings(deadline=None, max_examples=15)
+def test_one_server_is_the_simulation_of_one_server_to_the_last_digit(
+    seed: int, cpu_blocks: int, gpu_blocks: int, disk_blocks: int, stretch: float
+) -> None:
+    trace = traffic(80, seed, stretch)
+    config = replace(SERVER, cpu_blocks=cpu_blocks, gpu_blocks=gpu_blocks, disk_blocks=disk_blocks)
+    alone = simulate(trace, config)
+    fleets = [
+        simulate_fleet(trace, FleetConfig(config)),
+        simulate_fleet(trace, FleetConfig(config, servers=3), router=to_one),
+    ]
+    for result in fleets:
+        hits = result.hit_blocks
+        below = hits.total() - hits["device"] - hits["host"]
+        assert (hits["device"], hits["host"], below) == (
+            alone.gpu_hit_blocks,
+            alone.cpu_hit_blocks,
+            alone.disk_hit_blocks,
+        )
+        assert result.ttft_s == alone.ttft_s
+        assert result.prefill_s == alone.prefill_s
+        assert result.accesses == alone.accesses
+
+
+@given(
+    seed=st.integers(0, 1000),
+    servers=st.integers(1, 6),
+    router=st.sampled_from(sorted(ROUTERS)),
+    is_shared=st.booleans(),
+    dies=st.booleans(),
+)
+@settings(deadline=None, max_examples=20)
+def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is_shared: bool, dies: bool) -> None:
+    trace = traffic(80, seed, 0.3)
+    middle_s = float(trace.times_s[40])
+    deaths = (Death(servers - 1, middle_s, middle_s + 50.0),) if dies else ()
+    config = FleetConfig(SERVER, servers, router, FAST if is_shared else None, deaths=deaths)
+    served: dict[int, Hit] = {}
+    result = simulate_fleet(trace, config, on_request=lambda request, _, hit: served.update({request: hit}))
+    assert sorted(served) == [*range(len(trace))], "each request is answered once"
+    assert sum(server.requests for server in result.servers) == len(trace)
+    hits = sum(hit.device + hit.host + hit.disk for hit in served.values())
+    computed = result.prefill_s * SERVER.prefill_tokens_per_s
+    if not dies:
+        assert result.hit_blocks.total() == hits
+        assert computed + hits * trace.block_tokens == pytest.approx(trace.total_input_tokens)
+    else:  # what a server had computed when it died is computed again, and counted only where it ended
+        assert computed + hits * trace.block_tokens >= trace.total_input_tokens - 1e-6
+
+
+@given(seed=st.integers(0, 1000), servers=st.integers(1, 4), router=st.sampled_from(sorted(ROUTERS)))
+@settings(deadline=None, max_examples=10)
+def test_littles_law_holds_for_what_a_router_sees(seed: int, servers: int, router: str) -> None:
+    trace = traffic(60, seed, 0.2)
+    inner = ROUTERS[router]()
+    seen: list[tuple[float, int]] = []
+
+    def watch(asked: Asked, fleet: Fleet) -> int:
+        seen.append((asked.time_s, sum(server.requests for server in fleet.servers)))
+        return inner(asked, fleet)
+
+    # Late arrivals of nothing, so that the router looks at the fleet often.
+    ends: list[float] = []
+    simulate_fleet(
+        trace, FleetConfig(SERVER, servers), router=watch, on_first_token=lambda _, end_s: ends.append(end_s)
+    )
+    for time_s, waiting in seen:
+        arrived = int((trace.times_s <= time_s).sum())
+        tied = int((trace.times_s == time_s).sum())
+        answered = sum(end_s <= time_s for end_s in ends)
+        assert arrived - tied - answered <= waiting <= arrived - answered
+
+
+def paths(trace_of: Callable[..., Trace], prompts: list[list[int]], gap_s: float = 100.0) -> Trace:
+    trace = trace_of(prompts)
+    return replace(trace, times_s=np.arange(len(prompts)) * gap_s, input_tokens=trace.input_tokens + 1)
+
+
+def found(trace: Trace, config: FleetConfig) -> tuple[list[dict[str, int]], FleetResult]:
+    hits: list[dict[str, int]] = []
+    result = simulate_fleet(
+        trace, config, on_request=lambda _, __, hit: hits.append({"host": hit.host, **dict(hit.below)})
+    )
+    return hits, result
+
+
+def test_one_server_finds_what_another_one_shared(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1, 2], [0, 1, 2], [0, 1, 2]])
+    server = replace(SERVER, gpu_blocks=0, load_policy="always")
+    hits, result = found(trace, FleetConfig(server, 2, "round-robin", FAST))
+    assert hits == [{"host": 0}, {"host": 0, "shared": 3}, {"host": 3}]
+    assert [member.read_bytes.get("shared", 0) for member in result.servers] == [0, 3 << 20]
+    assert [member.written_bytes.get("shared", 0) for member in result.servers] == [3 << 20, 0]
+
+
+def test_a_pool_is_shared_by_the_servers_of_one_machine(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1, 2]] * 4)
+    server = replace(SERVER, gpu_blocks=0, load_policy="always")
+    hits, _ = found(trace, FleetConfig(server, 4, "round-robin", pool=FAST, servers_per_machine=2))
+    assert hits == [{"host": 0}, {"host": 0, "pool": 3}, {"host": 0}, {"host": 0, "pool": 3}]
+
+
+def test_blocks_expire(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1], [0, 1], [2], [0, 1]])
+    server = replace(SERVER, gpu_blocks=0, load_policy="always")
+    kept, _ = found(trace, FleetConfig(server, 2, "round-robin", replace(FAST, ttl_s=150.0)))
+    assert kept[1] == {"host": 0, "shared": 2}
+    gone, _ = found(trace, FleetConfig(server, 2, "round-robin", replace(FAST, ttl_s=50.0)))
+    assert gone[1] == {"host": 0}
+
+
+def test_a_store_that_is_away_is_a_miss_and_comes_back_with_its_blocks(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1], [0, 1], [3], [0, 1], [4]])
+    server = replace(SERVER, gpu_blocks=0, cpu_blocks=2, load_policy="always")
+    away = replace(FAST, away=((50.0, 250.0),))
+    hits, _ = found(trace, FleetConfig(server, 2, "round-robin", away))
+    assert hits[1] == {"host": 0}, "away"
+    assert hits[3]["host"] == 2 or hits[3].get("shared") == 2
+    no_return, _ = found(trace, FleetConfig(server, 2, "round-robin", replace(FAST, away=((50.0, 1e9),))))
+    assert all("shared" not in hit for hit in no_return)
+
+
+def test_a_server_that_dies_loses_its_memory_keeps_its_disk_and_its_requests_go_elsewhere(
+    trace_of: Callable[..., Trace],
+) -> None:
+    trace = paths(trace_of, [[0, 1, 2], [0, 1, 2], [5, 6, 7, 8], [0, 1, 2]])
+    server = replace(SERVER, gpu_blocks=0, disk_blocks=50, cascade="on_store", load_policy="always")
+    config = FleetConfig(server, 1, deaths=(Death(0, 200.001, 250.0),))
+    hits, result = found(trace, config)
+    assert hits[1] == {"host": 3}
+    assert hits[3] == {"host": 0, "disk": 3}
+    assert sum(member.requests for member in result.servers) == 4
+    assert result.ttft_s["max"] > 50.0, "the request that was in flight waited for the return"
+
+
+def test_prefill_apart_hands_its_blocks_over(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1, 2, 3]] * 3)
+    server = replace(SERVER, gpu_blocks=0, load_policy="always", chunk_tokens=trace.block_tokens)
+    numbers: list[int] = []
+    result = simulate_fleet(
+        trace,
+        FleetConfig(server, 3, "round-robin", FAST, prefill_servers=1),
+        on_request=lambda _, number, __: numbers.append(number),
+    )
+    assert numbers == [0, 1, 0, 2, 0, 1]
+    assert result.handover_s["max"] < result.ttft_s["max"]
+
+
+def test_events_reach_a_router_late_or_never(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1, 2, 3], [9], [0, 1, 2, 3]])
+    server = replace(SERVER, gpu_blocks=0)
+
+    def third(**more: float) -> int:
+        numbers: list[int] = []
+        simulate_fleet(
+            trace,
+            FleetConfig(server, 2, "dynamo", **more),  # type: ignore[arg-type]
+            router=_Avoiding(),
+            on_request=lambda _, number, __: numbers.append(number),
+        )
+        return numbers[2]
+
+    assert third() == 1
+    assert third(event_delay_s=1000.0) == 0
+    assert third(event_loss=1.0) == 0
+
+
+class _Avoiding:
+    """Sends the first requests to the last server, and later ones to where their head is, by events."""
+
+    wants_events = True
+
+    def __call__(self, asked: Asked, fleet: Fleet) -> int:
+        if asked.time_s < 150.0:
+            return len(fleet.servers) - 1
+        overlaps = fleet.overlaps(asked.path)
+        return overlaps.index(max(overlaps))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"servers": 0}, "at least one server"),
+        ({"shared": FAST, "server": replace(SERVER, cpu_blocks=0)}, "host memory above it"),
+        ({"servers": 2, "prefill_servers": 2, "shared": FAST}, "one to decode"),
+        ({"servers": 2, "prefill_servers": 1}, "needs a shared tier"),
+        ({"router": "round"}, "round-robin"),
+        ({"deaths": (Death(3, 0.0, 1.0),)}, "names no server"),
+        ({"event_loss": 2.0}, "a share"),
+    ],
+)
+def test_a_fleet_that_cannot_exist_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        FleetConfig(**{"server": SERVER, **change})  # type: ignore[arg-type]
+
+
+def test_a_router_that_chooses_nobody_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="chose server 7"):
+        simulate_fleet(traffic(3), FleetConfig(SERVER, 2), router=lambda asked, fleet: 7)
