@@ -61,7 +61,7 @@ TARGETS = {
 
 def run(short: bool) -> list[Row]:
     sizes = [64 << 10] if short else list(TARGETS)
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as name:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as name:
         rows = [
             row for size in sizes for row in _against_fio(Path(name), size, 16 << 20 if short else 256 << 20, short)
         ]

@@ -38,7 +38,7 @@ _REQ = ReqContext("bench")
 def run(short: bool) -> list[Row]:
     sizes = [64 << 10] if short else [64 << 10, 256 << 10, 1 << 20, 4 << 20]
     repeats = 1 if short else 5
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as name:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as name:
         place = Path(name)
         if not short:
             _wait_for_cheap_files(place)

@@ -28,7 +28,7 @@ MAX_STEP_MS = 1.0
 
 def run(short: bool) -> list[Row]:
     num_files = 2_000 if short else 1_000_000
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as place:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as place:
         make_files(Path(place), num_files)
         times_ms = np.array(step_times_s(place, num_files)) * 1e3
     return [

@@ -103,7 +103,7 @@ def run(short: bool) -> list[Row]:
 
 def _rows(block_bytes: int, short: bool) -> list[Row]:
     steps, repeats, many = (5, 1, 32) if short else (150, 3, 500)
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as root:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as root:
         alone, tiered = Server(block_bytes, None), Server(block_bytes, root)
         try:
             tiered.store_singly(many)  # makes its files

@@ -159,7 +159,7 @@ def _promotions(short: bool) -> Row:
 def _from_disk(short: bool, block_bytes: int) -> Row:
     blocks = keys(0, 32 if short else 4_000)
     num_slots = len(blocks) * 3 // 2  # one request may claim three quarters
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR", ".")) as root:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as root:
         region = SharedOffloadRegion.anonymous(num_slots, block_bytes)
         primary = CPUPrimaryTierOffloadingManager(num_slots, region)
         rows = [memoryview(row) for row in np.asarray(primary.kv_view)[: len(blocks)]]

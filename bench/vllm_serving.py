@@ -70,7 +70,7 @@ def time_to_first_token(model: str, short: bool) -> list[Row]:
         for reference, seconds, target in (("afresh", fresh, "<= 1"), ("device prefix cache", device, "<= 1.2")):
             text = f"{reference} ({seconds * 1e3:.1f} ms)"
             rows.append(Row("vllm_serving", case, value, "ms", text, offloaded / seconds, target))
-    place = os.path.abspath(os.environ.get("KVOFFLOAD_BENCH_DIR", "."))
+    place = os.path.abspath(os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd())
     with tempfile.TemporaryDirectory(dir=place) as disk, Child(model, disk) as child:
         medians = child.ask("first_token", lengths=lengths, rounds=rounds, ways=4)
     for length, (fresh, _, _, from_disk) in zip(lengths, medians, strict=True):

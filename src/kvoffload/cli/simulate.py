@@ -136,7 +136,7 @@ def simulate(
 ) -> None:
     """Replay request traces through the production managers and policies, with a virtual clock instead of bytes.
 
-    With --servers, through a fleet of servers behind a router.
+    With --servers, through a fleet of servers and their router.
     """
     policies = _policies(policy or (_POLICIES if servers is None else DEFAULTS.eviction_policy))
     cpu = cpu or (_CPU_SIZES if servers is None else "5%")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many servers behind a router, with tiers that they share."""
+"""Many servers and their router, with tiers that they share."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a trace on many servers behind a router, in one order of virtual time.
+"""Replays a trace on many servers and their router, in one order of virtual time.
 
 Each server is a ``Machine`` with a clock of its own, which serves one request at a time. Whatever happens next in time
 happens first: an arrival, which the router sends to a server; a server that goes on; a server that dies or comes back.

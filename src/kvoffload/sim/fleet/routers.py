@@ -290,5 +290,5 @@ def router_of(name: str) -> Router:
         raise ConfigError(f"--router {name}: {exc}. Give a function of (asked, fleet) that can be imported.") from exc
     router: Router = found() if isinstance(found, type) else found
     if not callable(router):
-        raise ConfigError(f"--router {name} is no function of (asked, fleet).")
+        raise ConfigError(f"--router {name} is not a function of (asked, fleet).")
     return router

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fleets cost, and the cheapest one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvoffload.cli.fleet import fleet_configs, server_numbers
+from kvoffload.errors import ConfigError
+from kvoffload.sim.driver import SimConfig
+from kvoffload.sim.fleet.cluster import FleetConfig, SharedStore, simulate_fleet
+from kvoffload.sim.fleet.plan import is_met, make_fleet_plan
+from kvoffload.sim.fleet.report import FleetPrices, frontier, table
+from kvoffload.sim.plan import Goal
+from kvoffload.sim.synthetic import synthesize
+
+SERVER = SimConfig(cpu_blocks=200, block_bytes=1 << 20, prefill_tokens_per_s=2000.0)
+
+
+def test_the_price_of_an_hour() -> None:
+    shared = SharedStore(4096, server_bytes_per_s=2e9)
+    config = FleetConfig(replace(SERVER, cpu_blocks=1024, disk_blocks=2048), 3, shared=shared)
+    prices = FleetPrices(server=10, cpu_per_gib=1, disk_per_gib=0.5, shared_per_gib=2, link_per_gbyte_s=0.25)
+    assert prices.per_hour(config) == pytest.approx(3 * (10 + 1 + 1) + 4 * 2 + 3 * 2 * 0.25)
+    with pytest.raises(ConfigError):
+        FleetPrices(server=-1)
+
+
+def test_the_cheapest_fleet_that_meets_a_goal_is_the_smallest_where_servers_decide() -> None:
+    trace = synthesize("chat", 120, 2).whole_blocks().stretched(0.02)
+    goal, prices = Goal(ttft_s=6.0), FleetPrices()
+    made = make_fleet_plan(trace, [FleetConfig(SERVER, router="least-tokens")], goal, prices, 1, 16, 1)
+    by_count = {
+        count: is_met(goal, simulate_fleet(trace, FleetConfig(SERVER, count, "least-tokens"))) for count in range(1, 17)
+    }
+    assert made.chosen is not None
+    assert made.chosen.config.servers == min(count for count, met in by_count.items() if met)
+    assert not by_count[1], "one server is too few, or the test shows nothing"
+    never = make_fleet_plan(trace, [FleetConfig(SERVER)], Goal(ttft_s=1e-9), prices, 1, 2, 1)
+    assert never.chosen is None
+    assert never.advice.startswith("No fleet")
+
+
+def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:
+    trace = synthesize("chat", 80, 2).whole_blocks()
+    results = [simulate_fleet(trace, FleetConfig(SERVER, count, "least-tokens")) for count in (1, 2, 4, 8)]
+    prices = FleetPrices()
+    best = frontier(results, prices)
+    assert best[0] is min(results, key=prices.per_million_tokens)
+    for one in best:
+        for other in results:
+            is_dearer = prices.per_million_tokens(one) > prices.per_million_tokens(other)
+            assert not (is_dearer and one.ttft_s["p90"] > other.ttft_s["p90"])
+    headings, rows = table(results, prices)
+    assert {len(row) for row in rows} == {len(headings)}
+
+
+def test_combinations_are_not_repeated() -> None:
+    trace = synthesize("chat", 30, 2).whole_blocks()
+    servers = [SERVER, replace(SERVER, cpu_blocks=0)]
+    found = fleet_configs(trace, servers, "session", ["none", "50%"], None, 1, 0, None, "", server_numbers("2,4"))
+    assert len(found) == len({*found}) == 2 * 3
