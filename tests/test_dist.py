@@ -76,10 +76,18 @@ def test_the_sdist_is_the_checkout_without_what_was_built_in_it(dist: Path) -> N
     (found,) = dist.glob("kvoffload-*.tar.gz")
     with tarfile.open(found) as archive:
         names = {member.name.split("/", 1)[1] for member in archive.getmembers()}
-    assert {"LICENSE", "Makefile", "README.md", "docs/vllm.md", "scripts/bootstrap", "tests/test_dist.py"} <= names
+    assert {
+        "LICENSE",
+        "Makefile",
+        "README.md",
+        "docs/vllm.md",
+        "mkdocs.yml",
+        "scripts/bootstrap",
+        "tests/test_dist.py",
+    } <= names
     assert {name.split("/")[0] for name in names} <= {
         *("src", "tests", "bench", "deploy", "docs", "scripts", "Makefile", "pyproject.toml", "PKG-INFO", ".gitignore"),
-        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "mkdocs.yml"),
     }
     assert not [name for name in names if name.endswith(".pyc")]
 
