@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-all test-remote test-vllm test-everything soak mutants lint format bench docs dist clean
+.PHONY: help demo test test-all test-remote test-vllm test-sglang test-everything soak mutants lint format bench docs dist clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 17
 
@@ -27,6 +27,9 @@ test-all: lint   ## the same in the thorough size, with the tests that are long 
 test-vllm:       ## the tests that run the real vLLM, in an environment of their own; VLLM=0.30.0 takes that version
 	@VLLM=$(VLLM) THIN=$(THIN) scripts/test-vllm $(ARGS)
 
+test-sglang:     ## the tests that load the real SGLang, in an environment of their own
+	@scripts/test-sglang $(ARGS)
+
 test-remote: $(STAMP) ## the remote stores with Debian's Redis (TLS too) and SeaweedFS
 	@THIN=$(THIN) scripts/test-remote $(ARGS)
 
@@ -35,6 +38,7 @@ test-everything: ## all of it, in the thorough size: an hour and more; ALSO="0.3
 	@$(MAKE) test-all ARGS=
 	@$(MAKE) test-remote THIN= ARGS=
 	@$(MAKE) test-vllm VLLM= THIN= ARGS=
+	@$(MAKE) test-sglang ARGS=
 	@set -e; for version in $(ALSO); do $(MAKE) test-vllm VLLM=$$version THIN= ARGS=; done
 	@$(MAKE) soak MINUTES=5 ARGS=
 
@@ -66,4 +70,4 @@ dist: $(STAMP)   ## build the wheel and the sdist in dist/
 	@rm -rf dist && $(PY) -m build --no-isolation --outdir dist
 
 clean:           ## remove environments and caches
-	@rm -rf $(VENV) .venv-vllm* $(DOCS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	@rm -rf $(VENV) .venv-vllm* .venv-sglang $(DOCS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

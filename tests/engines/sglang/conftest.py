@@ -11,7 +11,7 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("sglang") is not None:
         return
-    skip = pytest.mark.skip(reason="needs SGLang, which this environment lacks")
+    skip = pytest.mark.skip(reason="needs SGLang: `make test-sglang` runs it")
     for item in items:
         if item.get_closest_marker("sglang") is not None:
             item.add_marker(skip)
