@@ -230,9 +230,12 @@ class OffloadingEvent:
     keys: list[OffloadKey]
     medium: str
     removed: bool
-    clears: bool = False
-    """Changes of the medium were lost before this event: none of its announced blocks counts any longer, and events of
-    those that it has follow."""
+
+    @property
+    def clears(self) -> bool:
+        """A removal without keys: changes of the medium were lost before this event. None of its announced blocks
+        counts any longer, and events of those that it has follow."""
+        return self.removed and not self.keys
 
 
 class StepWork(NamedTuple):

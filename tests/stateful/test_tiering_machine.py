@@ -108,6 +108,10 @@ class TieringMachine(RuleBasedStateMachine):
         """Patience of each request that was spent for certain ..."""
         self.most_spent_s: Counter[str] = Counter()
         """... and that may have been spent."""
+        self.open: dict[str, set[OffloadKey]] = {}
+        """What a request lacked an answer for and did not ask for again: it may wait for that, too."""
+        self.over_reset: set[str] = set()
+        """Requests that waited when the cache was reset: their waits go on until they ask again."""
         self.step_number = 0
         for tier, (name, length) in zip(self.rig.tiers, below):
             tier.put(prefix(length, of=name), map(content, prefix(length, of=name)))
@@ -191,9 +195,13 @@ class TieringMachine(RuleBasedStateMachine):
         assert False not in answers[:-1]
         for key, answer in zip(blocks, answers):
             self._check_answer(key, answer, context)
+        self.over_reset.discard(name)
         if self._num_out_of_patience > before:
             assert self.most_spent_s[name] >= MAX_WAIT_S - 1e-6, "nothing was on its way to it for so long"
         unanswered = {key for key, answer in zip(blocks, answers) if answer is None}
+        open_keys = self.open.setdefault(name, set())
+        open_keys.difference_update(key for key, answer in zip(blocks, answers) if answer is not None)
+        open_keys |= unanswered
         asked = self.asked.get(name)
         if unanswered:
             assert self.least_spent_s[name] < MAX_WAIT_S + 1e-6, "deferred beyond its patience"
@@ -214,7 +222,8 @@ class TieringMachine(RuleBasedStateMachine):
         for name, asked in self.asked.items():
             if any(map(self._is_in_flight, asked.on_their_way)):
                 self.least_spent_s[name] += seconds
-            if any(self._is_in_flight(key) or self._is_unknown(key) for key in asked.keys):
+        for name, keys in self.open.items():
+            if name in self.over_reset or any(self._is_in_flight(key) or self._is_unknown(key) for key in keys):
                 self.most_spent_s[name] += seconds
         self.rig.clock.advance(seconds)
 
@@ -355,6 +364,7 @@ class TieringMachine(RuleBasedStateMachine):
             transfer.is_stale = True
         self.late_jobs |= {job_id for tier in self.rig.tiers for job_id in tier.jobs}
         self.queued.clear()
+        self.over_reset.update(name for name, keys in self.open.items() if keys)
         self._take_events(is_reset=True)
         assert not self.resident
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +70,21 @@ HourPrices = Annotated[
         "--hour-prices", help="Prices per hour: 'server=10,cpu=0.004,disk=0.0001,shared=0.005,link=0.05' (GiB, GB/s)."
     ),
 ]
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Advice to operators is of use for machines that exist."""
+    log = logging.getLogger("kvoffload.tiering.load_policy")
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _settings(text: str, option: str, allowed: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -201,11 +217,10 @@ def simulate_fleets(
 ) -> None:
     """Replays the trace on every fleet, and prints, writes and draws the figures."""
     trace = trace.whole_blocks()
-    logging.getLogger("kvoffload").setLevel(logging.ERROR)  # advice to operators, of machines that do not exist
     results: list[FleetResult | None] = [None] * len(configs)
     if len(configs) == 1:
         step = max(len(trace) // 100, 1)
-        with progress({trace.name: len(trace) // step}, "parts") as advance:
+        with _without_advice(), progress({trace.name: len(trace) // step}, "parts") as advance:
             done = 0
 
             def count(_: int) -> None:
@@ -216,7 +231,7 @@ def simulate_fleets(
 
             results = [simulate_fleet(trace, configs[0], progress=count)]
     else:
-        with progress({trace.name: len(configs)}, "fleets") as advance:
+        with _without_advice(), progress({trace.name: len(configs)}, "fleets") as advance:
             for at, result in run_all(simulate_fleet, trace, configs, processes):
                 results[at] = result
                 advance(trace.name)
@@ -269,7 +284,7 @@ def plan_fleets(
 ) -> bool:
     """Prints the cheapest fleet that meets the goal. Whether there is one."""
     trace = trace.whole_blocks()
-    with progress({trace.name: None}, "fleets") as advance:
+    with _without_advice(), progress({trace.name: None}, "fleets") as advance:
         made = make_fleet_plan(
             trace, configs, goal, prices, ends[0], ends[-1], processes, lambda _: advance(trace.name)
         )

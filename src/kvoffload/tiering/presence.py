@@ -172,7 +172,7 @@ class PresenceIndex:
         events = self._events.take()
         if self._lost_events:
             self._lost_events = False
-            events.insert(0, OffloadingEvent([], self._medium, removed=True, clears=True))
+            events.insert(0, OffloadingEvent([], self._medium, removed=True))
         return events
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:

@@ -145,7 +145,7 @@ def test_tiers_that_are_found_no_longer_are_taken_back() -> None:
 def test_a_tier_that_lost_changes_is_taken_back_but_for_what_it_has() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True, places=PLACES)
     translator.translate([event("disk", key(1), key(2), key(3)), event("redis", key(3)), event("CPU", key(1))])
-    lost = OffloadingEvent([], "disk", removed=True, clears=True)
+    lost = OffloadingEvent([], "disk", removed=True)
     assert named(translator.translate([lost, event("disk", key(2))])) == [
         ("BlockRemoved", "STORAGE", [b"\1", b"\2"]),  # the third is in the other tier
         ("BlockStored", "STORAGE", [b"\2"]),

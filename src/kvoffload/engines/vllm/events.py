@@ -181,7 +181,7 @@ class EventTranslator:
     def forget_tiers(self) -> list[Any]:
         """Removals of all that was announced below the primary tier: the engine finds it no longer."""
         tiers = self._announced.tiers_below()
-        return self.translate(OffloadingEvent([], tier, removed=True, clears=True) for tier in tiers)
+        return self.translate(OffloadingEvent([], tier, removed=True) for tier in tiers)
 
     def _removed(self, event: OffloadingEvent) -> Iterator[Any]:
         from vllm.distributed.kv_events import BlockRemoved

@@ -14,6 +14,7 @@ from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object import ObjectStore
+from kvoffload.tiering.stores.seal import SEAL_BYTES
 
 
 class ServiceContract(BlockStoreContract):
@@ -41,9 +42,10 @@ class ServiceContract(BlockStoreContract):
         store = self.open_store("once", 4096)
         assert write(store, keys(1)) == [True]
         name = f"once/{store._path(keys(1)[0])}"
-        self.server.put(name, b"another program's value")
-        assert write(store, keys(1)) == [True]  # by the service's own condition: there must be none
-        assert self.server.get(name) == b"another program's value"
+        value = bytes(4096 + SEAL_BYTES)  # of the right length: another one would be replaced
+        self.server.put(name, value)
+        assert write(store, keys(1)) == [True]
+        assert self.server.get(name) == value
         assert read(store, keys(1)) == [False]
         assert write(store, keys(1)) == [True]
         assert read(store, keys(1)) == [True]
