@@ -316,6 +316,19 @@ def test_patience_runs_on_through_a_reset() -> None:
     rig.manager.check_invariants()
 
 
+def test_a_reset_does_not_make_patience_of_the_time_after_all_had_arrived() -> None:
+    rig = Rig(num_blocks=4, max_wait_s=5.0)
+    rig.below(prefix(1))
+    request, other = rig.start("r"), rig.start("other")
+    assert rig.ask(prefix(1), request) == [None]
+    rig.step()
+    rig.tier.finish()
+    rig.ask(prefix(1, of="b"), other)
+    rig.clock.advance(5.0)
+    rig.manager.reset_cache()
+    assert rig.ask(prefix(1), request) == [None], "its patience was not spent"
+
+
 @pytest.mark.parametrize("direction", ["promotion", "cascade"])
 def test_slots_under_a_hung_tiers_io_stay_reserved_after_a_reset(
     direction: str, monkeypatch: pytest.MonkeyPatch

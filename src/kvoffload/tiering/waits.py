@@ -106,9 +106,12 @@ class Waits:
 
     def reset(self) -> None:
         """The cache was reset: what is worth loading is to be planned anew. The waits go on, so that the time until
-        their requests ask again counts too."""
+        their requests ask again counts too. The time since all had arrived does not."""
         self._surveyed.clear()
+        now_s = self._clock()
         for wait in self._waiting.values():
+            if wait.answered_s is not None:
+                wait.began_s += now_s - wait.answered_s
             self._release_all(wait)
             wait.lost.clear()
             wait.sources.clear()
