@@ -40,7 +40,7 @@ def run(short: bool) -> list[Row]:
 
 
 def write_model(directory: Path, layers: int, hidden: int) -> None:
-    from tests.engines.vllm.models import write_tokenizer
+    from tests.engines.models import write_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.harness import SHARP_GAP, Engine, child_environment, idle_state
-from tests.engines.vllm.models import write_llama
+from tests.engines.greedy import SHARP_GAP
+from tests.engines.models import write_llama
+from tests.engines.vllm.harness import Engine, child_environment, idle_state
 from tests.engines.vllm.prompts import family
 from tests.engines.vllm.scenarios import baseline
 from tests.soak.server import Server, Turn, offloading

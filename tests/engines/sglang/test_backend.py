@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engines.models import write_llama
 from tests.engines.sglang.pools import HostPool, hashes
-from tests.engines.vllm.models import write_llama
 from tests.ports import free_port
 
 from kvoffload.errors import ConfigError, LayoutError

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.engines.greedy import Baseline
+from tests.engines.models import SEED, SmallModel, write_falcon_h1, write_gemma3, write_llama
 from tests.engines.vllm.drafts import Speculation, write_drafts
-from tests.engines.vllm.harness import HAS_VLLM, Baseline, run_child, states_baseline
-from tests.engines.vllm.models import SEED, SmallModel, write_falcon_h1, write_gemma3, write_llama
+from tests.engines.vllm.harness import HAS_VLLM, run_child, states_baseline
 
 from kvoffload.engines.vllm.versions import drafters_are_proven
 

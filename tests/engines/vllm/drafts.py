@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.engines.vllm.models import HEAD_DIM, VOCAB, write_tokenizer
+from tests.engines.models import HEAD_DIM, VOCAB, write_tokenizer
 
 if TYPE_CHECKING:
     import torch

@@ -13,16 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP, Prompt
+from tests.engines.greedy import Baseline, Prompt
+from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP
 
 from kvoffload.engines.vllm.versions import vllm_release
 
 ROOT = Path(__file__).parents[3]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-SHARP_GAP = 2e-4
-"""Prompts whose two best tokens come closer than this (in log probability) anywhere are no oracle: rounding is around
-1e-6, and grows with the order in which batches are summed."""
-
 CONNECTOR = {
     "kv_connector": "KVOffloadConnector",
     "kv_connector_module_path": "kvoffload.engines.vllm",  # the server test goes by the bare name
@@ -69,23 +66,6 @@ def run_child(scenario: str, timeout_s: float = 400, environment: dict[str, str]
             raise AssertionError(f"scenario {scenario} ended with {result.returncode}:\n{result.stdout[-8000:]}")
         print(result.stdout[-4000:])
         return json.loads(answer.read_text())
-
-
-class Baseline:
-    """Greedy answers of vLLM without a connector, by prompt name."""
-
-    def __init__(self, answers: dict[str, Any]) -> None:
-        self._tokens = {name: each["tokens"] for name, each in answers.items() if each["gap"] >= SHARP_GAP}
-        assert len(self._tokens) >= 0.85 * len(answers), "the random model's choices are too close to ties"
-
-    def wrong(self, answers: dict[str, list[int]]) -> list[str]:
-        """Names of the prompts that were answered differently; asks that most of the answers could be judged."""
-        judged = [name for name in answers if name in self._tokens]
-        assert len(judged) >= 0.7 * len(answers), f"only {len(judged)} of {len(answers)} answers can be judged"
-        return [name for name in judged if answers[name] != self._tokens[name]]
-
-    def tokens(self, name: str) -> list[int] | None:
-        return self._tokens.get(name)
 
 
 def states_baseline(model: str) -> Baseline:

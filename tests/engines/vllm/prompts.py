@@ -1,28 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of all scenarios, the same in every process. Token ids 0, 1 and the last one mean something; not used."""
+"""The prompts of all scenarios, the same in every process."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-
-from tests.engines.vllm.models import VOCAB
+from tests.engines.greedy import Prompt, random_tokens
 
 BLOCK_TOKENS = 32
 """GPU block size in the lane: small, so that short prompts have many blocks."""
-NEW_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Prompt:
-    name: str
-    token_ids: tuple[int, ...]
-    new_tokens: int = NEW_TOKENS
-
-
-def random_tokens(seed: int, length: int) -> tuple[int, ...]:
-    rng = random.Random(seed)
-    return tuple(rng.randrange(2, VOCAB - 1) for _ in range(length))
 
 
 def long_prompts(count: int = 8, length: int = 1000) -> list[Prompt]:

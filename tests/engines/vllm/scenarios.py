@@ -13,11 +13,11 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+from tests.engines.greedy import Prompt
 from tests.engines.vllm.harness import Engine, idle_state
 from tests.engines.vllm.prompts import (
     BLOCK_TOKENS,
     ONE_BLOCK_A_STEP,
-    Prompt,
     crowd,
     family,
     long_prompts,

@@ -16,8 +16,9 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.harness import CONNECTOR, ROOT, Baseline, child_environment
-from tests.engines.vllm.prompts import BLOCK_TOKENS, NEW_TOKENS, Prompt, long_prompts
+from tests.engines.greedy import NEW_TOKENS, Baseline, Prompt
+from tests.engines.vllm.harness import CONNECTOR, ROOT, child_environment
+from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
 from tests.ports import free_port
 
 CPU_SLOTS = 200

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.models import SmallModel
+from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps, aborted, attention
 
 from kvoffload.engines.vllm.versions import hit_source

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import Baseline
-from tests.engines.vllm.models import SmallModel
+from tests.engines.greedy import Baseline
+from tests.engines.models import SmallModel
 from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import Server, ask, judge
 from tests.memory_files import memory_directory

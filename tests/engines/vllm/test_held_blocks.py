@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.engines.vllm.models import SmallModel
+from tests.engines.models import SmallModel
 from tests.engines.vllm.scripted import EarlyWriter
 from tests.engines.vllm.steps import Steps, aborted, attention, states
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import ROOT, Baseline
-from tests.engines.vllm.models import SmallModel
-from tests.engines.vllm.prompts import NEW_TOKENS, long_prompts
+from tests.engines.greedy import NEW_TOKENS, Baseline
+from tests.engines.models import SmallModel
+from tests.engines.vllm.harness import ROOT
+from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import CPU_SLOTS, Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

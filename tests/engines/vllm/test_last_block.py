@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.engines.vllm.models import SmallModel
+from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, NUM_GPU_BLOCKS, STOP, Steps, aborted
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import Baseline, run_child
-from tests.engines.vllm.models import SmallModel
-from tests.engines.vllm.prompts import Prompt, long_prompts, random_tokens
+from tests.engines.greedy import Baseline, Prompt, random_tokens
+from tests.engines.models import SmallModel
+from tests.engines.vllm.harness import run_child
+from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import Server, ask, judge
 from tests.engines.vllm.test_serving import assert_idle
 

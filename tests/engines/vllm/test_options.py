@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import Baseline, run_child
-from tests.engines.vllm.models import SmallModel
+from tests.engines.greedy import Baseline
+from tests.engines.models import SmallModel
+from tests.engines.vllm.harness import run_child
 from tests.engines.vllm.prompts import crowd
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

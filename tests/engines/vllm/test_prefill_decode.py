@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import ROOT, Baseline
-from tests.engines.vllm.models import SmallModel
+from tests.engines.greedy import Baseline
+from tests.engines.models import SmallModel
+from tests.engines.vllm.harness import ROOT
 from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
 from tests.engines.vllm.server import Server, ask, judge
 from tests.ports import free_port

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.engines.vllm.models import SmallModel
+from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import Baseline
-from tests.engines.vllm.models import SmallModel
-from tests.engines.vllm.prompts import BLOCK_TOKENS, Prompt, long_prompts, random_tokens
+from tests.engines.greedy import Baseline, Prompt, random_tokens
+from tests.engines.models import SmallModel
+from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
 from tests.engines.vllm.server import CPU_SLOTS, Server, ask, judge
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from tests.cpu.copy import fake_cuda
-from tests.engines.vllm.harness import Baseline, run_child
-from tests.engines.vllm.models import SmallModel
+from tests.engines.greedy import Baseline
+from tests.engines.models import SmallModel
+from tests.engines.vllm.harness import run_child
 from tests.engines.vllm.scenarios import OUTCOMES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

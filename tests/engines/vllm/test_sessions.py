@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from tests.engines.models import SmallModel
 from tests.engines.vllm.harness import HAS_VLLM
-from tests.engines.vllm.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, STOP, Steps, aborted
 
 from kvoffload.engines.vllm.versions import vllm_release

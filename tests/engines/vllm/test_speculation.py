@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.engines.greedy import Baseline
+from tests.engines.models import HEAD_DIM
 from tests.engines.vllm.drafts import KV_HEADS, Speculation
-from tests.engines.vllm.harness import Baseline, run_child
-from tests.engines.vllm.models import HEAD_DIM
+from tests.engines.vllm.harness import run_child
 from tests.engines.vllm.prompts import BLOCK_TOKENS, crowd, long_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

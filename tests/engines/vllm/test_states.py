@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import HAS_VLLM, Baseline, run_child, states_baseline
-from tests.engines.vllm.models import SmallModel, write_granite_hybrid, write_mamba2, write_nemotron_h, write_qwen3_next
+from tests.engines.greedy import Baseline
+from tests.engines.models import SmallModel, write_granite_hybrid, write_mamba2, write_nemotron_h, write_qwen3_next
+from tests.engines.vllm.harness import HAS_VLLM, run_child, states_baseline
 from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP, STATE_PROMPT_TOKENS
 from tests.engines.vllm.scenarios import OUTCOMES
 from tests.engines.vllm.test_serving import assert_idle

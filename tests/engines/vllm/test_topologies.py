@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.harness import Baseline, run_child
-from tests.engines.vllm.models import SmallModel, write_llama
+from tests.engines.greedy import Baseline
+from tests.engines.models import SmallModel, write_llama
+from tests.engines.vllm.harness import run_child
 from tests.engines.vllm.scenarios import OUTCOMES
 from tests.engines.vllm.test_serving import EXTRA, PAGE_BYTES, assert_idle
 

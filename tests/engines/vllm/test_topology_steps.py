@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.engines.vllm.models import SmallModel
+from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, Steps, attention, latent, replayed_window, ring
 
 from kvoffload.engines.vllm.versions import says_what_is_sharded

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from tests.deploy.prometheus import INSTALLED, Prometheus, queries
-from tests.engines.vllm.models import SmallModel
-from tests.engines.vllm.prompts import Prompt, long_prompts
+from tests.engines.greedy import Prompt
+from tests.engines.models import SmallModel
+from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import Server, ask
 
 from kvoffload.cli import main
