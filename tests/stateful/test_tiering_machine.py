@@ -105,7 +105,11 @@ class TieringMachine(RuleBasedStateMachine):
         self.late_jobs: set[int] = set()
         self.asked: dict[str, _Unanswered] = {}
         self.least_spent_s: Counter[str] = Counter()
-        """Patience of each request that was spent for certain."""
+        """Patience of each request that was spent for certain ..."""
+        self.most_spent_s: Counter[str] = Counter()
+        """... and that may have been spent."""
+        self.open: dict[str, set[OffloadKey]] = {}
+        """What a request lacked an answer for and did not ask for again: it may wait for that, too."""
         self.step_number = 0
         for tier, (name, length) in zip(self.rig.tiers, below):
             tier.put(prefix(length, of=name), map(content, prefix(length, of=name)))
@@ -181,7 +185,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.loads.append(transfer)
 
     def _lookup_prefix(self, context: ReqContext, blocks: list[OffloadKey]) -> list[bool | None]:
-        name = context.req_id
+        name, before = context.req_id, self._num_out_of_patience
         answers = self.manager.lookup_prefix(blocks, context)
         self.queued -= self._coming()  # a long run is read at once, and with it what was queued for the request before
         self._take_events()
@@ -189,7 +193,12 @@ class TieringMachine(RuleBasedStateMachine):
         assert False not in answers[:-1]
         for key, answer in zip(blocks, answers):
             self._check_answer(key, answer, context)
+        if self._num_out_of_patience > before:
+            assert self.most_spent_s[name] >= MAX_WAIT_S - 1e-6, "nothing was on its way to it for so long"
         unanswered = {key for key, answer in zip(blocks, answers) if answer is None}
+        open_keys = self.open.setdefault(name, set())
+        open_keys.difference_update(key for key, answer in zip(blocks, answers) if answer is not None)
+        open_keys |= unanswered
         asked = self.asked.get(name)
         if unanswered:
             assert self.least_spent_s[name] < MAX_WAIT_S + 1e-6, "deferred beyond its patience"
@@ -201,16 +210,26 @@ class TieringMachine(RuleBasedStateMachine):
             del self.asked[name]
         return answers
 
+    @property
+    def _num_out_of_patience(self) -> float:
+        return self.manager.get_stats()["lookups_out_of_patience",]
+
     def pass_time(self, seconds: float) -> None:
-        """Without an ask. A request spends patience while something is on its way to it."""
+        """Without an ask. A request spends patience while something is on its way to it, and no more than that."""
         for name, asked in self.asked.items():
             if any(map(self._is_in_flight, asked.on_their_way)):
                 self.least_spent_s[name] += seconds
+        for name, keys in self.open.items():
+            if any(self._is_in_flight(key) or self._is_unknown(key) for key in keys):
+                self.most_spent_s[name] += seconds
         self.rig.clock.advance(seconds)
 
     def _is_in_flight(self, key: OffloadKey) -> bool:
         block = self.rig.primary.slots.get(key)
         return block is not None and not block.is_ready
+
+    def _is_unknown(self, key: OffloadKey) -> bool:
+        return any(tier.answers.get(key, True) is None for tier in self.rig.tiers)
 
     def _check_answer(self, key: OffloadKey, answer: bool | None, context: ReqContext) -> None:
         assert (answer is True) == (key in self.resident)
@@ -342,6 +361,7 @@ class TieringMachine(RuleBasedStateMachine):
             transfer.is_stale = True
         self.late_jobs |= {job_id for tier in self.rig.tiers for job_id in tier.jobs}
         self.queued.clear()
+        self.open.clear()
         self._take_events(is_reset=True)
         assert not self.resident
 

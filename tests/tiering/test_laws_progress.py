@@ -301,7 +301,7 @@ def test_queued_promotions_do_not_survive_a_reset() -> None:
     assert rig.wait_for_prefix(prefix(3), request) == 3
 
 
-def test_patience_runs_on_through_a_reset() -> None:
+def test_a_reset_gives_no_patience_back_and_takes_none() -> None:
     rig = Rig(num_blocks=4, max_wait_s=5.0)
     rig.below(prefix(2))
     request = rig.start("r")
@@ -309,10 +309,12 @@ def test_patience_runs_on_through_a_reset() -> None:
     rig.clock.advance(2.0)
     rig.manager.reset_cache()
     rig.manager.check_invariants()
-    rig.clock.advance(2.0)  # the request has not asked again yet
+    rig.clock.advance(2.0)  # the request has not asked again: nothing is on its way to it
     assert rig.ask(prefix(2), request) == [None, None]
-    rig.clock.advance(1.0)
-    assert rig.ask(prefix(2), request) == [False], "five seconds after its first answer"
+    rig.clock.advance(2.9)
+    assert rig.ask(prefix(2), request) == [None, None]
+    rig.clock.advance(0.1)
+    assert rig.ask(prefix(2), request) == [False], "five seconds of waiting"
     rig.manager.check_invariants()
 
 

@@ -197,8 +197,9 @@ class PresenceIndex:
     def forget_unseen(self) -> list[OffloadKey]:
         """Removes the next such keys, at most 256, and returns them. Call it again and again; without a scan it does
         nothing."""
-        unseen = [key for key in self._present.take_unseen() if key not in self._storing]
+        unseen = self._present.take_unseen()
         if unseen:
+            unseen = [key for key in unseen if key not in self._storing]
             self.remove(unseen)
         return unseen
 

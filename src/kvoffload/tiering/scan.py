@@ -64,10 +64,18 @@ class StoreScan:
         self._index.begin_scan()
         self._resume()
 
-    def begin_step(self) -> None:
-        """A new step takes in what was found, up to another bounded number of keys."""
+    def step(self) -> list[OffloadKey]:
+        """A new step takes in what was found, up to another bounded number of keys. Forgets some of the blocks that the
+        last scan did not find, and returns them. Resumes a scan that rests, or begins the next one, when it is time."""
         self._budget = _KEYS_PER_STEP
-        self.take_in()
+        if self._found:
+            self.take_in()
+        gone = [] if self._found else self._index.forget_unseen()
+        if self._rests and len(self._found) <= _MAX_BATCHES // 2:
+            self._resume()
+        elif self._clock() >= self._next_s and not self._found and not self._runner.backlog(IoQueue.UPKEEP):
+            self.begin()
+        return gone
 
     def take_in(self) -> None:
         """Adds what was found to the index, as far as the step allows."""
@@ -75,16 +83,6 @@ class StoreScan:
             batch = self._found.popleft()
             self._index.add(batch)
             self._budget -= len(batch)
-
-    def end_step(self) -> list[OffloadKey]:
-        """Forgets some of the blocks that the last scan did not find, and returns them. Resumes a scan that rests, or
-        begins the next one, when it is time."""
-        gone = [] if self._found else self._index.forget_unseen()
-        if self._rests and len(self._found) <= _MAX_BATCHES // 2:
-            self._resume()
-        elif self._clock() >= self._next_s and not self._found and not self._runner.backlog(IoQueue.UPKEEP):
-            self.begin()
-        return gone
 
     def stop(self) -> None:
         """The tier ends, and lets go of what the scan holds."""

@@ -169,13 +169,12 @@ class StoreTier(SecondaryTierManager):
     def on_schedule_end(self) -> None:
         self._take_results()
         self._transfers.submit_stores()
-        self._scan.begin_step()
+        if gone := self._scan.step():
+            self._losses.record(gone, "removed")
         if self._questions.are_open:
             self._questions.submit()
         if self._touched and self._clock() >= self._next_touch_s:
             self._submit_touches()
-        if gone := self._scan.end_step():
-            self._losses.record(gone, "removed")
         if not self._reads.breaker.is_closed and self._reads.begin_probe():
             self._submit_probe()
 
@@ -279,7 +278,9 @@ class StoreTier(SecondaryTierManager):
         # Losses before results: a block whose loss is known must not be announced as present. A loss that a thread
         # queues after this is not forgotten; the next call removes the key.
         self._losses.take_in()
-        for result in self._runner.take_results() if self._runner.num_open_slices else ():
+        if not self._runner.num_open_slices:
+            return
+        for result in self._runner.take_results():
             if result.status is not IoStatus.OVERDUE:
                 result.task.ended(result)
             elif result.task.queue in READS:

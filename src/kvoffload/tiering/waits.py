@@ -105,17 +105,10 @@ class Waits:
         request.patience_s = 0.0
 
     def reset(self) -> None:
-        """The cache was reset: what is worth loading is to be planned anew. The waits go on, so that the time until
-        their requests ask again counts too. The time since all had arrived does not."""
+        """The cache was reset: every wait ends. Until its request asks again, nothing is on its way to it."""
         self._surveyed.clear()
-        now_s = self._clock()
-        for wait in self._waiting.values():
-            if wait.answered_s is not None:
-                wait.began_s += now_s - wait.answered_s
-            self._release_all(wait)
-            wait.lost.clear()
-            wait.sources.clear()
-            wait.num_open, wait.deadline_s, wait.answered_s = 0, None, None
+        for request in list(self._waiting):
+            self.end(request)
 
     def _release_all(self, wait: Wait) -> None:
         for prefix in wait.prefixes.values():

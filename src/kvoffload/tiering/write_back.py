@@ -81,7 +81,7 @@ class WriteBack:
 
     @property
     def has_queued(self) -> bool:
-        return any(target.queue for target in self._targets)
+        return bool(self._targets) and any(target.queue for target in self._targets)
 
     @property
     def dropped(self) -> int:
