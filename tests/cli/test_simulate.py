@@ -489,12 +489,18 @@ def test_one_server_has_the_figures_of_one_server(
     assert fleet["hit_rate"] == alone["hit_rate"]
 
 
-def test_what_happens_to_a_fleet(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["simulate", trace, "--servers", "3", "--shared", "50%,away=10:15,ttl=1h", "--processes", "1", "--wide"]
+def test_what_happens_to_a_fleet(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "fleet.html"
+    common = ["simulate", trace, "--servers", "3", "--shared", "50%,away=10:15,ttl=1h", "--wide", "--plot", page]
     code, out, _ = run(capsys, *common, "--death", "1@5:20", "--prefill-servers", "1", "--events", "delay=0.1,loss=0.5")
     assert code == 0
-    assert "server 1 hits as before its death" in out
-    assert "1+2" in out
+    for said in (
+        "1+2 servers, round-robin: server 1 away from 5 s to 20 s. Hits of the fleet: ",
+        "1+2 servers, round-robin: shared away from 10 s to 15 s.",
+        "a decoding server finds",
+    ):
+        assert said in out
+        assert said in page.read_text()
 
 
 @pytest.mark.parametrize(

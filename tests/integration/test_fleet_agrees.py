@@ -25,7 +25,9 @@ from tests.tiering.rig import quiesce
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.fleet.cluster import FleetConfig, FleetResult, SharedStore, simulate_fleet
+from kvoffload.sim.fleet.cluster import simulate_fleet
+from kvoffload.sim.fleet.config import FleetConfig, SharedStore
+from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.fleet.routers import Asked, Fleet, ServerState, router_of
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.options import STORES
@@ -54,6 +56,16 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     STORES.unregister("prompt-redis")
 
 
+def route(trace: Trace, router: str, num_engines: int) -> Iterator[tuple[int, int]]:
+    """(request, engine): where the router sends each request, when all before it were answered."""
+    choose, fleet = router_of(router), Fleet([ServerState() for _ in range(num_engines)])
+    keys = trace.keys()
+    for request in range(len(trace)):
+        tokens = int(trace.input_tokens[request])
+        path = [keys[block] for block in trace.blocks(request)[: tokens // trace.block_tokens].tolist()]
+        yield request, choose(Asked(float(trace.times_s[request]), tokens, int(trace.sessions[request]), path), fleet)
+
+
 def served(
     trace: Trace, router: str, num_engines: int, cpu_blocks: int, gpu_blocks: int, url: str
 ) -> list[tuple[int, int, int]]:
@@ -73,15 +85,10 @@ def served(
             "secondary_tiers": [tier],
         }
     )
-    route, fleet = router_of(router), Fleet([ServerState() for _ in range(num_engines)])
-    keys = trace.keys()
     found = []
     with ExitStack() as stack:
         engines = [stack.enter_context(Engine(model, options, offloading)) for _ in range(num_engines)]
-        for number in range(len(trace)):
-            tokens = int(trace.input_tokens[number])
-            path = [keys[block] for block in trace.blocks(number)[: tokens // BLOCK_TOKENS].tolist()]
-            chosen = route(Asked(float(trace.times_s[number]), tokens, int(trace.sessions[number]), path), fleet)
+        for number, chosen in route(trace, router, num_engines):
             if not gpu_blocks:
                 engines[chosen].reset_cache(device=True, offloaded=False)
             found.append((chosen, *serve_one(engines[chosen], trace, number)))
@@ -89,14 +96,14 @@ def served(
 
 
 def simulated(
-    trace: Trace, router: str, num_servers: int, cpu_blocks: int, gpu_blocks: int
+    trace: Trace, router: str, num_servers: int, cpu_blocks: int, gpu_blocks: int, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[list[tuple[int, int, int]], FleetResult]:
     server = SimConfig(
         cpu_blocks,
         1000,
         gpu_blocks,
         policy="lru",
-        chunk_tokens=CHUNK_TOKENS,
+        chunk_tokens=chunk_tokens,
         load_policy="always",
     )
     shared = SharedStore(1 << 20, server_bytes_per_s=1e18, store_bytes_per_s=1e18, latency_s=0.0)

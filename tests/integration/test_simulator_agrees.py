@@ -58,12 +58,12 @@ def conversations(num_requests: int, seed: int) -> Trace:
     )
 
 
-def prompt(trace: Trace, request: int) -> list[int]:
+def prompt(trace: Trace, request: int, vocabulary: range = range(VOCAB)) -> list[int]:
     tokens: list[int] = []
     for block in trace.blocks(request).tolist():
-        tokens += random.Random(block).choices(range(VOCAB), k=BLOCK_TOKENS)
+        tokens += random.Random(block).choices(vocabulary, k=trace.block_tokens)
     missing = int(trace.input_tokens[request]) - len(tokens)
-    return tokens + random.Random(-1 - request).choices(range(VOCAB), k=missing)
+    return tokens + random.Random(-1 - request).choices(vocabulary, k=missing)
 
 
 class PromptTier(StoreTier):

@@ -10,7 +10,8 @@ pytest.importorskip("matplotlib")
 from kvoffload.errors import ConfigError
 from kvoffload.sim import plot
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.plot import check_target, write_plot
+from kvoffload.sim.page import check_target
+from kvoffload.sim.plot import write_plot
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.trace import Trace
 

@@ -27,7 +27,7 @@ from kvoffload.sim.explain import (
     where_names,
 )
 from kvoffload.sim.explain_page import what_if_text, write_explanation
-from kvoffload.sim.plot import check_target
+from kvoffload.sim.page import check_target
 from kvoffload.sim.report import format_seconds
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.units import parse_bytes

@@ -18,9 +18,11 @@ from rich.table import Table
 from kvoffload.cli.output import progress, write_json
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.fleet.cluster import Death, FleetConfig, FleetResult, SharedStore, simulate_fleet
+from kvoffload.sim.fleet.cluster import simulate_fleet
+from kvoffload.sim.fleet.config import Death, FleetConfig, SharedStore
 from kvoffload.sim.fleet.plan import make_fleet_plan
-from kvoffload.sim.fleet.report import FleetPrices, as_json, frontier, saturation, table, write_page
+from kvoffload.sim.fleet.report import FleetPrices, as_json, frontier, notes_on, saturation, table, write_page
+from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.fleet.routers import ROUTERS
 from kvoffload.sim.plan import Goal
 from kvoffload.sim.sweep import run_all
@@ -254,16 +256,8 @@ def _print(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices, is
         drawn.add_row(*row)
     console.print(drawn)
     for result in results:
-        for death, recovery_s in zip(result.config.deaths, result.recovery_s, strict=True):
-            after = "not in this trace" if recovery_s is None else f"{recovery_s:,.0f} s after its return"
-            name = f"{result.config.servers} servers, {result.config.router}"
-            console.print(f"{name}: server {death.server} hits as before its death {after}.", highlight=False)
-        if result.handover_s:
-            console.print(
-                f"{result.config.servers} servers, {result.config.router}: from the first token to a decoding server's "
-                f"KV {1000 * result.handover_s['p50']:,.0f} ms (p50), {1000 * result.handover_s['p99']:,.0f} ms (p99).",
-                highlight=False,
-            )
+        for note in notes_on(result):
+            console.print(note, highlight=False)
     console.print(saturation(results), highlight=False)
     if len(results) > 2:
         best = frontier(results, prices)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.plot import check_folder
+from kvoffload.sim.page import check_folder, whole_file
 
 __all__ = ["check_json_target", "positive", "progress", "write_json"]
 
@@ -28,7 +27,7 @@ def progress(totals: Mapping[str, int | None], unit: str) -> Iterator[Callable[[
     """Shows how many of each task's ``unit`` are done. Yields what the caller calls, with the task's name, for each.
 
     A terminal gets bars that disappear at the end. Any other output, a log for example, gets lines: at most ten for
-    each task with a total, and one for each tenth unit of a task without one.
+    each task with a total, with an estimate of the time left, and one for each tenth unit of a task without one.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -65,7 +64,8 @@ def _lines(console: Console, totals: Mapping[str, int | None], unit: str) -> Cal
             is_due, text = count * _LINES // total > (count - 1) * _LINES // total, f"{count:,} of {total:,}"
         if is_due:
             seconds = time.monotonic() - begin_s
-            line = f"{name}: {text} {unit}, {seconds:.0f} s"
+            left = f" ({seconds * (total - count) / count:.0f} s left)" if total and count < total else ""
+            line = f"{name}: {text} {unit}, {seconds:.0f} s{left}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     return advance
@@ -91,9 +91,5 @@ def write_json(value: Any, path: Path | None) -> None:
     """Writes the file of ``--json``, if there is to be one: the whole of it or nothing."""
     if path is None:
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write_text(json.dumps(value, indent=1) + "\n")

@@ -13,34 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload.cli.fleet import Copies, HourPrices, Routers, Servers, Shared, fleet_configs, plan_fleets, server_numbers
-from kvoffload.cli.fleet import hour_prices as prices_of_an_hour
-from kvoffload.cli.machine import (
-    CASCADE_DEFAULT,
-    DISK_READ_SPEED,
-    DISK_WRITE_SPEED,
-    LOAD_SPEED,
-    TRACE_HELP,
-    BlockTokens,
-    DiskReadSpeed,
-    DiskWriteSpeed,
-    GpuBlocks,
-    GpuKVTokens,
-    KVBytes,
-    LoadPolicyOption,
-    LoadSpeed,
-    MaxRequests,
-    Model,
-    PrefillSpeed,
-    Processes,
-    StoreThreshold,
-    assumptions,
-    device_blocks,
-    load_one,
-    load_policy_of,
-    model_sizes,
-    speeds_of,
-)
+from kvoffload.cli import fleet, machine
 from kvoffload.cli.output import check_json_target, positive, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
@@ -48,8 +21,9 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SPEEDS, SimConfig, SimResult
 from kvoffload.sim.fleet.traffic import crowd
 from kvoffload.sim.kv_size import ModelKV, kv_bytes_per_token
+from kvoffload.sim.page import check_target
 from kvoffload.sim.plan import Goal, Plan, Prices, machines, make_plan
-from kvoffload.sim.plot import check_target, write_plot
+from kvoffload.sim.plot import write_plot
 from kvoffload.sim.report import as_json, format_seconds, saturation
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.units import format_bytes, parse_bytes
@@ -62,43 +36,43 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help=TRACE_HELP)],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help=machine.TRACE_HELP)],
     hit_rate: Annotated[str | None, typer.Option(help="Goal: percent of blocks hit, on the device or below.")] = None,
     ttft: Annotated[float | None, typer.Option(help="Goal: seconds to the first token, at --quantile.")] = None,
     quantile: Annotated[str, typer.Option(help="Quantile of the time to first token: p50, p90 or p99.")] = "p90",
-    model: Model = None,
+    model: machine.Model = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model, in place of --model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model; with --layers.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Head size of the model; with --layers.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Data type of the KV cache. By default the model's; with --layers bfloat16.")
     ] = None,
-    kv_bytes: KVBytes = None,
+    kv_bytes: machine.KVBytes = None,
     max_cpu: Annotated[str | None, typer.Option(help="Largest host memory to consider.")] = None,
     max_disk: Annotated[str, typer.Option(help="Largest disk to consider; 0 for no disk.")] = "0",
     cpu_price: Annotated[float, typer.Option(help="Price of a GiB of host memory.")] = 4.0,
     disk_price: Annotated[float, typer.Option(help="Price of a GiB of disk.")] = 0.1,
-    gpu_kv_tokens: GpuKVTokens = None,
-    gpu_blocks: GpuBlocks = None,
+    gpu_kv_tokens: machine.GpuKVTokens = None,
+    gpu_blocks: machine.GpuBlocks = None,
     policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = DEFAULTS.eviction_policy,
-    store_threshold: StoreThreshold = DEFAULTS.store_threshold,
+    store_threshold: machine.StoreThreshold = DEFAULTS.store_threshold,
     cascade: Annotated[
-        str | None, typer.Option(help=f"When to write blocks to disk: on_store or on_evict. {CASCADE_DEFAULT}")
+        str | None, typer.Option(help=f"When to write blocks to disk: on_store or on_evict. {machine.CASCADE_DEFAULT}")
     ] = None,
-    load_policy: LoadPolicyOption = DEFAULTS.load_policy,
-    prefill_speed: PrefillSpeed = SPEEDS.prefill_tokens_per_s,
-    load_speed: LoadSpeed = LOAD_SPEED,
-    disk_read_speed: DiskReadSpeed = DISK_READ_SPEED,
-    disk_write_speed: DiskWriteSpeed = DISK_WRITE_SPEED,
-    servers: Servers = None,
-    router: Routers = "least-tokens",
-    shared: Shared = None,
-    copies: Copies = 1,
+    load_policy: machine.LoadPolicyOption = DEFAULTS.load_policy,
+    prefill_speed: machine.PrefillSpeed = SPEEDS.prefill_tokens_per_s,
+    load_speed: machine.LoadSpeed = machine.LOAD_SPEED,
+    disk_read_speed: machine.DiskReadSpeed = machine.DISK_READ_SPEED,
+    disk_write_speed: machine.DiskWriteSpeed = machine.DISK_WRITE_SPEED,
+    servers: fleet.Servers = None,
+    router: fleet.Routers = "least-tokens",
+    shared: fleet.Shared = None,
+    copies: fleet.Copies = 1,
     stretch: Annotated[float, typer.Option(help="Factor by which requests arrive more slowly.")] = 1.0,
-    hour_prices: HourPrices = "",
-    block_tokens: BlockTokens = None,
-    max_requests: MaxRequests = None,
-    processes: Processes = None,
+    hour_prices: fleet.HourPrices = "",
+    block_tokens: machine.BlockTokens = None,
+    max_requests: machine.MaxRequests = None,
+    processes: machine.Processes = None,
     wide: Annotated[bool, typer.Option("--wide", help="Show every size tried, and the saved prefill.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File to write the choice and all figures to.")
@@ -116,8 +90,8 @@ def plan(
     POLICIES.get(policy)
     if cascade is not None and cascade not in get_args(CascadeMode):
         raise ConfigError(f"--cascade is {' or '.join(get_args(CascadeMode))}, not {cascade!r}.")
-    speeds = speeds_of(prefill_speed, load_speed, disk_read_speed, disk_write_speed)
-    chosen_load_policy = load_policy_of(load_policy)
+    speeds = machine.speeds_of(prefill_speed, load_speed, disk_read_speed, disk_write_speed)
+    chosen_load_policy = machine.load_policy_of(load_policy)
     check_json_target(json_file)
     if plot is not None:
         check_target(plot)
@@ -130,10 +104,12 @@ def plan(
     elif layers is not None or kv_heads is not None or head_dim is not None:
         raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
     else:
-        sizes = model_sizes(model, kv_bytes, dtype)
-    ends = None if servers is None else server_numbers(servers)
-    prices_an_hour = prices_of_an_hour(hour_prices)
-    loaded = crowd(load_one(trace, block_tokens, max_requests), copies).stretched(positive(stretch, "--stretch"))
+        sizes = machine.model_sizes(model, kv_bytes, dtype)
+    ends = None if servers is None else fleet.server_numbers(servers)
+    prices_an_hour = fleet.hour_prices(hour_prices)
+    loaded = crowd(machine.load_one(trace, block_tokens, max_requests), copies).stretched(
+        positive(stretch, "--stretch")
+    )
     block_bytes = sizes.bytes_per_token * loaded.block_tokens
     max_cpu_blocks = None if max_cpu is None else parse_bytes(max_cpu, "--max-cpu") // block_bytes
     if max_cpu_blocks == 0:
@@ -144,7 +120,7 @@ def plan(
     base = SimConfig(
         1,
         block_bytes,
-        device_blocks(loaded, gpu_blocks, gpu_kv_tokens),
+        machine.device_blocks(loaded, gpu_blocks, gpu_kv_tokens),
         policy=policy,
         store_threshold=store_threshold,
         load_policy=chosen_load_policy,
@@ -154,8 +130,8 @@ def plan(
     )
     if ends is not None:
         tiers = machines(loaded, base, max_cpu_blocks, max_disk_blocks)
-        fleets = fleet_configs(loaded, tiers, router, shared, None, 1, 0, None, "", ends[:1])
-        if not plan_fleets(loaded, fleets, goal, prices_an_hour, ends, processes, wide, json_file, plot):
+        fleets = fleet.fleet_configs(loaded, tiers, router, shared, None, 1, 0, None, "", ends[:1])
+        if not fleet.plan_fleets(loaded, fleets, goal, prices_an_hour, ends, processes, wide, json_file, plot):
             sys.exit(1)
         return
     name = loaded.name
@@ -167,7 +143,7 @@ def plan(
     if not console.is_terminal:
         console = Console(width=160)
     is_kv_given = model is not None or kv_bytes is not None or layers is not None
-    console.print(assumptions(replace(base, disk_blocks=max_disk_blocks), loaded, is_kv_given), highlight=False)
+    console.print(machine.assumptions(replace(base, disk_blocks=max_disk_blocks), loaded, is_kv_given), highlight=False)
     _print(console, made, goal, prices, wide)
     write_json(_as_json(made, goal, prices), json_file)
     if plot is not None:

@@ -12,48 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload.cli.fleet import (
-    Copies,
-    Deaths,
-    Events,
-    HourPrices,
-    PerMachine,
-    Pool,
-    PrefillServers,
-    Routers,
-    Servers,
-    Shared,
-    fleet_configs,
-    server_numbers,
-    simulate_fleets,
-)
-from kvoffload.cli.fleet import hour_prices as prices_of_an_hour
-from kvoffload.cli.machine import (
-    CASCADE_DEFAULT,
-    DISK_READ_SPEED,
-    DISK_WRITE_SPEED,
-    LOAD_SPEED,
-    TRACE_HELP,
-    BlockTokens,
-    DiskReadSpeed,
-    DiskWriteSpeed,
-    GpuBlocks,
-    GpuKVTokens,
-    KVBytes,
-    LoadPolicyOption,
-    LoadSpeed,
-    MaxRequests,
-    Model,
-    PrefillSpeed,
-    Processes,
-    StoreThreshold,
-    assumptions,
-    device_blocks,
-    load_one,
-    load_policy_of,
-    model_sizes,
-    speeds_of,
-)
+from kvoffload.cli import fleet, machine
 from kvoffload.cli.output import check_json_target, positive, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
@@ -61,7 +20,8 @@ from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.driver import SPEEDS, SimConfig
 from kvoffload.sim.fleet.traffic import crowd
 from kvoffload.sim.hints import hinter
-from kvoffload.sim.plot import check_target, write_plot
+from kvoffload.sim.page import check_target
+from kvoffload.sim.plot import write_plot
 from kvoffload.sim.report import as_json, best_policy, knee_of, saturation, table
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.trace import Trace
@@ -79,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help=TRACE_HELP)],
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help=machine.TRACE_HELP)],
     cpu: Annotated[
         str | None,
         typer.Option(
@@ -88,8 +48,8 @@ def simulate(
         ),
     ] = None,
     disk: Annotated[str, typer.Option(help="Sizes of the disk tier, written likewise; 0 for no disk.")] = "0",
-    gpu_kv_tokens: GpuKVTokens = None,
-    gpu_blocks: GpuBlocks = None,
+    gpu_kv_tokens: machine.GpuKVTokens = None,
+    gpu_blocks: machine.GpuBlocks = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -97,18 +57,20 @@ def simulate(
             "for a fleet."
         ),
     ] = None,
-    model: Model = None,
-    kv_bytes: KVBytes = None,
-    store_threshold: StoreThreshold = DEFAULTS.store_threshold,
-    prefill_speed: PrefillSpeed = SPEEDS.prefill_tokens_per_s,
-    load_speed: LoadSpeed = LOAD_SPEED,
-    disk_read_speed: DiskReadSpeed = DISK_READ_SPEED,
-    disk_write_speed: DiskWriteSpeed = DISK_WRITE_SPEED,
+    model: machine.Model = None,
+    kv_bytes: machine.KVBytes = None,
+    store_threshold: machine.StoreThreshold = DEFAULTS.store_threshold,
+    prefill_speed: machine.PrefillSpeed = SPEEDS.prefill_tokens_per_s,
+    load_speed: machine.LoadSpeed = machine.LOAD_SPEED,
+    disk_read_speed: machine.DiskReadSpeed = machine.DISK_READ_SPEED,
+    disk_write_speed: machine.DiskWriteSpeed = machine.DISK_WRITE_SPEED,
     cascade: Annotated[
         str | None,
-        typer.Option(help=f"When to write blocks to disk: on_store, on_evict, or both to compare. {CASCADE_DEFAULT}"),
+        typer.Option(
+            help=f"When to write blocks to disk: on_store, on_evict, or both to compare. {machine.CASCADE_DEFAULT}"
+        ),
     ] = None,
-    load_policy: LoadPolicyOption = DEFAULTS.load_policy,
+    load_policy: machine.LoadPolicyOption = DEFAULTS.load_policy,
     hints: Annotated[
         str | None,
         typer.Option(
@@ -116,20 +78,20 @@ def simulate(
             "By default what the trace says."
         ),
     ] = None,
-    servers: Servers = None,
-    router: Routers = "round-robin",
-    shared: Shared = None,
-    pool: Pool = None,
-    servers_per_machine: PerMachine = 1,
-    prefill_servers: PrefillServers = 0,
-    death: Deaths = None,
-    events: Events = "",
-    copies: Copies = 1,
-    hour_prices: HourPrices = "",
+    servers: fleet.Servers = None,
+    router: fleet.Routers = "round-robin",
+    shared: fleet.Shared = None,
+    pool: fleet.Pool = None,
+    servers_per_machine: fleet.PerMachine = 1,
+    prefill_servers: fleet.PrefillServers = 0,
+    death: fleet.Deaths = None,
+    events: fleet.Events = "",
+    copies: fleet.Copies = 1,
+    hour_prices: fleet.HourPrices = "",
     stretch: Annotated[float, typer.Option(help="Factor by which requests arrive more slowly.")] = 1.0,
-    block_tokens: BlockTokens = None,
-    max_requests: MaxRequests = None,
-    processes: Processes = None,
+    block_tokens: machine.BlockTokens = None,
+    max_requests: machine.MaxRequests = None,
+    processes: machine.Processes = None,
     wide: Annotated[bool, typer.Option("--wide", help="Show all columns.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the curves to: .png or .html.")] = None,
@@ -140,18 +102,18 @@ def simulate(
     """
     policies = _policies(policy or (_POLICIES if servers is None else DEFAULTS.eviction_policy))
     cpu = cpu or (_CPU_SIZES if servers is None else "5%")
-    numbers = None if servers is None else server_numbers(servers)
-    prices = prices_of_an_hour(hour_prices)
+    numbers = None if servers is None else fleet.server_numbers(servers)
+    prices = fleet.hour_prices(hour_prices)
     modes = _modes(cascade)
-    chosen_load_policy = load_policy_of(load_policy)
+    chosen_load_policy = machine.load_policy_of(load_policy)
     check_json_target(json_file)
     if plot is not None:
         check_target(plot)
-    sizes = model_sizes(model, kv_bytes)
+    sizes = machine.model_sizes(model, kv_bytes)
     positive(stretch, "--stretch")
-    speeds = speeds_of(prefill_speed, load_speed, disk_read_speed, disk_write_speed)
+    speeds = machine.speeds_of(prefill_speed, load_speed, disk_read_speed, disk_write_speed)
     hinted = hinter(hints) if hints is not None else None
-    loaded = [load_one(trace, block_tokens, max_requests).stretched(stretch) for trace in traces]
+    loaded = [machine.load_one(trace, block_tokens, max_requests).stretched(stretch) for trace in traces]
     loaded = [crowd(trace, copies) for trace in loaded]
     if hinted is not None:
         loaded = [hinted(trace) for trace in loaded]
@@ -161,7 +123,7 @@ def simulate(
         alone = SimConfig(
             cpu_blocks=0,
             block_bytes=block_bytes,
-            gpu_blocks=device_blocks(trace, gpu_blocks, gpu_kv_tokens),
+            gpu_blocks=machine.device_blocks(trace, gpu_blocks, gpu_kv_tokens),
             store_threshold=store_threshold,
             load_policy=chosen_load_policy,
             state_slots=sizes.state_slots(block_bytes),
@@ -175,10 +137,10 @@ def simulate(
             for cpu_blocks in capacities(cpu, "--cpu", trace, block_bytes)
         ]
         if numbers is not None:
-            fleets = fleet_configs(
+            fleets = fleet.fleet_configs(
                 trace, tiers, router, shared, pool, servers_per_machine, prefill_servers, death, events, numbers
             )
-            simulate_fleets(trace, fleets, prices, processes, wide, json_file, plot)
+            fleet.simulate_fleets(trace, fleets, prices, processes, wide, json_file, plot)
         jobs.append((trace, [alone, *tiers]))
     if numbers is not None:
         return
@@ -260,7 +222,7 @@ def _print(
         console = Console(width=200)
     for (trace, configs), report in zip(jobs, reports, strict=True):
         largest = max(configs, key=lambda config: config.disk_blocks)
-        console.print(assumptions(largest, trace, is_kv_given), highlight=False)
+        console.print(machine.assumptions(largest, trace, is_kv_given), highlight=False)
         headings, rows = table(report, is_wide)
         console.print(_title(report), highlight=False)
         drawn = Table()

@@ -84,16 +84,23 @@ class Contents:
         self._arrivals: list[tuple[float, int, _Arrival]] = []
         self._order = 0
 
-    def has(self, key: OffloadKey, context: ReqContext, now_s: float) -> bool:
+    def has(self, keys: Collection[OffloadKey], now_s: float) -> list[bool]:
+        """Which of ``keys`` are found."""
         if self._is_shared:
             self.settle(now_s)
-        if self.index.lookup(key, context) is not True:
-            return False
-        return self._ttl_s == math.inf or now_s < self._written_s[key] + self._ttl_s
+        found = [block is not None and block.is_ready for block in self.index.slots.get_all(keys)]
+        if self._ttl_s == math.inf:
+            return found
+        return [is_here and now_s < self._written_s[key] + self._ttl_s for key, is_here in zip(keys, found)]
 
     def expect(self, arrival: _Arrival, end_s: float) -> None:
         self._order += 1
         heapq.heappush(self._arrivals, (end_s, self._order, arrival))
+
+    def forget(self, evicted: Sequence[OffloadKey]) -> None:
+        if self._written_s:
+            for key in evicted:
+                self._written_s.pop(key, None)
 
     def settle(self, now_s: float) -> None:
         """Takes in what has arrived by ``now_s``."""
@@ -172,7 +179,7 @@ class SimDisk(SecondaryTierManager):
         return not any(begin <= now_s < end for begin, end in self._away)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self.contents.has(key, req_context, self._clock()) and self.is_readable()
+        return self.contents.has((key,), self._clock())[0] and self.is_readable()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         self._index.touch(keys)
@@ -186,13 +193,13 @@ class SimDisk(SecondaryTierManager):
 
     def submit_store(self, job: JobMetadata) -> None:
         keys = job.keys[: self._max_backlog - self._backlog][::-1] if self.is_readable() else []
-        now_s = self._clock()
-        wanted = [key for key in keys if not self.contents.has(key, job.req_context, now_s)]
+        wanted = [key for key, is_here in zip(keys, self.contents.has(keys, self._clock())) if not is_here]
         self._index.touch(keys)
         reserved = self._index.prepare_store(keys, job.req_context) if keys else None
         if reserved is None:
             self._refused.append(JobResult(job.job_id, success=False))
             return
+        self.contents.forget(reserved.evicted_keys)
         self._backlog += len(keys)
         end_s, succeeds = self._transfer(self._write_links, len(wanted))
         arrival = _Arrival(reserved.keys_to_store, wanted, succeeds)
@@ -200,8 +207,7 @@ class SimDisk(SecondaryTierManager):
         self._writes.append(_Write(end_s, job, arrival, len(keys)))
 
     def submit_load(self, job: JobMetadata) -> None:
-        now_s = self._clock()
-        found = [key for key in job.keys if self.contents.has(key, job.req_context, now_s)]
+        found = [key for key, is_here in zip(job.keys, self.contents.has(job.keys, self._clock())) if is_here]
         self._index.prepare_load(found, job.req_context)
         self._index.touch(found[::-1])
         end_s, succeeds = self._transfer(self._read_links, len(found))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.base import (
     LoadStoreSpec,
@@ -39,7 +40,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock, VirtualMemory
-from kvoffload.sim.server import Hit, Server
+from kvoffload.sim.server import Hit, Server, finish
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import BlockWorth, LoadPolicy
@@ -47,7 +48,7 @@ from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import default_cascade
 from kvoffload.tiering.tier import default_max_backlog
 
-__all__ = ["DEVICE", "HOST", "SPEEDS", "Machine", "SimConfig", "SimResult", "Speeds", "simulate"]
+__all__ = ["DEVICE", "HOST", "SPEEDS", "Machine", "SimConfig", "SimResult", "Speeds", "quantiles", "simulate"]
 
 
 DEVICE, HOST = "device", "host"
@@ -285,24 +286,15 @@ class Machine:
         self.hit_blocks: Counter[str] = Counter()
         """By tier: "device", "host", and the labels of those below."""
 
-    def steps(self, request: int) -> Generator[float, None, Hit]:
-        """Serves one request, whose arrival the clock has reached. Gives the times to go on at, not before now."""
+    def steps(self, request: int, output: int | None = None) -> Generator[float, None, Hit]:
+        """Serves one request, whose arrival the clock has reached. Gives the times to go on at, not before now.
+        ``output`` as in ``Server.steps``."""
         begin_s = self.clock.now_s
-        hit = yield from self._server.steps(request)
+        hit = yield from self._server.steps(request, output)
         self.busy_s += self.clock.now_s - begin_s
         self.hit_blocks.update({DEVICE: hit.device, HOST: hit.host})
         self.hit_blocks.update(hit.below)
         return hit
-
-    def serve(self, request: int) -> Hit:
-        """The same at once."""
-        steps = self.steps(request)
-        while True:
-            try:
-                self.clock.advance_to(next(steps))
-            except StopIteration as end:
-                hit: Hit = end.value
-                return hit
 
     def _wait(self) -> float:
         """The end of the next job of a tier."""
@@ -349,7 +341,7 @@ class _Driver:
         for request in range(len(self._trace)):
             arrival_s = float(self._trace.times_s[request])
             self._machine.clock.advance_to(arrival_s)
-            hit = self._machine.serve(request)
+            hit = finish(self._machine.steps(request), self._machine.clock)
             self._ttfts[request] = self._machine.clock.now_s - arrival_s
             if self._on_request is not None:
                 self._on_request(request, hit.device, hit.host, hit.disk)
@@ -366,7 +358,6 @@ class _Driver:
         gpu_tokens, cpu_tokens, disk_tokens = (hits * trace.block_tokens for hits in (gpu_hits, cpu_hits, disk_hits))
         written = disk.written_blocks if disk else 0
         duration_s = max(machine.clock.now_s - float(trace.times_s[0]), 1e-9)
-        quantiles = {f"p{share}": float(np.percentile(self._ttfts, share)) for share in (50, 90, 99)}
         promoted = disk.read_blocks if disk else 0
         return SimResult(
             policy=config.policy,
@@ -395,5 +386,13 @@ class _Driver:
             saved_prefill_s=(cpu_tokens + disk_tokens) / config.prefill_tokens_per_s,
             prefill_s=machine.prefill_s,
             utilisation=min(machine.busy_s / duration_s, 1.0),
-            ttft_s={"mean": float(self._ttfts.mean()), **quantiles, "max": float(self._ttfts.max())},
+            ttft_s=quantiles(self._ttfts),
         )
+
+
+def quantiles(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Mean, p50, p90, p99 and max; empty for nothing."""
+    if not len(seconds):
+        return {}
+    found = {f"p{share}": float(np.percentile(seconds, share)) for share in (50, 90, 99)}
+    return {"mean": float(seconds.mean()), **found, "max": float(seconds.max())}

@@ -4,37 +4,17 @@
 from __future__ import annotations
 
 import html
-import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvoffload.sim.explain import Explanations, WhatIf, advice_on, percentiles, where_names
-from kvoffload.sim.plot import COLOURS, check_target, pyplot, save_small_png
+from kvoffload.sim.page import COLOURS, check_target, page, pyplot, save_small_png, svg_of, table, whole_file
 from kvoffload.units import format_bytes
 
 __all__ = ["as_page", "what_if_text", "write_explanation"]
 
 _COMPUTED = "#ced4da"
-_STYLE = """
-:root{color-scheme:light dark;--ink:#212529;--soft:#6c757d;--line:#dee2e6;--paper:#fff;--card:#f8f9fa}
-@media(prefers-color-scheme:dark){:root{--ink:#e9ecef;--soft:#adb5bd;--line:#495057;--paper:#16191d;--card:#212529}}
-*{box-sizing:border-box}body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:0 auto;padding:1.2em;
-color:var(--ink);background:var(--paper)}h1{font-size:1.5em;margin:.2em 0}h2{font-size:1.15em;margin:1.8em 0 .4em}
-p.lead{color:var(--soft);margin:.2em 0 1em}.cards{display:grid;gap:.7em;grid-template-columns:repeat(auto-fit,
-minmax(9.5em,1fr))}.card{background:var(--card);border:1px solid var(--line);border-radius:.5em;padding:.6em .8em}
-.card b{display:block;font-size:1.5em}.card span{color:var(--soft);font-size:.88em}
-.bar{display:flex;height:1.9em;border-radius:.4em;overflow:hidden;margin:.5em 0}.bar i{display:block}
-.legend{display:flex;flex-wrap:wrap;gap:.2em 1.1em;color:var(--soft);font-size:.9em}.legend i{display:inline-block;
-width:.8em;height:.8em;border-radius:.15em;margin-right:.4em}.wide{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:.35em .6em;text-align:right;border-bottom:1px solid var(--line)}
-th{color:var(--soft);font-weight:600;font-size:.88em}th:first-child,td:first-child,.why{text-align:left}td{white-space:nowrap}
-td.why{color:var(--soft);min-width:14em;white-space:normal}.plots{display:grid;gap:1em;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,26em),1fr))}.plots svg{width:100%;height:auto;background:#fff;
-border-radius:.5em}
-"""
 
 
 def write_explanation(
@@ -42,20 +22,16 @@ def write_explanation(
 ) -> None:
     """Writes the page (.html) or its plots side by side (.png). The whole file or nothing."""
     check_target(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with whole_file(path) as file:
         if path.suffix.lower() == ".html":
-            temporary.write_text(as_page(name, summary, asked, prefill_speed))
+            file.write_text(as_page(name, summary, asked, prefill_speed))
         else:
             plots = _plots(summary, asked)
             figure, axes = pyplot().subplots(1, len(plots), figsize=(6.2 * len(plots), 3.8), layout="constrained")
             for axis, draw in zip(axes, plots, strict=True):
                 draw(axis)
-            save_small_png(figure, temporary)
+            save_small_png(figure, file)
             pyplot().close(figure)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def as_page(name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_speed: float) -> str:
@@ -73,17 +49,13 @@ def as_page(name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_s
     if best is not None:
         cards.append((f"+{100 * best.more_tokens / summary.tokens:.1f} %", f"most, with {best.change}"))
     parts = [
-        "<!doctype html><html lang=en><head><meta charset=utf-8>",
-        '<meta name=viewport content="width=device-width, initial-scale=1">',
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{html.escape(title)}</h1>",
         f"<p class=lead>{summary.requests:,} requests, {summary.explained:,} of them explained. What was found ",
         "came from the device, host memory or a tier; the rest was computed.</p><div class=cards>",
         *(f"<div class=card><b>{html.escape(big)}</b><span>{html.escape(small)}</span></div>" for big, small in cards),
         "</div><h2>Where the tokens came from</h2>",
         *_bar(summary),
         "<h2>Why the rest was computed</h2>",
-        *_table(
+        table(
             ("cause", "tokens", "share", "lost before", "what it means"),
             [
                 (
@@ -95,15 +67,16 @@ def as_page(name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_s
                 )
                 for cause, tokens in summary.missed.items()
             ],
+            sentences="what it means",
         ),
         "<h2>What would have saved most</h2><p class=lead>The simulator's figures for the same trace. ",
         "It serves one request at a time, so compare its lines with each other.</p>",
-        *_table(
+        table(
             ("change", "found", "more tokens", "saved prefill", ""),
             [what_if_text(each, summary.tokens) for each in asked],
         ),
         "<h2>What requests waited for</h2>",
-        *_table(
+        table(
             ("for", "requests", "p50", "p90", "longest"),
             [
                 (phase, f"{len(seconds):,}", *map(_seconds, percentiles(seconds).values()))
@@ -112,9 +85,9 @@ def as_page(name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_s
         ),
         "<h2>Plots</h2><div class=plots>",
         *(f"<div>{_svg(draw)}</div>" for draw in _plots(summary, asked)),
-        "</div></body></html>\n",
+        "</div>",
     ]
-    return "".join(parts)
+    return page(title, *parts)
 
 
 def what_if_text(asked: WhatIf, tokens: int) -> tuple[str, str, str, str, str]:
@@ -151,18 +124,6 @@ def _bar(summary: Explanations) -> list[str]:
     return [*parts, "</div>"]
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    classes = [" class=why" if heading == "what it means" else "" for heading in headings]
-    parts = ["<div class=wide><table><tr>"]
-    parts += [f"<th{kind}>{html.escape(each)}</th>" for kind, each in zip(classes, headings, strict=True)]
-    parts.append("</tr>")
-    for row in rows:
-        parts.append("<tr>")
-        parts += [f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(classes, row, strict=True)]
-        parts.append("</tr>")
-    return [*parts, "</table></div>"]
-
-
 def _seconds(value: float) -> str:
     if abs(value) >= 3600:
         return f"{value / 3600:,.1f} h"
@@ -184,11 +145,9 @@ def _svg(draw: Callable[[Any], None]) -> str:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6.2, 3.8), layout="constrained")
     draw(axis)
-    text = io.StringIO()
-    figure.savefig(text, format="svg")
+    svg = svg_of(figure)
     plt.close(figure)
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+    return svg
 
 
 def _plain(axis: Any, title: str) -> None:

@@ -4,74 +4,24 @@
 from __future__ import annotations
 
 import importlib
-import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.sim.page import COLOURS, check_target, pyplot, write_drawing
 from kvoffload.sim.report import as_page, best_policy, curve, knee_of
 from kvoffload.sim.sweep import Report
 from kvoffload.units import format_bytes
 
-__all__ = ["COLOURS", "check_folder", "check_target", "pyplot", "save_small_png", "write_plot"]
+__all__ = ["write_plot"]
 
-COLOURS = ("#1f6fb4", "#d9730d", "#2f9e44", "#8b5cf6", "#c2255c", "#0b7285", "#868e96")
 _GREY = "#495057"
-
-
-def check_target(path: Path) -> None:
-    """Raises ``ConfigError`` or ``MissingExtraError`` if ``write_plot`` could not write to ``path``. Call it first."""
-    if path.suffix.lower() not in {".png", ".html"}:
-        raise ConfigError(f"A plot is a .png or .html file, not {path.name!r}.")
-    check_folder(path)
-    pyplot()
-
-
-def check_folder(path: Path) -> None:
-    """Raises ``ConfigError`` if the file ``path`` could not be written. Creates nothing."""
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise ConfigError(f"There is no folder {str(folder)!r} to write {path.name!r} to.")
-    if path.is_dir():
-        raise ConfigError(f"{str(path)!r} is a folder; name a file in it.")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"This user may not write to the folder {str(folder)!r}.")
 
 
 def write_plot(reports: Sequence[Report], path: Path) -> None:
     """Draws the reports to ``path``, a PNG or an HTML page. Writes the whole file or nothing."""
     check_target(path)
-    figure = _draw(reports)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        if path.suffix.lower() == ".png":
-            save_small_png(figure, temporary)
-        else:
-            text = io.StringIO()
-            figure.savefig(text, format="svg")
-            temporary.write_text(as_page(reports, text.getvalue()))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        pyplot().close(figure)
-
-
-def save_small_png(figure: Any, path: Path) -> None:
-    """Saves with a palette, which takes a third of the bytes."""
-    image = importlib.import_module("PIL.Image")  # matplotlib needs it too
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=130)
-    image.open(drawn).convert("RGB").quantize(128).save(path, format="PNG", optimize=True)
-
-
-def pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as exc:
-        raise MissingExtraError("Plots need kvoffload's extra 'sim': pip install matplotlib.") from exc
+    write_drawing(_draw(reports), path, lambda svg: as_page(reports, svg))
 
 
 def _draw(reports: Sequence[Report]) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvoffload.sim import page
 from kvoffload.sim.driver import SimResult
 from kvoffload.sim.sweep import Report, knee
 from kvoffload.units import format_bytes
@@ -162,20 +163,7 @@ def knee_of(report: Report, policy: str) -> SimResult:
 
 def as_page(reports: Sequence[Report], svg: str) -> str:
     """A self-contained HTML page: the plot, then the tables."""
-    style = (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>kvoffload simulate</title><style>"
-        "body{font:14px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222}"
-        "svg{width:100%;height:auto}table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}"
-        "th,td{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}"
-        "th:first-child,td:first-child{text-align:left}div{overflow-x:auto}</style>"
-    )
-    parts = [style, svg[svg.index("<svg") :]]
+    parts = [svg]
     for report in reports:
-        parts.append(f"<h2>{html.escape(report.trace.name)}</h2><div><table><tr>")
-        headings, rows = table(report)
-        parts += [f"<th>{html.escape(heading)}</th>" for heading in headings]
-        for row in rows:
-            parts.append("</tr><tr>")
-            parts += [f"<td>{html.escape(cell)}</td>" for cell in row]
-        parts.append("</tr></table></div>")
-    return "".join(parts) + "</html>\n"
+        parts += [f"<h2>{html.escape(report.trace.name)}</h2>", page.table(*table(report))]
+    return page.page("kvoffload simulate", *parts)

@@ -36,7 +36,7 @@ from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link
 from kvoffload.sim.trace import Trace
 
-__all__ = ["UNKNOWN_TIER", "Clock", "Hit", "Server"]
+__all__ = ["UNKNOWN_TIER", "Clock", "Hit", "Server", "finish"]
 
 
 class Clock(Protocol):
@@ -66,6 +66,11 @@ class Hit:
     def disk(self) -> int:
         """Of all tiers below host memory."""
         return sum(self.below.values())
+
+    @property
+    def blocks(self) -> int:
+        """Of all tiers."""
+        return self.device + self.host + self.disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +164,14 @@ class Server:
 
     def serve(self, request: int) -> Hit:
         """Serves one request from its arrival to its end."""
-        steps = self.steps(request)
-        while True:
-            try:
-                time_s = next(steps)
-            except StopIteration as end:
-                hit: Hit = end.value
-                return hit
-            self._clock.advance_to(time_s)
+        return finish(self.steps(request), self._clock)
 
-    def steps(self, request: int) -> Generator[float, None, Hit]:
-        """Serves one request, and gives the times that it waits for: go on when the clock has come there."""
+    def steps(self, request: int, output: int | None = None) -> Generator[float, None, Hit]:
+        """Serves one request, and gives the times that it waits for: go on when the clock has come there. ``output``:
+        tokens to generate, by default as many as in the trace."""
         trace, clock, manager = self._trace, self._clock, self._manager
-        prompt, output = int(trace.input_tokens[request]), int(trace.output_tokens[request])
+        prompt = int(trace.input_tokens[request])
+        output = int(trace.output_tokens[request]) if output is None else output
         numbers = trace.blocks(request)
         whole = min(len(numbers), prompt // trace.block_tokens)
         asked = self._prompt([self._keys[number] for number in numbers[:whole].tolist()])
@@ -308,6 +308,16 @@ class Server:
 
     def _note_step(self, tokens: int, queued_tokens: int, *, is_continued: bool) -> None:
         self._manager.note_step(StepWork(tokens, tokens, queued_tokens, is_continued))
+
+
+def finish(steps: Generator[float, None, Hit], clock: Clock) -> Hit:
+    """Serves a request to its end, waiting for each time that ``steps`` gives."""
+    while True:
+        try:
+            clock.advance_to(next(steps))
+        except StopIteration as end:
+            hit: Hit = end.value
+            return hit
 
 
 class _Portion(NamedTuple):

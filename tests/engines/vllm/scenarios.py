@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import random
+import socket
 import sys
 import tracemalloc
 from pathlib import Path
@@ -559,6 +560,20 @@ def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
         except ValueError as error:
             said[name] = "loaded: " * (name in begun) + f"{type(error).__name__}: {error}"
     return said
+
+
+def serve_one_by_one(model: str, channel: int, **options: Any) -> None:
+    """Answers each line of ``channel``, the tokens of a prompt and how many are to follow, with a line: how many tokens
+    of the prompt were cached. By then the engine has nothing left to do."""
+    engine = Engine(model, **options)
+    with socket.socket(fileno=channel) as end, end.makefile("rw") as lines:
+        for number, line in enumerate(lines):
+            token_ids, new_tokens = json.loads(line)
+            prompt = Prompt(str(number), tuple(token_ids), new_tokens)
+            _, cached = engine.answers([prompt])
+            engine.drain()
+            print(cached[prompt.name], file=lines, flush=True)
+    engine.close()
 
 
 def main() -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig, simulate
-from kvoffload.sim.fleet.cluster import Death, FleetConfig, FleetResult, SharedStore, simulate_fleet
+from kvoffload.sim.fleet.cluster import simulate_fleet
+from kvoffload.sim.fleet.config import Death, FleetConfig, SharedStore
+from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.fleet.routers import ROUTERS, Asked, Fleet
 from kvoffload.sim.server import Hit
 from kvoffload.sim.synthetic import synthesize
@@ -184,6 +186,20 @@ def test_prefill_apart_hands_its_blocks_over(trace_of: Callable[..., Trace]) -> 
     )
     assert numbers == [0, 1, 0, 2, 0, 1]
     assert result.handover_s["max"] < result.ttft_s["max"]
+
+
+def test_a_prefill_server_generates_one_token_and_hand_overs_are_no_hits(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1], [2, 3], [4, 5], [0, 1]])
+    trace = replace(trace, output_tokens=np.full(4, 2 * trace.block_tokens))
+    # The device has room for three prompts, and not for all that they generate.
+    server = replace(SERVER, gpu_blocks=9, load_policy="always")
+    at_once = SharedStore(2000, float("inf"), float("inf"), latency_s=0.0)
+    result = simulate_fleet(trace, FleetConfig(server, 2, "round-robin", at_once, prefill_servers=1))
+    assert result.hit_blocks == {"device": 2}
+    assert result.hit_rate == 2 / 8
+    assert result.handed_over == 1.0
+    together = simulate_fleet(trace, FleetConfig(server, 1))
+    assert together.hit_blocks == {"device": 1, "host": 1}
 
 
 def test_events_reach_a_router_late_or_never(trace_of: Callable[..., Trace]) -> None:

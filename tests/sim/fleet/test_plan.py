@@ -10,8 +10,9 @@ import pytest
 from kvoffload.cli.fleet import fleet_configs, server_numbers
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.fleet.cluster import FleetConfig, SharedStore, simulate_fleet
-from kvoffload.sim.fleet.plan import is_met, make_fleet_plan
+from kvoffload.sim.fleet.cluster import simulate_fleet
+from kvoffload.sim.fleet.config import FleetConfig, SharedStore
+from kvoffload.sim.fleet.plan import make_fleet_plan
 from kvoffload.sim.fleet.report import FleetPrices, frontier, table
 from kvoffload.sim.plan import Goal
 from kvoffload.sim.synthetic import synthesize
@@ -33,7 +34,7 @@ def test_the_cheapest_fleet_that_meets_a_goal_is_the_smallest_where_servers_deci
     goal, prices = Goal(ttft_s=6.0), FleetPrices()
     made = make_fleet_plan(trace, [FleetConfig(SERVER, router="least-tokens")], goal, prices, 1, 16, 1)
     by_count = {
-        count: is_met(goal, simulate_fleet(trace, FleetConfig(SERVER, count, "least-tokens"))) for count in range(1, 17)
+        count: goal.is_met(simulate_fleet(trace, FleetConfig(SERVER, count, "least-tokens"))) for count in range(1, 17)
     }
     assert made.chosen is not None
     assert made.chosen.config.servers == min(count for count, met in by_count.items() if met)

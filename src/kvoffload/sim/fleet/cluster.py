@@ -13,161 +13,28 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock
-from kvoffload.sim.driver import Machine, SimConfig
+from kvoffload.sim.driver import Machine, SimConfig, quantiles
+from kvoffload.sim.fleet.config import FleetConfig, SharedStore
+from kvoffload.sim.fleet.result import FleetResult, Outage, RequestFigures, ServerResult, total
 from kvoffload.sim.fleet.routers import Asked, Fleet, Router, ServerState, router_of
 from kvoffload.sim.server import Hit
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.tier import default_max_backlog
 
-__all__ = ["Death", "FleetConfig", "FleetResult", "ServerResult", "SharedStore", "simulate_fleet"]
+__all__ = ["simulate_fleet"]
 
 SHARED, POOL = "shared", "pool"
 """Labels of the tiers that servers share."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedStore:
-    """A store that servers share: a Redis, an object store, or the memory of one machine."""
-
-    blocks: int
-    server_bytes_per_s: float = 3.125e9
-    """Of a server's link, in each direction. The default is 25 Gbit/s."""
-    store_bytes_per_s: float = 12.5e9
-    """Of the store's own, in each direction. The default is 100 Gbit/s."""
-    latency_s: float = 0.5e-3
-    ttl_s: float = float("inf")
-    """Seconds after its write at which a block is gone."""
-    away: tuple[tuple[float, float], ...] = ()
-    """Times in which it cannot be reached: (begin_s, end_s)."""
-
-    def __post_init__(self) -> None:
-        if self.blocks < 1:
-            raise ConfigError("A shared tier needs room for a block.")
-        if min(self.server_bytes_per_s, self.store_bytes_per_s, self.ttl_s) <= 0 or self.latency_s < 0:
-            raise ConfigError("Speeds and ttl of a shared tier must be positive, and its latency not negative.")
-
-
-class Death(NamedTuple):
-    """A server that dies at ``at_s`` and is back at ``back_s``, with nothing in memory and what is on its disk. Its
-    requests are sent again to others."""
-
-    server: int
-    at_s: float
-    back_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    """The servers of a fleet. Raises ``ConfigError`` for a fleet that cannot exist."""
-
-    server: SimConfig
-    """Each of them."""
-    servers: int = 1
-    router: str = "round-robin"
-    shared: SharedStore | None = None
-    """One for all."""
-    pool: SharedStore | None = None
-    """One for each ``servers_per_machine`` servers."""
-    servers_per_machine: int = 1
-    prefill_servers: int = 0
-    """Servers, the first ones, that only prefill: the others then decode, and find the KV in what is shared. 0: each
-    server does both."""
-    deaths: tuple[Death, ...] = ()
-    event_delay_s: float = 0.0
-    """Seconds until a router knows of an event."""
-    event_loss: float = 0.0
-    """Share of messages of events, one for each request of a server, that never arrive."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.servers < 1 or self.servers_per_machine < 1:
-            raise ConfigError("A fleet has at least one server.")
-        if (self.shared or self.pool) and not self.server.cpu_blocks:
-            raise ConfigError("A shared tier needs host memory above it; give the servers some.")
-        if self.prefill_servers and not 0 < self.prefill_servers < self.servers:
-            raise ConfigError("Prefill apart needs at least one server to prefill, and one to decode.")
-        if self.prefill_servers and not (self.shared or self.pool):
-            raise ConfigError("Prefill apart needs a shared tier, through which the KV goes.")
-        if not 0 <= self.event_loss <= 1 or self.event_delay_s < 0:
-            raise ConfigError("The loss of events is a share, and their delay not negative.")
-        router_of(self.router)
-        for death in self.deaths:
-            if not 0 <= death.server < self.servers or not death.at_s < death.back_s:
-                raise ConfigError(f"{death} names no server from 0 to {self.servers - 1}, or ends before it begins.")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerResult:
-    """One server's share."""
-
-    requests: int
-    accesses: int
-    hit_blocks: dict[str, int]
-    """By tier: ``device``, ``host``, ``disk``, ``pool``, ``shared``."""
-    busy_s: float
-    prefill_s: float
-    read_bytes: dict[str, int]
-    written_bytes: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class FleetResult:
-    """The figures of one replay."""
-
-    config: FleetConfig
-    servers: tuple[ServerResult, ...]
-    requests: int
-    accesses: int
-    input_tokens: int
-    block_tokens: int
-    duration_s: float
-    """From the first arrival to the last answer."""
-    prefill_s: float
-    ttft_s: dict[str, float]
-    """Mean, p50, p90, p99, max."""
-    handover_s: dict[str, float]
-    """With prefill apart: from a request's first token to when the decoding server has its KV."""
-    stored_blocks: int
-    """Blocks in the shared tier at the end."""
-    recovery_s: tuple[float | None, ...]
-    """For each death: seconds after its return until the server's hits of 50 requests are again 0.9 of what they were
-    in the 50 before its death. ``None``: not in this trace."""
-
-    @property
-    def hit_blocks(self) -> Counter[str]:
-        """By tier, of all servers."""
-        return sum((Counter(server.hit_blocks) for server in self.servers), Counter())
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_blocks.total() / max(self.accesses, 1)
-
-    @property
-    def computed_tokens_per_s(self) -> float:
-        """Prompt tokens that were prefilled, by second of the replay."""
-        return self.prefill_s * self.config.server.prefill_tokens_per_s / max(self.duration_s, 1e-9)
-
-    @property
-    def utilisation(self) -> float:
-        """Of the busiest server."""
-        return min(max(server.busy_s for server in self.servers) / max(self.duration_s, 1e-9), 1.0)
-
-    @property
-    def imbalance(self) -> float:
-        """The busiest server's time by the mean of all: 1 is even."""
-        busy = [server.busy_s for server in self.servers]
-        return max(busy) * len(busy) / max(sum(busy), 1e-9)
 
 
 def simulate_fleet(
@@ -243,6 +110,7 @@ class _Replay:
         self._events: deque[tuple[float, int, list[OffloadingEvent]]] = deque()
         self._chance = random.Random(config.seed)
         self._ttfts = np.zeros(len(trace))
+        self._found = np.zeros(len(trace), dtype=np.int64)
         self._first_token_s = np.full(len(trace), -1.0)
         self._handovers: list[float] = []
         self._mortal = {death.server for death in config.deaths}
@@ -304,12 +172,12 @@ class _Replay:
 
     def _step(self, number: int, time_s: float, end_s: float) -> None:
         """The server goes on, as long as nothing else comes first."""
-        member = self._members[number]
+        member, cut = self._members[number], self._config.prefill_servers
         while True:
             member.machine.clock.advance_to(time_s)
             if member.running is None:
                 request = member.queue.popleft()
-                member.running = request, member.machine.steps(request)
+                member.running = request, member.machine.steps(request, 1 if number < cut else None)
             request, steps = member.running
             try:
                 time_s = max(next(steps), time_s)
@@ -358,13 +226,14 @@ class _Replay:
         if is_first:
             self._first_token_s[request] = time_s
             self._ttfts[request] = time_s - float(self._trace.times_s[request])
+            self._found[request] = hit.blocks
             if self._on_first_token is not None:
                 self._on_first_token(request, time_s)
         else:
             self._handovers.append(time_s - float(self._first_token_s[request]))
         if number in self._mortal:
             blocks = max(int(self._trace.input_tokens[request]) // self._trace.block_tokens, 1)
-            member.shares.append((time_s, (hit.device + hit.host + hit.disk) / blocks))
+            member.shares.append((time_s, hit.blocks / blocks))
         if self._wants_events:
             self._publish(number, time_s)
         if self._on_request is not None:
@@ -444,14 +313,13 @@ class _Replay:
 
     def _result(self) -> FleetResult:
         trace = self._trace
-        servers = tuple(_sum([*member.past, self._server_result(member)]) for member in self._members)
+        servers = tuple(total([*member.past, self._server_result(member)]) for member in self._members)
         stats = self._store.contents.index.get_stats() if self._store else {}
         stored = int(stats.get(("primary_blocks_stored",), 0)) - int(stats.get(("primary_blocks_evicted",), 0))
         return FleetResult(
             config=self._config,
             servers=servers,
             requests=len(trace),
-            accesses=sum(server.accesses for server in servers),
             input_tokens=trace.total_input_tokens,
             block_tokens=trace.block_tokens,
             duration_s=max(self._end_s - float(trace.times_s[0]), 1e-9) if len(trace) else 0.0,
@@ -459,22 +327,18 @@ class _Replay:
             ttft_s=quantiles(self._ttfts),
             handover_s=quantiles(np.array(self._handovers)),
             stored_blocks=stored,
-            recovery_s=tuple(self._recovery(death) for death in self._config.deaths),
+            outages=tuple(self._outages()),
         )
 
-    def _recovery(self, death: Death) -> float | None:
-        shares = self._members[death.server].shares
-        before = [share for time_s, share in shares if time_s < death.at_s][-_WINDOW:]
-        after = [each for each in shares if each[0] >= death.back_s]
-        goal = 0.9 * sum(before) / max(len(before), 1)
-        for end in range(_WINDOW, len(after) + 1):
-            if sum(share for _, share in after[end - _WINDOW : end]) >= goal * _WINDOW:
-                return after[end - 1][0] - death.back_s
-        return None
-
-
-_WINDOW = 50
-"""Requests over which a server's hits are compared."""
+    def _outages(self) -> Iterator[Outage]:
+        trace, config = self._trace, self._config
+        blocks = np.minimum(np.diff(trace.offsets), trace.input_tokens // trace.block_tokens)
+        figures = RequestFigures(trace.times_s, self._ttfts, blocks, self._found)
+        for number, at_s, back_s in config.deaths:
+            yield figures.outage(f"server {number}", at_s, back_s, self._members[number].shares)
+        for label, store in ((SHARED, config.shared), (POOL, config.pool)):
+            for begin_s, end_s in store.away if store is not None else ():
+                yield figures.outage(label, begin_s, end_s)
 
 
 class _Store:
@@ -500,26 +364,3 @@ class _Store:
             away=store.away,
             deadline_s=config.max_wait_s,
         )
-
-
-def _sum(lives: Sequence[ServerResult]) -> ServerResult:
-    def total(parts: Sequence[dict[str, int]]) -> dict[str, int]:
-        return dict(sum((Counter(part) for part in parts), Counter()))
-
-    return ServerResult(
-        requests=sum(life.requests for life in lives),
-        accesses=sum(life.accesses for life in lives),
-        hit_blocks=total([life.hit_blocks for life in lives]),
-        busy_s=sum(life.busy_s for life in lives),
-        prefill_s=sum(life.prefill_s for life in lives),
-        read_bytes=total([life.read_bytes for life in lives]),
-        written_bytes=total([life.written_bytes for life in lives]),
-    )
-
-
-def quantiles(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Mean, p50, p90, p99 and max; empty for nothing."""
-    if not len(seconds):
-        return {}
-    found = {f"p{share}": float(np.percentile(seconds, share)) for share in (50, 90, 99)}
-    return {"mean": float(seconds.mean()), **found, "max": float(seconds.max())}

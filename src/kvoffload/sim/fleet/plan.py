@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvoffload.sim.fleet.cluster import FleetConfig, FleetResult, simulate_fleet
+from kvoffload.sim.fleet.cluster import simulate_fleet
+from kvoffload.sim.fleet.config import FleetConfig
 from kvoffload.sim.fleet.report import FleetPrices
+from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.plan import Goal
 from kvoffload.sim.sweep import run_all
 from kvoffload.sim.trace import Trace
@@ -72,7 +74,7 @@ def make_fleet_plan(
             results.append(result)
             if progress is not None:
                 progress(1)
-        meeting = [result for result in results if is_met(goal, result)]
+        meeting = [result for result in results if goal.is_met(result)]
         chosen = min(meeting, key=lambda result: prices.per_hour(result.config), default=None)
     if chosen is not None:
         low = max((number for number in numbers if number < chosen.config.servers), default=least - 1)
@@ -82,21 +84,9 @@ def make_fleet_plan(
             results.append(tried)
             if progress is not None:
                 progress(1)
-            if is_met(goal, tried):
+            if goal.is_met(tried):
                 chosen = tried
             else:
                 low = middle
-    best = max(results, key=lambda result: _reached(goal, result))
+    best = max(results, key=goal.reached)
     return FleetPlan(chosen, tuple(results), best, any(fleet.shared is not None for fleet in fleets))
-
-
-def is_met(goal: Goal, result: FleetResult) -> bool:
-    """Whether a fleet meets ``goal``."""
-    if goal.hit_rate is not None:
-        return result.hit_rate >= goal.hit_rate
-    assert goal.ttft_s is not None
-    return result.ttft_s[goal.quantile] <= goal.ttft_s
-
-
-def _reached(goal: Goal, result: FleetResult) -> float:
-    return result.hit_rate if goal.hit_rate is not None else -result.ttft_s[goal.quantile]

@@ -4,30 +4,23 @@
 from __future__ import annotations
 
 import html
-import io
 import math
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.fleet.cluster import FleetConfig, FleetResult
-from kvoffload.sim.plot import COLOURS, check_target, pyplot, save_small_png
+from kvoffload.sim import page
+from kvoffload.sim.fleet.config import FleetConfig
+from kvoffload.sim.fleet.result import FleetResult, Outage
+from kvoffload.sim.page import COLOURS, check_target, pyplot, write_drawing
 from kvoffload.sim.report import SATURATED, format_seconds
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
-__all__ = ["FleetPrices", "as_json", "frontier", "saturation", "table", "write_page"]
+__all__ = ["FleetPrices", "as_json", "frontier", "notes_on", "saturation", "table", "write_page"]
 
-_HEAD = (
-    "<!doctype html><html lang=en><meta charset=utf-8><title>kvoffload: fleets</title><style>"
-    "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
-    "svg{width:100%;height:auto}table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}"
-    "th,td{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}"
-    "div{overflow-x:auto}</style>"
-)
 _TIERS = ("device", "host", "disk", "pool", "shared", "?")
 
 
@@ -77,7 +70,7 @@ def table(
     for result in results:
         config, block_bytes = result.config, result.config.server.block_bytes
         row = [
-            str(config.servers) if not config.prefill_servers else f"{config.prefill_servers}+{_decoding(config)}",
+            _servers(config),
             config.router,
             format_bytes(config.server.cpu_blocks * block_bytes) if config.server.cpu_blocks else "-",
             format_bytes(config.server.disk_blocks * block_bytes) if config.server.disk_blocks else "-",
@@ -102,14 +95,59 @@ def table(
     return headings, rows
 
 
-def _decoding(config: FleetConfig) -> int:
-    return config.servers - config.prefill_servers
+def _servers(config: FleetConfig) -> str:
+    apart = config.prefill_servers
+    return f"{apart}+{config.servers - apart}" if apart else str(config.servers)
 
 
 def _link_bytes(result: FleetResult, direction: str) -> int:
     """Bytes that crossed the servers' links to what is shared."""
     sides = [server.read_bytes if direction == "read" else server.written_bytes for server in result.servers]
     return sum(side.get(tier, 0) for side in sides for tier in ("shared", "pool"))
+
+
+def name_of(config: FleetConfig) -> str:
+    """Of a fleet among others."""
+    sizes = [
+        (blocks, where)
+        for blocks, where in (
+            (config.server.cpu_blocks, "of memory"),
+            (config.server.disk_blocks, "of disk"),
+            (config.pool.blocks if config.pool else 0, "of pool"),
+            (config.shared.blocks if config.shared else 0, "of shared tier"),
+        )
+        if blocks
+    ]
+    parts = [f"{format_bytes(blocks * config.server.block_bytes)} {where}" for blocks, where in sizes]
+    return ", ".join([f"{_servers(config)} servers", config.router, *parts])
+
+
+def notes_on(result: FleetResult) -> list[str]:
+    """What to say of a fleet beside its row: outages, and prefill apart."""
+    name = f"{_servers(result.config)} servers, {result.config.router}"
+    notes = [f"{name}: {_outage_text(outage)}" for outage in result.outages]
+    if result.handover_s:
+        notes.append(
+            f"{name}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and computes those that "
+            f"have not arrived. That takes {format_seconds(result.handover_s['p50'])} (p50), "
+            f"{format_seconds(result.handover_s['p99'])} (p99) after the first token."
+        )
+    return notes
+
+
+def _outage_text(outage: Outage) -> str:
+    def course(figures: Sequence[float | None], text: Callable[[float], str]) -> str:
+        before, meanwhile, after = ("-" if figure is None else text(figure) for figure in figures)
+        return f"{before} before, {meanwhile} meanwhile, {after} after"
+
+    recovery = "Hits were not as before again in this trace."
+    if outage.recovery_s is not None:
+        recovery = f"Its hits were as before {format_seconds(outage.recovery_s)} after its return."
+    return (
+        f"{outage.what} away from {outage.begin_s:,.0f} s to {outage.end_s:,.0f} s. "
+        f"Hits of the fleet: {course(outage.hit_rates, lambda rate: f'{100 * rate:.1f} %')}. "
+        f"First token, p90: {course(outage.ttft_p90_s, format_seconds)}. {recovery}"
+    )
 
 
 def saturation(results: Sequence[FleetResult]) -> str:
@@ -143,7 +181,9 @@ def as_json(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices) -
         "fleets": [
             asdict(result)
             | {
+                "accesses": result.accesses,
                 "hit_rate": result.hit_rate,
+                "handed_over": result.handed_over,
                 "hit_blocks": dict(result.hit_blocks),
                 "computed_tokens_per_s": result.computed_tokens_per_s,
                 "utilisation": result.utilisation,
@@ -160,19 +200,7 @@ def write_page(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices
     """Draws first tokens against cost to ``path``, a PNG or a self-contained page with the tables. Writes the whole
     file or nothing. Raises as ``check_target`` does."""
     check_target(path)
-    figure = _draw(trace, results, prices)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        if path.suffix.lower() == ".png":
-            save_small_png(figure, temporary)
-        else:
-            text = io.StringIO()
-            figure.savefig(text, format="svg")
-            temporary.write_text(_page(trace, results, prices, text.getvalue()))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        pyplot().close(figure)
+    write_drawing(_draw(trace, results, prices), path, lambda svg: _page(trace, results, prices, svg))
 
 
 def _draw(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices) -> Any:
@@ -211,33 +239,25 @@ def _draw(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices) -> 
 
 
 def _page(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices, svg: str) -> str:
-    parts = [
-        _HEAD,
-        f"<h1>{html.escape(trace.name)}</h1>",
-        svg[svg.index("<svg") :],
-        _html_table(*table(results, prices, is_wide=True)),
-        "<h2>Servers</h2>",
-    ]
+    parts = [svg, page.table(*table(results, prices, is_wide=True))]
+    if notes := [note for result in results for note in notes_on(result)]:
+        parts += ["<h2>What failed, and what was handed over</h2>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
+    parts.append("<h2>Servers</h2>")
     for result in results:
-        config = result.config
+        tiers = [tier for tier in _TIERS if any(server.hit_blocks.get(tier) for server in result.servers)]
         shares = [
             [
                 str(number),
                 f"{server.requests:,}",
-                f"{100 * sum(server.hit_blocks.values()) / max(server.accesses, 1):.2f}",
-                *(f"{100 * server.hit_blocks.get(tier, 0) / max(server.accesses, 1):.2f}" for tier in _TIERS[:-1]),
+                *(
+                    f"{100 * blocks / max(server.accesses, 1):.2f}"
+                    for blocks in (sum(server.hit_blocks.values()), *(server.hit_blocks.get(tier, 0) for tier in tiers))
+                ),
                 f"{100 * server.busy_s / max(result.duration_s, 1e-9):.0f}",
             ]
             for number, server in enumerate(result.servers)
         ]
-        title = f"{config.servers} servers, {config.router}" + (", shared tier" if config.shared else "")
-        headings = ["server", "requests", "hits %", *(f"{tier} %" for tier in _TIERS[:-1]), "busy %"]
-        parts.append(f"<details><summary>{html.escape(title)}</summary>{_html_table(headings, shares)}</details>")
-    return "".join(parts) + "</html>\n"
-
-
-def _html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return f"<div><table>{line(headings, 'th')}{''.join(line(row, 'td') for row in rows)}</table></div>"
+        headings = ["server", "requests", "hits %", *(f"{tier} %" for tier in tiers), "busy %"]
+        title = html.escape(name_of(result.config))
+        parts.append(f"<details><summary>{title}</summary>{page.table(headings, shares)}</details>")
+    return page.page(trace.name, *parts)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a fleet's replay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.sim.fleet.config import FleetConfig
+
+__all__ = ["FleetResult", "Outage", "RequestFigures", "ServerResult", "total"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerResult:
+    """One server's share."""
+
+    requests: int
+    accesses: int
+    hit_blocks: dict[str, int]
+    """By tier: ``device``, ``host``, ``disk``, ``pool``, ``shared``."""
+    busy_s: float
+    prefill_s: float
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+
+
+class Outage(NamedTuple):
+    """A time without a server or a store, against as long a time before it and after it."""
+
+    what: str
+    begin_s: float
+    end_s: float
+    hit_rates: tuple[float | None, float | None, float | None]
+    """Of the fleet's requests that arrived before, meanwhile and after; ``None``: none did."""
+    ttft_p90_s: tuple[float | None, float | None, float | None]
+    """Likewise."""
+    recovery_s: float | None
+    """Seconds after its end until the hits of 50 requests are again 0.9 of those of the 50 before its begin: requests
+    of the server, or all of them where a store was away. ``None``: not in this trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """The figures of one replay."""
+
+    config: FleetConfig
+    servers: tuple[ServerResult, ...]
+    requests: int
+    input_tokens: int
+    block_tokens: int
+    duration_s: float
+    """From the first arrival to the last answer."""
+    prefill_s: float
+    ttft_s: dict[str, float]
+    """Mean, p50, p90, p99, max."""
+    handover_s: dict[str, float]
+    """With prefill apart: from a request's first token to when the decoding server has its KV."""
+    stored_blocks: int
+    """Blocks in the shared tier at the end."""
+    outages: tuple[Outage, ...]
+    """Of servers and of what is shared."""
+
+    @property
+    def hit_blocks(self) -> Counter[str]:
+        """By tier, of the servers that prefill."""
+        return sum((Counter(server.hit_blocks) for server in self._prefilling), Counter())
+
+    @property
+    def accesses(self) -> int:
+        """Whole blocks that requests asked these servers for."""
+        return sum(server.accesses for server in self._prefilling)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_blocks.total() / max(self.accesses, 1)
+
+    @property
+    def _prefilling(self) -> tuple[ServerResult, ...]:
+        return self.servers[: self.config.prefill_servers or None]
+
+    @property
+    def handed_over(self) -> float:
+        """With prefill apart: the share of whole prompt blocks that decoding servers found."""
+        decoding = self.servers[self.config.prefill_servers :] if self.config.prefill_servers else ()
+        found = sum(sum(server.hit_blocks.values()) for server in decoding)
+        return found / max(sum(server.accesses for server in decoding), 1)
+
+    @property
+    def computed_tokens_per_s(self) -> float:
+        """Prompt tokens that were prefilled, by second of the replay."""
+        return self.prefill_s * self.config.server.prefill_tokens_per_s / max(self.duration_s, 1e-9)
+
+    @property
+    def utilisation(self) -> float:
+        """Of the busiest server."""
+        return min(max(server.busy_s for server in self.servers) / max(self.duration_s, 1e-9), 1.0)
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest server's time by the mean of all: 1 is even."""
+        busy = [server.busy_s for server in self.servers]
+        return max(busy) * len(busy) / max(sum(busy), 1e-9)
+
+
+def total(lives: Sequence[ServerResult]) -> ServerResult:
+    """Of a server that died and came back."""
+
+    def added(parts: Sequence[dict[str, int]]) -> dict[str, int]:
+        return dict(sum((Counter(part) for part in parts), Counter()))
+
+    return ServerResult(
+        requests=sum(life.requests for life in lives),
+        accesses=sum(life.accesses for life in lives),
+        hit_blocks=added([life.hit_blocks for life in lives]),
+        busy_s=sum(life.busy_s for life in lives),
+        prefill_s=sum(life.prefill_s for life in lives),
+        read_bytes=added([life.read_bytes for life in lives]),
+        written_bytes=added([life.written_bytes for life in lives]),
+    )
+
+
+class RequestFigures(NamedTuple):
+    """Of each request, in order of arrival: arrays of one length."""
+
+    times_s: npt.NDArray[np.float64]
+    ttfts_s: npt.NDArray[np.float64]
+    blocks: npt.NDArray[np.int64]
+    found: npt.NDArray[np.int64]
+
+    def outage(
+        self, what: str, begin_s: float, end_s: float, served: Sequence[tuple[float, float]] | None = None
+    ) -> Outage:
+        """``served``: (time, share of its prompt that was found) of each request that counts for the recovery; by
+        default all."""
+        length_s = end_s - begin_s
+        edges = np.searchsorted(self.times_s, [begin_s - length_s, begin_s, end_s, end_s + length_s])
+        spans = [slice(*span) for span in pairwise(edges.tolist())]
+        if served is None:
+            shares = self.found / np.maximum(self.blocks, 1)
+            served = sorted(zip((self.times_s + self.ttfts_s).tolist(), shares.tolist()))
+        return Outage(
+            what,
+            begin_s,
+            end_s,
+            _three(spans, lambda span: float(self.found[span].sum() / max(self.blocks[span].sum(), 1))),
+            _three(spans, lambda span: float(np.percentile(self.ttfts_s[span], 90))),
+            _recovery(begin_s, end_s, served),
+        )
+
+
+def _three(spans: Sequence[slice], figure: Callable[[slice], float]) -> tuple[float | None, float | None, float | None]:
+    before, meanwhile, after = (figure(span) if span.start < span.stop else None for span in spans)
+    return before, meanwhile, after
+
+
+def _recovery(begin_s: float, end_s: float, served: Sequence[tuple[float, float]]) -> float | None:
+    before = [share for time_s, share in served if time_s < begin_s][-_WINDOW:]
+    after = [each for each in served if each[0] >= end_s]
+    if len(after) < _WINDOW:
+        return None
+    found = np.convolve([share for _, share in after], np.ones(_WINDOW), "valid")
+    (recovered,) = np.nonzero(found >= 0.9 * sum(before) / max(len(before), 1) * _WINDOW)
+    return after[int(recovered[0]) + _WINDOW - 1][0] - end_s if len(recovered) else None
+
+
+_WINDOW = 50
+"""Requests whose hits are compared."""
