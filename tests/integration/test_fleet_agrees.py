@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from tests.engines.reference.zoo import tiny_model
 from tests.integration.test_simulator_agrees import (
@@ -30,6 +32,7 @@ from kvoffload.sim.fleet.config import FleetConfig, SharedStore
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.fleet.routers import Asked, Fleet, ServerState, router_of
 from kvoffload.sim.trace import Trace
+from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.options import STORES
 from kvoffload.tiering.stores.redis.options import RedisOptions
 from kvoffload.tiering.tier import StoreTier
@@ -47,13 +50,44 @@ class PromptRedis(RedisOptions, frozen=True, kw_only=True):
         return tier
 
 
+class HeldTier(PromptTier):
+    """Writes nothing before ``let_go``: till then its blocks are on their way."""
+
+    held: list[JobMetadata]
+
+    def submit_store(self, job: JobMetadata) -> None:
+        self.held.append(job)
+
+    def let_go(self) -> None:
+        held, self.held = self.held, []
+        for job in held:
+            super().submit_store(job)
+
+
+class HeldRedis(PromptRedis, frozen=True, kw_only=True):
+    """A ``redis`` tier that holds what it is to write."""
+
+    made: ClassVar[list[HeldTier]] = []
+
+    def build(self, primary_kv_view: memoryview, namespace: str) -> StoreTier:
+        tier = super().build(primary_kv_view, namespace)
+        tier.__class__ = HeldTier
+        assert isinstance(tier, HeldTier)
+        tier.held = []
+        self.made.append(tier)
+        return tier
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     STORES.register("prompt-redis", PromptRedis)
+    STORES.register("held-redis", HeldRedis)
     server = RedisServer(tmp_path)
     yield server
     server.stop()
     STORES.unregister("prompt-redis")
+    STORES.unregister("held-redis")
+    HeldRedis.made.clear()
 
 
 def route(trace: Trace, router: str, num_engines: int) -> Iterator[tuple[int, int]]:
@@ -66,15 +100,13 @@ def route(trace: Trace, router: str, num_engines: int) -> Iterator[tuple[int, in
         yield request, choose(Asked(float(trace.times_s[request]), tokens, int(trace.sessions[request]), path), fleet)
 
 
-def served(
-    trace: Trace, router: str, num_engines: int, cpu_blocks: int, gpu_blocks: int, url: str
-) -> list[tuple[int, int, int]]:
-    """(engine, blocks found on its device, blocks loaded from below) of each request, one at a time."""
+@contextmanager
+def engines_over(url: str, kind: str, number: int, cpu_blocks: int, gpu_blocks: int) -> Iterator[list[Engine]]:
     options = EngineOptions(num_blocks=gpu_blocks or 128, block_tokens=BLOCK_TOKENS, max_batch_tokens=CHUNK_TOKENS)
     model = tiny_model("llama")
     with Engine(model, options) as bare:
         block_bytes = bare.layout.block_bytes(1)
-    tier: dict[str, Any] = {"type": "prompt-redis", "url": url, "cascade": "on_store", **PATIENT_OPTIONS}
+    tier: dict[str, Any] = {"type": kind, "url": url, "cascade": "on_store", **PATIENT_OPTIONS}
     offloading = parse_config(
         {
             "cpu_bytes_to_use": cpu_blocks * block_bytes,
@@ -85,9 +117,16 @@ def served(
             "secondary_tiers": [tier],
         }
     )
-    found = []
     with ExitStack() as stack:
-        engines = [stack.enter_context(Engine(model, options, offloading)) for _ in range(num_engines)]
+        yield [stack.enter_context(Engine(model, options, offloading)) for _ in range(number)]
+
+
+def served(
+    trace: Trace, router: str, num_engines: int, cpu_blocks: int, gpu_blocks: int, url: str
+) -> list[tuple[int, int, int]]:
+    """(engine, blocks found on its device, blocks loaded from below) of each request, one at a time."""
+    found = []
+    with engines_over(url, "prompt-redis", num_engines, cpu_blocks, gpu_blocks) as engines:
         for number, chosen in route(trace, router, num_engines):
             if not gpu_blocks:
                 engines[chosen].reset_cache(device=True, offloaded=False)
@@ -95,8 +134,29 @@ def served(
     return found
 
 
+def served_apart(trace: Trace, kind: str, cpu_blocks: int, gpu_blocks: int, url: str) -> list[tuple[int, int, int]]:
+    """The same of an engine that prefills and one that decodes, both for each request."""
+    one_token = replace(trace, output_tokens=np.ones(len(trace), dtype=np.int64))
+    found = []
+    with engines_over(url, kind, 2, cpu_blocks, gpu_blocks) as engines:
+        for number in range(len(trace)):
+            for at, asked in enumerate((one_token, trace)):
+                found.append((at, *serve_one(engines[at], asked, number)))
+            for tier in HeldRedis.made:
+                tier.let_go()
+    return found
+
+
 def simulated(
-    trace: Trace, router: str, num_servers: int, cpu_blocks: int, gpu_blocks: int, chunk_tokens: int = CHUNK_TOKENS
+    trace: Trace,
+    router: str,
+    num_servers: int,
+    cpu_blocks: int,
+    gpu_blocks: int,
+    chunk_tokens: int = CHUNK_TOKENS,
+    *,
+    latency_s: float = 0.0,
+    prefill_servers: int = 0,
 ) -> tuple[list[tuple[int, int, int]], FleetResult]:
     server = SimConfig(
         cpu_blocks,
@@ -106,11 +166,11 @@ def simulated(
         chunk_tokens=chunk_tokens,
         load_policy="always",
     )
-    shared = SharedStore(1 << 20, server_bytes_per_s=1e18, store_bytes_per_s=1e18, latency_s=0.0)
+    shared = SharedStore(1 << 20, server_bytes_per_s=math.inf, store_bytes_per_s=math.inf, latency_s=latency_s)
     found: list[tuple[int, int, int]] = []
     result = simulate_fleet(
         trace,
-        FleetConfig(server, num_servers, router, shared),
+        FleetConfig(server, num_servers, router, shared, prefill_servers=prefill_servers),
         on_request=lambda _, number, hit: found.append((number, hit.device, hit.host + hit.disk)),
     )
     return found, result
@@ -128,3 +188,14 @@ def test_the_same_hits_request_by_request(
     assert result.hit_blocks["shared"] > 0
     if router == "round-robin":
         assert {number for number, _, _ in found} == {*range(engines)}
+
+
+@pytest.mark.parametrize(("kind", "latency_s"), [("prompt-redis", 0.0), ("held-redis", 0.5)])
+def test_a_decoding_engine_finds_what_has_arrived(kind: str, latency_s: float, server: RedisServer) -> None:
+    """All that prefill has written, or, where that is on its way until both have served, what earlier prompts left. It
+    waits for nothing that is on its way."""
+    trace = conversations(by_size(quick=20, thorough=60), seed=5)
+    found, result = simulated(trace, "round-robin", 2, 60, 70, latency_s=latency_s, prefill_servers=1)
+    assert found == served_apart(trace, kind, 60, 70, server.url)
+    assert (result.handed_over > 0.9) == (kind == "prompt-redis")
+    assert result.servers[1].hit_blocks["shared"] > 0

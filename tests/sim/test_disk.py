@@ -18,6 +18,7 @@ class Rig:
     def __init__(self, max_backlog_blocks: int = 64) -> None:
         self.clock = VirtualClock()
         self.disk = SimDisk(Contents(4), 100, [Link(100.0, 0.5)], [Link(100.0, 0.5)], self.clock, max_backlog_blocks)
+        self.disk.ever_written = set()
         self._last_job = 0
 
     def submit(self, blocks: list[OffloadKey], is_promotion: bool = False) -> int:

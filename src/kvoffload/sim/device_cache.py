@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from kvoffload.base import OffloadingEvent, OffloadKey
 from kvoffload.events import NO_EVENTS, PendingEvents
@@ -63,8 +64,7 @@ class DeviceCache:
     def keep(self, states: Sequence[OffloadKey]) -> None:
         """Takes a block for each of the states that the request has just computed or loaded, as far as there are."""
         for key in states:
-            if self._queue:
-                block = self._take()
+            for block in self._take(1):
                 self._states.append(block)
                 if key not in self._block_of:
                     self._block_of[key], self._key_of[block] = block, key
@@ -73,25 +73,31 @@ class DeviceCache:
     def fill(self, path: Sequence[OffloadKey], num_blocks: int) -> None:
         """The first ``num_blocks`` blocks of ``path`` are computed or loaded."""
         self.grow(num_blocks)
-        for index in range(self._num_named, min(num_blocks, len(self._table))):
-            if path[index] not in self._block_of:
-                self._block_of[path[index]] = self._table[index]
-                self._key_of[self._table[index]] = path[index]
-                self._events.add([path[index]], removed=False)
-        self._num_named = num_blocks
+        first, self._num_named = self._num_named, num_blocks
+        named = [
+            (key, block)
+            for key, block in zip(path[first:num_blocks], self._table[first:num_blocks])
+            if key not in self._block_of
+        ]
+        self._block_of.update(named)
+        self._key_of.update((block, key) for key, block in named)
+        self._events.add([key for key, _ in named], removed=False)
 
     def grow(self, num_blocks: int) -> None:
         """Gives the request ``num_blocks`` blocks in all, or as many as there are, without making them findable."""
-        while len(self._table) < num_blocks and self._queue:
-            self._table.append(self._take())
+        self._table += self._take(num_blocks - len(self._table))
 
-    def _take(self) -> int:
-        block, _ = self._queue.popitem(last=False)
-        key = self._key_of.pop(block, None)
-        if key is not None:
+    def _take(self, most: int) -> list[int]:
+        """Up to ``most`` blocks from the front of the queue."""
+        taken = [*islice(self._queue, max(most, 0))]
+        named = self._key_of
+        lost = [named.pop(block) for block in taken if block in named]
+        for block in taken:
+            del self._queue[block]
+        for key in lost:
             del self._block_of[key]
-            self._events.add([key], removed=True)
-        return block
+        self._events.add(lost, removed=True)
+        return taken
 
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call; none without ``enable_events``."""

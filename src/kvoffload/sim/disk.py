@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvoffload.tiering.presence import ABSENT_TTL_S
 
 __all__ = ["Contents", "Link", "SimDisk", "VirtualClock", "VirtualMemory"]
 
@@ -79,14 +80,14 @@ class Contents:
 
     def __init__(self, num_blocks: int, ttl_s: float = math.inf, *, is_shared: bool = False) -> None:
         self.index = CPUOffloadingManager(num_blocks, "lru")
-        self._ttl_s, self._is_shared = ttl_s, is_shared
+        self._ttl_s, self.is_shared = ttl_s, is_shared
         self._written_s: dict[OffloadKey, float] = {}
         self._arrivals: list[tuple[float, int, _Arrival]] = []
         self._order = 0
 
     def has(self, keys: Collection[OffloadKey], now_s: float) -> list[bool]:
         """Which of ``keys`` are found."""
-        if self._is_shared:
+        if self.is_shared:
             self.settle(now_s)
         found = [block is not None and block.is_ready for block in self.index.slots.get_all(keys)]
         if self._ttl_s == math.inf:
@@ -138,10 +139,11 @@ class SimDisk(SecondaryTierManager):
     a job's order, so a job's last block is the most recent. As in ``StoreTier``, at most ``max_backlog_blocks`` wait to
     be written or are being written, and the rest of a job is dropped.
 
+    A block that a shared store lacks is absent for a second, or until this machine has written it.
+
     A transfer crosses all of ``read_links`` or ``write_links`` at the speed of the slowest. Its job ends when the
     virtual clock has passed its end. In the times of ``away``, (begin_s, end_s), nothing can be read or written: jobs
-    in flight fail ``deadline_s`` after the begin. ``read_blocks`` and ``written_blocks`` count successes,
-    ``ever_written`` collects the keys of written blocks.
+    in flight fail ``deadline_s`` after the begin. ``read_blocks`` and ``written_blocks`` count successes.
     """
 
     def __init__(
@@ -164,10 +166,13 @@ class SimDisk(SecondaryTierManager):
         self._reads: deque[_Read] = deque()
         self._writes: deque[_Write] = deque()
         self._refused: list[JobResult] = []
+        self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
+        """Blocks that a shared store lacked, and until when that is taken for granted."""
         self._max_backlog, self._backlog = max_backlog_blocks, 0
         self._away, self._deadline_s = away, deadline_s
         self.read_blocks = self.written_blocks = 0
-        self.ever_written: set[OffloadKey] = set()
+        self.ever_written: set[OffloadKey] | None = None
+        """Keys of written blocks, if they are to be counted: they take memory without a bound."""
 
     def next_end_s(self) -> float | None:
         """The time at which the next job in flight ends."""
@@ -179,7 +184,15 @@ class SimDisk(SecondaryTierManager):
         return not any(begin <= now_s < end for begin, end in self._away)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self.contents.has((key,), self._clock())[0] and self.is_readable()
+        now_s, absent = self._clock(), self._absent
+        is_here = self.contents.has((key,), now_s)[0] and self.is_readable()
+        if not self.contents.is_shared:
+            return is_here
+        while absent and next(iter(absent.values())) <= now_s:
+            absent.popitem(last=False)
+        if not is_here:
+            absent.setdefault(key, now_s + ABSENT_TTL_S)
+        return is_here and key not in absent
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         self._index.touch(keys)
@@ -234,7 +247,10 @@ class SimDisk(SecondaryTierManager):
         if not write.arrival.succeeds:
             return JobResult(write.job.job_id, success=False, ended_s=write.end_s)
         self.written_blocks += len(write.arrival.wanted)
-        self.ever_written.update(write.arrival.reserved)
+        for key in write.job.keys[: write.num_admitted] if self._absent else ():
+            self._absent.pop(key, None)
+        if self.ever_written is not None:
+            self.ever_written.update(write.arrival.reserved)
         is_whole = write.num_admitted == len(write.job.keys)
         written = None if is_whole else write.job.keys[: write.num_admitted]
         return JobResult(write.job.job_id, is_whole, written, write.end_s)

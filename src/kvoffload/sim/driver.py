@@ -335,6 +335,8 @@ class _Driver:
         self._trace, self._config = trace, config
         self._on_request, self._on_first_token = on_request, on_first_token
         self._machine = Machine(trace, config, keys)
+        if self._machine.disk is not None:
+            self._machine.disk.ever_written = set()
         self._ttfts = np.zeros(len(trace))
 
     def run(self) -> SimResult:

@@ -12,7 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from kvoffload.base import OffloadingEvent, OffloadKey
 from kvoffload.events import NO_EVENTS, PendingEvents
 
-__all__ = ["PresenceIndex"]
+__all__ = ["ABSENT_TTL_S", "PresenceIndex"]
+
+ABSENT_TTL_S = 1.0
+"""Seconds for which a store that others write to is not asked again for a block that it lacked."""
 
 _SHARD_BLOCKS = 4_096
 _FORGOTTEN_AT_ONCE = 64
@@ -45,7 +48,7 @@ class PresenceIndex:
         *,
         resident: Collection[OffloadKey] | None = None,
         max_absent: int = 65_536,
-        absent_ttl_s: float = 1.0,
+        absent_ttl_s: float = ABSENT_TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._medium = medium

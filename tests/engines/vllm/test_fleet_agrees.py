@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engines.models import VOCAB, SmallModel
 from tests.engines.vllm.harness import ROOT, child_environment
-from tests.engines.vllm.models import VOCAB, SmallModel
 from tests.engines.vllm.prompts import BLOCK_TOKENS
 from tests.integration.test_fleet_agrees import route, simulated
 from tests.integration.test_simulator_agrees import conversations, prompt
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS
 """Of the small Llama: layers, K and V, heads, their size, float32."""
-CPU_BLOCKS, GPU_BLOCKS, CHUNK_TOKENS = 100, 120, 512
+CPU_BLOCKS, GPU_BLOCKS, CHUNK_TOKENS = 100, 70, 512
 
 
 class OneByOne:
@@ -57,7 +57,7 @@ def one_by_one(model: str, place: Path, url: str) -> Iterator[OneByOne]:
         "channel": theirs.fileno(),
         "extra": extra,
         "gpu_blocks": GPU_BLOCKS + 1,  # one is vLLM's own
-        "max_model_len": 2400,
+        "max_model_len": 2048,
         "max_num_batched_tokens": CHUNK_TOKENS,
     }
     process = subprocess.Popen(
@@ -79,7 +79,7 @@ def one_by_one(model: str, place: Path, url: str) -> Iterator[OneByOne]:
 
 @pytest.mark.parametrize("router", ["round-robin", "prefix-tree"])
 def test_hit_tokens_of_two_engines(router: str, llama: SmallModel, tmp_path: Path) -> None:
-    trace = conversations(60, seed=3)
+    trace = conversations(40, seed=3)
     lengths = trace.offsets[1:] - trace.offsets[:-1]
     odd = trace.input_tokens - lengths * trace.block_tokens
     trace = replace(trace, block_tokens=BLOCK_TOKENS, input_tokens=lengths * BLOCK_TOKENS + odd)

@@ -188,6 +188,52 @@ def test_prefill_apart_hands_its_blocks_over(trace_of: Callable[..., Trace]) -> 
     assert result.handover_s["max"] < result.ttft_s["max"]
 
 
+@given(
+    blocks=st.integers(1, 12),
+    chunk_blocks=st.integers(1, 5),
+    odd_tokens=st.integers(1, 15),
+    bytes_per_s=st.floats(1e8, 1e11),
+    latency_s=st.floats(0.0, 0.05),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_decoding_server_takes_what_has_arrived_and_computes_the_rest(
+    blocks: int, chunk_blocks: int, odd_tokens: int, bytes_per_s: float, latency_s: float
+) -> None:
+    trace = synthesize("chat", 1, 0).whole_blocks()
+    tokens = trace.block_tokens
+    prompt = blocks * tokens + odd_tokens
+    trace = replace(
+        trace, input_tokens=np.array([prompt]), offsets=np.array([0, blocks]), ids=np.arange(blocks, dtype=np.int32)
+    )
+    server = replace(SERVER, gpu_blocks=0, load_policy="always", chunk_tokens=chunk_blocks * tokens)
+    shared = SharedStore(100, bytes_per_s, float("inf"), latency_s)
+    hits: list[Hit] = []
+    result = simulate_fleet(
+        trace,
+        FleetConfig(server, 2, "round-robin", shared, prefill_servers=1),
+        on_request=lambda _, __, hit: hits.append(hit),
+    )
+
+    def transfer_s(num_blocks: int) -> float:
+        return latency_s + num_blocks * server.block_bytes / bytes_per_s
+
+    # A chunk's blocks are in host memory when the next chunk has been computed, and then go down in one job.
+    speed = server.prefill_tokens_per_s
+    stops = [*range(chunk_blocks, blocks, chunk_blocks), blocks]
+    first_token_s = prompt / speed
+    begins_s = [*(stop * tokens / speed for stop in stops[1:]), first_token_s]
+    arrived, free_s = 0, 0.0
+    for first, stop, begin_s in zip([0, *stops], stops, begins_s, strict=False):
+        free_s = max(free_s, begin_s) + transfer_s(stop - first)
+        arrived = stop if free_s <= first_token_s else arrived
+    assert [hit.below.get("shared", 0) for hit in hits] == [0, arrived]
+    seconds = (prompt - arrived * tokens) / speed
+    if arrived:
+        seconds += transfer_s(arrived)
+        seconds += server.load_latency_s + arrived * server.block_bytes / server.load_bytes_per_s
+    assert result.handover_s["max"] == pytest.approx(seconds)
+
+
 def test_a_prefill_server_generates_one_token_and_hand_overs_are_no_hits(trace_of: Callable[..., Trace]) -> None:
     trace = paths(trace_of, [[0, 1], [2, 3], [4, 5], [0, 1]])
     trace = replace(trace, output_tokens=np.full(4, 2 * trace.block_tokens))
