@@ -27,8 +27,8 @@ test-all: lint   ## the same in the thorough size, with the tests that are long 
 test-vllm:       ## the tests that run the real vLLM, in an environment of their own; VLLM=0.30.0 takes that version
 	@VLLM=$(VLLM) THIN=$(THIN) scripts/test-vllm $(ARGS)
 
-test-sglang:     ## the tests that load the real SGLang, in an environment of their own
-	@scripts/test-sglang $(ARGS)
+test-sglang:     ## the tests that run the real SGLang, in an environment of their own
+	@THIN=$(THIN) scripts/test-sglang $(ARGS)
 
 test-remote: $(STAMP) ## the remote stores with Debian's Redis (TLS too) and SeaweedFS
 	@THIN=$(THIN) scripts/test-remote $(ARGS)
@@ -38,7 +38,7 @@ test-everything: ## all of it, in the thorough size: an hour and more; ALSO="0.3
 	@$(MAKE) test-all ARGS=
 	@$(MAKE) test-remote THIN= ARGS=
 	@$(MAKE) test-vllm VLLM= THIN= ARGS=
-	@$(MAKE) test-sglang ARGS=
+	@$(MAKE) test-sglang THIN= ARGS=
 	@set -e; for version in $(ALSO); do $(MAKE) test-vllm VLLM=$$version THIN= ARGS=; done
 	@$(MAKE) soak MINUTES=5 ARGS=
 

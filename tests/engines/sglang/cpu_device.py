@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang lacks to serve without a GPU: a plugin of its own kind, which it loads in each of its processes.
+
+SGLang finds it by an entry point, which ``write_entry_point`` lays where Python looks. Each patch stands for something
+that only a GPU has. None touches the radix cache, the HiCache controller or the storage backend.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NAME = "kvoffload-cpu-device"
+
+
+def write_entry_point(directory: Path) -> None:
+    """A process that has ``directory`` in its PYTHONPATH loads the plugin with SGLang."""
+    info = directory / f"{NAME.replace('-', '_')}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{NAME} = {__name__}:install\n")
+
+
+def install() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # Rotary embeddings import a kernel of vLLM's where there is neither CUDA nor AMX, and then use their native form.
+    kernels = types.ModuleType("vllm._custom_ops")
+    kernels.rotary_embedding = None  # type: ignore[attr-defined]
+    sys.modules[kernels.__name__] = kernels
+
+    pool_host = "sglang.srt.mem_cache.pool_host"
+    HookRegistry.register(f"{pool_host}.base.HostKVCache.__init__", _without_pinning, HookType.AROUND)
+    mha = f"{pool_host}.mha.MHATokenToKVPoolHost"
+    HookRegistry.register(f"{mha}.load_to_device_per_layer", _load_layer, HookType.REPLACE)
+    HookRegistry.register(f"{mha}.backup_from_device_all_layer", _back_up_layers, HookType.REPLACE)
+
+
+def _without_pinning(make: Callable[..., None], pool: Any, **options: Any) -> None:
+    """Host memory is pinned for a GPU alone."""
+    make(pool, **options | {"pin_memory": False})
+
+
+def _load_layer(
+    pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, layer_id: int, io_backend: str, **_: Any
+) -> None:
+    for device, host in zip(_on_device(pool), _on_host(pool), strict=True):
+        device[layer_id][device_indices] = host[layer_id][host_indices]
+
+
+def _back_up_layers(pool: Any, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str) -> None:
+    for device, host in zip(_on_device(pool), _on_host(pool), strict=True):
+        for layer_id in range(pool.layer_num):
+            host[layer_id][host_indices] = device[layer_id][device_indices]
+
+
+def _on_device(pool: Any) -> tuple[Any, Any]:
+    """Keys and values by layer, each a tensor by token."""
+    return pool.device_k_buffers, pool.device_v_buffers
+
+
+def _on_host(pool: Any) -> tuple[Any, Any]:
+    return pool.k_data_refs, pool.v_data_refs
