@@ -21,7 +21,17 @@ from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.fleet.cluster import simulate_fleet
 from kvoffload.sim.fleet.config import Death, FleetConfig, SharedStore
 from kvoffload.sim.fleet.plan import make_fleet_plan
-from kvoffload.sim.fleet.report import FleetPrices, as_json, frontier, notes_on, saturation, table, write_page
+from kvoffload.sim.fleet.report import (
+    OUTAGES,
+    FleetPrices,
+    as_json,
+    frontier,
+    handovers,
+    outage_table,
+    saturation,
+    table,
+    write_page,
+)
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.fleet.routers import ROUTERS
 from kvoffload.sim.plan import Goal
@@ -248,21 +258,26 @@ def _print(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices, is
     console = Console()
     if not console.is_terminal:
         console = Console(width=220)
-    headings, rows = table(results, prices, is_wide)
-    drawn = Table(title=f"{trace.name}: {len(trace):,} requests", title_justify="left")
-    for at, heading in enumerate(headings):
-        drawn.add_column(heading, justify="left" if at == 1 else "right", no_wrap=True)
-    for row in rows:
-        drawn.add_row(*row)
-    console.print(drawn)
-    for result in results:
-        for note in notes_on(result):
-            console.print(note, highlight=False)
+    _draw(console, f"{trace.name}: {len(trace):,} requests", *table(results, prices, is_wide))
+    headings, outages = outage_table(results)
+    if outages:
+        _draw(console, OUTAGES, headings, outages)
+    for text in handovers(results):
+        console.print(text, highlight=False)
     console.print(saturation(results), highlight=False)
     if len(results) > 2:
         best = frontier(results, prices)
         named = [f"{each.config.servers} {each.config.router}" for each in best]
         console.print(f"Frontier of cost and first token: {', '.join(named)}.", highlight=False)
+
+
+def _draw(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    drawn = Table(title=title, title_justify="left")
+    for at, heading in enumerate(headings):
+        drawn.add_column(heading, justify="left" if at < 2 else "right", no_wrap=at > 1)
+    for row in rows:
+        drawn.add_row(*row)
+    console.print(drawn)
 
 
 def plan_fleets(

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import html
+import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,26 @@ from typing import Any
 from kvoffload.errors import ConfigError
 from kvoffload.sim import page
 from kvoffload.sim.fleet.config import FleetConfig
-from kvoffload.sim.fleet.result import FleetResult, Outage
+from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.page import COLOURS, check_target, pyplot, write_drawing
 from kvoffload.sim.report import SATURATED, format_seconds
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
-__all__ = ["FleetPrices", "as_json", "frontier", "notes_on", "saturation", "table", "write_page"]
+__all__ = [
+    "OUTAGES",
+    "FleetPrices",
+    "as_json",
+    "frontier",
+    "handovers",
+    "outage_table",
+    "saturation",
+    "table",
+    "write_page",
+]
 
+_OPTIONAL = ("memory", "disk", "shared")
+"""Columns that are left out where no fleet has the tier."""
 _TIERS = ("device", "host", "disk", "pool", "shared", "?")
 
 
@@ -92,7 +105,8 @@ def table(
                 f"{prices.per_hour(config):,.2f}",
             ]
         rows.append(row)
-    return headings, rows
+    kept = [at for at, name in enumerate(headings) if name not in _OPTIONAL or any(row[at] != "-" for row in rows)]
+    return [headings[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
 
 def _servers(config: FleetConfig) -> str:
@@ -122,32 +136,38 @@ def name_of(config: FleetConfig) -> str:
     return ", ".join([f"{_servers(config)} servers", config.router, *parts])
 
 
-def notes_on(result: FleetResult) -> list[str]:
-    """What to say of a fleet beside its row: outages, and prefill apart."""
-    name = f"{_servers(result.config)} servers, {result.config.router}"
-    notes = [f"{name}: {_outage_text(outage)}" for outage in result.outages]
-    if result.handover_s:
-        notes.append(
-            f"{name}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and computes those that "
-            f"have not arrived. That takes {format_seconds(result.handover_s['p50'])} (p50), "
-            f"{format_seconds(result.handover_s['p99'])} (p99) after the first token."
-        )
-    return notes
+OUTAGES = "Outages: before / meanwhile / after"
+"""The title of the table of outages."""
 
 
-def _outage_text(outage: Outage) -> str:
-    def course(figures: Sequence[float | None], text: Callable[[float], str]) -> str:
-        before, meanwhile, after = ("-" if figure is None else text(figure) for figure in figures)
-        return f"{before} before, {meanwhile} meanwhile, {after} after"
+def outage_table(results: Sequence[FleetResult]) -> tuple[list[str], list[list[str]]]:
+    """The headings and a row for each outage of each fleet, under the title ``OUTAGES``."""
 
-    recovery = "Hits were not as before again in this trace."
-    if outage.recovery_s is not None:
-        recovery = f"Its hits were as before {format_seconds(outage.recovery_s)} after its return."
-    return (
-        f"{outage.what} away from {outage.begin_s:,.0f} s to {outage.end_s:,.0f} s. "
-        f"Hits of the fleet: {course(outage.hit_rates, lambda rate: f'{100 * rate:.1f} %')}. "
-        f"First token, p90: {course(outage.ttft_p90_s, format_seconds)}. {recovery}"
-    )
+    def course(figures: Sequence[float | None], factor: float) -> str:
+        return " / ".join("-" if figure is None else f"{factor * figure:.1f}" for figure in figures)
+
+    return ["fleet", "away", "hits %", "p90, seconds", "as before"], [
+        [
+            name_of(result.config),
+            outage.what,
+            course(outage.hit_rates, 100),
+            course(outage.ttft_p90_s, 1),
+            "-" if outage.recovery_s is None else f"+{format_seconds(outage.recovery_s)}",
+        ]
+        for result in results
+        for outage in result.outages
+    ]
+
+
+def handovers(results: Sequence[FleetResult]) -> list[str]:
+    """What to say of fleets that prefill apart."""
+    return [
+        f"{name_of(result.config)}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and "
+        f"computes those that have not arrived. That takes {format_seconds(result.handover_s['p50'])} (p50), "
+        f"{format_seconds(result.handover_s['p99'])} (p99) after the first token."
+        for result in results
+        if result.handover_s
+    ]
 
 
 def saturation(results: Sequence[FleetResult]) -> str:
@@ -229,9 +249,13 @@ def _draw(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices) -> 
         drawstyle="steps-post",
         label="frontier",
     )
+    ticker = importlib.import_module("matplotlib.ticker")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
     axes.set_xlabel("cost of a million prompt tokens")
-    axes.set_ylabel("first token, p90, seconds")
+    axes.set_ylabel("first token, p90")
     axes.set_title(f"{trace.name}: {len(trace):,} requests; numbers are servers", loc="left", fontsize=10)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
@@ -240,8 +264,10 @@ def _draw(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices) -> 
 
 def _page(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices, svg: str) -> str:
     parts = [svg, page.table(*table(results, prices, is_wide=True))]
-    if notes := [note for result in results for note in notes_on(result)]:
-        parts += ["<h2>What failed, and what was handed over</h2>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
+    parts += [f"<p>{html.escape(text)}</p>" for text in handovers(results)]
+    headings, outages = outage_table(results)
+    if outages:
+        parts += [f"<h2>{OUTAGES}</h2>", page.table(headings, outages)]
     parts.append("<h2>Servers</h2>")
     for result in results:
         tiers = [tier for tier in _TIERS if any(server.hit_blocks.get(tier) for server in result.servers)]
