@@ -184,6 +184,13 @@ def points(trace: Trace, capacity: int) -> float:
     return 100 * replay_policy(trace, "density", capacity).hit_rate
 
 
+def test_a_session_that_ends_does_not_take_shared_prompts_from_the_others() -> None:
+    """In a cache of a few prompts, what hundreds of sessions share must outlive what one says of its own next use."""
+    trace = synthesize("assistants", 4000, seed=10)
+    capacity = trace.num_unique // 100
+    assert points(true_hints(trace), capacity) > points(trace, capacity) + 0.5
+
+
 def test_sessions_with_known_returns() -> None:
     """True hints close a third of the gap to the optimum. Wrong ones cost at most a point."""
     trace = synthesize("chat", by_size(quick=1500, thorough=4000), seed=1)

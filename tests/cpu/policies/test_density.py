@@ -13,7 +13,7 @@ from tests.sizes import by_size
 
 from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, with_options
-from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_DRAWS, NUM_USES, RISEN
+from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_DRAWS, NUM_USES, OFTEN_USED, RISEN
 from kvoffload.cpu.policies.density.log import Chunk
 from kvoffload.cpu.policies.density.model import HitDensity, UseCounts, densities, hazards
 from kvoffload.cpu.policies.density.policy import DensityCachePolicy
@@ -509,6 +509,24 @@ class TestHitDensity:
         values = stream.model.values
         assert values[hint * NUM_USES + 1][0] > 2 * values[NextUse.LATER * NUM_USES + 1][0]
         assert stream.model.hint_score > 0
+
+    @pytest.mark.parametrize("uses", [OFTEN_USED - 1, OFTEN_USED, NUM_USES - 1])
+    def test_of_blocks_used_often_no_hint_lowers_the_value(self, uses: int) -> None:
+        """Others share them. The hint of their last user may still raise it."""
+        hinted, plain, fresh = Stream(1000), Stream(1000), 10_000
+        for turn in range(80):
+            gone, back = keys(*range(fresh, fresh + 25)), keys(*range(turn % 10 * 25, turn % 10 * 25 + 25))
+            for path, hint in ((gone, NextUse.NEVER), (back, NextUse.SOON)):
+                hinted.use(path, uses, hint)
+                plain.use(path, uses)
+            fresh += 25
+        never, soon, unknown = (
+            np.array(stream.model.values[hint * NUM_USES + uses])
+            for stream, hint in ((hinted, NextUse.NEVER), (hinted, NextUse.SOON), (plain, NextUse.UNKNOWN))
+        )
+        assert hinted.model.uses_hints
+        assert soon[0] > unknown[0]
+        assert (never >= unknown * (1 - 1e-9)).all() == (uses >= OFTEN_USED)
 
     def test_hints_that_say_nothing_change_no_value(self) -> None:
         hinted, plain, rng, fresh = Stream(1000), Stream(1000), random.Random(3), 10_000

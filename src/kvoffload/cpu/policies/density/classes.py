@@ -7,11 +7,14 @@ from itertools import pairwise
 
 from kvoffload.base import NextUse
 
-__all__ = ["CERTAIN", "NUM_CLASSES", "NUM_DRAWS", "NUM_HINTS", "NUM_USES", "RISEN", "SAME_USES"]
+__all__ = ["CERTAIN", "NUM_CLASSES", "NUM_DRAWS", "NUM_HINTS", "NUM_USES", "OFTEN_USED", "RISEN", "SAME_USES"]
 
 _LEAST_USES = (1, 2, 3, 4, 6, 10, 18, 34)
 NUM_USES = len(_LEAST_USES)
 """Classes by number of uses: 1, 2, 3, about 4, about 6, ... , 34 or more."""
+OFTEN_USED = _LEAST_USES.index(10)
+"""From here on, the classes by number of uses of blocks that are mostly shared: one client's hint says little of the
+others'."""
 NUM_HINTS = len(NextUse)
 NUM_CLASSES = NUM_HINTS * NUM_USES
 """A class is ``next_use * NUM_USES + uses``, where ``uses`` counts the classes by number of uses from 0. A block that

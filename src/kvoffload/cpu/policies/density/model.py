@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
-from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_HINTS, NUM_USES
+from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_HINTS, NUM_USES, OFTEN_USED
 from kvoffload.cpu.policies.density.score import HintScore
 
 __all__ = ["HitDensity", "UseCounts", "densities"]
@@ -227,7 +227,9 @@ class HitDensity:
             self._score.compare(by_class, by_uses, (followed / self._widths).reshape(shape))
             self.uses_hints = self._score.favours_hints
         if self.uses_hints:
-            self.values = densities(by_class, self._widths).reshape(NUM_CLASSES, -1).tolist()
+            hinted = densities(by_class, self._widths)
+            hinted[:, OFTEN_USED:] = np.maximum(hinted[:, OFTEN_USED:], values[OFTEN_USED:])
+            self.values = hinted.reshape(NUM_CLASSES, -1).tolist()
         else:
             self.values = values.tolist() * NUM_HINTS
         # A gap that is still small gives more events in the same time, so these fade the counts by less.
