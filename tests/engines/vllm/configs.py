@@ -112,6 +112,7 @@ def vllm_config(**changes: Any) -> Any:
             "use_replayssm": False,
         },
         "model_config": vars(model_config(2)),
+        "scheduler_config": {"async_scheduling": False},
         "attention_config": {"hisparse_config": None},
     }
     config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})

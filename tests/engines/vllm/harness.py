@@ -16,7 +16,7 @@ from typing import Any
 from tests.engines.greedy import Baseline, Prompt
 from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP
 
-from kvoffload.engines.vllm.versions import vllm_release
+from kvoffload.engines.vllm.versions import loaded_requests_go_first, vllm_release
 
 ROOT = Path(__file__).parents[3]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -101,6 +101,8 @@ class Engine:
             "disable_log_stats": False,
             "seed": 0,
         }
+        if not loaded_requests_go_first():
+            settings["async_scheduling"] = False
         self.llm = LLM(model, **(settings | options))
 
     @property

@@ -21,6 +21,8 @@ from tests.engines.vllm.harness import CONNECTOR, ROOT, child_environment
 from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
 from tests.ports import free_port
 
+from kvoffload.engines.vllm.versions import loaded_requests_go_first
+
 CPU_SLOTS = 200
 """The CPU tier has room for six of the eight prompts, so that blocks are also removed."""
 BLOCK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
@@ -64,6 +66,7 @@ class Server:
             *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "100"),
             *("--kv-cache-memory-bytes", str(1 << 28), "--max-num-batched-tokens", "512"),
             "--enable-prompt-tokens-details",
+            *(() if loaded_requests_go_first() else ("--no-async-scheduling",)),
             *("--data-parallel-size", str(num_engines), "--api-server-count", "1"),
             *("--kv-transfer-config", json.dumps(connector_arguments() | {"kv_connector_extra_config": extra})),
             *(

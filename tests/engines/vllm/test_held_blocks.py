@@ -16,7 +16,7 @@ from tests.engines.models import SmallModel
 from tests.engines.vllm.scripted import EarlyWriter
 from tests.engines.vllm.steps import Steps, aborted, attention, states
 
-from kvoffload.engines.vllm.versions import names_states, vllm_release
+from kvoffload.engines.vllm.versions import names_states
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -30,8 +30,6 @@ def steps(request: pytest.FixtureRequest, llama: SmallModel, falcon: SmallModel)
     kind, asynchronous = request.param
     if kind == "states" and not names_states():
         pytest.skip("older versions of vLLM are refused for models with states")
-    if asynchronous and vllm_release() < (0, 31):
-        pytest.skip("vLLM 0.30 may wait for ever if a request is preempted while others have loaded")
     steps = make_steps(falcon if kind == "states" else llama, asynchronous, kind)
     yield steps
     steps.close()

@@ -151,6 +151,22 @@ def test_before_0_31_drafters_with_kv_are_refused(release: tuple[int, int], monk
         check_engine(config)
 
 
+@pytest.mark.parametrize("release", [(0, 30), (0, 31)])
+def test_before_0_31_asynchronous_scheduling_is_refused(
+    release: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "vllm_release", lambda: release)
+    check_engine(vllm_config())
+    config = vllm_config(scheduler_config__async_scheduling=True)
+    if release < (0, 31):
+        with pytest.raises(
+            ConfigError, match=r"wait for ever .*: start it with --no-async-scheduling, or use vLLM 0\.31"
+        ):
+            check_engine(config)
+    else:
+        check_engine(config)
+
+
 @BOTH
 def test_a_draft_model_beside_several_groups_is_refused() -> None:
     """There vLLM 0.32 answers with other tokens than without drafts, also when nothing is stored or loaded."""

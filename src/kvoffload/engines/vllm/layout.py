@@ -20,6 +20,7 @@ from kvoffload.engines.vllm.versions import (
     drafters_are_proven,
     hash_block_tokens,
     hashes_have_adapter_paths,
+    loaded_requests_go_first,
     names_states,
     says_what_is_sharded,
 )
@@ -66,6 +67,11 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     if vllm_config.attention_config.hisparse_config is not None:
         raise ConfigError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
     _refuse_adapters(vllm_config, config)
+    if vllm_config.scheduler_config.async_scheduling and not loaded_requests_go_first():
+        raise ConfigError(
+            "vLLM 0.30 may wait for ever when it schedules asynchronously and preempts a request while others have "
+            "loaded: start it with --no-async-scheduling, or use vLLM 0.31 or newer."
+        )
     if config.kv_cache_layout is not None:
         _refuse_layout(config.kv_cache_layout, vllm_config.model_config)
     return config

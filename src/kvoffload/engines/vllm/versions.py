@@ -86,6 +86,12 @@ def kv_tp_replicas(kv_cache_config: Any) -> int:
     return int(kv_cache_config.kv_tp_replicas) if vllm_release() >= _0_31 else 1
 
 
+def loaded_requests_go_first() -> bool:
+    """Whether an asynchronous scheduler runs requests that have loaded before one that it preempted and that needs more
+    blocks than are free. Before 0.31 that one waits for their blocks, and they wait behind it, for ever."""
+    return vllm_release() >= _0_31
+
+
 def drafters_are_proven() -> bool:
     """Whether the KV of drafters was shown to be good after a load. Not before 0.31, whose CPU build cannot draft."""
     return vllm_release() >= _0_31
