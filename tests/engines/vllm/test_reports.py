@@ -51,6 +51,7 @@ def request(name: str, num_hashes: int, lora: Any = None, salt: str | None = Non
         block_hashes=[f"{name}-{n}".encode() for n in range(num_hashes)],
         all_token_ids=list(range(100, 100 + 4 * num_hashes + 2)),
         lora_request=lora,
+        resumable=False,
     )
 
 

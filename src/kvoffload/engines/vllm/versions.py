@@ -88,7 +88,7 @@ def kv_tp_replicas(kv_cache_config: Any) -> int:
 
 def loaded_requests_go_first() -> bool:
     """Whether an asynchronous scheduler runs requests that have loaded before one that it preempted and that needs more
-    blocks than are free. Before 0.31 that one waits for their blocks, and they wait behind it, for ever."""
+    blocks than are free. Before 0.31 that one waits for their blocks, and they come after it, for ever."""
     return vllm_release() >= _0_31
 
 
