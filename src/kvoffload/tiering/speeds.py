@@ -8,7 +8,7 @@ as most of what was seen lately shows it. In a quiet period the last samples are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -48,23 +48,26 @@ class _Window:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._samples: deque[tuple[float, _Sample]] = deque(maxlen=_WINDOW)
+        self._samples: deque[_Sample] = deque(maxlen=_WINDOW)
+        self._added_s: deque[float] = deque(maxlen=_WINDOW)
 
-    def add(self, size: float, seconds: float) -> list[_Sample]:
-        """Adds one, and returns all that are left."""
+    def add(self, size: float, seconds: float) -> Collection[_Sample]:
+        """Adds one, and returns all that are left, until the next is added."""
         now_s = self._clock()
-        self._samples.append((now_s, _Sample(size, max(seconds, 1e-9))))
-        while len(self._samples) > _KEPT and self._samples[0][0] < now_s - _WINDOW_S:
+        self._samples.append(_Sample(size, max(seconds, 1e-9)))
+        self._added_s.append(now_s)
+        while len(self._samples) > _KEPT and self._added_s[0] < now_s - _WINDOW_S:
             self._samples.popleft()
-        return [sample for _, sample in self._samples]
+            self._added_s.popleft()
+        return self._samples
 
     @property
     def newest_s(self) -> float:
         """When the last one was added."""
-        return self._samples[-1][0] if self._samples else float("-inf")
+        return self._added_s[-1] if self._added_s else float("-inf")
 
 
-def fit_link(samples: Sequence[tuple[float, float]]) -> LinkSpeed:
+def fit_link(samples: Collection[tuple[float, float]]) -> LinkSpeed:
     """The line through samples of (bytes, seconds): Tukey's resistant line, through the medians of the smallest third
     and of the largest third. (J. W. Tukey, "Exploratory Data Analysis", 1977.)
 
