@@ -27,6 +27,7 @@ from kvoffload.sim.fleet.report import (
     as_json,
     frontier,
     handovers,
+    name_of,
     outage_table,
     saturation,
     table,
@@ -264,11 +265,11 @@ def _print(trace: Trace, results: Sequence[FleetResult], prices: FleetPrices, is
         _draw(console, OUTAGES, headings, outages)
     for text in handovers(results):
         console.print(text, highlight=False)
-    console.print(saturation(results), highlight=False)
+    if said := saturation(results):
+        console.print(said, highlight=False)
     if len(results) > 2:
-        best = frontier(results, prices)
-        named = [f"{each.config.servers} {each.config.router}" for each in best]
-        console.print(f"Frontier of cost and first token: {', '.join(named)}.", highlight=False)
+        best = "; ".join(name_of(each.config) for each in frontier(results, prices))
+        console.print(f"Frontier of cost and first token: {best}.", highlight=False)
 
 
 def _draw(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

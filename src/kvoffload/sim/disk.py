@@ -89,7 +89,7 @@ class Contents:
         """Which of ``keys`` are found."""
         if self.is_shared:
             self.settle(now_s)
-        found = [block is not None and block.is_ready for block in self.index.slots.get_all(keys)]
+        found = [block is not None and block.pins >= 0 for block in self.index.slots.get_all(keys)]
         if self._ttl_s == math.inf:
             return found
         return [is_here and now_s < self._written_s[key] + self._ttl_s for key, is_here in zip(keys, found)]
@@ -227,11 +227,11 @@ class SimDisk(SecondaryTierManager):
         self._reads.append(_Read(end_s, job, found, succeeds))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        finished, self._refused = self._refused, []
-        while self._reads and self._reads[0].end_s <= self._clock():
+        finished, self._refused, now_s = self._refused, [], self._clock()
+        while self._reads and self._reads[0].end_s <= now_s:
             finished.append(self._end_read(self._reads.popleft()))
-        self.contents.settle(self._clock())
-        while self._writes and self._writes[0].end_s <= self._clock():
+        self.contents.settle(now_s)
+        while self._writes and self._writes[0].end_s <= now_s:
             finished.append(self._end_write(self._writes.popleft()))
         return finished
 

@@ -8,7 +8,7 @@ as most of what was seen lately shows it. In a quiet period the last samples are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from statistics import median
 from typing import NamedTuple
 
@@ -38,23 +38,18 @@ class LinkSpeed(NamedTuple):
         return self.latency_s + num_bytes * self.byte_s
 
 
-class _Sample(NamedTuple):
-    size: float
-    seconds: float
-
-
 class _Window:
     """The samples of the last ``_WINDOW_S`` seconds, at most ``_WINDOW`` of them and at least ``_KEPT``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._samples: deque[_Sample] = deque(maxlen=_WINDOW)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._added_s: deque[float] = deque(maxlen=_WINDOW)
 
-    def add(self, size: float, seconds: float) -> Collection[_Sample]:
+    def add(self, sample: tuple[float, float]) -> Collection[tuple[float, float]]:
         """Adds one, and returns all that are left, until the next is added."""
         now_s = self._clock()
-        self._samples.append(_Sample(size, max(seconds, 1e-9)))
+        self._samples.append(sample)
         self._added_s.append(now_s)
         while len(self._samples) > _KEPT and self._added_s[0] < now_s - _WINDOW_S:
             self._samples.popleft()
@@ -86,7 +81,7 @@ def fit_link(samples: Collection[tuple[float, float]]) -> LinkSpeed:
     return LinkSpeed(max(0.0, median(seconds - size * byte_s for size, seconds in ordered)), byte_s)
 
 
-def weighted_median(values: Sequence[tuple[float, float]]) -> float:
+def weighted_median(values: Collection[tuple[float, float]]) -> float:
     """The median of (value, weight): half of the weight lies at smaller values, or at this one."""
     half = sum(weight for _, weight in values) / 2
     passed = 0.0
@@ -110,7 +105,7 @@ class LinkSpeedEstimator:
 
     def add(self, num_bytes: float, seconds: float) -> None:
         """``num_bytes`` took ``seconds`` while nothing was queued before them."""
-        self.speed = fit_link(self._window.add(num_bytes, seconds))
+        self.speed = fit_link(self._window.add((num_bytes, max(seconds, 1e-9))))
         self.measured_s = self._clock()
         self.num_samples += 1
 
@@ -159,8 +154,8 @@ class PrefillSpeedEstimator:
         if now_s - self._large.newest_s >= _LARGEST_S:
             self._largest_tokens = 0
         is_small = tokens < _LARGE * self._largest_tokens
-        samples = (self._small if is_small else self._large).add(tokens, seconds)
-        self._speeds[is_small] = weighted_median([(size / took_s, size) for size, took_s in samples])
+        sample = tokens / max(seconds, 1e-9), tokens
+        self._speeds[is_small] = weighted_median((self._small if is_small else self._large).add(sample))
         if not is_small:
             self._largest_tokens = max(self._largest_tokens, tokens)
             if now_s - self._small.newest_s >= _WINDOW_S:

@@ -221,7 +221,7 @@ class _Replay:
 
     def _arrive(self, request: int, time_s: float, stage: int) -> None:
         first, fleet = self._parts[stage]
-        if not fleet.alive():
+        if not any(server.is_alive for server in fleet.servers):
             self._stranded.append((request, stage))
             return
         self._deliver(time_s)

@@ -26,6 +26,7 @@ __all__ = [
     "as_json",
     "frontier",
     "handovers",
+    "name_of",
     "outage_table",
     "saturation",
     "table",

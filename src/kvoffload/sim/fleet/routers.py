@@ -133,7 +133,8 @@ class LeastTokens:
     """The server with the fewest prompt tokens that wait or are computed."""
 
     def __call__(self, asked: Asked, fleet: Fleet) -> int:
-        return min(fleet.alive(), key=lambda number: (fleet.servers[number].tokens, number))
+        servers = fleet.servers
+        return min(fleet.alive(), key=lambda number: servers[number].tokens)
 
 
 class Session:
