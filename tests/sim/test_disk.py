@@ -106,3 +106,59 @@ def test_a_write_without_room_fails_at_once() -> None:
     job_id = rig.submit(keys(5))
     (result,) = rig.disk.get_finished_jobs()
     assert (result.job_id, result.success) == (job_id, False)
+
+
+class Sharers:
+    """Machines, each with a link of its own speed, that share a store."""
+
+    def __init__(self, *bytes_per_s: float, **more: float) -> None:
+        self.clock = VirtualClock()
+        contents = Contents(4, is_shared=True, **more)
+        self.ways = [
+            SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock, 100) for each in bytes_per_s
+        ]
+
+    def write(self, machine: int, *numbers: int) -> None:
+        job = JobMetadata(1, keys(*numbers), np.arange(len(numbers)), False, REQUEST)
+        self.ways[machine].submit_store(job)
+
+    def seen_by(self, machine: int, number: int, at_s: float) -> bool | None:
+        self.clock.advance_to(at_s)
+        self.ways[machine].get_finished_jobs()
+        return self.ways[machine].lookup(keys(number)[0], REQUEST)
+
+
+def test_a_block_that_several_machines_write_is_there_when_the_first_has_written_it() -> None:
+    sharers = Sharers(10.0, 100.0, 1.0)
+    sharers.write(0, 1)  # ends at 10 s
+    sharers.write(1, 1)  # at 1 s
+    assert sharers.seen_by(2, 1, 0.5) is False
+    assert sharers.seen_by(2, 1, 2.0) is True
+    sharers.clock.advance_to(10.0)
+    for way in sharers.ways:
+        way.get_finished_jobs()
+    assert [way.written_blocks for way in sharers.ways] == [1, 1, 0], "it crossed both links"
+
+
+def test_a_store_is_not_asked_again_at_once_for_what_it_lacked() -> None:
+    sharers = Sharers(100.0, 100.0)
+    sharers.write(0, 1)
+    assert sharers.seen_by(1, 1, 0.5) is False
+    assert sharers.seen_by(1, 1, 1.2) is False
+    assert sharers.seen_by(0, 1, 1.2) is True
+    assert sharers.seen_by(1, 1, 1.5) is True
+    assert sharers.seen_by(1, 2, 2.0) is False
+    sharers.write(1, 2)  # its own writes it knows of
+    assert sharers.seen_by(1, 2, 3.0 - 1e-9) is False
+    assert sharers.seen_by(1, 2, 3.0) is True
+
+
+def test_what_was_evicted_has_no_age() -> None:
+    sharers = Sharers(100.0, ttl_s=50.0)
+    for number in range(20):
+        sharers.write(0, number)
+        sharers.seen_by(0, number, number + 1.0)
+    contents = sharers.ways[0].contents
+    assert len(contents._written_s) == 4
+    assert sharers.seen_by(0, 19, 69.5) is True
+    assert sharers.seen_by(0, 19, 70.0) is False

@@ -107,7 +107,8 @@ class Contents:
         """Takes in what has arrived by ``now_s``."""
         while self._arrivals and self._arrivals[0][0] <= now_s:
             end_s, _, arrival = heapq.heappop(self._arrivals)
-            self.index.complete_store(arrival.reserved, success=arrival.succeeds)
+            ended = arrival.wanted if arrival.succeeds else arrival.reserved
+            self.index.complete_store(ended, success=arrival.succeeds)
             if arrival.succeeds and self._ttl_s != math.inf:
                 self._written_s.update(dict.fromkeys(arrival.wanted, end_s))
 

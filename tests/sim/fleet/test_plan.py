@@ -12,7 +12,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.fleet.cluster import simulate_fleet
 from kvoffload.sim.fleet.config import FleetConfig, SharedStore
-from kvoffload.sim.fleet.plan import make_fleet_plan
+from kvoffload.sim.fleet.plan import FleetPlan, make_fleet_plan
 from kvoffload.sim.fleet.report import FleetPrices, frontier, table
 from kvoffload.sim.plan import Goal
 from kvoffload.sim.synthetic import synthesize
@@ -42,6 +42,14 @@ def test_the_cheapest_fleet_that_meets_a_goal_is_the_smallest_where_servers_deci
     never = make_fleet_plan(trace, [FleetConfig(SERVER)], Goal(ttft_s=1e-9), prices, 1, 2, 1)
     assert never.chosen is None
     assert never.advice.startswith("No fleet")
+
+
+def test_the_advice_names_what_was_not_needed() -> None:
+    trace = synthesize("chat", 20, 2).whole_blocks()
+    many = simulate_fleet(trace, FleetConfig(SERVER, 2))
+    few = simulate_fleet(trace, FleetConfig(replace(SERVER, cpu_blocks=800), 1))
+    assert FleetPlan(few, (many, few), few, True).advice == "1 server, no shared tier, fewer servers with more memory."
+    assert FleetPlan(many, (many, few), many, False).advice == "2 servers."
 
 
 def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:
