@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -189,6 +190,17 @@ def test_a_session_that_ends_does_not_take_shared_prompts_from_the_others() -> N
     trace = synthesize("assistants", 4000, seed=10)
     capacity = trace.num_unique // 100
     assert points(true_hints(trace), capacity) > points(trace, capacity) + 0.5
+
+
+def test_hints_take_at_most_a_tenth_more_memory() -> None:
+    trace = synthesize("assistants", 1000, seed=5)
+    capacity, peaks = trace.num_unique // 50, []
+    for each in (trace, true_hints(trace)):
+        tracemalloc.start()
+        points(each, capacity)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] <= 1.1 * peaks[0]
 
 
 def test_sessions_with_known_returns() -> None:
