@@ -16,6 +16,9 @@ from tests.engines.vllm.harness import ROOT
 from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import CPU_SLOTS, Server
 
+from kvoffload.base import NextUse
+from kvoffload.connector.hints import Hints
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 AGENTS, CHAT = range(3), 3
@@ -81,6 +84,20 @@ class Rounds:
         for number in AGENTS if hinted else ():
             self._session(name).say(list(self._prompts[number].token_ids), "never")
         return of_agents, of_chat
+
+
+def test_the_envelope_of_vllm_says_it_too() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    kv_hints = pytest.importorskip("vllm.v1.kv_hints", reason="vLLM has kv_hints from 0.32 on")
+    payloads = {"kv.retain": {"ttl_seconds": 30}, "vllm.set_priority": {"target": "request_cached", "value": -1}}
+    said = {}
+    for kind, payload in payloads.items():
+        action = kv_hints.KvHintAction("a", kind, "1.0", payload)
+        request = Request("r", [1], SamplingParams(), None, kv_hints=kv_hints.KvHintsEnvelope("0.1", "m", [action]))
+        said[kind] = Hints().next_use(request.kv_transfer_params, request.kv_hints)
+    assert said == {"kv.retain": NextUse.SOON, "vllm.set_priority": NextUse.NEVER}
 
 
 def test_hinted_prefixes_outlive_a_flood_and_the_others_lose_nothing_by_it(

@@ -28,6 +28,7 @@ SINCE = {
     "vllm.v1.kv_cache_interface.KVCacheSpec.dcp_sharded": (0, 31),
     "vllm.v1.metrics.cache_hit_source.CacheHitSource": (0, 32),
     "vllm.v1.kv_cache_interface.KVCacheConfig.hash_block_size": (0, 32),
+    "vllm.v1.request.Request.kv_hints": (0, 32),
     "vllm.config.vllm.VllmConfig.num_hash_lookahead_tokens": (0, 33),
 }
 """What older versions lack. ``versions.py`` does without it there."""
@@ -50,7 +51,7 @@ ATTRIBUTES = {
     ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",
     ("vllm.v1.request", "Request"): (
         "request_id block_hashes num_tokens num_prompt_tokens kv_transfer_params all_token_ids lora_request "
-        "skip_reading_prefix_cache mm_features prompt_embeds resumable"
+        "skip_reading_prefix_cache mm_features prompt_embeds resumable kv_hints"
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
     ("vllm.v1.core.block_pool", "BlockPool"): "null_block blocks touch free_blocks reset_prefix_cache",
