@@ -35,21 +35,32 @@ class HostPool:
 
     def indices(self, *pages: int) -> torch.Tensor:
         """The tokens of these pages."""
-        return torch.cat([torch.arange(page * TOKENS, (page + 1) * TOKENS) for page in pages])
+        return torch.tensor([page * TOKENS + token for page in pages for token in range(TOKENS)], dtype=torch.int64)
 
     def page(self, number: int) -> torch.Tensor:
         """A copy of a page's content."""
+        return self._at(number).clone()
+
+    def _at(self, number: int) -> torch.Tensor:
         tokens = slice(number * TOKENS, (number + 1) * TOKENS)
-        return (self.kv_buffer[:, :, tokens] if self.layout == "layer_first" else self.kv_buffer[:, tokens]).clone()
+        return self.kv_buffer[:, :, tokens] if self.layout == "layer_first" else self.kv_buffer[:, tokens]
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        page = self.page(index // TOKENS)
+        return page.flatten() if flat else page
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros_like(self.page(0)).flatten()
+
+    def set_from_flat_data_page(self, index: int, data: torch.Tensor) -> None:
+        self._at(index // TOKENS).copy_(data.reshape(self.page(0).shape))
 
     def fill(self, number: int, key: str) -> torch.Tensor:
         """Gives a page the content that only ``key`` has, and returns a copy."""
         content = torch.frombuffer(
             bytearray(hashlib.shake_128(key.encode()).digest(self.page(0).nbytes // 4)), dtype=torch.uint8
         ).to(torch.float32)
-        tokens = slice(number * TOKENS, (number + 1) * TOKENS)
-        target = self.kv_buffer[:, :, tokens] if self.layout == "layer_first" else self.kv_buffer[:, tokens]
-        target.copy_(content.reshape(target.shape))
+        self.set_from_flat_data_page(number * TOKENS, content)
         return self.page(number)
 
 

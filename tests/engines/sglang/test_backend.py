@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.models import write_llama
-from tests.engines.sglang.pools import HostPool, hashes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engines.sglang.pools import TOKENS, HostPool, hashes
 from tests.ports import free_port
 
 from kvoffload.errors import ConfigError, LayoutError
@@ -21,13 +23,12 @@ pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The directory of the model that SGLang believes to serve."""
+def model(llama: str) -> Iterator[str]:
+    """What SGLang believes to serve."""
     from sglang.srt.runtime_context import get_context
 
-    path = write_llama(tmp_path_factory.mktemp("llama")).path
-    with get_context().override_server_args(model_path=path, device="cpu"):
-        yield path
+    with get_context().override_server_args(model_path=llama, device="cpu"):
+        yield llama
 
 
 @pytest.fixture
@@ -134,6 +135,71 @@ def test_models_with_several_pools(build) -> None:
     unknown = PoolTransfer(name=PoolName.MAMBA, keys=keys[:1], host_indices=state.indices(0))
     assert backend.batch_get_v2([unknown]) == {PoolName.MAMBA: [False]}
     assert backend.batch_exists_v2(keys, [unknown]).kv_hit_pages == 0
+
+
+_PAGES = 6
+_SOME_PAGES = st.sets(st.integers(0, _PAGES - 1))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    kv=st.integers(0, _PAGES).map(lambda count: set(range(count))) | _SOME_PAGES,
+    extra=st.lists(
+        st.tuples(st.sampled_from(["SWA", "MAMBA", "INDEXER"]), _SOME_PAGES, st.booleans(), st.integers(1, 3)),
+        max_size=3,
+        unique_by=lambda pool: pool[0],
+    ),
+)
+def test_hits_end_where_those_of_sglangs_own_backend_do(beside_file, kv, extra) -> None:
+    """SGLang's ``file`` backend is the oracle, given the same calls."""
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+    backends, pools, keys = beside_file()
+    for backend in backends:
+        for name, pages in [("KV", kv), *((name, pages) for name, pages, _, _ in extra)]:
+            moved = PoolTransfer(
+                name=PoolName[name], keys=[keys[page] for page in pages], host_indices=pools[name].indices(*pages)
+            )
+            assert backend.batch_set_v2([moved]) == {PoolName[name]: [True] * len(pages)}
+    asked = [
+        PoolTransfer(
+            name=PoolName[name],
+            keys=keys[-window:],
+            hit_policy=PoolHitPolicy.ALL_PAGES if is_whole else PoolHitPolicy.TRAILING_PAGES,
+        )
+        for name, _, is_whole, window in extra
+    ]
+    ours, theirs = (backend.batch_exists_v2(keys, asked) for backend in backends)
+    assert ours.kv_hit_pages == theirs.kv_hit_pages
+    assert ours.restorable_prefix_pages == theirs.restorable_prefix_pages
+    # It asks no further pool once no end is left.
+    assert theirs.extra_pool_hit_pages.items() <= ours.extra_pool_hit_pages.items()
+    assert [backend.batch_exists(keys) for backend in backends] == [min({*range(_PAGES)} - kv, default=_PAGES)] * 2
+    wanted = [PoolTransfer(name=PoolName.KV, keys=keys, host_indices=pools["KV"].indices(*range(_PAGES, 2 * _PAGES)))]
+    contents = []
+    for backend in backends:
+        pools["KV"].kv_buffer[:, _PAGES * TOKENS :] = 0
+        assert backend.batch_get_v2(wanted) == {PoolName.KV: [page in kv for page in range(_PAGES)]}
+        contents.append(pools["KV"].kv_buffer.clone())
+    assert torch.equal(*contents)
+
+
+@pytest.fixture
+def beside_file(build, tmp_path: Path) -> Callable[[], tuple[tuple[Any, Any], dict[str, HostPool], list[str]]]:
+    """kvoffload's backend and SGLang's own over the same pools, and keys that neither has seen."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName
+
+    pools = {name: HostPool(2 * _PAGES) for name in ("KV", "SWA", "MAMBA", "INDEXER")}
+    ours = build(pools["KV"])
+    backends = (ours, HiCacheFile(ours._config, file_path=str(tmp_path / "file")))
+    for backend in backends:
+        for name, pool in pools.items():
+            backend.register_mem_host_pool_v2(pool, PoolName[name])
+    for pool in pools.values():
+        for page in range(_PAGES):
+            pool.fill(page, f"{id(pool)}-{page}")
+    turn = itertools.count()
+    return lambda: (backends, pools, hashes(*range(_PAGES * (first := next(turn)), _PAGES * (first + 1))))
 
 
 def test_metrics_are_served(build) -> None:
