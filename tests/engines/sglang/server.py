@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -128,7 +129,11 @@ class Server:
                 return False
             return True
 
-        self.wait_until(is_ready, "the server answers")
+        try:
+            self.wait_until(is_ready, "the server answers")
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
@@ -214,8 +219,9 @@ class Server:
         )
 
     def kill(self) -> None:
-        """At once, with all of its processes."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        """At once, with all of its processes. Harmless for one that has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(PATIENCE_S)
 
     def stop(self) -> None:
@@ -224,10 +230,7 @@ class Server:
         try:
             self._process.wait(PATIENCE_S)
         finally:
-            try:
-                self.kill()
-            except ProcessLookupError:
-                pass
+            self.kill()
 
 
 def _answer(found: dict[str, Any]) -> Answer:

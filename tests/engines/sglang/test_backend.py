@@ -72,6 +72,20 @@ def build(model: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         backend.close()
 
 
+@pytest.mark.parametrize("name", ["weight_version", "quantization_param_path", "speculative_draft_model_path"])
+def test_other_weights_find_nothing(name: str, monkeypatch: pytest.MonkeyPatch, build) -> None:
+    from kvoffload.engines.sglang import backend
+
+    pool, keys = HostPool(4), hashes(1)
+    assert build(pool).batch_set_v1(keys, pool.indices(0)) == [True]
+    assert build(pool).batch_exists(keys) == 1
+    args, model_config_of = backend.get_server_args(), backend.model_config_of
+    other = SimpleNamespace(**{each: getattr(args, each) for each in backend._OF_THE_MODEL} | {name: "another"})
+    monkeypatch.setattr(backend, "get_server_args", lambda: other)
+    monkeypatch.setattr(backend, "model_config_of", lambda _: model_config_of(args))
+    assert build(pool).batch_exists(keys) == 0
+
+
 def test_pages_by_addresses(build) -> None:
     pool, keys = HostPool(8), hashes(*range(3))
     backend = build(pool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,10 @@ _OF_THE_MODEL = (
     "kv_cache_dtype",
     "json_model_override_args",
     "load_format",
+    "quantization_param_path",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "weight_version",
 )
 
 
@@ -53,6 +58,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._options = parse_options(extra)
         self._model = _model_of(storage_config) | {"pages": bool(extra.get("interface_v1", 0))}
         self._pools: dict[str, PoolStorage] = {}
+        self._publishing = threading.Lock()
         self._stop_metrics: Callable[[], None] | None = None
         self._exporter: PrometheusExporter | None = None
         if self._options.metrics_port is not None:
@@ -189,7 +195,8 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def _publish(self) -> None:
         if self._exporter is not None:
-            self._exporter.publish(add_stats(pool.stats() for pool in self._pools.values()))
+            with self._publishing:  # or the older of two threads' figures might come last
+                self._exporter.publish(add_stats(pool.stats() for pool in self._pools.values()))
 
 
 def _pages_at(tensors: Sequence[torch.Tensor]) -> list[Page]:

@@ -32,8 +32,8 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     secondary_tiers: list[dict[str, Any]]
     """The tiers, as in vLLM's configuration. All are written; pages are read from the first that has them."""
     max_wait_s: float = 5.0
-    """A call of SGLang's returns after this many seconds at the latest. What was not found, read or written by then is
-    a miss."""
+    """A call of SGLang's returns after this many seconds at the latest, for each pool. What was not found, read or
+    written by then is a miss."""
     staging_bytes: int | str = "256MiB"
     """Memory through which pages of one pool pass, half of it for reads: room for four pages at least."""
     metrics_port: int | None = None

@@ -104,12 +104,12 @@ class PoolStorage:
         return f"PoolStorage({self.name!r}, pages of {self.page_bytes} bytes, {self._tiers!r})"
 
     def present(self, keys: Sequence[str], *, leading: bool = True) -> list[bool]:
-        """Which pages are stored. ``leading``: the answer ends at the first that is not."""
+        """Which pages are stored. ``leading``: only those before the first that is not, each ``True``."""
         try:
             return self._tiers.present(self._keys(keys), leading=leading)
         except Exception:  # noqa: BLE001 - SGLang's threads do not expect one
             _log.exception("A look-up failed, and counts as misses.")
-            return [False] * len(keys)
+            return [] if leading else [False] * len(keys)
 
     def load(self, keys: Sequence[str], pages: Callable[[], Sequence[Page]]) -> list[bool]:
         """Reads into ``pages``, wherever in memory they lie. Those whose answer is ``False`` keep their content."""
@@ -138,8 +138,8 @@ class PoolStorage:
     ) -> list[bool]:
         try:
             found = pages()
-            if any(sum(num_bytes for _, num_bytes in page) != self.page_bytes for page in found):
-                raise ValueError(f"not all pages have {self.page_bytes} bytes")
+            if len(found) != len(keys) or any(sum(size for _, size in page) != self.page_bytes for page in found):
+                raise ValueError(f"{len(keys)} pages of {self.page_bytes} bytes were expected")
             return call(self._keys(keys), found)
         except Exception:  # noqa: BLE001 - SGLang's threads do not expect one
             _log.exception(f"Pages of SGLang's pool {self.name!r} were not moved.")

@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,6 +42,8 @@ class _Job:
     slots: list[int]
     free: deque[int]
     """Where the slots come from, and return to after the last user."""
+    is_late: bool = False
+    """A write whose call has ended without it."""
     num_users: int = 1
     """The call, and each tier that has not returned the job."""
     results: list[JobResult] = field(default_factory=list)
@@ -98,20 +100,25 @@ class PageTiers:
     # ------------------------------------------------------------------------------------------------------ calls
 
     def present(self, keys: Sequence[OffloadKey], *, leading: bool = True) -> list[bool]:
-        """Which pages some tier has. ``leading``: up to the first that none has, which ends the answer."""
+        """Which pages some tier has. ``leading``: only those before the first of which that is not known, each
+        ``True``."""
         deadline_s = time.monotonic() + self._max_wait_s
         context = self._context()
+        answers: list[bool | None] = [None] * len(keys)
         with self._changed:
             while not self._is_closed:
-                answers: list[bool | None] = []
-                for key in keys:
-                    answers.append(self._lookup(key, context))
-                    if leading and answers[-1] is False:
+                for at, key in enumerate(keys[: len(answers)]):
+                    if answers[at] is None:
+                        answers[at] = self._lookup(key, context)
+                    if leading and answers[at] is False:
+                        del answers[at:]
                         break
                 self._step()
                 if None not in answers or not self._wait(deadline_s):
-                    return [answer is True for answer in answers]
-        return [False] * len(keys)
+                    break
+        if leading:
+            return list(itertools.takewhile(bool, answers))  # type: ignore[arg-type]
+        return [answer is True for answer in answers]
 
     def load(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
         """Fills the pages, each from the first tier that has it. A page whose answer is ``False`` keeps its content."""
@@ -129,15 +136,20 @@ class PageTiers:
         return outcomes
 
     def store(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
-        """Writes the pages to each tier that is not known to have them. ``True``: some tier has the page."""
+        """Writes the pages to each tier that is not known to have them, and is not late with earlier ones. ``True``:
+        some tier has the page."""
         deadline_s = time.monotonic() + self._max_wait_s
         context = self._context()
         with self._changed:
             if self._is_closed:
                 return [False] * len(keys)
-            held = [tier.holds(keys) for tier in self._tiers]
-        outcomes = [any(each) for each in zip(*held, strict=True)]
-        pending = deque(at for at in range(len(keys)) if not all(each[at] for each in held))
+            self._step()
+            held = {tier: tier.holds(keys) for tier in self._tiers}
+            late = {tier for (tier, _), job in self._open.items() if job.is_late}
+        outcomes = [any(each) for each in zip(*held.values(), strict=True)]
+        for tier in late:  # each page more would take another slot from the other tiers
+            del held[tier]
+        pending = deque(at for at in range(len(keys)) if not all(each[at] for each in held.values()))
         flying: list[_Job] = []
         while pending or flying:
             with self._changed:
@@ -152,14 +164,18 @@ class PageTiers:
             with self._changed:
                 self._step()
                 done = [job for job in flying if job.num_users == 1]
-                if not done and not self._wait(deadline_s):
-                    break
+                is_over = not done and not self._wait(deadline_s)
+                if is_over:
+                    done = list(flying)
+                    for job in done:
+                        job.is_late = True
             for job in done:
-                for result in job.results:
+                for result in tuple(job.results):
                     for at in _good(job, result, keys):
                         outcomes[at] = True
             self._end(flying, done)
-        self._end(flying, list(flying))
+            if is_over:
+                break
         return outcomes
 
     def stats(self) -> Stats:
@@ -223,9 +239,14 @@ class PageTiers:
             self._changed.notify_all()
 
     def _submit_store(
-        self, job: _Job, keys: Sequence[OffloadKey], held: Sequence[Sequence[bool]], context: ReqContext
+        self,
+        job: _Job,
+        keys: Sequence[OffloadKey],
+        held: Mapping[SecondaryTierManager, Sequence[bool]],
+        context: ReqContext,
     ) -> None:
-        for tier, has in zip(self._tiers, held, strict=False):  # without tiers if another thread has closed
+        """Each tier of ``held`` gets what it lacks."""
+        for tier, has in () if self._is_closed else held.items():
             if chosen := [each for each, at in enumerate(job.at) if not has[at]]:
                 tier.submit_store(self._begin(tier, job, chosen, keys, context, is_promotion=False))
         self._step()
