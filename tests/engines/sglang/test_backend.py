@@ -220,9 +220,11 @@ def test_metrics_are_served(build) -> None:
     pool, port = HostPool(4), free_port()
     backend = build(pool, metrics_port=port)
     assert backend.batch_set_v1(hashes(1, 2), pool.indices(0, 1)) == [True, True]
+    assert backend.batch_exists(hashes(1, 3)) == 1
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     assert 'kvoffload_tier_blocks_stored_total{rank="0",tier="disk"} 2.0' in lines
+    assert 'kvoffload_tier_lookups_total{answer="miss",rank="0",tier="disk"} 1.0' in lines
 
 
 def test_mistakes_fail_the_start(build) -> None:

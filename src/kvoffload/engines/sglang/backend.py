@@ -105,7 +105,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     # ------------------------------------------------------------------------------------------- pages of the KV pool
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        return sum(self._pools[_KV].present(keys))
+        return int(self.batch_exists_v2(keys).kv_hit_pages)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._move(PoolStorage.load, _KV, keys, host_indices)
@@ -118,7 +118,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        kv_pages = self.batch_exists(keys)
+        kv_pages = sum(self._pools[_KV].present(keys))
         hits = {_KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
         for transfer in pool_transfers or ():
@@ -133,6 +133,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             if ends:
                 hits[transfer.name] = max(ends)
             restorable = [end for end in restorable if end in ends]
+        self._publish()
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
