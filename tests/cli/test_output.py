@@ -23,6 +23,8 @@ def test_a_long_task_has_ten_lines_and_one_without_a_total_one_in_ten(capsys: py
     lines = [line.rpartition(",")[0] for line in err.splitlines()]
     assert len(lines) == 13
     assert lines[0] == "long: 124 of 1,234 runs"
+    assert err.splitlines()[0].endswith(" s left)")
+    assert "left" not in err.splitlines()[9], "it is done"
     assert lines[9:] == ["long: 1,234 of 1,234 runs", "open: 10 runs", "open: 20 runs", "[red]: 1 of 1 runs"]
 
 
