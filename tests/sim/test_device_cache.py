@@ -48,6 +48,15 @@ def test_a_second_copy_takes_a_block_and_is_not_found() -> None:
     assert cache.find_prefix(path) == 3
 
 
+def test_a_path_that_names_a_block_twice_finds_it_once() -> None:
+    cache = DeviceCache(4)
+    serve(cache, keys(1, 2, 1))
+    assert cache.find_prefix(keys(1, 2)) == 2
+    serve(cache, keys(3, 4, 5, 6))
+    assert cache.find_prefix(keys(1)) == cache.find_prefix(keys(2)) == 0
+    assert cache.find_prefix(keys(3, 4, 5, 6)) == 4
+
+
 def test_blocks_of_decoded_tokens_take_room_without_a_key() -> None:
     cache = DeviceCache(4)
     serve(cache, keys(1, 2))

@@ -74,14 +74,14 @@ class DeviceCache:
         """The first ``num_blocks`` blocks of ``path`` are computed or loaded."""
         self.grow(num_blocks)
         first, self._num_named = self._num_named, num_blocks
-        named = [
-            (key, block)
+        named = {
+            key: block
             for key, block in zip(path[first:num_blocks], self._table[first:num_blocks])
             if key not in self._block_of
-        ]
+        }
         self._block_of.update(named)
-        self._key_of.update((block, key) for key, block in named)
-        self._events.add([key for key, _ in named], removed=False)
+        self._key_of.update((block, key) for key, block in named.items())
+        self._events.add(list(named), removed=False)
 
     def grow(self, num_blocks: int) -> None:
         """Gives the request ``num_blocks`` blocks in all, or as many as there are, without making them findable."""

@@ -568,6 +568,7 @@ def serve_one_by_one(model: str, channel: int, **options: Any) -> None:
     engine = Engine(model, **options)
     with socket.socket(fileno=channel) as end, end.makefile("rw") as lines:
         for number, line in enumerate(lines):
+            exit_if_hung()  # not before this answer's time is up
             token_ids, new_tokens = json.loads(line)
             prompt = Prompt(str(number), tuple(token_ids), new_tokens)
             _, cached = engine.answers([prompt])
@@ -576,9 +577,14 @@ def serve_one_by_one(model: str, channel: int, **options: Any) -> None:
     engine.close()
 
 
+def exit_if_hung() -> None:
+    """Says in 370 s from now where this process is, and ends it, before its parent gives up. Replaces the last call."""
+    faulthandler.dump_traceback_later(370, exit=True)
+
+
 def main() -> None:
     scenario, options, answer = sys.argv[1:]
-    faulthandler.dump_traceback_later(370, exit=True)  # a hang tells where, before the parent gives up
+    exit_if_hung()
     Path(answer).write_text(json.dumps(globals()[scenario](**json.loads(options))))
 
 

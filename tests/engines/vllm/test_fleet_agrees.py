@@ -36,7 +36,9 @@ class OneByOne:
 
     def cached_tokens(self, prompt: list[int], new_tokens: int) -> int:
         print(json.dumps([prompt, new_tokens]), file=self._lines, flush=True)
-        return int(self._lines.readline())
+        line = self._lines.readline()
+        assert line, "the engine has ended: its log says why"
+        return int(line)
 
 
 @contextmanager

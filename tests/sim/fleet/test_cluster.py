@@ -288,6 +288,7 @@ class _Avoiding:
         ({"servers": 2, "prefill_servers": 1}, "needs a shared tier"),
         ({"router": "round"}, "round-robin"),
         ({"deaths": (Death(3, 0.0, 1.0),)}, "names no server"),
+        ({"deaths": (Death(0, 9.0, 12.0), Death(0, 1.0, 9.0))}, "before server 0 is back"),
         ({"event_loss": 2.0}, "a share"),
     ],
 )

@@ -32,6 +32,8 @@ def test_what_is_not_in_the_trace_is_not_made_up() -> None:
     assert alone.recovery_s is None
     never = figures(np.where(SECONDS < 100, 8, 1)).outage("shared", 100.0, 200.0)
     assert never.recovery_s is None
+    at_once = figures(np.full(400, 5)).outage("shared", 10.0, 20.0)
+    assert at_once.recovery_s is None, "ten requests before it tell too little"
 
 
 def test_a_server_recovers_by_its_own_requests() -> None:

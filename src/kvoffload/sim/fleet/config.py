@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvoffload.errors import ConfigError
@@ -82,3 +83,7 @@ class FleetConfig:
         for death in self.deaths:
             if not 0 <= death.server < self.servers or not death.at_s < death.back_s:
                 raise ConfigError(f"{death} names no server from 0 to {self.servers - 1}, or ends before it begins.")
+        ordered = sorted(self.deaths, key=lambda death: (death.server, death.at_s))
+        for one, other in pairwise(ordered):
+            if one.server == other.server and other.at_s <= one.back_s:
+                raise ConfigError(f"{other} begins before server {one.server} is back from the one before.")

@@ -163,10 +163,10 @@ def _three(spans: Sequence[slice], figure: Callable[[slice], float]) -> tuple[fl
 def _recovery(begin_s: float, end_s: float, served: Sequence[tuple[float, float]]) -> float | None:
     before = [share for time_s, share in served if time_s < begin_s][-_WINDOW:]
     after = [each for each in served if each[0] >= end_s]
-    if len(after) < _WINDOW:
+    if min(len(before), len(after)) < _WINDOW:
         return None
     found = np.convolve([share for _, share in after], np.ones(_WINDOW), "valid")
-    (recovered,) = np.nonzero(found >= 0.9 * sum(before) / max(len(before), 1) * _WINDOW)
+    (recovered,) = np.nonzero(found >= 0.9 * sum(before))
     return after[int(recovered[0]) + _WINDOW - 1][0] - end_s if len(recovered) else None
 
 
