@@ -123,7 +123,11 @@ class Quota:
 
     def _listed(self, fans: Sequence[int]) -> Iterator[list[FileSeen]]:
         """The files of one of ``fans`` after the other, of all namespaces."""
-        directories = fan_directories(self._root, namespaces_of(self._root))
+        namespaces = namespaces_of(self._root)
+        if len(fans) == 1:  # whose directories are opened sooner than listed
+            directories = {fan: [f"{namespace}/{fan:02x}" for namespace in namespaces] for fan in fans}
+        else:
+            directories = fan_directories(self._root, namespaces)
         for fan in fans:
             yield [file for path in directories.get(fan, ()) for file in seen_in(self._root, path, self._access)]
 
