@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -304,17 +305,26 @@ class Whole:
                 assert sum(tokens) == line["input_length"], story
 
 
-@pytest.mark.parametrize("first", range(0, by_size(12, 120), 4))
-def test_everything_at_once(first: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture(scope="module")
+def did() -> Iterator[Counter[str]]:
+    """What all runs of this module did. A few machines may be too small for a promotion; a dozen are not."""
     did: Counter[str] = Counter()
+    yield did
+    if did["runs"] >= 12:
+        assert did["promotions"] > did["runs"]
+
+
+@pytest.mark.parametrize("first", range(0, by_size(12, 120), 4))
+def test_everything_at_once(first: int, did: Counter[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hit_tokens = did["hit_tokens"]
     for seed in range(first, first + 4):
         folder = tmp_path / str(seed)
         folder.mkdir()
         try:
-            did += Whole(seed, folder).run()
+            did.update(Whole(seed, folder).run())
         except Exception as exc:
             exc.add_note(f"seed {seed}")
             raise
-    assert did["hit_tokens"] > 0
-    assert did["promotions"] > 0
+        did["runs"] += 1
+    assert did["hit_tokens"] > hit_tokens
     assert "Recording" not in caplog.text, "a trace was given up"
