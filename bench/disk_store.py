@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slab store against ``fio``: same disk, block size, threads and direct I/O, checksums on, quota full, in turn.
+"""The local disk's store against ``fio``: same disk, block size, threads, direct I/O, checksums, quota full, in turn.
 
 ``fio`` reads and writes at random in one file that has been written before, as the store does in its slabs. *Single*
 blocks are scattered, one call each. *Runs* are parts of a prefix as ``StoreTier`` hands them over, up to 64 blocks or
 4 MiB per call. Processor time is that of the whole process, per block. The file store does the same in the same run,
-and so does the slab store without its checksums, and, where vLLM is installed, the file tier of vLLM, which has neither
+and so does the same store without its checksums, and, where vLLM is installed, the file tier of vLLM, which has neither
 checksums nor a quota.
 The start is that of a store with a million slots, and the memory that of such a store and its tier.
 *Pool* is the same store in ``/dev/shm``, quota full, against one large memcpy with the same threads, as in
@@ -79,7 +79,7 @@ Call = Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
 
 
 class _Unchecked:
-    """A slab store of its own that neither makes checksums nor verifies them."""
+    """A ``DiskStore`` that neither makes checksums nor verifies them."""
 
     def __init__(self, store: DiskStore) -> None:
         self._store = store

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit rates of the slab store's eviction in runs against LRU by block, and how long its runs are.
+"""Hit rates of the ``disk`` tier's eviction in runs against LRU by block, and how long its runs are.
 
 Nothing is read or written, so the figures are the same on every machine.
 

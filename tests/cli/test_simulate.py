@@ -506,6 +506,7 @@ def test_what_happens_to_a_fleet(trace: Path, tmp_path: Path, capsys: pytest.Cap
         (["--servers", "2", "--router", "round"], "Did you mean 'round-robin'"),
         (["--servers", "2", "--shared", "50%,speed=3"], "'speed=3' is not one of link=, store=, latency=, ttl=, away="),
         (["--servers", "2", "--shared", "1KiB"], "less than one block"),
+        (["--servers", "2", "--shared", "nan%"], "is not a share"),
         (["--servers", "2", "--death", "one"], "SERVER@FROM:TO"),
         (["--servers", "2", "--death", "1@9:3"], "FROM:TO in seconds"),
         (["--servers", "2", "--hour-prices", "gpu=3"], "'gpu=3' is not one of server="),

@@ -181,7 +181,7 @@ def at_calls(root: Path, prepare: Callable[[], None], work: Callable[[], None], 
             check_root(root, rng)
         if not is_killed:
             print(f"killed before {fatal_call // stride} system calls, and in the middle of {num_torn}")
-            # Neighbouring slots are written in one call. The slab store's own thread makes calls at the same time, and
+            # Neighbouring slots are written in one call. The store's own thread makes calls at the same time, and
             # how many of ours are the last before a kill is a matter of chance.
             fewest = 0 if IS_SLAB else num_writes // 2
             assert stride > 1 or num_torn > fewest, "the calls that write are not recognised any more"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two slab stores on one root, as two processes have them, against an oracle of what each may answer.
+"""Two ``DiskStore``s on one root, as two processes have them, against an oracle of what each may answer.
 
 The stores' own threads are held off: rules decide when a store takes in what the other one did. A store may lose a
 block, if it announces that. What it has not announced as lost can be read, and whatever is read is right.

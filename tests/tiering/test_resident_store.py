@@ -36,7 +36,7 @@ CONTEXT = ReqContext("r")
 
 
 class Rig:
-    """A tier over a slab store of eight blocks, with gates and faults in between."""
+    """A ``disk`` tier of eight blocks, with gates and faults in between."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvoffload.cli import machine
 from kvoffload.cli.output import progress, write_json
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
@@ -38,7 +39,7 @@ from kvoffload.sim.fleet.routers import ROUTERS
 from kvoffload.sim.plan import Goal
 from kvoffload.sim.sweep import run_all
 from kvoffload.sim.trace import Trace
-from kvoffload.units import format_bytes, parse_bytes, parse_seconds
+from kvoffload.units import parse_bytes, parse_seconds
 
 __all__ = [
     "Copies",
@@ -135,13 +136,7 @@ def _store(text: str, option: str, trace: Trace, block_bytes: int) -> SharedStor
     if text == "none":
         return None
     size, named = _settings(text, option, ("link", "store", "latency", "ttl", "away"))
-    if size.endswith("%"):
-        blocks = int(trace.whole_blocks().num_unique * _number(size[:-1], option) / 100)
-    else:
-        blocks = parse_bytes(size, option) // block_bytes
-    if blocks < 1:
-        raise ConfigError(f"{option}: {size or text} is less than one block of {format_bytes(block_bytes)}.")
-    store = SharedStore(blocks)
+    [blocks] = machine.capacities(size, option, trace, block_bytes)
     changes: dict[str, object] = {}
     for name, target in (("link", "server_bytes_per_s"), ("store", "store_bytes_per_s")):
         if name in named:
@@ -152,7 +147,7 @@ def _store(text: str, option: str, trace: Trace, block_bytes: int) -> SharedStor
         changes["ttl_s"] = parse_seconds(named["ttl"], f"{option} ttl")
     if "away" in named:
         changes["away"] = (_times(named["away"], f"{option} away"),)
-    return replace(store, **changes)  # type: ignore[arg-type]
+    return SharedStore(blocks, **changes)  # type: ignore[arg-type]
 
 
 def _death(text: str) -> Death:
@@ -195,6 +190,9 @@ def fleet_configs(
     block_bytes = servers[0].block_bytes
     _, named = _settings(events, "--events", ("delay", "loss"))
     stores = [_store(text, "--shared", trace, block_bytes) for text in shared or ["none"]]
+    pooled = None if pool is None else _store(pool, "--pool", trace, block_bytes)
+    outages = tuple(map(_death, deaths or ()))
+    delay_s, loss = (_number(named.get(name, "0"), f"--events {name}") for name in ("delay", "loss"))
     names = [name for name in map(str.strip, routers.split(",")) if name]
     if not names:
         raise ConfigError("--router needs at least one router.")
@@ -204,12 +202,12 @@ def fleet_configs(
             number,
             router,
             store if server.cpu_blocks else None,
-            _store(pool, "--pool", trace, block_bytes) if pool is not None else None,
+            pooled,
             per_machine,
             prefill_servers,
-            tuple(map(_death, deaths or ())),
-            _number(named.get("delay", "0"), "--events delay"),
-            _number(named.get("loss", "0"), "--events loss"),
+            outages,
+            delay_s,
+            loss,
         )
         for number in numbers
         for router in names

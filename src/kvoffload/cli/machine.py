@@ -39,6 +39,7 @@ __all__ = [
     "Processes",
     "StoreThreshold",
     "assumptions",
+    "capacities",
     "device_blocks",
     "load_one",
     "load_policy_of",
@@ -167,3 +168,33 @@ def load_one(path: Path, block_tokens: int | None, max_requests: int | None) -> 
     if not seed.isdecimal() and seed:
         raise ConfigError(f"{path}: the seed is a number, as in 'synthetic:chat:7'.")
     return synthesize(kind, max_requests or 4000, int(seed or 0))
+
+
+def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:
+    """The number of blocks for each size in a list like ``"64GiB,10%"``, without repetitions.
+
+    A percentage is of the trace's different whole blocks. Only ``--disk`` may be 0. Raises ``ConfigError``, which names
+    ``option``, for a size of less than one block.
+    """
+    footprint = trace.whole_blocks().num_unique
+    sizes = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if part == "0" and option == "--disk":
+            sizes.append(0)
+            continue
+        if part.endswith("%"):
+            try:
+                blocks = int(footprint * float(part[:-1]) / 100)
+            except (ValueError, OverflowError) as exc:
+                raise ConfigError(f"{option}: {part!r} is not a share; write for example '10%'.") from exc
+        else:
+            blocks = parse_bytes(part, option) // block_bytes
+        if blocks < 1:
+            raise ConfigError(
+                f"{option}: {part} is less than one block of {format_bytes(block_bytes)} "
+                f"({trace.block_tokens} tokens) of {trace.name}."
+            )
+        sizes.append(blocks)
+    if not sizes:
+        raise ConfigError(f"{option} needs at least one size.")
+    return list(dict.fromkeys(sizes))

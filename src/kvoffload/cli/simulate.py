@@ -26,9 +26,9 @@ from kvoffload.sim.report import as_json, best_policy, knee_of, saturation, tabl
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import format_bytes
 
-__all__ = ["capacities", "register"]
+__all__ = ["register"]
 
 _CPU_SIZES = "1%,2%,5%,10%,20%,50%"
 _POLICIES = "lru,arc,density"
@@ -133,8 +133,8 @@ def simulate(
             replace(alone, cpu_blocks=cpu_blocks, disk_blocks=disk_blocks, policy=name, cascade=mode)
             for name in policies
             for mode in modes
-            for disk_blocks in capacities(disk, "--disk", trace, block_bytes)
-            for cpu_blocks in capacities(cpu, "--cpu", trace, block_bytes)
+            for disk_blocks in machine.capacities(disk, "--disk", trace, block_bytes)
+            for cpu_blocks in machine.capacities(cpu, "--cpu", trace, block_bytes)
         ]
         if numbers is not None:
             fleets = fleet.fleet_configs(
@@ -162,36 +162,6 @@ def _modes(text: str | None) -> list[CascadeMode] | list[None]:
     if not chosen <= {*choices}:
         raise ConfigError(f"--cascade is {', '.join(choices)} or both, not {text!r}.")
     return [mode for mode in choices if mode in chosen]
-
-
-def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:
-    """The number of blocks for each size in a list like ``"64GiB,10%"``, without repetitions.
-
-    A percentage is of the trace's different whole blocks. Only ``--disk`` may be 0. Raises ``ConfigError``, which names
-    ``option``, for a size of less than one block.
-    """
-    footprint = trace.whole_blocks().num_unique
-    sizes = []
-    for part in filter(None, map(str.strip, text.split(","))):
-        if part == "0" and option == "--disk":
-            sizes.append(0)
-            continue
-        if part.endswith("%"):
-            try:
-                blocks = int(footprint * float(part[:-1]) / 100)
-            except (ValueError, OverflowError) as exc:
-                raise ConfigError(f"{option}: {part!r} is not a share; write for example '10%'.") from exc
-        else:
-            blocks = parse_bytes(part, option) // block_bytes
-        if blocks < 1:
-            raise ConfigError(
-                f"{option}: {part} is less than one block of {format_bytes(block_bytes)} "
-                f"({trace.block_tokens} tokens) of {trace.name}."
-            )
-        sizes.append(blocks)
-    if not sizes:
-        raise ConfigError(f"{option} needs at least one size.")
-    return list(dict.fromkeys(sizes))
 
 
 def _run_sweeps(jobs: Sequence[tuple[Trace, list[SimConfig]]], processes: int | None) -> list[Report]:

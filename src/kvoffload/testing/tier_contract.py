@@ -130,8 +130,8 @@ class SecondaryTierContract:
         job = primary.job(names, slots, is_promotion=True, context=context)
         tier.submit_load(job)
         result = self._await(tier, [job.job_id])[job.job_id]
-        good = set(result.successful_keys if result.successful_keys is not None else names if result.success else ())
-        assert good <= set(names)
+        assert set(result.successful_keys or ()) <= set(names)
+        good = set(result.succeeded(names))
         for key, slot in zip(names, slots, strict=True):
             assert key not in good or primary.row(slot) == _content(key), f"wrong bytes for {key.hex()}"
         return good

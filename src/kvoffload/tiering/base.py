@@ -48,6 +48,13 @@ class JobResult:
     """When the last byte was moved, by the manager's clock; ``None``: the tier does not know. The tier's speed is
     measured by it, and otherwise by when its result is taken."""
 
+    def succeeded(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Those of ``keys``, which are the job's, that succeeded, in order."""
+        if self.successful_keys is None:
+            return [*keys] if self.success else []
+        good = set(self.successful_keys)
+        return [key for key in keys if key in good]
+
 
 class SecondaryTierManager(ABC):
     """A tier below host memory. Every method runs on the scheduler thread and returns at once: no I/O, no waiting

@@ -110,8 +110,8 @@ class Places:
         return unknown
 
     def is_answered(self, prefix: Prefix) -> bool:
-        """Whether all untracked blocks of ``prefix`` have an answer by now, up to the first that is nowhere. For a
-        prefetch it is never said: it may have to give way, and that takes of its patience."""
+        """Whether all untracked blocks of ``prefix`` have an answer by now, up to the first that is nowhere. Never
+        for a prefetch: the time in which it gives way counts against its patience."""
         if prefix.request.context.is_prefetch:
             return False
         for at in prefix.untracked:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
@@ -94,9 +95,9 @@ class Promotions:
 
     def are_waited_for(self) -> bool:
         """Whether tiers read blocks for requests that wait, and not only for prefetches and probes."""
-        contexts = [batch.context for batch in self.queue.values()]
-        contexts += [job.metadata.req_context for job in self._jobs.in_flight.values() if job.metadata.is_promotion]
-        return any(not context.is_prefetch and context is not self.probe_context for context in contexts)
+        queued = (batch.context for batch in self.queue.values())
+        read = (job.metadata.req_context for job in self._jobs.in_flight.values() if job.metadata.is_promotion)
+        return any(not context.is_prefetch and context is not self.probe_context for context in chain(queued, read))
 
     # ---------------------------------------------------------------------------------------------------- begin
 

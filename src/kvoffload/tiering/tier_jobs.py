@@ -193,10 +193,8 @@ class TierJobs:
         del self.in_flight[result.job_id]
         self._num_by_tier[job.tier] -= 1
         keys = job.metadata.keys
-        if result.successful_keys is None:
-            (job.succeeded if result.success else job.failed).extend(keys)
-        else:
-            good = set(result.successful_keys)
-            job.succeeded = [key for key in keys if key in good]
+        job.succeeded = result.succeeded(keys)
+        if len(job.succeeded) < len(keys):
+            good = set(job.succeeded)
             job.failed = [key for key in keys if key not in good]
         job.ended_s = result.ended_s

@@ -101,7 +101,6 @@ def test_littles_law_holds_for_what_a_router_sees(seed: int, servers: int, route
         seen.append((asked.time_s, sum(server.requests for server in fleet.servers)))
         return inner(asked, fleet)
 
-    # Late arrivals of nothing, so that the router looks at the fleet often.
     ends: list[float] = []
     simulate_fleet(
         trace, FleetConfig(SERVER, servers), router=watch, on_first_token=lambda _, end_s: ends.append(end_s)

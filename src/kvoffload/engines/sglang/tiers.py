@@ -69,7 +69,6 @@ class PageTiers:
         staging_bytes: int,
     ) -> None:
         num_slots = min(_MAX_SLOTS, max(4, staging_bytes // page_bytes))
-        self.page_bytes = page_bytes
         self.namespace = namespace
         self._max_wait_s = max_wait_s
         self._job_pages = max(1, min(_MAX_JOB_BLOCKS, _JOB_BYTES // page_bytes))
@@ -333,7 +332,5 @@ class PageTiers:
 
 def _good(job: _Job, result: JobResult, keys: Sequence[OffloadKey]) -> list[int]:
     """The indexes of those pages of ``job`` that a tier has moved, by its ``result``."""
-    if not result.success and result.successful_keys is None:
-        return []
-    good = None if result.successful_keys is None else set(result.successful_keys)
-    return [at for at in job.at if good is None or keys[at] in good]
+    good = set(result.succeeded([keys[at] for at in job.at]))
+    return [at for at in job.at if keys[at] in good]

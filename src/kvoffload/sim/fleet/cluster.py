@@ -115,8 +115,7 @@ class _Replay:
         self._routers = [router or router_of(config.router) for _ in range(stages)]
         self._wants_events = any(getattr(each, "wants_events", False) for each in self._routers)
         self._store = _Store(config.shared) if config.shared else None
-        machines = -(-config.servers // config.servers_per_machine)
-        self._pools = [_Store(config.pool) for _ in range(machines)] if config.pool else []
+        self._pools = [_Store(config.pool) for _ in range(config.machines)] if config.pool else []
         self._members: list[_Member] = []
         for number in range(config.servers):
             disk = Contents(config.server.disk_blocks) if config.server.disk_blocks else None

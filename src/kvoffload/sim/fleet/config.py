@@ -68,6 +68,11 @@ class FleetConfig:
     """Share of messages of events, one for each request of a server, that never arrive."""
     seed: int = 0
 
+    @property
+    def machines(self) -> int:
+        """That many its servers share, the last one perhaps with fewer of them."""
+        return -(-self.servers // self.servers_per_machine)
+
     def __post_init__(self) -> None:
         if self.servers < 1 or self.servers_per_machine < 1:
             raise ConfigError("A fleet has at least one server.")

@@ -74,8 +74,7 @@ def make_fleet_plan(
             results.append(result)
             if progress is not None:
                 progress(1)
-        meeting = [result for result in results if goal.is_met(result)]
-        chosen = min(meeting, key=lambda result: prices.per_hour(result.config), default=None)
+        chosen = next(filter(goal.is_met, results), None)  # the cheapest, as they run by rising price
     if chosen is not None:
         low = max((number for number in numbers if number < chosen.config.servers), default=least - 1)
         while chosen.config.servers - low > 1:

@@ -63,7 +63,7 @@ class FleetPrices:
             total += gib * config.shared.blocks * self.shared_per_gib
             total += config.servers * config.shared.server_bytes_per_s / 1e9 * self.link_per_gbyte_s
         if config.pool is not None:
-            total += gib * config.pool.blocks * self.cpu_per_gib * -(-config.servers // config.servers_per_machine)
+            total += gib * config.pool.blocks * self.cpu_per_gib * config.machines
         return total
 
     def per_million_tokens(self, result: FleetResult) -> float:

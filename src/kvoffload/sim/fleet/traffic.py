@@ -33,11 +33,10 @@ def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
     duration_s = float(trace.times_s[-1] - trace.times_s[0]) + _mean_gap(trace)
     is_common = _common(trace)
     counts = np.diff(trace.offsets)
-    times, order = [], []
+    times = []
     for copy in range(copies):
         shift_s = 0.0 if copy == 0 else float(chance.uniform(0, duration_s))
         times.append((trace.times_s - trace.times_s[0] + shift_s) % duration_s)
-        order.append(np.arange(len(trace)))
     all_times = np.concatenate(times)
     sorted_at = np.argsort(all_times, kind="stable")
     copy_of, request_of = sorted_at // len(trace), sorted_at % len(trace)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload store`` on a slab store's root, run as users run it, beside stores that are open."""
+"""``kvoffload store`` on the root of a ``disk`` tier, run as users run it, beside stores that are open."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier over a slab store whose disk fails or hangs, in the system calls below it: what one bad block costs."""
+"""A ``disk`` tier whose disk fails or hangs, in the system calls below it: what one bad block costs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maintenance of a slab store: usage, verification, deletion.
+"""Maintenance of the local disk's store: usage, verification, deletion.
 
 All of it works beside running servers. A slab that a server writes to is read, but never changed: the server itself
 finds out about a bad block when it reads it.
@@ -38,6 +38,7 @@ from kvoffload.tiering.stores.disk.format import (
     TABLE_SUFFIX,
     SlabFormat,
 )
+from kvoffload.tiering.stores.disk.slabs import NS
 from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
@@ -51,7 +52,6 @@ from kvoffload.tiering.stores.root import (
 __all__ = ["DiskRoot", "StoredBlock", "is_disk_root"]
 
 _PATIENCE_S = 5.0
-_NS = 1_000_000_000
 
 
 def is_disk_root(path: Path) -> bool:
@@ -111,7 +111,7 @@ class DiskRoot:
                     continue
                 usage.num_blocks += len(used_s)
                 for used in (used_s.min(initial=0xFFFF_FFFF), used_s.max(initial=0)) if len(used_s) else ():
-                    usage.add_use(int(used) * _NS)
+                    usage.add_use(int(used) * NS)
             if usage.size_bytes:
                 found.append(usage)
         return sorted(found, key=lambda usage: usage.directory)

@@ -267,12 +267,9 @@ class DiskStore(RootedStore):
         found, slabs = self._slabs.find(batch.keys, asked)
         try:
             begin = 0
-            while begin < len(found):
-                end = begin + 1
-                while end < len(found) and found[end].slot == found[end - 1].slot + 1:
-                    end += 1
-                self._read_run(batch, slabs[found[begin].slot // SLAB_STRIDE], found[begin:end])
-                begin = end
+            for run in runs_of(block.slot for block in found):
+                self._read_run(batch, slabs[run.start // SLAB_STRIDE], found[begin : begin + run.count])
+                begin += run.count
         finally:
             self._slabs.unpin(slabs.values())
         return [block.at for block in found]
@@ -287,11 +284,8 @@ class DiskStore(RootedStore):
             whole = len(found)
             if len(found) == 1:
                 failed[0] = exc
-            for index, view in enumerate(views) if len(found) > 1 else ():
-                try:
-                    slab.file.read(first + index, [view])
-                except OSError as single:
-                    failed[index] = single
+            else:
+                failed = self._read_singly(slab, first, views)
         for index, (block, view) in enumerate(zip(found, views, strict=True)):
             key, error = batch.keys[block.at], failed.get(index)
             if error is not None:
@@ -300,6 +294,17 @@ class DiskStore(RootedStore):
                 batch.answers[block.at] = True
                 continue
             batch.answers[block.at] = self._judge(slab, first + index, key, view, block.seal, error)
+
+    @staticmethod
+    def _read_singly(slab: Slab, first: int, views: Sequence[memoryview]) -> dict[int, OSError]:
+        """Reads blocks in neighbouring slots one by one. Returns the errors of those that the disk could not read."""
+        failed = dict[int, OSError]()
+        for index, view in enumerate(views):
+            try:
+                slab.file.read(first + index, [view])
+            except OSError as exc:
+                failed[index] = exc
+        return failed
 
     def _judge(
         self, slab: Slab, index: int, key: HashedKey, view: memoryview, seal: bytes, error: OSError | None

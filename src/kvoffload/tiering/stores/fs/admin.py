@@ -24,7 +24,7 @@ from kvoffload.tiering.stores.fs.quota import (
     sweep,
     time_at,
 )
-from kvoffload.tiering.stores.root import CONTROL_DIR, NamespaceUsage, access_to, find_directory
+from kvoffload.tiering.stores.root import CONTROL_DIR, SAFE, NamespaceUsage, access_to, find_directory
 
 __all__ = ["StoreRoot", "is_sound"]
 
@@ -73,7 +73,7 @@ class StoreRoot:
 
     def remove(self, files: list[FileSeen]) -> int:
         """Deletes files. Returns how many are gone."""
-        self._check()
+        access_to(self._root)
         return len(delete_oldest(self._root, files, -1))
 
     def clear(self, directory: str) -> int:
@@ -90,7 +90,7 @@ class StoreRoot:
     def sweep(self) -> int:
         """Removes what dead writers left an hour ago or longer, those of earlier releases too. Returns how many files
         and directories there were."""
-        self._check()
+        access_to(self._root)
         count = sweep(self._root, [*self._seen(), *seen_in(self._root, CONTROL_DIR)])
         now_ns = time_at(self._root)
         for entry in list(os.scandir(os.path.join(self._root, CONTROL_DIR))):
@@ -108,7 +108,7 @@ class StoreRoot:
         files = list(self._seen())
         gone = list[FileSeen]()
         if max_bytes is not None:
-            self._check()
+            access_to(self._root)
             unfinished_bytes = sum(file.size_bytes for file in files if not file.is_block)
             gone = delete_oldest(self._root, [file for file in files if file.is_block], max_bytes - unfinished_bytes)
         return len(gone), sum(file.size_bytes for file in files) - sum(file.size_bytes for file in gone)
@@ -119,16 +119,12 @@ class StoreRoot:
             for path in paths:
                 yield from seen_in(self._root, path)
 
-    def _check(self) -> None:
-        """Raises ``ConfigError`` if the root is not for us to change."""
-        access_to(self._root)
-
 
 def is_sound(path: str) -> bool | None:
     """Whether the file at ``path`` holds the block that its path says, byte for byte. ``None`` if it is gone."""
     directory, fan, name = path.rsplit(os.sep, 2)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | SAFE)
         with open(fd, "rb", buffering=0) as file:
             header = Header.parse(file.read(PAGE_BYTES))
             if header is None:

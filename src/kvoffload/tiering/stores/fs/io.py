@@ -19,7 +19,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.direct_io import O_DIRECT, PAGE_BYTES, after, is_aligned
 from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX, BlockFormat
 from kvoffload.tiering.stores.fs.quota import Quota
-from kvoffload.tiering.stores.root import Access, make_directory
+from kvoffload.tiering.stores.root import SAFE, Access, make_directory
 
 __all__ = ["FileIO", "ReadOutcome", "is_absence"]
 
@@ -199,7 +199,7 @@ class FileIO:
         return is_ours and status.st_size == self._layout.file_bytes
 
     def _open(self, full: str, flags: int, payload: memoryview, direct: bool) -> int:
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, and no wait for a pipe's other end
+        flags |= SAFE
         mode = self._access.file_mode
         if direct and is_aligned(payload):
             try:

@@ -48,7 +48,7 @@ class FileSeen:
     path: str
     size_bytes: int
     written_ns: int
-    """Its mtime, nanoseconds since 1970 by the clock of the file system. Also a use may set it (``Quota``)."""
+    """Its mtime, nanoseconds since 1970 by the clock of the file system. A use may set it too (``Quota``)."""
 
     @property
     def is_block(self) -> bool:
@@ -77,7 +77,7 @@ class Quota:
         self._by_fan = max_bytes is not None and max_bytes >= _FEWEST_FILES * NUM_FANS * file_bytes
         self._share_bytes = (max_bytes or 0) // (NUM_FANS if self._by_fan else 1)
         # A fan grows by a tenth between two listings, on average, and 256 of them level each other out. All fans
-        # together are counted more often, for the lack of that.
+        # together are counted more often, because nothing levels them out.
         files = self._share_bytes // file_bytes
         self._period = max(1, files // (10 if self._by_fan else 64)) if max_bytes is not None else 0
         # As low as makes it a twentieth less than the quota on average.
