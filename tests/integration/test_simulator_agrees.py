@@ -232,11 +232,8 @@ def test_the_same_hits_of_a_model_with_states(policy: str, cpu_blocks: int) -> N
 @pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
 @pytest.mark.parametrize(("cpu_blocks", "disk_blocks"), [(64, 130), (50, 1000)])
 def test_the_same_hits_of_a_model_with_states_and_a_disk(
-    cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str, request: pytest.FixtureRequest
+    cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str
 ) -> None:
-    if by_size(quick=False, thorough=True) and (disk_blocks, cascade) == (130, "on_store"):
-        reason = "one of 80 requests, the 45th, hits 25 blocks in the simulator and none in the engine; since 3c39458"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     trace = conversations(by_size(quick=40, thorough=80), seed=disk_blocks)
     found, result = simulated(trace, cpu_blocks, "lru", WHOLE, disk_blocks=disk_blocks, cascade=cascade, state_slots=1)
     tier = {"type": prompt_tier, "max_blocks": disk_blocks, "cascade": cascade}

@@ -29,6 +29,14 @@ class TestMemoryStore(BlockStoreContract):
     def make_store(self, directory: Path) -> BlockStore:
         return MemoryStore(self.block_bytes)
 
+    def test_a_write_evicts_none_of_its_own_blocks(self) -> None:
+        store, (old, other, new) = MemoryStore(self.block_bytes, 2 * self.block_bytes), keys_of(1, 2, 3)
+        data = [memoryview(block_of(key, self.block_bytes)) for key in (old, other, new)]
+        assert store.write([old, other], data[:2]) == [True, True]
+        assert store.write([new, old], [data[2], data[0]]) == [True, True]
+        assert store.take_lost() == {other: "evicted"}
+        assert store.contains([old, other, new]) == [True, False, True]
+
 
 class TestFileSystemStore(BlockStoreContract):
     namespace = ""

@@ -34,6 +34,7 @@ class MemoryStore(BlockStore):
         return [key in self._blocks for key in keys]
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        self.touch(keys[::-1])  # what is here is used now, so none of it is evicted for another of these
         return [self._put(key, bytes(block)) for key, block in zip(keys, blocks, strict=True)]
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
