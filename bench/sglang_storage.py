@@ -135,27 +135,12 @@ def _indices(tokens: int) -> Any:
 
 
 def _open(name: str, path: str, model: str, pool: Any) -> Any:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-    from sglang.srt.mem_cache.storage import StorageBackendFactory
+    from tests.engines.sglang.pools import open_storage
     from tests.engines.sglang.server import backend
 
-    tier = {"type": "disk", "path": path, "max_bytes": "8GiB"}
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name=model,
-        extra_config=backend(tier) if name == "disk" else {"file_storage_path": path},
-    )
-    storage = StorageBackendFactory.create_backend("dynamic" if name == "disk" else name, config, pool)
-    storage.register_mem_pool_host(pool)
-    return storage
+    if name == "file":
+        return open_storage(name, model, pool, {"file_storage_path": path})
+    return open_storage("dynamic", model, pool, backend({"type": "disk", "path": path, "max_bytes": "8GiB"}))
 
 
 # ---------------------------------------------------------------------------------------------------- with a server

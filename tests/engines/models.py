@@ -53,32 +53,6 @@ def write_llama(directory: Path, seed: int = SEED, kv_heads: int = 2) -> SmallMo
     return SmallModel(str(directory), num_layers=4, kv_heads=kv_heads, num_groups=1)
 
 
-def write_gemma3(directory: Path, sliding_window: int = 512) -> SmallModel:
-    """Six layers, four of them with a sliding window: vLLM makes three KV groups that share their tensors."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    sliding, full = "sliding_attention", "full_attention"
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=HEAD_DIM,
-        query_pre_attn_scalar=HEAD_DIM,
-        max_position_embeddings=16384,
-        sliding_window=sliding_window,
-        layer_types=[sliding, sliding, full, sliding, sliding, full],
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=VOCAB - 1,
-    )
-    _write(Gemma3ForCausalLM, config, directory)
-    return SmallModel(str(directory), num_layers=6, kv_heads=2, num_groups=3)
-
-
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
@@ -88,6 +62,26 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": VOCAB - 1,
     "pad_token_id": 0,
 }
+
+
+def write_gemma3(directory: Path, sliding_window: int = 512) -> SmallModel:
+    """Six layers, four of them with a sliding window: vLLM makes three KV groups that share their tensors."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sliding, full = "sliding_attention", "full_attention"
+    config = Gemma3TextConfig(
+        **_COMMON,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        query_pre_attn_scalar=HEAD_DIM,
+        sliding_window=sliding_window,
+        layer_types=[sliding, sliding, full, sliding, sliding, full],
+    )
+    _write(Gemma3ForCausalLM, config, directory)
+    return SmallModel(str(directory), num_layers=6, kv_heads=2, num_groups=3)
 
 
 def write_falcon_h1(directory: Path) -> SmallModel:

@@ -13,14 +13,11 @@ from typing import Any
 from tests.engines.greedy import SHARP_GAP
 from tests.engines.models import write_llama
 from tests.engines.vllm.harness import Engine, child_environment, idle_state
-from tests.engines.vllm.prompts import family
+from tests.engines.vllm.prompts import BLOCK_BYTES, family
 from tests.engines.vllm.scenarios import baseline
 from tests.soak.server import Server, Turn, offloading
 
 __all__ = ["VLLMServer", "make_vllm_turns"]
-
-BLOCK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
-"""Of vLLM's block of 32 tokens: layers, keys and values, tokens, KV heads, head size, float32."""
 
 
 def make_vllm_turns(directory: Path) -> list[Turn]:

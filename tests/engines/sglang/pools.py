@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 
@@ -67,3 +68,26 @@ class HostPool:
 def hashes(*numbers: int) -> list[str]:
     """Keys as SGLang makes them."""
     return [hashlib.sha256(str(number).encode()).hexdigest() for number in numbers]
+
+
+def open_storage(kind: str, model: str, pool: Any, extra: dict[str, Any]) -> Any:
+    """A storage of ``kind`` (``"dynamic"``, ``"file"``) for the pages of ``pool``, as SGLang's factory makes it."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+    config = HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name=model,
+        extra_config=extra,
+    )
+    storage = StorageBackendFactory.create_backend(kind, config, pool)
+    storage.register_mem_pool_host(pool)
+    return storage

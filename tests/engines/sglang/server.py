@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.engines.greedy import Prompt, random_tokens
+from tests.engines.scrape import series_in
 from tests.engines.sglang.cpu_device import write_entry_point
 from tests.ports import free_port
 
@@ -207,11 +207,7 @@ class Server:
                 text = response.read().decode()
         except OSError:
             return {}
-        values = {}
-        for name, labels, value in re.findall(r"^kvoffload_(\w+)\{(.*)\} (\S+)$", text, flags=re.MULTILINE):
-            own = [text for key, text in re.findall(r'(\w+)="([^"]*)"', labels) if key != "rank"]
-            values["|".join([name.removesuffix("_total"), *own])] = float(value)
-        return values
+        return series_in(text, ("rank",))
 
     def wait_until_stored(self, blocks: int, tier: str = "disk") -> None:
         self.wait_until(

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.engines.sglang.pools import TOKENS, HostPool, hashes
+from tests.engines.sglang.pools import TOKENS, HostPool, hashes, open_storage
+from tests.engines.sglang.server import backend as backend_options
 from tests.ports import free_port
 
 from kvoffload.errors import ConfigError, LayoutError
@@ -33,39 +34,13 @@ def model(llama: str) -> Iterator[str]:
 
 @pytest.fixture
 def build(model: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-    from sglang.srt.mem_cache.storage import StorageBackendFactory
-
-    from kvoffload.engines.sglang.backend import KVOffloadStorage
-
     made: list[Any] = []
 
     def make(pool: Any, interface: int = 1, **options: Any) -> Any:
-        tiers = [{"type": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}]
-        extra = {
-            "backend_name": "kvoffload",
-            "module_path": "kvoffload.engines.sglang",
-            "class_name": KVOffloadStorage.__name__,
-            "interface_v1": interface,
-            "kvoffload": {"secondary_tiers": tiers, "max_wait_s": 120} | options,
-        }
-        config = HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=False,
-            enable_storage_metrics=False,
-            is_page_first_layout=True,
-            model_name=model,
-            extra_config=extra,
-        )
-        backend = StorageBackendFactory.create_backend("dynamic", config, pool)
-        made.append(backend)
-        backend.register_mem_pool_host(pool)
-        return backend
+        tier = {"type": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}
+        extra = backend_options(tier, interface=interface, **({"max_wait_s": 120} | options))
+        made.append(storage := open_storage("dynamic", model, pool, extra))
+        return storage
 
     yield make
     for backend in made:

@@ -16,6 +16,7 @@ from tests.engines.greedy import Baseline
 from tests.engines.models import SEED, SmallModel, write_falcon_h1, write_gemma3, write_llama
 from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import HAS_VLLM, run_child, states_baseline
+from tests.engines.vllm.server import Server
 
 from kvoffload.engines.vllm.versions import drafters_are_proven
 
@@ -33,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def server(llama: SmallModel, tmp_path: Path) -> Iterator[Server]:
+    server = Server(llama.path, tmp_path)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.greedy import NEW_TOKENS, Baseline, Prompt
+from tests.engines.scrape import series_in
 from tests.engines.vllm.harness import CONNECTOR, ROOT, child_environment
-from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
+from tests.engines.vllm.prompts import BLOCK_BYTES, BLOCK_TOKENS, long_prompts
 from tests.ports import free_port
 
 from kvoffload.engines.vllm.versions import loaded_requests_go_first
 
 CPU_SLOTS = 200
 """The CPU tier has room for six of the eight prompts, so that blocks are also removed."""
-BLOCK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
 
 
 def connector_arguments() -> dict[str, Any]:
@@ -110,12 +109,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """kvoffload's series by name and own labels."""
-        found = re.findall(r"^kvoffload_(\w+)\{(.*)\} (\S+)$", self.get("/metrics"), flags=re.MULTILINE)
-        values = {}
-        for name, labels, value in found:
-            own = [text for key, text in re.findall(r'(\w+)="([^"]*)"', labels) if key not in ("engine", "model_name")]
-            values["|".join([name.removesuffix("_total"), *own])] = float(value)
-        return values
+        return series_in(self.get("/metrics"), ("engine", "model_name"))
 
     def stop(self) -> None:
         """Asks the server to end; its children end with it, or are ended by their process group."""
@@ -129,6 +123,13 @@ class Server:
                 pass
             self._process.wait(timeout=10)
             self._output.close()
+
+
+def client_of(url: str, **more: Any) -> Any:
+    """A client of the server at ``url`` that tries each request once."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, **more)
 
 
 def ask(

@@ -12,7 +12,7 @@ import pytest
 from tests.engines.greedy import Baseline
 from tests.engines.models import SmallModel
 from tests.engines.vllm.prompts import long_prompts
-from tests.engines.vllm.server import Server, ask, judge
+from tests.engines.vllm.server import Server, ask, client_of, judge
 from tests.memory_files import memory_directory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -78,14 +78,11 @@ def fleet(llama: SmallModel, tier: dict[str, Any], tmp_path: Path) -> Iterator[t
 def test_what_one_server_computed_the_other_hits(
     tier: dict[str, Any], fleet: tuple[Server, Server], llama_baseline: Baseline
 ) -> None:
-    import openai
     from tests.redis_server import wait_until
 
     (first, second), kind = fleet, tier["type"]
     prompts = long_prompts(4)
-    one, other = (
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) for server in (first, second)
-    )
+    one, other = (client_of(server.url) for server in (first, second))
     try:
         computed = {prompt.name: ask(one, prompt) for prompt in prompts}
         # Idle engines take no steps, so a small request now and then moves what waits to be written.

@@ -16,15 +16,13 @@ from typing import Any
 import pytest
 from tests.engines.models import VOCAB, SmallModel
 from tests.engines.vllm.harness import ROOT, child_environment
-from tests.engines.vllm.prompts import BLOCK_TOKENS
+from tests.engines.vllm.prompts import BLOCK_BYTES, BLOCK_TOKENS
 from tests.integration.test_fleet_agrees import route, simulated
 from tests.integration.test_simulator_agrees import conversations, prompt
 from tests.redis_server import PATIENT_OPTIONS, RedisServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
-BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS
-"""Of the small Llama: layers, K and V, heads, their size, float32."""
 CPU_BLOCKS, GPU_BLOCKS, CHUNK_TOKENS = 100, 70, 512
 
 

@@ -5,16 +5,13 @@ not. Between two turns of an agent comes a flood of other prompts, larger than h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engines.greedy import NEW_TOKENS, Baseline
-from tests.engines.models import SmallModel
 from tests.engines.vllm.harness import ROOT
 from tests.engines.vllm.prompts import long_prompts
-from tests.engines.vllm.server import CPU_SLOTS, Server
+from tests.engines.vllm.server import CPU_SLOTS, Server, client_of
 
 from kvoffload.base import NextUse
 from kvoffload.connector.hints import Hints
@@ -28,16 +25,6 @@ WITHOUT, WITH = 1, 5
 """Rounds without hints, and with them."""
 WHOLE = 992
 """Tokens of a prompt's 31 whole blocks."""
-
-
-@pytest.fixture
-def server(llama: SmallModel, tmp_path: Path) -> Iterator[Server]:
-    server = Server(llama.path, tmp_path)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
 
 
 class Rounds:
@@ -103,10 +90,8 @@ def test_the_envelope_of_vllm_says_it_too() -> None:
 def test_hinted_prefixes_outlive_a_flood_and_the_others_lose_nothing_by_it(
     server: Server, llama_baseline: Baseline
 ) -> None:
-    import openai
-
     assert len(AGENTS) * 31 < CPU_SLOTS < (len(AGENTS) + FLOOD) * 31
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = client_of(server.url)
     try:
         rounds = Rounds(client)
         before = [rounds.run(f"without {number}", hinted=False) for number in range(WITHOUT)]

@@ -13,7 +13,7 @@ from tests.engines.greedy import Baseline, Prompt, random_tokens
 from tests.engines.models import SmallModel
 from tests.engines.vllm.harness import run_child
 from tests.engines.vllm.prompts import long_prompts
-from tests.engines.vllm.server import Server, ask, judge
+from tests.engines.vllm.server import Server, ask, client_of, judge
 from tests.engines.vllm.test_serving import assert_idle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -90,7 +90,7 @@ def test_a_server_is_paused_gets_new_weights_is_reset_and_resumed(
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     tier = {"type": "disk", "path": str(tmp_path / "pool"), "max_bytes": "256MiB", "cascade": "on_store"}
     server = Server(llama.path, tmp_path, secondary_tiers=[tier], load_policy="always", max_wait_s=300.0)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
+    client = client_of(server.url, timeout=600)
     # Beside the prompts that are judged: its tokens are from both models, or it was aborted.
     beside = Prompt("beside", random_tokens(4711, 600))
 

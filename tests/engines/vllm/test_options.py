@@ -10,12 +10,10 @@ import pytest
 from tests.engines.greedy import Baseline
 from tests.engines.models import SmallModel
 from tests.engines.vllm.harness import run_child
-from tests.engines.vllm.prompts import crowd
+from tests.engines.vllm.prompts import BLOCK_BYTES, crowd
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-BLOCK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
-"""Of vLLM's block of 32 tokens: layers, key/value heads, tokens, keys and values, head size, float32."""
 LONG = ["long0", "long1", "long2", "long3"]
 FAMILY = [f"crowd{number}" for number in range(8)]
 

@@ -11,14 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.engines.greedy import Baseline
 from tests.engines.models import SmallModel
 from tests.engines.vllm.harness import ROOT
 from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
-from tests.engines.vllm.server import Server, ask, judge
+from tests.engines.vllm.server import Server, ask, client_of, judge
 from tests.ports import free_port
 from tests.redis_server import PATIENT_OPTIONS, RedisServer, wait_until
 
@@ -68,12 +67,6 @@ def proxy(engines: dict[str, Server]) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=30)
-
-
-def client_of(url: str) -> Any:
-    import openai
-
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 def test_one_engine_prefills_and_another_decodes(

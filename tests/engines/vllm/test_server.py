@@ -13,19 +13,9 @@ import pytest
 from tests.engines.greedy import Baseline, Prompt, random_tokens
 from tests.engines.models import SmallModel
 from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
-from tests.engines.vllm.server import CPU_SLOTS, Server, ask, judge
+from tests.engines.vllm.server import CPU_SLOTS, Server, ask, client_of, judge
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture
-def server(llama: SmallModel, tmp_path: Path) -> Iterator[Server]:
-    server = Server(llama.path, tmp_path)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
 
 
 class Subscriber:
@@ -77,11 +67,10 @@ def fold(events: list[dict[str, Any]]) -> set[bytes]:
 
 
 def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline: Baseline) -> None:
-    import openai
     from tests.redis_server import wait_until
 
     subscriber = Subscriber(server.events)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = client_of(server.url)
     events: list[dict[str, Any]] = []
     small, asked = small_prompts(), list[Prompt]()
 
@@ -149,13 +138,12 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
 def test_two_engine_cores_have_a_host_memory_each_and_share_a_pool(
     llama: SmallModel, llama_baseline: Baseline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import openai
     from tests.redis_server import wait_until
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     pool = {"type": "disk", "path": str(tmp_path / "pool"), "max_bytes": "256MiB", "cascade": "on_store"}
     server = Server(llama.path, tmp_path, num_engines=2, secondary_tiers=[pool], load_policy="always", max_wait_s=300.0)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = client_of(server.url)
     prompts = long_prompts(4)
     try:
         server.wait_until_ready()

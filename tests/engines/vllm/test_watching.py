@@ -13,7 +13,7 @@ from tests.deploy.prometheus import INSTALLED, Prometheus, queries
 from tests.engines.greedy import Prompt
 from tests.engines.models import SmallModel
 from tests.engines.vllm.prompts import long_prompts
-from tests.engines.vllm.server import Server, ask
+from tests.engines.vllm.server import Server, ask, client_of
 
 from kvoffload.cli import main
 from kvoffload.sim.explain import read_explanations
@@ -41,13 +41,11 @@ def server(llama: SmallModel, tmp_path: Path) -> Iterator[Server]:
 def test_a_served_disk_tier_is_seen_by_top_by_prometheus_and_in_stories(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import openai
-
     before = server.metrics()
     assert before["tier_healthy|disk"] == 1, "before the first request"
     assert before["tier_breaker_open|write|disk"] == 0
     assert before["tier_batch_seconds_count|read|disk"] == 0
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = client_of(server.url)
     prometheus = Prometheus(tmp_path / "prometheus", server.url.removeprefix("http://")) if INSTALLED else None
     try:
         if prometheus is not None:
