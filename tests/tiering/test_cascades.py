@@ -39,8 +39,7 @@ class Parts:
     def finish(self) -> None:
         for fake in self.fakes:
             fake.finish()
-        for job in self.jobs.take_finished():
-            self.cascades.end(job)
+        self.cascades.end(self.jobs.take_finished())
         self.cascades.check_invariants([self.request], [])
 
 
@@ -51,8 +50,7 @@ def test_a_block_is_pinned_once_per_tier_until_each_job_has_ended() -> None:
     assert parts.cascades.submit(parts.tiers, keys(1, 2), REQUEST) == []
     assert parts.primary.slots.num_busy == 2
     parts.fakes[0].finish()
-    for job in parts.jobs.take_finished():
-        parts.cascades.end(job)
+    parts.cascades.end(parts.jobs.take_finished())
     assert parts.primary.slots.num_busy == 2
     parts.finish()
     assert parts.primary.slots.num_busy == 0

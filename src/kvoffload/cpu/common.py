@@ -13,6 +13,11 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     __slots__ = ()
 
+    @property
+    def slots(self) -> list[int]:
+        """``block_ids`` without an array of them."""
+        return self._ids if isinstance(self._ids, list) else self._ids.tolist()
+
     @staticmethod
     def medium() -> str:
         return "CPU"

@@ -21,7 +21,6 @@ CascadeMode = Literal["on_store", "on_evict"]
 evicts them (write-back)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class JobMetadata:
     """Blocks to move between the primary tier and one secondary tier.
 
@@ -29,14 +28,29 @@ class JobMetadata:
     job is returned by ``get_finished_jobs``: they are neither evicted nor reused before, however long that takes.
     """
 
-    job_id: int
-    keys: Sequence[OffloadKey]
-    block_ids: npt.NDArray[np.int64]
-    is_promotion: bool
-    req_context: ReqContext
+    __slots__ = ("is_promotion", "job_id", "keys", "req_context", "slots")
+
+    def __init__(
+        self,
+        job_id: int,
+        keys: Sequence[OffloadKey],
+        block_ids: list[int] | npt.NDArray[np.int64],
+        is_promotion: bool,
+        req_context: ReqContext,
+    ) -> None:
+        self.job_id = job_id
+        self.keys = keys
+        self.slots: list[int] = block_ids if isinstance(block_ids, list) else block_ids.tolist()
+        """``block_ids``, of which an array is made only for tiers that want one."""
+        self.is_promotion = is_promotion
+        self.req_context = req_context
+
+    @property
+    def block_ids(self) -> npt.NDArray[np.int64]:
+        return np.array(self.slots, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JobResult:
     """The end of a job. With ``successful_keys=None``, ``success`` is the outcome of all of its keys; otherwise those
     keys succeeded and the others failed."""

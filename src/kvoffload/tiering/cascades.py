@@ -54,17 +54,20 @@ class Cascades:
             return not_taken
         for tier in tiers:
             spec = self._primary.prepare_read(keys, context)
-            refused = self._jobs.submit(tier, keys, spec.block_ids, context, is_promotion=False)
+            refused = self._jobs.submit(tier, keys, spec.slots, context, is_promotion=False)
             if refused is not None:
-                self.end(refused)
+                self.end([refused])
                 not_taken.append(refused)
         return not_taken
 
-    def end(self, job: TierJob) -> None:
-        """Gives back the pins of a job that has ended."""
-        self._blocks_written += len(job.succeeded)
-        self._blocks_failed += len(job.failed)
-        self._primary.complete_read(job.metadata.keys, job.metadata.req_context)
+    def end(self, jobs: Iterable[TierJob]) -> None:
+        """Gives back the pins of jobs that have ended."""
+        keys: list[OffloadKey] = []
+        for job in jobs:
+            self._blocks_written += len(job.succeeded)
+            self._blocks_failed += len(job.failed)
+            keys += job.metadata.keys
+        self._primary.complete_read(keys)
 
     def begin_stores(self, request: Request, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         """``request`` stores ``keys_to_store``, those of ``keys`` that were neither here nor on their way."""

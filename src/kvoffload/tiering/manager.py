@@ -295,16 +295,20 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._jobs.in_flight:
             return False
         finished = self._jobs.take_finished()
+        if not finished:
+            return False
+        cascades = []
         for job in finished:
             if not job.metadata.is_promotion:
-                self._cascades.end(job)
-            else:
-                self._promotions.end(job)
-                # One that began before a reset may have delayed a newer write of the same key, which ends with it.
-                self._end_writes(job.metadata.keys)
-            self._write_back.end(job)
+                cascades.append(job)
+                continue
+            self._promotions.end(job)
+            # One that began before a reset may have delayed a newer write of the same key, which ends with it.
+            self._end_writes(job.metadata.keys)
+        self._cascades.end(cascades)
+        self._write_back.end(finished)
         self._planner.end_poll()
-        return bool(finished)
+        return True
 
     def _on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""

@@ -194,8 +194,7 @@ class Promotions:
             return None
         self._on_reserved(len(reserved.keys_to_store), reserved.evicted_keys)
         assert isinstance(reserved.store_spec, CPULoadStoreSpec)
-        slots: list[int] = reserved.store_spec.block_ids.tolist()
-        return slots[::-1]
+        return reserved.store_spec.slots[::-1]
 
     # ------------------------------------------------------------------------------------------ submit, and end
 
@@ -222,7 +221,7 @@ class Promotions:
         self.outcomes["ok"] += len(job.succeeded)
         self.outcomes["failed"] += len(job.failed)
         link = self._planner.link(job.tier.index)
-        link.end(job.metadata.block_ids.tolist(), len(job.succeeded), job.ended_s)
+        link.end(job.metadata.slots, len(job.succeeded), job.ended_s)
         if job.succeeded:
             self._primary.complete_write(job.succeeded, job.metadata.req_context)
         if job.failed:
@@ -260,7 +259,7 @@ class Promotions:
             if job.metadata.is_promotion:
                 reading[job.tier.index] += len(job.metadata.keys)
                 if not job.is_stale:
-                    moving += zip(job.metadata.keys, job.metadata.block_ids.tolist(), strict=True)
+                    moving += zip(job.metadata.keys, job.metadata.slots, strict=True)
         queued: Counter[int] = Counter()
         for batch in self.queue.values():
             queued[batch.tier.index] += len(batch.slots)

@@ -6,11 +6,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.metrics import Stats
@@ -59,13 +56,9 @@ class GuardedTier:
 
     def submit(self, job: JobMetadata) -> bool:
         """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
-        submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
-
-        def taken() -> bool:
-            submit(job)
-            return True
-
-        return self._call("submit", taken, False)
+        num_faults = self.faults
+        self._call("submit", self.tier.submit_load if job.is_promotion else self.tier.submit_store, None, job)
+        return self.faults == num_faults
 
     def get_finished_jobs(self) -> list[JobResult]:
         return self._call("get_finished_jobs", lambda: list(self.tier.get_finished_jobs()), [])
@@ -77,10 +70,10 @@ class GuardedTier:
         return self._call("on_new_request", asked, False)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._call("on_request_finished", lambda: self.tier.on_request_finished(req_context), None)
+        self._call("on_request_finished", self.tier.on_request_finished, None, req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None) -> None:
-        self._call("touch", lambda: self.tier.touch(keys, req_context), None)
+        self._call("touch", self.tier.touch, None, keys, req_context)
 
     def on_schedule_end(self) -> None:
         self._call("on_schedule_end", self.tier.on_schedule_end, None)
@@ -101,14 +94,14 @@ class GuardedTier:
         return self._call("is_readable", self.tier.is_readable, True)
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._call("holds", lambda: self.tier.holds(keys), [False] * len(keys))
+        return self._call("holds", self.tier.holds, [False] * len(keys), keys)
 
     def shutdown(self) -> None:
         self._call("shutdown", self.tier.shutdown, None)
 
-    def _call(self, name: str, call: Callable[[], T], otherwise: T) -> T:
+    def _call(self, name: str, call: Callable[..., T], otherwise: T, *args: object) -> T:
         try:
-            return call()
+            return call(*args)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
@@ -130,8 +123,8 @@ class TierJob:
     tier: GuardedTier
     is_stale: bool = False
     """Begun before a reset of the primary tier."""
-    succeeded: list[OffloadKey] = field(default_factory=list)
-    failed: list[OffloadKey] = field(default_factory=list)
+    succeeded: Sequence[OffloadKey] = ()
+    failed: Sequence[OffloadKey] = ()
     ended_s: float | None = None
     """When it ended, if its tier knows."""
 
@@ -156,14 +149,13 @@ class TierJobs:
         self,
         tier: GuardedTier,
         keys: Sequence[OffloadKey],
-        block_ids: npt.NDArray[np.int64] | Sequence[int],
+        slots: list[int],
         req_context: ReqContext,
         *,
         is_promotion: bool,
     ) -> TierJob | None:
         """Submits a job to ``tier``. Returns it, failed, if the tier did not take it."""
         self._last_id += 1
-        slots = np.asarray(block_ids, dtype=np.int64)
         job = TierJob(JobMetadata(self._last_id, tuple(keys), slots, is_promotion, req_context), tier)
         # Recorded first: a tier may finish a job, and be polled, within its own submit.
         self.in_flight[self._last_id] = job
@@ -176,8 +168,8 @@ class TierJobs:
     def take_finished(self) -> list[TierJob]:
         """Jobs that ended since the last call. Tiers without a job are not asked."""
         finished: list[TierJob] = []
-        for tier in [tier for tier, jobs in self._num_by_tier.items() if jobs]:
-            for result in tier.get_finished_jobs():
+        for tier, num_jobs in self._num_by_tier.items():
+            for result in tier.get_finished_jobs() if num_jobs else ():
                 job = self.in_flight.get(result.job_id)
                 if job is not None and job.tier is tier:
                     self._end(job, result)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -110,13 +110,14 @@ class WriteBack:
             if target.queue:
                 self._write(target)
 
-    def end(self, job: TierJob) -> None:
-        """A job of any request has ended: the tier has the blocks that succeeded."""
+    def end(self, jobs: Sequence[TierJob]) -> None:
+        """Jobs of any requests have ended: their tiers have the blocks that succeeded."""
         for target in self._targets:
-            if target.tier is job.tier:
-                break
-        else:
-            return
+            for job in jobs:
+                if target.tier is job.tier:
+                    self._end(target, job)
+
+    def _end(self, target: _Target, job: TierJob) -> None:
         is_own = job.metadata.req_context is self.context
         if is_own:
             target.in_flight -= len(job.metadata.keys)
@@ -222,7 +223,6 @@ class WriteBack:
         for start in range(0, len(missing), _PER_JOB):
             keys = missing[start : start + _PER_JOB]
             target.in_flight += len(keys)
-            for refused in self._cascades.submit([target.tier], keys, self.context):
-                self.end(refused)
+            self.end(self._cascades.submit([target.tier], keys, self.context))
         if present:
             target.tier.touch(present[::-1], self.context)
