@@ -149,11 +149,14 @@ class PresenceIndex:
 
     def begin_store(self, keys: Iterable[OffloadKey]) -> None:
         """A job writes ``keys``; ``end_store`` follows for each."""
-        self._storing.update(dict.fromkeys(keys, False))
+        if not self.is_exact:
+            self._storing.update(dict.fromkeys(keys, False))
 
     def end_store(self, keys: Sequence[OffloadKey], outcomes: Sequence[bool]) -> None:
         """The job has written those of ``keys`` whose outcome is true. They are present, unless an eviction of them was
         recorded since ``begin_store``."""
+        if self.is_exact and not self.has_events:
+            return
         was_evicted = [self._storing.pop(key, False) and key not in self._present for key in keys]
         self.add([key for key, is_written, gone in zip(keys, outcomes, was_evicted) if is_written and not gone])
 

@@ -59,8 +59,6 @@ class IoTask:
     """The blocks that are the items, if they are blocks."""
     ended: Callable[[IoResult], None] = lambda result: None
     """What whoever takes results does with the end of a slice. The runner does not call it."""
-    outcomes: list[bool] = field(init=False, default_factory=list)
-    """Of each item, once the task is submitted; ``False`` until its slice is done."""
     num_open_slices: int = field(init=False, default=0)
     num_hung_slices: int = field(init=False, default=0)
     """Open slices that are overdue and still run. The runner's threads change it too."""
@@ -82,11 +80,9 @@ class _Slice:
     """When it was queued; once it runs, when it began."""
     is_overdue: bool = False
     """It has run for too long, and ``take_results`` has returned that."""
-    ended_s: float = 0.0
-    """When it was done or cancelled."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class IoResult:
     """The end of one slice, items ``start`` to ``stop`` of ``task``; or, once, that it is ``OVERDUE``."""
 
@@ -97,7 +93,7 @@ class IoResult:
     error: BaseException | None
     """What the work raised; only if it ``FAILED``."""
     is_last: bool
-    """The task has no other open slice: it has ended."""
+    """The task has no other open slice: it has ended. ``take_results`` finds out."""
     outcomes: Sequence[bool]
     """Of the slice's items; all ``False`` unless it is ``DONE``."""
     seconds: float = 0.0
@@ -141,8 +137,8 @@ class TierRunner:
         self._reads_since_store = 0
         """Slices of lookups and loads that began since one of a store did."""
         self._running: dict[_Slice, None] = {}
-        self.ended: deque[tuple[_Slice, IoStatus, list[bool], BaseException | None, float]] = deque()
-        """Slices whose results ``take_results`` will return. Others only test whether there are any."""
+        self.ended: deque[IoResult] = deque()
+        """What ``take_results`` will return. Others only test whether there is anything."""
         self._is_closing = False
         # These belong to the thread that submits. The backlog counts items whose result was not taken, by queue.
         self._backlog = [0] * len(IoQueue)
@@ -180,7 +176,6 @@ class TierRunner:
             _Slice(task, start, min(start + slice_items, task.num_items), now_s)
             for start in range(0, task.num_items, slice_items)
         ]
-        task.outcomes = [False] * task.num_items
         task.num_open_slices = len(slices)
         self._backlog[task.queue] += task.num_items
         self.num_open_slices += len(slices)
@@ -189,29 +184,22 @@ class TierRunner:
             self._queued[task.queue].notify(len(slices))
 
     def take_results(self) -> list[IoResult]:
-        """The slices that ended since the last call, each once, with the outcomes of their items filled in; and those
-        that became ``OVERDUE``."""
+        """The slices that ended since the last call, each once, and those that became ``OVERDUE``."""
         results = []
         while self.ended:
-            part, status, outcomes, error, seconds = self.ended.popleft()
-            task = part.task
-            if status is not IoStatus.DONE:
-                outcomes = [False] * (part.stop - part.start)
-            task.outcomes[part.start : part.stop] = outcomes
+            result = self.ended.popleft()
+            task = result.task
             task.num_open_slices -= 1
             self.num_open_slices -= 1
-            self._backlog[task.queue] -= part.stop - part.start
-            is_last = not task.num_open_slices
-            ended_s = part.ended_s
-            results.append(IoResult(task, part.start, part.stop, status, error, is_last, outcomes, seconds, ended_s))
-        return results + self._check_deadlines()
-
-    def _check_deadlines(self) -> list[IoResult]:
-        """Cancels slices that have been queued for more than ``timeout_s``. Returns a result for each slice that has
-        been running for longer, once. Checks at most 20 times per ``timeout_s``."""
+            self._backlog[task.queue] -= result.stop - result.start
+            result.is_last = not task.num_open_slices
+            results.append(result)
         now_s = self._clock()
-        if now_s < self._next_check_s:
-            return []
+        return results + self._check_deadlines(now_s) if now_s >= self._next_check_s else results
+
+    def _check_deadlines(self, now_s: float) -> list[IoResult]:
+        """Cancels slices that have been queued for more than ``timeout_s``. Returns a result for each slice that has
+        been running for longer, once. To be called at most 20 times per ``timeout_s``."""
         self._next_check_s = now_s + self.timeout_s / 20
         late_since_s = now_s - self.timeout_s
         with self._lock:
@@ -273,8 +261,7 @@ class TierRunner:
                 self._cancel(self._queues[queue].popleft())
 
     def _cancel(self, part: _Slice) -> None:
-        part.ended_s = self._clock()
-        self.ended.append((part, IoStatus.CANCELLED, [], None, 0.0))
+        self.ended.append(self._result(part, IoStatus.CANCELLED))
         self._slice_ended.notify_all()
         self._stores_may_begin.notify_all()
 
@@ -311,20 +298,18 @@ class TierRunner:
                 part = self._begin_next(queues)
             if part is None:
                 return  # closing
-            ended = self._run(part)
-            part.ended_s = self._clock()
+            result = self._run(part)
             with self._lock:
                 # Both at once: whoever sees that the slice does not run any more can take its result.
                 del self._running[part]
                 part.task.num_hung_slices -= part.is_overdue
-                self.ended.append(ended)
+                self.ended.append(result)
                 self._slice_ended.notify_all()
             self.on_ended()
             # A thread that waits for work must not keep alive the memory that the last slice refers to.
-            del part, ended
+            del part, result
 
-    @staticmethod
-    def _run(part: _Slice) -> tuple[_Slice, IoStatus, list[bool], BaseException | None, float]:
+    def _run(self, part: _Slice) -> IoResult:
         begin_s = time.perf_counter()
         try:
             outcomes = part.task.work(part.start, part.stop)
@@ -332,5 +317,16 @@ class TierRunner:
                 raise ValueError(f"{len(outcomes)} outcomes for {part.stop - part.start} blocks")
         except BaseException as exc:  # noqa: BLE001 - the boundary where a store's exception becomes a failed task
             # Not only Exception: a native client's panic may be neither, and must not end the thread.
-            return part, IoStatus.FAILED, [], exc, time.perf_counter() - begin_s
-        return part, IoStatus.DONE, outcomes, None, time.perf_counter() - begin_s
+            return self._result(part, IoStatus.FAILED, exc, seconds=time.perf_counter() - begin_s)
+        return self._result(part, IoStatus.DONE, None, outcomes, time.perf_counter() - begin_s)
+
+    def _result(
+        self,
+        part: _Slice,
+        status: IoStatus,
+        error: BaseException | None = None,
+        outcomes: Sequence[bool] = (),
+        seconds: float = 0.0,
+    ) -> IoResult:
+        outcomes = outcomes or [False] * (part.stop - part.start)
+        return IoResult(part.task, part.start, part.stop, status, error, False, outcomes, seconds, self._clock())

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,19 +24,6 @@ _SLICE_BYTES = 4 << 20
 _LEAST_STORE_BYTES = 1 << 20
 """Smaller stores gain less from another thread than it costs to wake it."""
 _MAX_SLICE_BLOCKS = 64
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A job in a task."""
-
-    metadata: JobMetadata
-    start: int
-    """Its blocks are the task's items from this one on."""
-    num_blocks: int
-    """How many there are. The others were dropped."""
-    num_open: int
-    """How many of them have no outcome yet."""
 
 
 class StoreTransfers:
@@ -77,8 +63,10 @@ class StoreTransfers:
         self._least_store_blocks = -(-_LEAST_STORE_BYTES // block_bytes)
         self._gathered: list[JobMetadata] = []
         """Stores that ``submit_stores`` will submit."""
-        self._open: dict[IoTask, Sequence[_Job]] = {}
+        self._open: dict[IoTask, None] = {}
         """Tasks that have not ended, oldest first."""
+        self._num_open_jobs = 0
+        """Jobs of tasks that have no result."""
         self._results: list[JobResult] = []
         self._loaded = _Counts(tier_type, "read", block_bytes)
         self._stored = _Counts(tier_type, "write", block_bytes)
@@ -99,21 +87,19 @@ class StoreTransfers:
         if not self._gathered:
             return
         gathered, self._gathered = self._gathered, []
-        room = self._room_for(sum(len(job.keys) for job in gathered))
-        admitted, keys = list[tuple[JobMetadata, int]](), set[OffloadKey]()
-        num_keys = 0
+        room = self._room_for(gathered)
+        admitted = list[tuple[JobMetadata, int]]()
         for job in gathered:
-            count = min(len(job.keys), room - num_keys)
-            self._num_dropped += len(job.keys) - count
+            count = len(job.keys)
+            if count > room:
+                self._num_dropped += count - room
+                count = room
+            room -= count
             if count:
                 admitted.append((job, count))
-                keys.update(job.keys[:count])
-                num_keys += count
             else:
                 self._results.append(JobResult(job.job_id, success=False))
-        # No call of a store names a block twice.
-        for jobs in [admitted] if len(keys) == num_keys else [[job] for job in admitted]:
-            self._submit(jobs, IoQueue.STORE)
+        self._submit(admitted, IoQueue.STORE)
 
     def take_results(self) -> list[JobResult]:
         """The jobs that ended since the last call."""
@@ -139,20 +125,17 @@ class StoreTransfers:
             ("tier_store_failures", tier_type): self._stored.num_failures,
             ("tier_load_failures", tier_type): self._loaded.num_failures,
             ("tier_dropped_blocks", tier_type): self._num_dropped,
-            ("tier_queued_jobs", tier_type): len(self._gathered) + sum(map(self._num_open_jobs, self._open.values())),
+            ("tier_queued_jobs", tier_type): len(self._gathered) + self._num_open_jobs,
             **self._loaded.stats(),
             **self._stored.stats(),
         }
 
-    @staticmethod
-    def _num_open_jobs(jobs: Sequence[_Job]) -> int:
-        return sum(job.num_open > 0 for job in jobs)
-
-    def _room_for(self, num_blocks: int) -> int:
-        """How many of ``num_blocks`` may be written now, the first ones."""
+    def _room_for(self, jobs: Sequence[JobMetadata]) -> int:
+        """How many blocks of ``jobs`` may be written now, the first ones."""
         room = self._max_backlog - self._runner.backlog(IoQueue.STORE)
         if not self._writes.breaker.is_closed:
             is_probe = room > 0 and self._writes.begin_probe()
+            num_blocks = sum(len(job.keys) for job in jobs)
             room = min(room, self._slice_blocks_of(num_blocks, IoQueue.STORE)) if is_probe else 0
         return max(0, room)
 
@@ -167,53 +150,54 @@ class StoreTransfers:
         """Submits the first blocks of each job, as many as are given, one at least, as one task."""
         if not wanted:
             return
-        jobs, starts, keys, block_ids = list[_Job](), list[int](), list[OffloadKey](), list[int]()
-        for metadata, count in wanted:
-            starts.append(len(keys))
-            jobs.append(_Job(metadata, len(keys), count, count))
-            keys += metadata.keys[:count]
-            block_ids += metadata.block_ids[:count].tolist()
+        keys, slots, stops = list[OffloadKey](), list[int](), list[int]()
+        for job, count in wanted:
+            keys += job.keys[:count]
+            slots += job.slots[:count]
+            stops.append(len(keys))
         num_blocks = len(keys)
+        outcomes: list[bool | None] = [None] * num_blocks
+        if len(wanted) > 1 and len(set(keys)) != num_blocks:
+            for each in wanted:  # no call of a store names a block twice
+                self._submit([each], queue)
+            return
         call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
         if queue is IoQueue.LOAD:
             call, slice_ended = self._store.read_into, self._load_slice_ended
         else:
             call, slice_ended = self._store.write, self._store_slice_ended
             self._index.begin_store(keys)
-        # The work refers to the slots itself, so that a call which hangs beyond ``shutdown`` keeps them mapped.
-        slots, losses = self._slots, self._losses
-        assert slots is not None
+        # The work refers to the memory itself, so that a call which hangs beyond ``shutdown`` keeps it mapped.
+        rows, losses = self._slots, self._losses
+        assert rows is not None
 
         def transfer(start: int, stop: int) -> list[bool]:
             try:
-                return call(keys[start:stop], [memoryview(slots[slot]) for slot in block_ids[start:stop]])
+                return call(keys[start:stop], [memoryview(rows[slot]) for slot in slots[start:stop]])
             finally:
                 losses.queue()
 
         def ended(result: IoResult) -> None:
             slice_ended(result)
-            for job in jobs[bisect_right(starts, result.start) - 1 : bisect_right(starts, result.stop - 1)]:
-                self._count_end(job, result)
+            outcomes[result.start : result.stop] = result.outcomes
+            for at in range(bisect_right(stops, result.start), bisect_left(stops, result.stop) + 1):
+                job, count = wanted[at]
+                own = outcomes[stops[at] - count : stops[at]]
+                if None in own:
+                    continue
+                self._num_open_jobs -= 1
+                # The outcomes are fewer than the keys where a part of the job was dropped.
+                is_good, good = count == len(job.keys) and all(own), None
+                if not is_good and any(own):
+                    good = [key for key, is_stored in zip(job.keys, own, strict=False) if is_stored]
+                self._results.append(JobResult(job.job_id, is_good, good, result.ended_s))
             if result.is_last:
                 del self._open[result.task]
 
         task = IoTask(queue, num_blocks, transfer, keys, ended)
-        self._open[task] = jobs
+        self._open[task] = None
+        self._num_open_jobs += len(wanted)
         self._runner.submit(task, self._slice_blocks_of(num_blocks, queue))
-
-    def _count_end(self, job: _Job, result: IoResult) -> None:
-        """A slice with blocks of ``job`` has ended."""
-        stop = job.start + job.num_blocks
-        job.num_open -= min(stop, result.stop) - max(job.start, result.start)
-        if job.num_open:
-            return
-        metadata, outcomes = job.metadata, result.task.outcomes[job.start : stop]
-        # The outcomes are fewer than the keys where a part of the job was dropped.
-        is_good = job.num_blocks == len(metadata.keys) and all(outcomes)
-        good = None
-        if not is_good and any(outcomes):
-            good = [key for key, is_stored in zip(metadata.keys, outcomes, strict=False) if is_stored]
-        self._results.append(JobResult(metadata.job_id, is_good, good, result.ended_s))
 
     def _store_slice_ended(self, result: IoResult) -> None:
         self._writes.record(result)
