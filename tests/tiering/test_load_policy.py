@@ -520,6 +520,24 @@ def test_a_block_that_a_tier_must_find_out_about_is_weighed_as_that_tiers(findin
     assert machine.ask(blocks, machine.start("r"))[0] is (None if is_loaded else False)
 
 
+def test_nothing_is_waited_for_after_the_blocks_that_are_worth_loading() -> None:
+    """A tier that must find out about a declined block began a wait for nothing, with claims that held until all of the
+    request's patience was spent."""
+    machine = Machine(block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,), 1e6, (1.0,)))
+    blocks, context = prefix(6), machine.start("r")
+    machine.store(blocks[:4], machine.start("writer"))
+    machine.tier.answers |= dict.fromkeys(blocks[4:])
+    assert machine.ask(blocks, context) == [True] * 4 + [False]
+    machine.step()
+    assert machine.manager.get_stats()["claimed_blocks",] == 0
+    machine.clock.advance(20.0)  # the engine has no room for it
+    machine.step()
+    machine.tier.answers.clear()
+    machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=10**9))  # any load is worth it now
+    machine.below(blocks[4:])
+    assert machine.ask(blocks, context) == [True] * 4 + [None] * 2, "it has its patience"
+
+
 def test_real_waits_are_compared_with_expected_ones() -> None:
     machine = Machine()
     machine.learn(read_s=0.5)

@@ -215,6 +215,8 @@ class Lookups:
             if survey is None:
                 survey = self._places.survey(prefix.request, prefix.keys[at:stop], at)
             for place, num_blocks in survey.segments:
+                if at == stop:
+                    break  # the rest is declined
                 end = min(at + num_blocks, stop)
                 if place.is_unknown or self._gives_way(prefix.request, place):
                     self._waits.begin(prefix)
