@@ -56,9 +56,14 @@ class GuardedTier:
 
     def submit(self, job: JobMetadata) -> bool:
         """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
-        num_faults = self.faults
-        self._call("submit", self.tier.submit_load if job.is_promotion else self.tier.submit_store, None, job)
-        return self.faults == num_faults
+        try:
+            (self.tier.submit_load if job.is_promotion else self.tier.submit_store)(job)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
+            self._fault("submit", exc)
+            return False
+        return True
 
     def get_finished_jobs(self) -> list[JobResult]:
         return self._call("get_finished_jobs", lambda: list(self.tier.get_finished_jobs()), [])

@@ -88,7 +88,7 @@ class StoreTransfers:
             return
         gathered, self._gathered = self._gathered, []
         room = self._room_for(gathered)
-        admitted = list[tuple[JobMetadata, int]]()
+        admitted: list[tuple[JobMetadata, int]] = []
         for job in gathered:
             count = len(job.keys)
             if count > room:
@@ -150,7 +150,9 @@ class StoreTransfers:
         """Submits the first blocks of each job, as many as are given, one at least, as one task."""
         if not wanted:
             return
-        keys, slots, stops = list[OffloadKey](), list[int](), list[int]()
+        keys: list[OffloadKey] = []
+        slots: list[int] = []
+        stops: list[int] = []
         for job, count in wanted:
             keys += job.keys[:count]
             slots += job.slots[:count]
