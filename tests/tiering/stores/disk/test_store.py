@@ -390,6 +390,7 @@ class Broken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.slots: set[int] = set()
         self.size = SMALL
+        self.error = errno.EIO
         for name in ("preadv", "pwritev"):
             monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
 
@@ -398,7 +399,7 @@ class Broken:
             if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
                 count = sum(buffer.nbytes for buffer in buffers)
                 if any(offset < (slot + 1) * self.size and offset + count > slot * self.size for slot in self.slots):
-                    raise OSError(errno.EIO, "Input/output error")
+                    raise OSError(self.error, os.strerror(self.error))
             return call(fd, buffers, offset)
 
         return wrapped
@@ -460,6 +461,60 @@ class TestBadMedia:
         for start in range(20, 100, 10):
             assert write(store, *KEYS[start : start + 10]) == [True] * 10
         assert len(here(store, *KEYS)) >= 97
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+    @pytest.mark.parametrize("batch", [1, 10])
+    def test_slots_without_space_are_left_out_until_there_is_some(
+        self, open_store, broken: Broken, monkeypatch, number: int, batch: int
+    ) -> None:
+        """Where slabs are not preallocated, a disk may be full before all slots have been written to once."""
+        monkeypatch.setattr(file_module, "_libc_fallocate", None)
+        store, keys = open_store(max_bytes=slab_of(200)), keys_of(*range(800))
+        write(store, *keys[:100])
+        broken.slots, broken.error = set(range(100, 200)), number
+        for start in range(100, 300, batch):
+            assert write(store, *keys[start : start + batch]) == [True] * batch
+            store._quota.not_before_s -= 0.1  # some of the slots are tried again
+        assert right(store, *keys[210:300]) == set(keys[210:300])
+        assert 90 < len(here(store, *keys)) <= 100
+        broken.slots = set()
+        for start in range(300, 800, batch):
+            store._quota.not_before_s = 0.0
+            assert write(store, *keys[start : start + batch]) == [True] * batch
+        assert len(right(store, *keys)) > 190
+
+    def test_blocks_are_not_written_over_in_vain_where_every_write_needs_space(
+        self, open_store, broken: Broken
+    ) -> None:
+        """As on file systems that copy on write."""
+        store = open_store(max_bytes=slab_of(200))
+        write(store, *KEYS)
+        broken.slots, broken.error = set(range(200)), errno.ENOSPC
+        for number in range(100, 300):
+            with pytest.raises(StoreError, match="No space left"):
+                write(store, *keys_of(number))
+        assert here(store, *KEYS) == set(KEYS)
+        broken.slots = set()
+        keys = keys_of(*range(100, 300))
+        assert write(store, *keys[:90]) == [True] * 90
+        assert len(right(store, *KEYS, *keys)) == 190
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+    def test_times_of_use_that_cannot_be_written_down_cost_no_block(self, open_store, monkeypatch, number: int) -> None:
+        def fail(file: SlabFile, uses: npt.NDArray[np.uint32]) -> None:
+            raise OSError(number, os.strerror(number))
+
+        store = open_store(max_bytes=slab_of(200))
+        write(store, *KEYS)
+        with monkeypatch.context() as full, store._upkeep.lock:
+            full.setattr(SlabFile, "write_uses", fail)
+            store._upkeep.flush_uses()
+        assert right(store, *KEYS) == set(KEYS)
+        (slab,) = store._slabs.snapshot()
+        assert not slab.file.read_uses().any()
+        with store._upkeep.lock:
+            store._upkeep.flush_uses()
+        assert np.count_nonzero(slab.file.read_uses()) == len(KEYS), "the next time"
 
     @pytest.mark.parametrize("call", ["write_entries", "write_changes", "read_uses"])
     def test_a_table_that_fails_costs_its_slab(self, open_store, monkeypatch, tmp_path: Path, call: str) -> None:
@@ -593,7 +648,7 @@ class TestRoot:
         store.close()
 
     def test_a_disk_without_room_for_one_slab(self, small_disk: Path) -> None:
-        (small_disk / "other").write_bytes(bytes(int(2.5 * (1 << 20))))
+        (small_disk / "other").write_bytes(bytes(int(2.9 * (1 << 20))))
         store = DiskStore(small_disk, SMALL, max_bytes=16 << 20)
         with pytest.raises(StoreError, match="No space left"):
             write(store, *KEYS[:4])
@@ -603,6 +658,49 @@ class TestRoot:
         (small_disk / "other").unlink()
         store._quota.not_before_s = 0.0
         assert write(store, *KEYS[:4]) == [True] * 4
+        store.close()
+
+    def test_the_rest_of_a_disk_below_the_quota_is_used(self, small_disk: Path) -> None:
+        (small_disk / "other").write_bytes(bytes(int(2.5 * (1 << 20))))
+        store, keys = DiskStore(small_disk, SMALL, max_bytes=16 << 20), keys_of(*range(1000))
+        for start in range(0, 1000, 100):
+            assert write(store, *keys[start : start + 100]) == [True] * 100
+        assert len(right(store, *keys)) > 300
+        store.close()
+        with pytest.raises(OSError, match="No space left"):
+            (small_disk / "more").write_bytes(bytes(1 << 20))
+        store = DiskStore(small_disk, SMALL, max_bytes=16 << 20)
+        assert len(right(store, *keys)) > 300, "a full disk is not above the quota"
+        store.close()
+
+    def test_slabs_that_no_process_uses_make_room_on_a_full_disk(self, small_disk: Path) -> None:
+        keys = keys_of(*range(3000))
+        store = DiskStore(small_disk, SMALL, "old", max_bytes=16 << 20)
+        for start in range(0, 3000, 100):
+            write(store, *keys[start : start + 100])
+        store.close()
+        store = DiskStore(small_disk, SMALL, "new", max_bytes=16 << 20)
+        assert write(store, *keys[:100]) == [True] * 100
+        store.close()
+
+    @pytest.mark.parametrize("is_quota_above_disk", [False, True])
+    def test_a_full_disk_that_does_not_preallocate(
+        self, small_disk: Path, monkeypatch, is_quota_above_disk: bool
+    ) -> None:
+        """As ext2 and some network and FUSE file systems do not."""
+        monkeypatch.setattr(file_module, "_libc_fallocate", None)
+        store = DiskStore(small_disk, SMALL, max_bytes=(16 if is_quota_above_disk else 1) << 20)
+        keys = keys_of(*range(4000))
+        assert write(store, *keys[:100]) == [True] * 100
+        if not is_quota_above_disk:
+            with pytest.raises(OSError, match="No space left"):
+                (small_disk / "other").write_bytes(bytes(4 << 20))
+        for start in range(100, 4000, 10):
+            assert write(store, *keys[start : start + 10]) == [True] * 10
+        assert len(right(store, *keys)) > (2500 if is_quota_above_disk else 80)
+        assert store.stats().corrupt_blocks == 0
+        assert "corrupt" not in store.take_lost().values()
+        store.check_invariants()
         store.close()
 
     def test_a_disk_that_becomes_read_only(self, small_disk: Path) -> None:

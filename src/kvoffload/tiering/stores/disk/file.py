@@ -31,10 +31,12 @@ from kvoffload.tiering.stores.disk.format import (
 )
 from kvoffload.tiering.stores.root import SAFE, Access, make_file, try_lock
 
-__all__ = ["TOO_MANY_FILES", "SlabFile", "SlabRefused", "most_slabs"]
+__all__ = ["NO_SPACE", "TOO_MANY_FILES", "SlabFile", "SlabRefused", "most_slabs"]
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 """No slab can be opened for now, whatever it is like."""
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 _MAX_VECTOR = 512
 _FILES_PER_SLAB = 3
@@ -92,8 +94,9 @@ class SlabFile:
                     raise OSError(errno.EBUSY, "locked by somebody else", new)
             table_fd, payload_fd = fds
             _allocate(payload_fd, num_slots * layout.block_bytes)
-            _allocate(table_fd, layout.table_bytes(num_slots))
-            os.pwrite(table_fd, layout.header(num_slots), 0)
+            # Written, not only allocated: a table that lacks space for an entry costs its slab.
+            with open(table_fd, "wb", closefd=False) as table:
+                table.write(layout.header(num_slots).ljust(layout.table_bytes(num_slots), b"\0"))
             # The table last: a slab is there if its table is, and then it is complete.
             for suffix in (PAYLOAD_SUFFIX, TABLE_SUFFIX):
                 os.rename(NEW_PREFIX + name + suffix, name + suffix, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -242,6 +245,11 @@ class SlabFile:
             return count
         self._memory = None
         return max(0, backed_bytes // self._block_bytes)
+
+    def num_holes(self) -> int:
+        """For about how many slots the disk has given no space."""
+        lacking_bytes = self.num_slots * self._block_bytes - os.fstat(self._payload_fd).st_blocks * 512
+        return max(0, -(-lacking_bytes // self._block_bytes))
 
     def sync(self) -> None:
         """Puts payloads and entries on the disk."""

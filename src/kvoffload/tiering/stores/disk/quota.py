@@ -8,6 +8,7 @@ slabs gives it one. No process waits for another.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -85,6 +86,10 @@ class Quota:
             errors.append(self._error)
         return False
 
+    def wait(self) -> None:
+        """No slab is made for a moment: there is no room for one."""
+        self.not_before_s = time.monotonic() + _GROW_S
+
     def shrink(self) -> bool:
         """Removes our slabs above the quota, the one with the oldest uses first. Returns whether the quota holds. Does
         not wait for the root's lock, or for other processes to remove theirs. Raises ``OSError``."""
@@ -137,7 +142,7 @@ class Quota:
     def _try_to_grow(self) -> bool:
         if self._lock.acquire(timeout=_GROW_S):
             try:
-                if self._slabs.num_free:
+                if self._slabs.num_free or self._slabs.free_full():
                     return True
                 # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
                 self.making = secrets.token_hex(8)
@@ -154,7 +159,7 @@ class Quota:
             finally:
                 self.making = ""
                 self._lock.release()
-        self.not_before_s = time.monotonic() + _GROW_S
+        self.wait()
         return False
 
     def _make_slab(self, name: str) -> SlabFile | None:
@@ -165,14 +170,18 @@ class Quota:
                 return None
             wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self._root), most_slabs())
             wanted_bytes = self._layout.slab_bytes(wanted_slots)
-            room_bytes = self._room_bytes()
-            if room_bytes < wanted_bytes:
-                room_bytes += self._remove_unused(wanted_bytes - room_bytes)
+            room_bytes, free_bytes = self._room_bytes(), _free_bytes(self._root)
+            if (lacking_bytes := wanted_bytes - min(room_bytes, free_bytes)) > 0:
+                room_bytes += self._remove_unused(lacking_bytes)
+                free_bytes = _free_bytes(self._root)
             if self._is_memory and (available := available_bytes()) is not None:
                 room_bytes = min(room_bytes, available)  # more would end in the kernel killing a process
-            num_slots = min(wanted_slots, self._layout.slots_in(room_bytes))
-            if num_slots < max(1, wanted_slots // _LEAST_SHARE):
+            least_slots = max(1, wanted_slots // _LEAST_SHARE)
+            if self._layout.slots_in(room_bytes) < least_slots:
                 return None
+            num_slots = min(wanted_slots, self._layout.slots_in(min(room_bytes, free_bytes)))
+            if num_slots < least_slots:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._root)
             is_durable = self._directory.is_durable
             return SlabFile.create(name, self._layout, num_slots, fd, self._access, durable=is_durable)
 
@@ -197,8 +206,7 @@ class Quota:
             used_bytes += sum(slab.num_bytes for slab in slabs)
         if self._max_bytes is not None:
             return self._max_bytes - used_bytes
-        disk = os.statvfs(self._root)
-        return disk.f_frsize * (disk.f_bavail - disk.f_blocks // _FREE_SHARE - 2)  # two files, each in whole blocks
+        return _free_bytes(self._root) - _disk_bytes(self._root) // _FREE_SHARE
 
     def _remove_unused(self, num_bytes: int) -> int:
         """Removes unused slabs, the oldest first: of namespaces without a process, and foreign ones in ours. Returns
@@ -232,6 +240,12 @@ def check_memory(root: str, max_bytes: int | None, beside_bytes: int = 0) -> Non
     for _, dir_fd in namespaces_in(root, Access("group")) if existing == root else ():
         used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
     check_pool(max_bytes, used_bytes, existing, beside_bytes)
+
+
+def _free_bytes(root: str) -> int:
+    """What two more files may take of the disk."""
+    disk = os.statvfs(root)
+    return disk.f_frsize * (disk.f_bavail - 2)  # each in whole blocks
 
 
 def _disk_bytes(root: str) -> int:

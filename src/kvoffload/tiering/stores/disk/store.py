@@ -16,6 +16,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Run, runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory
+from kvoffload.tiering.stores.disk.file import NO_SPACE
 from kvoffload.tiering.stores.disk.format import (
     EMPTY_ENTRY,
     ENTRY_BYTES,
@@ -180,8 +181,10 @@ class DiskStore(RootedStore):
                 if self._durable:
                     self._sync({run.slab.number: run.slab for run in runs}.values(), errors)
             finally:
-                self._slabs.record(runs)
-            new = new[sum(run.slots.count for run in runs) :]
+                homeless = self._slabs.record(runs)
+            if homeless:
+                self._quota.wait()
+            new = homeless + new[sum(run.slots.count for run in runs) :]
 
     def _write_run(self, run: NewRun, errors: list[OSError]) -> None:
         """Writes blocks: payloads first, then their entries. So a process that dies in between leaves empty slots. If
@@ -194,8 +197,10 @@ class DiskStore(RootedStore):
                 good = [Run(0, whole)]
         except OSError as exc:
             errors.append(exc)
-            if exc.errno == errno.EIO:
+            if exc.errno == errno.EIO or exc.errno in NO_SPACE:
                 good, run.bad = self._write_singly(run)
+            if exc.errno in NO_SPACE:
+                run.num_holes = slab.file.num_holes()
         run.entries = entries_of()
         try:
             for part in good:

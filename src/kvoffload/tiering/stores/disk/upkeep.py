@@ -12,6 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -301,17 +302,19 @@ class Upkeep:
 
     def flush_uses(self, slabs: Iterable[Slab] | None = None) -> None:
         """Writes down when blocks of ``slabs``, or of all, were used, and learns when neighbours used ours. The later
-        time counts."""
+        time counts. What cannot be written down costs nothing else: no block depends on it."""
         used = self._slabs.pin_used(self._slabs.snapshot() if slabs is None else slabs)
         try:
             for slab in used:
                 try:
                     on_disk = slab.file.read_uses()
                     uses = self._slabs.merge_uses(slab, on_disk)
-                    if (uses != on_disk).any():
-                        slab.file.write_uses(uses)
                 except OSError as exc:
                     self._slabs.lose(slab, exc)
+                    continue
+                if (uses != on_disk).any():
+                    with suppress(OSError):
+                        slab.file.write_uses(uses)
         finally:
             self._slabs.unpin(used)
 
