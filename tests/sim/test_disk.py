@@ -80,7 +80,7 @@ def test_reads_and_writes_are_uses_and_the_least_recent_block_is_evicted() -> No
     rig.submit(keys(5, 6))
     rig.drain()
     assert rig.has(1, 2, 3, 4, 5, 6) == [1, 2, 5, 6]
-    assert rig.disk.contents.evicted_blocks == 2
+    assert rig.disk.contents.index.num_evicted == 2
 
 
 def test_writes_beyond_the_backlog_are_dropped() -> None:

@@ -45,6 +45,9 @@ class GroupGeometry:
     window_tokens: int | None = None
     lookahead_tokens: int = 0
 
+    def __hash__(self) -> int:
+        return self.index  # groups are hashed for each lookup, and no two of a model have the same
+
     @property
     def hit_align_tokens(self) -> int:
         """A hit of this group ends at a multiple of this.
@@ -52,28 +55,26 @@ class GroupGeometry:
         Full attention may stop at any GPU block, also inside a block. Windows store only what a hit at the *end* of a
         block needs (``first_gpu_block``), so they stop there. So do states, whose blocks are single GPU blocks.
         """
-        return self.gpu_block_tokens if self.kind is GroupKind.FULL_ATTENTION else self.block_tokens
+        return self.gpu_block_tokens if self.kind is _FULL_ATTENTION else self.block_tokens
 
     def first_needed_token(self, num_tokens: int) -> int:
         """The first token whose KV is needed to continue after ``num_tokens`` tokens.
 
         While the request runs, the engine may free GPU blocks that lie wholly before it.
         """
-        match self.kind:
-            case GroupKind.FULL_ATTENTION:
-                return 0
-            case GroupKind.SLIDING_WINDOW:
-                assert self.window_tokens is not None
-                return max(0, num_tokens - self.window_tokens + 1)
-            case GroupKind.SINGLE_STATE:
-                return max(0, num_tokens - 1)
+        if self.kind is _FULL_ATTENTION:
+            return 0
+        if self.kind is _SINGLE_STATE:
+            return max(0, num_tokens - 1)
+        assert self.window_tokens is not None
+        return max(0, num_tokens - self.window_tokens + 1)
 
     def gpu_blocks_for_hit(self, computed_tokens: int, hit_tokens: int) -> range:
         """The GPU blocks to load so that a request with ``computed_tokens`` on the device has ``hit_tokens``."""
         if hit_tokens <= computed_tokens:
             return range(0)
         stop = hit_tokens // self.gpu_block_tokens
-        if self.kind is GroupKind.SINGLE_STATE:
+        if self.kind is _SINGLE_STATE:
             return range(stop - 1, stop)
         start = max(computed_tokens, self.first_needed_token(hit_tokens)) // self.gpu_block_tokens
         return range(min(start, stop), stop)
@@ -288,10 +289,10 @@ def find_hit(
     #
     # Full attention: a shorter hit needs a part of the blocks just seen, and no others. One walk is enough.
     for full in answers:
-        if full.group.kind is GroupKind.FULL_ATTENTION:
+        if full.group.kind is _FULL_ATTENTION:
             hit = shrink(hit, full)
     # The others need other blocks when the hit becomes shorter, so they are asked until none shortens it.
-    windowed = [each for each in answers if each.group.kind is not GroupKind.FULL_ATTENTION]
+    windowed = [each for each in answers if each.group.kind is not _FULL_ATTENTION]
     before = -1
     while hit > computed_tokens and hit != before:
         before = hit

@@ -524,12 +524,12 @@ class CPUOffloadingManager(OffloadingManager):
         if used is None:
             self.slots.touch(keys, next_use=next_use)
             return
-        if used.isdisjoint(keys):
-            self.slots.touch(keys, next_use=next_use)
-        else:
-            self.slots.touch([key for key in keys if key not in used], next_use=next_use)
+        new = [key for key in keys if key not in used]
+        self.slots.touch(new, next_use=next_use)
+        if len(new) != len(keys):
             self.slots.touch(keys, counts=False, next_use=next_use)
-        self._record_use(used, keys)
+        if new:
+            self._record_use(used, new)
 
     def _record_use(self, used: set[OffloadKey], keys: Collection[OffloadKey]) -> None:
         used.update(keys)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 
 from kvoffload.base import OffloadingEvent, OffloadKey
 from kvoffload.events import NO_EVENTS, PendingEvents
@@ -80,20 +79,19 @@ class DeviceCache:
             if key not in self._block_of
         }
         self._block_of.update(named)
-        self._key_of.update((block, key) for key, block in named.items())
-        self._events.add(list(named), removed=False)
+        self._key_of.update(zip(named.values(), named))
+        self._events.add([*named], removed=False)
 
     def grow(self, num_blocks: int) -> None:
         """Gives the request ``num_blocks`` blocks in all, or as many as there are, without making them findable."""
-        self._table += self._take(num_blocks - len(self._table))
+        if num_blocks > len(self._table):
+            self._table += self._take(num_blocks - len(self._table))
 
     def _take(self, most: int) -> list[int]:
         """Up to ``most`` blocks from the front of the queue."""
-        taken = [*islice(self._queue, max(most, 0))]
-        named = self._key_of
+        named, pop = self._key_of, self._queue.popitem
+        taken = [pop(last=False)[0] for _ in range(min(most, len(self._queue)))]
         lost = [named.pop(block) for block in taken if block in named]
-        for block in taken:
-            del self._queue[block]
         for key in lost:
             del self._block_of[key]
         self._events.add(lost, removed=True)

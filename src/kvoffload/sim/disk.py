@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext
-from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.cpu.manager import SlotTable
+from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.presence import ABSENT_TTL_S
 
@@ -43,8 +44,10 @@ class Link:
 
     def seconds(self, num_bytes: int, begin_s: float = 0.0) -> float:
         """How long a transfer takes that begins at ``begin_s``. It keeps the speed that it began with."""
-        share = math.prod(left for begin, end, left in self.slow if begin <= begin_s < end)
-        return self.latency_s + num_bytes / (self.bytes_per_s * share) if num_bytes else 0.0
+        if not num_bytes:
+            return 0.0
+        share = math.prod(left for begin, end, left in self.slow if begin <= begin_s < end) if self.slow else 1
+        return self.latency_s + num_bytes / (self.bytes_per_s * share)
 
     def queue(self, now_s: float, num_bytes: int) -> float:
         """Queues a transfer and returns the time of its end."""
@@ -66,7 +69,7 @@ class _Arrival:
 
     reserved: list[OffloadKey]
     """Those that it did not have, and does not get from another machine just now."""
-    wanted: list[OffloadKey]
+    wanted: Sequence[OffloadKey]
     """Those that cross the links: with those that another machine writes just now, and those that are too old."""
     succeeds: bool
 
@@ -79,7 +82,7 @@ class Contents:
     """
 
     def __init__(self, num_blocks: int, ttl_s: float = math.inf, *, is_shared: bool = False) -> None:
-        self.index = CPUOffloadingManager(num_blocks, "lru")
+        self.index = SlotTable(num_blocks, LRUCachePolicy)
         self._ttl_s, self.is_shared = ttl_s, is_shared
         self._written_s: dict[OffloadKey, float] = {}
         self._arrivals: list[tuple[float, int, _Arrival]] = []
@@ -89,10 +92,18 @@ class Contents:
         """Which of ``keys`` are found."""
         if self.is_shared:
             self.settle(now_s)
-        found = [block is not None and block.pins >= 0 for block in self.index.slots.get_all(keys)]
-        if self._ttl_s == math.inf:
-            return found
-        return [is_here and now_s < self._written_s[key] + self._ttl_s for key, is_here in zip(keys, found)]
+        if self._ttl_s < math.inf:
+            return [self.find(key, now_s) for key in keys]
+        return [block is not None and block.pins >= 0 for block in self.index.get_all(keys)]
+
+    def find(self, key: OffloadKey, now_s: float) -> bool:
+        """Whether ``key`` is found."""
+        if self.is_shared and self._arrivals and self._arrivals[0][0] <= now_s:
+            self.settle(now_s)
+        block = self.index.get(key)
+        if block is None or block.pins < 0:
+            return False
+        return self._ttl_s == math.inf or now_s < self._written_s[key] + self._ttl_s
 
     def expect(self, arrival: _Arrival, end_s: float) -> None:
         self._order += 1
@@ -108,13 +119,9 @@ class Contents:
         while self._arrivals and self._arrivals[0][0] <= now_s:
             end_s, _, arrival = heapq.heappop(self._arrivals)
             ended = arrival.wanted if arrival.succeeds else arrival.reserved
-            self.index.complete_store(ended, success=arrival.succeeds)
+            self.index.end_write(ended, arrival.succeeds)
             if arrival.succeeds and self._ttl_s != math.inf:
                 self._written_s.update(dict.fromkeys(arrival.wanted, end_s))
-
-    @property
-    def evicted_blocks(self) -> int:
-        return int(self.index.get_stats()["primary_blocks_evicted",])
 
 
 class _Read(NamedTuple):
@@ -136,7 +143,7 @@ class _Write(NamedTuple):
 class SimDisk(SecondaryTierManager):
     """A machine's disk, or its way to a store that others share.
 
-    A ``CPUOffloadingManager`` serves as the index of its ``contents``. As in real stores, reads and writes are uses in
+    A ``SlotTable`` serves as the index of its ``contents``. As in real stores, reads and writes are uses in
     a job's order, so a job's last block is the most recent. As in ``StoreTier``, at most ``max_backlog_blocks`` wait to
     be written or are being written, and the rest of a job is dropped.
 
@@ -181,12 +188,12 @@ class SimDisk(SecondaryTierManager):
         return min(ends) if ends else None
 
     def is_readable(self) -> bool:
-        now_s = self._clock()
-        return not any(begin <= now_s < end for begin, end in self._away)
+        now_s = self._clock.now_s
+        return not self._away or not any(begin <= now_s < end for begin, end in self._away)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        now_s, absent = self._clock(), self._absent
-        is_here = self.contents.has((key,), now_s)[0] and self.is_readable()
+        now_s, absent = self._clock.now_s, self._absent
+        is_here = self.contents.find(key, now_s) and self.is_readable()
         if not self.contents.is_shared:
             return is_here
         while absent and next(iter(absent.values())) <= now_s:
@@ -200,16 +207,22 @@ class SimDisk(SecondaryTierManager):
 
     def _transfer(self, links: Sequence[Link], num_blocks: int) -> tuple[float, bool]:
         """Queues a transfer. Returns when it ends, and whether it succeeds."""
-        now_s = self._clock()
-        end_s = max(link.queue(now_s, num_blocks * self._block_size_bytes) for link in links)
+        now_s = self._clock.now_s
+        end_s = max([link.queue(now_s, num_blocks * self._block_size_bytes) for link in links])
+        if not self._away:
+            return end_s, True
         broken_s = min((begin for begin, end in self._away if begin < end_s and now_s < end), default=None)
         return (end_s, True) if broken_s is None else (max(broken_s, now_s) + self._deadline_s, False)
 
     def submit_store(self, job: JobMetadata) -> None:
         keys = job.keys[: self._max_backlog - self._backlog][::-1] if self.is_readable() else []
-        wanted = [key for key, is_here in zip(keys, self.contents.has(keys, self._clock())) if not is_here]
-        self._index.touch(keys)
-        reserved = self._index.prepare_store(keys, job.req_context) if keys else None
+        now_s, wanted = self._clock.now_s, keys
+        if self.contents.is_shared:
+            self.contents.settle(now_s)
+        if any(self._index.get_all(keys)):
+            wanted = [key for key, is_here in zip(keys, self.contents.has(keys, now_s)) if not is_here]
+            self._index.touch(keys)
+        reserved = self._index.reserve(keys) if keys else None
         if reserved is None:
             self._refused.append(JobResult(job.job_id, success=False))
             return
@@ -222,22 +235,24 @@ class SimDisk(SecondaryTierManager):
 
     def submit_load(self, job: JobMetadata) -> None:
         found = [key for key, is_here in zip(job.keys, self.contents.has(job.keys, self._clock())) if is_here]
-        self._index.prepare_load(found, job.req_context)
+        self._index.pin(found)
         self._index.touch(found[::-1])
         end_s, succeeds = self._transfer(self._read_links, len(found))
         self._reads.append(_Read(end_s, job, found, succeeds))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        finished, self._refused, now_s = self._refused, [], self._clock()
-        while self._reads and self._reads[0].end_s <= now_s:
-            finished.append(self._end_read(self._reads.popleft()))
+        finished, reads, writes, now_s = self._refused, self._reads, self._writes, self._clock.now_s
+        while reads and reads[0].end_s <= now_s:
+            finished.append(self._end_read(reads.popleft()))
         self.contents.settle(now_s)
-        while self._writes and self._writes[0].end_s <= now_s:
-            finished.append(self._end_write(self._writes.popleft()))
+        while writes and writes[0].end_s <= now_s:
+            finished.append(self._end_write(writes.popleft()))
+        if finished:
+            self._refused = []
         return finished
 
     def _end_read(self, read: _Read) -> JobResult:
-        self._index.complete_load(read.keys)
+        self._index.unpin(read.keys)
         if not read.succeeds:
             return JobResult(read.job.job_id, success=False, ended_s=read.end_s)
         self.read_blocks += len(read.keys)
@@ -269,7 +284,7 @@ class SimDisk(SecondaryTierManager):
     def shutdown(self) -> None:
         """What is in flight is lost, as when the machine dies."""
         for read in self._reads:
-            self._index.complete_load(read.keys)
+            self._index.unpin(read.keys)
         for write in self._writes:
             if write.end_s > self._clock():
                 write.arrival.succeeds = False

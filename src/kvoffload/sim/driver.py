@@ -292,8 +292,8 @@ class Machine:
         begin_s = self.clock.now_s
         hit = yield from self._server.steps(request, output)
         self.busy_s += self.clock.now_s - begin_s
-        self.hit_blocks.update({DEVICE: hit.device, HOST: hit.host})
-        self.hit_blocks.update(hit.below)
+        for tier, num_blocks in ((DEVICE, hit.device), (HOST, hit.host), *hit.below.items()):
+            self.hit_blocks[tier] += num_blocks
         return hit
 
     def _wait(self) -> float:
@@ -381,7 +381,7 @@ class _Driver:
             disk_read_bytes=promoted * config.block_bytes,
             disk_written_bytes=written * config.block_bytes,
             cpu_evicted_blocks=int(stats["primary_blocks_evicted",]),
-            disk_evicted_blocks=disk.contents.evicted_blocks if disk else 0,
+            disk_evicted_blocks=disk.contents.index.num_evicted if disk else 0,
             declined_blocks=sum(int(count) for sample, count in stats.items() if sample[0] == "tier_declined_blocks"),
             refused_stores=int(stats["primary_stores_refused",]),
             disk_write_amplification=written / len(disk.ever_written) if disk and disk.ever_written else 0.0,

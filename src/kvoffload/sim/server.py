@@ -13,7 +13,6 @@ real memory it is a replay (``bench/placement.py``).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,7 +182,10 @@ class Server:
         in_host, total_hit = yield from self._found_below(asked, on_device, usable, context)
         hit = total_hit - on_device
         sources = manager.sources(context)
-        below = Counter(sources.get(key, UNKNOWN_TIER) for key in path[on_device + in_host : total_hit])
+        below: dict[str, int] = {}
+        for key in path[on_device + in_host : total_hit]:
+            tier = sources.get(key, UNKNOWN_TIER)
+            below[tier] = below.get(tier, 0) + 1
         loaded = path[on_device:total_hit] + (asked.states_at(total_hit) if hit else [])
         if self._device is not None:
             self._device.admit(path, on_device, total_hit, asked.states_at(on_device), asked.states_at(total_hit))
@@ -198,7 +200,8 @@ class Server:
         if self._device is not None:
             self._device.release()
         last_step = offers.end_step()
-        offers.offer(len(path))
+        if not offers.is_done:
+            offers.offer(len(path))
         # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
         if path:
             manager.touch(asked.keys, context)
@@ -271,8 +274,8 @@ class Server:
         for stop in range(first + self._chunk_blocks, len(path) + self._chunk_blocks, self._chunk_blocks):
             stop = min(stop, len(path))
             computed = (stop - first) * block_tokens
-            self._note_step(min(computed, tokens) - done, tokens - min(computed, tokens), is_continued=bool(done))
-            done = min(computed, tokens)
+            before, done = done, min(computed, tokens)
+            self._note_step(done - before, tokens - done, is_continued=bool(before))
             yield begin_s + min(seconds, computed / self._prefill_tokens_per_s)
             offers.complete()
             offers.offer(stop)

@@ -87,13 +87,18 @@ class Cascades:
         be a late promotion.
         """
         stored: dict[Request, list[OffloadKey]] = {}
-        for key in [key for key in dict.fromkeys(keys) if key in self._storing]:
-            block = self._primary.slots.get(key)
-            if block is not None and not block.is_ready:
+        storing = self._storing
+        request: Request | None = None
+        for key, block in zip(keys, self._primary.slots.get_all(keys) if storing else ()):
+            if block is not None and block.pins < 0:
                 continue  # still in flight
-            request = self._storing.pop(key)
+            owner = storing.pop(key, None)
+            if owner is None:
+                continue
+            if owner is not request:
+                request = owner
+                ready = stored.setdefault(request, [])
             request.open_work -= 1
-            ready = stored.setdefault(request, [])
             if block is not None:
                 ready.append(key)
         for request, ready in stored.items():

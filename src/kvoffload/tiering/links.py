@@ -101,13 +101,15 @@ class Link:
         self._num_ended += num_read
         self._last_end_s = max(self._last_end_s, now_s if ended_s is None else min(ended_s, now_s))
 
-    def measure(self) -> None:
-        """All reads that have ended were recorded."""
+    def measure(self) -> bool:
+        """All reads that have ended were recorded. Returns whether they show the tier's speed."""
         if self._last_end_s <= self._busy_since_s:
-            return
-        if self._num_ended:
-            self.estimator.add(self._num_ended * self._block_bytes, self._last_end_s - self._busy_since_s)
+            return False
+        num_ended = self._num_ended
+        if num_ended:
+            self.estimator.add(num_ended * self._block_bytes, self._last_end_s - self._busy_since_s)
         self._num_ended, self._busy_since_s = 0, self._last_end_s
+        return num_ended > 0
 
     def is_overdue(self, slot: int) -> bool:
         """Whether the block that is to come into ``slot`` is in an overdue read."""

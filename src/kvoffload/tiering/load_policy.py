@@ -145,6 +145,9 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     With ``ends``, which rise, a part of the hit is of use only if it has that many blocks; all of it always is. Blocks
     in host memory are never declined.
     """
+    if not survey or (len(survey) == 1 and survey[0].place == HERE):
+        stop = survey[0].num_blocks if survey else 0
+        return Plan(stop, 0.0, PATIENCE * (speeds.queue_s + stop * speeds.block_compute_s))
     paces, runs = [Pace(), Pace(math.inf)], list[Run]()
     sources: dict[Place, int] = {HERE: 0}
     rooms = {tier: link.room_blocks for tier, link in enumerate(speeds.links)}
@@ -304,28 +307,29 @@ class LoadByCost(LoadPlanner):
     def plan(self, survey: Sequence[Segment], key: OffloadKey, ends: Sequence[int] | None) -> Plan:
         if not self.weighs(key):
             return Plan(sum(segment.num_blocks for segment in survey))
-        return plan(survey, self.speeds(self._tokens[get_offload_group_idx(key)]), ends)
+        is_below = any(segment.place.tier is not None for segment in survey)
+        return plan(survey, self.speeds(self._tokens[get_offload_group_idx(key)], is_below), ends)
 
-    def speeds(self, tokens: int) -> Speeds:
+    def speeds(self, tokens: int, with_links: bool = True) -> Speeds:
         """What is known now, for blocks of ``tokens`` tokens."""
         tokens_per_s = self._prefill.tokens_per_s
         queue_s = 0.0 if tokens_per_s is None else self._prefill.queued_tokens / tokens_per_s
         # Each token is charged for the blocks of all weighed groups.
-        links = tuple(self._state_of(link, tokens * self._bytes_per_token) for link in self._links)
-        return Speeds(self._compute_s(tokens), queue_s, links)
+        links = [self._state_of(link, tokens * self._bytes_per_token) for link in self._links if with_links]
+        return Speeds(self._compute_s(tokens), queue_s, tuple(links))
 
     def _state_of(self, link: Link, bytes_per_block: float) -> LinkState:
-        if link.speed is None:
+        speed = link.speed
+        if speed is None:
             return LinkState(None, room_blocks=max(0, self._num_blocks(PROBE_BYTES) - link.num_due))
         queue_s = link.queue_s()
         reason: Declined = "slow" if self._slowness(link) * CAUTION >= 1 else "busy"
-        return LinkState(
-            Pace(queue_s + link.speed.latency_s, link.speed.byte_s * bytes_per_block), queue_s, reason=reason
-        )
+        return LinkState(Pace(queue_s + speed.latency_s, speed.byte_s * bytes_per_block), queue_s, reason=reason)
 
     def _slowness(self, link: Link) -> float:
         """How many times as long loading takes as computing, with nothing queued."""
-        return 0.0 if link.speed is None else link.speed.byte_s * self._bytes_per_token / self._compute_s(1)
+        speed = link.speed
+        return 0.0 if speed is None else speed.byte_s * self._bytes_per_token / self._compute_s(1)
 
     def _compute_s(self, tokens: int) -> float:
         speed = self._prefill.tokens_per_s
@@ -355,8 +359,7 @@ class LoadByCost(LoadPlanner):
 
     def end_poll(self) -> None:
         for tier, link in enumerate(self._links):
-            link.measure()
-            is_sure = link.estimator.num_samples >= _SURE_SAMPLES
+            is_sure = link.measure() and link.estimator.num_samples >= _SURE_SAMPLES
             if is_sure and tier not in self._reported_slow and self._slowness(link) >= TOO_SLOW:
                 self._report_slow(tier)
 

@@ -318,9 +318,10 @@ class TieringOffloadingManager(OffloadingManager):
     def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: what is ready answers those that wait, and what was
         stored is cascaded."""
-        blocks = self.primary_tier.slots.get_all(keys)
-        self._claims.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
-        self._claims.left([key for key, block in zip(keys, blocks) if block is None])
+        if self._claims:
+            blocks = self.primary_tier.slots.get_all(keys)
+            self._claims.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
+            self._claims.left([key for key, block in zip(keys, blocks) if block is None])
         for request in self._cascades.end_stores(keys):
             self._close_if_done(request)
 

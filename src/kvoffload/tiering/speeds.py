@@ -72,18 +72,18 @@ def fit_link(samples: Collection[tuple[float, float]]) -> LinkSpeed:
     ordered = sorted(samples)
     third = (len(ordered) + 2) // 3
     small, large = ordered[:third], ordered[-third:]
-    low, high = median(size for size, _ in small), median(size for size, _ in large)
+    low, high = median([size for size, _ in small]), median([size for size, _ in large])
     per_byte = [seconds / size for size, seconds in ordered]
     if high < _SIZES_DIFFER * low:
         return LinkSpeed(0.0, median(per_byte))
-    rise_s = median(seconds for _, seconds in large) - median(seconds for _, seconds in small)
+    rise_s = median([seconds for _, seconds in large]) - median([seconds for _, seconds in small])
     byte_s = max(rise_s / (high - low), min(per_byte))
-    return LinkSpeed(max(0.0, median(seconds - size * byte_s for size, seconds in ordered)), byte_s)
+    return LinkSpeed(max(0.0, median([seconds - size * byte_s for size, seconds in ordered])), byte_s)
 
 
 def weighted_median(values: Collection[tuple[float, float]]) -> float:
     """The median of (value, weight): half of the weight lies at smaller values, or at this one."""
-    half = sum(weight for _, weight in values) / 2
+    half = sum([weight for _, weight in values]) / 2
     passed = 0.0
     for value, weight in sorted(values):
         passed += weight
@@ -96,7 +96,9 @@ class LinkSpeedEstimator:
     """Latency and bandwidth of a link. Before the first sample ``speed`` is what is ``expected``, if anything is."""
 
     def __init__(self, clock: Callable[[], float], expected: LinkSpeed | None = None) -> None:
-        self.speed = expected
+        self._speed = expected
+        self._new: Collection[tuple[float, float]] = ()
+        """Samples that ``_speed`` does not count yet."""
         self.measured_s = float("-inf")
         """When the last sample was added."""
         self.num_samples = 0
@@ -105,9 +107,16 @@ class LinkSpeedEstimator:
 
     def add(self, num_bytes: float, seconds: float) -> None:
         """``num_bytes`` took ``seconds`` while nothing was queued before them."""
-        self.speed = fit_link(self._window.add((num_bytes, max(seconds, 1e-9))))
+        self._new = self._window.add((num_bytes, max(seconds, 1e-9)))
         self.measured_s = self._clock()
         self.num_samples += 1
+
+    @property
+    def speed(self) -> LinkSpeed | None:
+        """``None``: nothing was measured, and nothing expected."""
+        if self._new:
+            self._speed, self._new = fit_link(self._new), ()
+        return self._speed
 
 
 class PrefillSpeedEstimator:
@@ -120,11 +129,12 @@ class PrefillSpeedEstimator:
     Among large steps, larger ones count for more. What a small step takes is mostly overhead, so small ones can show
     that the engine is faster than the large ones say, and never that it is slower. Otherwise an engine whose prompts
     are mostly found would look slow, load whatever it finds, compute only what is left of prompts, and so look slow.
-    Before the first such step ``tokens_per_s`` is what is ``expected``, if anything is.
+    Before the first such step ``tokens_per_s`` is what is ``expected``, if anything is. Medians are computed when they
+    are asked for.
     """
 
     def __init__(self, clock: Callable[[], float], expected: float | None = None) -> None:
-        self.tokens_per_s = expected
+        self._expected = expected
         self.queued_tokens = 0
         """Prompt tokens of running requests that the last step left for later ones."""
         self._clock = clock
@@ -132,6 +142,8 @@ class PrefillSpeedEstimator:
         self._largest_tokens = 0
         self._speeds = [0.0, 0.0]
         """By the large steps, and by the small ones."""
+        self._new: list[Collection[tuple[float, float]]] = [(), ()]
+        """Samples of each that ``_speeds`` does not count yet."""
         self._steps: list[tuple[float, StepWork]] = []
         """The last steps, at most two, without a pause between them."""
 
@@ -155,9 +167,18 @@ class PrefillSpeedEstimator:
             self._largest_tokens = 0
         is_small = tokens < _LARGE * self._largest_tokens
         sample = tokens / max(seconds, 1e-9), tokens
-        self._speeds[is_small] = weighted_median((self._small if is_small else self._large).add(sample))
+        self._new[is_small] = (self._small if is_small else self._large).add(sample)
         if not is_small:
             self._largest_tokens = max(self._largest_tokens, tokens)
             if now_s - self._small.newest_s >= _WINDOW_S:
-                self._speeds[True] = 0.0  # what small steps showed long ago says nothing against large ones of today
-        self.tokens_per_s = max(self._speeds)
+                # What small steps showed long ago says nothing against large ones of today.
+                self._speeds[True], self._new[True] = 0.0, ()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """``None``: it was never measured, and nothing was expected."""
+        if any(self._new):
+            for at, samples in enumerate(self._new):
+                if samples:
+                    self._speeds[at], self._new[at] = weighted_median(samples), ()
+        return max(self._speeds) or self._expected

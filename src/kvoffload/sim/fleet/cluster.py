@@ -28,7 +28,7 @@ from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock
 from kvoffload.sim.driver import Machine, SimConfig, quantiles
 from kvoffload.sim.fleet.config import FleetConfig, SharedStore
 from kvoffload.sim.fleet.result import FleetResult, Outage, RequestFigures, ServerResult, total
-from kvoffload.sim.fleet.routers import Asked, Fleet, Router, ServerState, router_of
+from kvoffload.sim.fleet.routers import ROUTERS, Asked, Fleet, Router, ServerState, router_of
 from kvoffload.sim.server import Hit
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.tier import default_max_backlog
@@ -73,7 +73,7 @@ def _without_collections() -> Iterator[None]:
 
 
 _COLLECT_EVERY = 1 << 16
-"""Requests after which there is one all the same, for a router of one's own."""
+"""Requests after which there is one all the same with a router of one's own, which may make some."""
 
 
 _Kind = Literal["death", "return", "step"]
@@ -113,6 +113,7 @@ class _Replay:
         self._on_request, self._on_first_token, self._progress = on_request, on_first_token, progress
         stages = 2 if config.prefill_servers else 1
         self._routers = [router or router_of(config.router) for _ in range(stages)]
+        self._is_own_router = router is not None or config.router not in ROUTERS
         self._wants_events = any(getattr(each, "wants_events", False) for each in self._routers)
         self._store = _Store(config.shared) if config.shared else None
         self._pools = [_Store(config.pool) for _ in range(config.machines)] if config.pool else []
@@ -167,7 +168,7 @@ class _Replay:
         for request, time_s in enumerate(times):
             self._run_until(time_s)
             self._arrive(request, time_s, stage=0)
-            if request % _COLLECT_EVERY == _COLLECT_EVERY - 1:
+            if self._is_own_router and request % _COLLECT_EVERY == _COLLECT_EVERY - 1:
                 gc.collect()
         self._run_until(float("inf"))
         for member in self._members:
@@ -334,8 +335,7 @@ class _Replay:
     def _result(self) -> FleetResult:
         trace = self._trace
         servers = tuple(total([*member.past, self._server_result(member)]) for member in self._members)
-        stats = self._store.contents.index.get_stats() if self._store else {}
-        stored = int(stats.get(("primary_blocks_stored",), 0)) - int(stats.get(("primary_blocks_evicted",), 0))
+        index = self._store.contents.index if self._store else None
         return FleetResult(
             config=self._config,
             servers=servers,
@@ -346,7 +346,7 @@ class _Replay:
             prefill_s=sum(server.prefill_s for server in servers),
             ttft_s=quantiles(self._ttfts),
             handover_s=quantiles(np.array(self._handovers)),
-            stored_blocks=stored,
+            stored_blocks=index.num_stored - index.num_evicted if index else 0,
             outages=tuple(self._outages()),
         )
 

@@ -133,8 +133,9 @@ class LeastTokens:
     """The server with the fewest prompt tokens that wait or are computed."""
 
     def __call__(self, asked: Asked, fleet: Fleet) -> int:
-        servers = fleet.servers
-        return min(fleet.alive(), key=lambda number: servers[number].tokens)
+        alive = fleet.alive()
+        tokens = [fleet.servers[number].tokens for number in alive]
+        return alive[tokens.index(min(tokens))]
 
 
 class Session:

@@ -122,6 +122,9 @@ class DensityCachePolicy(CachePolicy):
                 self._model.hinted_anew(blocks, begin)
             return
         self._draw = (self._draw * 1103515245 + 12345) & 0x7FFFFFFF
+        if not path:
+            self._model.used((), (), begin)
+            return
         blocks, all_ready = self._refresh(path, RISEN[(self._draw >> 16) % NUM_DRAWS][next_use])
         self._model.used(path, blocks, begin, all_ready)
 
