@@ -503,6 +503,9 @@ def test_what_happens_to_a_fleet(trace: Path, tmp_path: Path, capsys: pytest.Cap
     ("options", "said"),
     [
         (["--servers", "many"], "a list of numbers such as 4,8"),
+        (["--servers", "1:8"], "a list of numbers such as 4,8"),
+        (["synthetic:chat", "--servers", "2", "--json", "x.json"], "one trace at a time"),
+        (["synthetic:chat", "--servers", "2", "--plot", "x.html"], "one trace at a time"),
         (["--servers", "2", "--router", "round"], "Did you mean 'round-robin'"),
         (["--servers", "2", "--shared", "50%,speed=3"], "'speed=3' is not one of link=, store=, latency=, ttl=, away="),
         (["--servers", "2", "--shared", "1KiB"], "less than one block"),

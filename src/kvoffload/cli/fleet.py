@@ -56,10 +56,13 @@ __all__ = [
     "hour_prices",
     "plan_fleets",
     "server_numbers",
+    "server_range",
     "simulate_fleets",
 ]
 
-Servers = Annotated[str | None, typer.Option(help="Servers of a fleet: a list of numbers, or FROM:TO to plan.")]
+Servers = Annotated[
+    str | None, typer.Option(help="Servers of a fleet: a list of numbers. To plan: a number, or FROM:TO.")
+]
 Routers = Annotated[
     str, typer.Option("--router", help=f"Routers to compare: {', '.join(ROUTERS)}, or module:function.")
 ]
@@ -166,12 +169,21 @@ def hour_prices(text: str) -> FleetPrices:
 
 
 def server_numbers(text: str) -> list[int]:
-    """Of a list, or the ends of a range."""
-    found = re.fullmatch(r"\s*(\d+(?:\s*,\s*\d+)*|\d+:\d+)\s*", text)
-    numbers = [int(part) for part in re.split("[,:]", text)] if found else []
-    if not numbers or min(numbers) < 1 or (":" in text and numbers[0] > numbers[1]):
-        raise ConfigError(f"--servers is a list of numbers such as 4,8, or a range such as 1:64, not {text!r}.")
+    """The fleets to simulate."""
+    found = re.fullmatch(r"\s*\d+(?:\s*,\s*\d+)*\s*", text)
+    numbers = [int(part) for part in text.split(",")] if found else []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"--servers is a list of numbers such as 4,8, not {text!r}.")
     return numbers
+
+
+def server_range(text: str) -> tuple[int, int]:
+    """The smallest and the largest fleet that a plan may name."""
+    found = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigError(f"--servers is a number, or a range such as 1:64, not {text!r}.")
+    return least, most
 
 
 def fleet_configs(
@@ -284,7 +296,7 @@ def plan_fleets(
     configs: Sequence[FleetConfig],
     goal: Goal,
     prices: FleetPrices,
-    ends: Sequence[int],
+    ends: tuple[int, int],
     processes: int | None,
     is_wide: bool,
     json_file: Path | None,
@@ -293,9 +305,7 @@ def plan_fleets(
     """Prints the cheapest fleet that meets the goal. Whether there is one."""
     trace = trace.whole_blocks()
     with _without_advice(), progress({trace.name: None}, "fleets") as advance:
-        made = make_fleet_plan(
-            trace, configs, goal, prices, ends[0], ends[-1], processes, lambda _: advance(trace.name)
-        )
+        made = make_fleet_plan(trace, configs, goal, prices, *ends, processes, lambda _: advance(trace.name))
     _print(trace, made.results, prices, is_wide)
     reached = made.chosen or made.best
     figures = f"{100 * reached.hit_rate:.1f} % hits, {goal.quantile} {reached.ttft_s[goal.quantile]:.3g} s"

@@ -105,7 +105,7 @@ def plan(
         raise ConfigError("--layers, --kv-heads and --head-dim belong together.")
     else:
         sizes = machine.model_sizes(model, kv_bytes, dtype)
-    ends = None if servers is None else fleet.server_numbers(servers)
+    ends = None if servers is None else fleet.server_range(servers)
     prices_an_hour = fleet.hour_prices(hour_prices)
     loaded = crowd(machine.load_one(trace, block_tokens, max_requests), copies).stretched(
         positive(stretch, "--stretch")

@@ -103,6 +103,8 @@ def simulate(
     policies = _policies(policy or (_POLICIES if servers is None else DEFAULTS.eviction_policy))
     cpu = cpu or (_CPU_SIZES if servers is None else "5%")
     numbers = None if servers is None else fleet.server_numbers(servers)
+    if numbers is not None and len(traces) > 1 and (json_file is not None or plot is not None):
+        raise ConfigError("--json and --plot with --servers are of one trace at a time; give one.")
     prices = fleet.hour_prices(hour_prices)
     modes = _modes(cascade)
     chosen_load_policy = machine.load_policy_of(load_policy)

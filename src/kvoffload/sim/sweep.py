@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from kvoffload.sim.driver import SimConfig, SimResult, simulate
 from kvoffload.sim.optimum import optimum
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Report", "knee", "run_all", "sweep"]
+__all__ = ["Report", "knee", "num_processes", "run_all", "runner", "sweep"]
 
 _Result = TypeVar("_Result")
 
@@ -83,19 +84,35 @@ def run_all(
 ) -> Iterator[tuple[int, _Result]]:
     """(index, ``run(trace, config, keys=...)``) of every configuration, as they end. ``run`` is a function of a
     module."""
-    processes = min(processes or os.cpu_count() or 1, len(configs))
-    if processes <= 1:
+    with runner(run, trace, num_processes(processes, len(configs))) as run_each:
+        yield from run_each(configs)
+
+
+def num_processes(processes: int | None, num_configs: int) -> int:
+    """As many as there are cores by default, and no more than there are configurations."""
+    return max(min(processes or os.cpu_count() or 1, num_configs), 1)
+
+
+@contextmanager
+def runner(
+    run: Callable[..., _Result], trace: Trace, processes: int
+) -> Iterator[Callable[[Sequence[object]], Iterator[tuple[int, _Result]]]]:
+    """What ``run_all`` does with configurations, again and again in the same processes."""
+    if processes == 1:
         keys = trace.keys()
-        for at, config in enumerate(configs):
-            yield at, run(trace, config, keys=keys)
+        yield lambda configs: ((at, run(trace, config, keys=keys)) for at, config in enumerate(configs))
         return
     # Spawned, since a fork would copy the lock that a progress bar's thread may hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(trace,)) as pool:
-        futures = {pool.submit(_replay, run, config): at for at, config in enumerate(configs)}
-        try:
+
+        def run_each(configs: Sequence[object]) -> Iterator[tuple[int, _Result]]:
+            futures = {pool.submit(_replay, run, config): at for at, config in enumerate(configs)}
             for future in as_completed(futures):
                 yield futures[future], future.result()
+
+        try:
+            yield run_each
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kvoffload.cli.fleet import fleet_configs, server_numbers
+from kvoffload.cli.fleet import fleet_configs, server_numbers, server_range
 from kvoffload.errors import ConfigError
+from kvoffload.sim import sweep
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.fleet.cluster import simulate_fleet
 from kvoffload.sim.fleet.config import FleetConfig, SharedStore
@@ -64,6 +67,28 @@ def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:
             assert not (is_dearer and one.ttft_s["p90"] > other.ttft_s["p90"])
     headings, rows = table(results, prices)
     assert {len(row) for row in rows} == {len(headings)}
+
+
+def test_all_waves_of_a_plan_run_in_the_same_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[ProcessPoolExecutor] = []
+
+    def make(*arguments: Any, **named: Any) -> ProcessPoolExecutor:
+        pools.append(ProcessPoolExecutor(*arguments, **named))
+        return pools[-1]
+
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", make)
+    trace = synthesize("chat", 20, 2).whole_blocks()
+    goal = Goal(ttft_s=1e-9)
+    in_pool = make_fleet_plan(trace, [FleetConfig(SERVER)], goal, FleetPrices(), 1, 8, 2)
+    assert len(pools) == 1
+    assert in_pool == make_fleet_plan(trace, [FleetConfig(SERVER)], goal, FleetPrices(), 1, 8, 1)
+
+
+def test_the_servers_of_a_plan_are_a_number_or_a_range() -> None:
+    assert (server_range("4"), server_range(" 1:64 ")) == ((4, 4), (1, 64))
+    for text in ("4,6,8", "8:4", "0:4", "4:", "many"):
+        with pytest.raises(ConfigError, match="a number, or a range such as 1:64"):
+            server_range(text)
 
 
 def test_combinations_are_not_repeated() -> None:

@@ -11,7 +11,7 @@ from kvoffload.sim.fleet.config import FleetConfig
 from kvoffload.sim.fleet.report import FleetPrices
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.plan import Goal
-from kvoffload.sim.sweep import run_all
+from kvoffload.sim.sweep import num_processes, runner
 from kvoffload.sim.trace import Trace
 
 __all__ = ["FleetPlan", "make_fleet_plan"]
@@ -67,25 +67,27 @@ def make_fleet_plan(
     )
     results: list[FleetResult] = []
     chosen: FleetResult | None = None
-    wave = max(processes or 2, 1)
-    while cells and chosen is None:
-        batch, cells = cells[:wave], cells[wave:]
-        for _, result in sorted(run_all(simulate_fleet, trace, batch, processes), key=lambda each: each[0]):
-            results.append(result)
-            if progress is not None:
-                progress(1)
-        chosen = next(filter(goal.is_met, results), None)  # the cheapest, as they run by rising price
-    if chosen is not None:
-        low = max((number for number in numbers if number < chosen.config.servers), default=least - 1)
-        while chosen.config.servers - low > 1:
-            middle = (low + chosen.config.servers) // 2
-            tried = simulate_fleet(trace, replace(chosen.config, servers=middle))
-            results.append(tried)
-            if progress is not None:
-                progress(1)
-            if goal.is_met(tried):
-                chosen = tried
-            else:
-                low = middle
+    wave = num_processes(processes, len(cells))
+    with runner(simulate_fleet, trace, wave) as run_each:
+
+        def replay(batch: Sequence[FleetConfig]) -> None:
+            for _, result in sorted(run_each(batch), key=lambda each: each[0]):
+                results.append(result)
+                if progress is not None:
+                    progress(1)
+
+        while cells and chosen is None:
+            replay(cells[:wave])
+            cells = cells[wave:]
+            chosen = next(filter(goal.is_met, results), None)  # the cheapest, as they run by rising price
+        if chosen is not None:
+            low = max((number for number in numbers if number < chosen.config.servers), default=least - 1)
+            while chosen.config.servers - low > 1:
+                middle = (low + chosen.config.servers) // 2
+                replay([replace(chosen.config, servers=middle)])
+                if goal.is_met(results[-1]):
+                    chosen = results[-1]
+                else:
+                    low = middle
     best = max(results, key=goal.reached)
     return FleetPlan(chosen, tuple(results), best, any(fleet.shared is not None for fleet in fleets))
