@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -111,11 +113,12 @@ def test_a_write_without_room_fails_at_once() -> None:
 class Sharers:
     """Machines, each with a link of its own speed, that share a store."""
 
-    def __init__(self, *bytes_per_s: float, **more: float) -> None:
+    def __init__(self, *bytes_per_s: float, away: Sequence[tuple[float, float]] = (), **more: float) -> None:
         self.clock = VirtualClock()
         contents = Contents(4, is_shared=True, **more)
         self.ways = [
-            SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock, 100) for each in bytes_per_s
+            SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock, 100, away=away)
+            for each in bytes_per_s
         ]
 
     def write(self, machine: int, *numbers: int) -> None:
@@ -129,15 +132,15 @@ class Sharers:
 
 
 def test_a_block_that_several_machines_write_is_there_when_the_first_has_written_it() -> None:
-    sharers = Sharers(10.0, 100.0, 1.0)
+    sharers = Sharers(10.0, 100.0, 1.0, 1.0)
     sharers.write(0, 1)  # ends at 10 s
     sharers.write(1, 1)  # at 1 s
     assert sharers.seen_by(2, 1, 0.5) is False
-    assert sharers.seen_by(2, 1, 2.0) is True
+    assert sharers.seen_by(3, 1, 2.0) is True
     sharers.clock.advance_to(10.0)
     for way in sharers.ways:
         way.get_finished_jobs()
-    assert [way.written_blocks for way in sharers.ways] == [1, 1, 0], "it crossed both links"
+    assert [way.written_blocks for way in sharers.ways] == [1, 1, 0, 0], "it crossed both links"
 
 
 def test_a_store_is_not_asked_again_at_once_for_what_it_lacked() -> None:
@@ -146,11 +149,28 @@ def test_a_store_is_not_asked_again_at_once_for_what_it_lacked() -> None:
     assert sharers.seen_by(1, 1, 0.5) is False
     assert sharers.seen_by(1, 1, 1.2) is False
     assert sharers.seen_by(0, 1, 1.2) is True
-    assert sharers.seen_by(1, 1, 1.5) is True
+    assert sharers.seen_by(1, 1, 1.5) is False, "the store is asked, and the answer comes after this lookup"
+    assert sharers.seen_by(1, 1, 1.6) is True
     assert sharers.seen_by(1, 2, 2.0) is False
     sharers.write(1, 2)  # its own writes it knows of
     assert sharers.seen_by(1, 2, 3.0 - 1e-9) is False
     assert sharers.seen_by(1, 2, 3.0) is True
+
+
+def test_an_outage_says_nothing_of_what_a_store_has() -> None:
+    sharers = Sharers(100.0, away=((2.0, 3.0),))
+    sharers.write(0, 1)
+    assert [sharers.seen_by(0, 1, at_s) for at_s in (1.5, 2.5, 3.0)] == [True, False, True]
+
+
+def test_a_transfer_that_an_outage_cuts_leaves_its_links() -> None:
+    sharers = Sharers(1.0, away=((50.0, 60.0),))
+    sharers.write(0, 1)  # would end at 100 s
+    sharers.write(0, 2)  # would end at 200 s
+    assert sharers.seen_by(0, 1, 60.0) is False
+    sharers.write(0, 3)
+    assert sharers.seen_by(0, 3, 159.0) is False
+    assert sharers.seen_by(0, 3, 160.0) is True
 
 
 def test_what_was_evicted_has_no_age() -> None:

@@ -14,7 +14,7 @@ from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext
 from kvoffload.cpu.manager import SlotTable
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from kvoffload.tiering.presence import ABSENT_TTL_S
+from kvoffload.tiering.presence import ABSENT_TTL_S, MAX_ABSENT
 
 __all__ = ["Contents", "Link", "SimDisk", "VirtualClock", "VirtualMemory"]
 
@@ -147,7 +147,8 @@ class SimDisk(SecondaryTierManager):
     a job's order, so a job's last block is the most recent. As in ``StoreTier``, at most ``max_backlog_blocks`` wait to
     be written or are being written, and the rest of a job is dropped.
 
-    A block that a shared store lacks is absent for a second, or until this machine has written it.
+    A block that a shared store lacks is absent for a second, or until this machine has written it. The first lookup
+    after that asks the store, and later ones have its answer.
 
     A transfer crosses all of ``read_links`` or ``write_links`` at the speed of the slowest. Its job ends when the
     virtual clock has passed its end. In the times of ``away``, (begin_s, end_s), nothing can be read or written: jobs
@@ -175,7 +176,7 @@ class SimDisk(SecondaryTierManager):
         self._writes: deque[_Write] = deque()
         self._refused: list[JobResult] = []
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
-        """Blocks that a shared store lacked, and until when that is taken for granted."""
+        """Blocks that a shared store lacked, and from when on it is asked again."""
         self._max_backlog, self._backlog = max_backlog_blocks, 0
         self._away, self._deadline_s = away, deadline_s
         self.read_blocks = self.written_blocks = 0
@@ -192,15 +193,23 @@ class SimDisk(SecondaryTierManager):
         return not self._away or not any(begin <= now_s < end for begin, end in self._away)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if not self.is_readable():
+            return False
         now_s, absent = self._clock.now_s, self._absent
-        is_here = self.contents.find(key, now_s) and self.is_readable()
+        is_here = self.contents.find(key, now_s)
         if not self.contents.is_shared:
             return is_here
-        while absent and next(iter(absent.values())) <= now_s:
-            absent.popitem(last=False)
-        if not is_here:
-            absent.setdefault(key, now_s + ABSENT_TTL_S)
-        return is_here and key not in absent
+        asked_again_s = absent.get(key)
+        if asked_again_s is None and is_here:
+            return True
+        if asked_again_s is None or now_s >= asked_again_s:
+            # The answer is False meanwhile, as in ``PresenceIndex``.
+            absent.pop(key, None)
+            if not is_here:
+                absent[key] = now_s + ABSENT_TTL_S
+            if len(absent) > MAX_ABSENT:
+                absent.popitem(last=False)
+        return False
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         self._index.touch(keys)
@@ -211,8 +220,13 @@ class SimDisk(SecondaryTierManager):
         end_s = max([link.queue(now_s, num_blocks * self._block_size_bytes) for link in links])
         if not self._away:
             return end_s, True
-        broken_s = min((begin for begin, end in self._away if begin < end_s and now_s < end), default=None)
-        return (end_s, True) if broken_s is None else (max(broken_s, now_s) + self._deadline_s, False)
+        begin_s = min((begin for begin, end in self._away if begin < end_s and now_s < end), default=None)
+        if begin_s is None:
+            return end_s, True
+        cut_s = max(begin_s, now_s)
+        for link in links:
+            link.free_at_s = min(link.free_at_s, cut_s)
+        return cut_s + self._deadline_s, False
 
     def submit_store(self, job: JobMetadata) -> None:
         keys = job.keys[: self._max_backlog - self._backlog][::-1] if self.is_readable() else []

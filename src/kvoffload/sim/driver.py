@@ -290,8 +290,10 @@ class Machine:
         """Serves one request, whose arrival the clock has reached. Gives the times to go on at, not before now.
         ``output`` as in ``Server.steps``."""
         begin_s = self.clock.now_s
-        hit = yield from self._server.steps(request, output)
-        self.busy_s += self.clock.now_s - begin_s
+        try:
+            hit = yield from self._server.steps(request, output)
+        finally:
+            self.busy_s += self.clock.now_s - begin_s
         for tier, num_blocks in ((DEVICE, hit.device), (HOST, hit.host), *hit.below.items()):
             self.hit_blocks[tier] += num_blocks
         return hit
@@ -302,8 +304,13 @@ class Machine:
         return min(ends) if ends else self.clock.now_s + self.config.max_wait_s
 
     def shutdown(self) -> None:
-        """Ends the machine, and loses what is in flight."""
+        """Ends the machine as an engine that stops does, and loses what is in flight."""
         self.manager.shutdown()
+
+    def die(self) -> None:
+        """Loses what is in memory and in flight. Nothing more is written."""
+        for tier in self.tiers:
+            tier.shutdown()
 
     @property
     def accesses(self) -> int:

@@ -69,7 +69,7 @@ def _gaps_s(trace: Trace) -> npt.NDArray[np.float64]:
     """Seconds from each request until its client is back; infinite if it never is."""
     requests = len(trace)
     following = np.full(requests, requests)
-    whole = np.minimum(np.diff(trace.offsets), trace.input_tokens // trace.block_tokens)
+    whole = trace.num_whole
     some = np.flatnonzero(whole)
     following[some] = next_uses(trace)[trace.offsets[some] + whole[some] - 1]
     latest: dict[int, int] = {}

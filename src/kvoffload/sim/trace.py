@@ -78,6 +78,11 @@ class Trace:
         """The blocks of one request, head to tail."""
         return self.ids[self.offsets[request] : self.offsets[request + 1]]
 
+    @property
+    def num_whole(self) -> npt.NDArray[np.int64]:
+        """Whole blocks of each request's prompt, shape (requests,)."""
+        return np.minimum(np.diff(self.offsets), self.input_tokens // self.block_tokens)
+
     def next_use(self, request: int) -> NextUse:
         """What the client of one request said of its next use."""
         return NextUse.UNKNOWN if self.next_uses is None else NextUse(int(self.next_uses[request]))
@@ -103,7 +108,7 @@ class Trace:
     def whole_blocks(self) -> Trace:
         """The same requests without their partial last blocks, which engines never offload."""
         counts = np.diff(self.offsets)
-        kept = np.minimum(counts, self.input_tokens // self.block_tokens)
+        kept = self.num_whole
         position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
         return replace(
             self,

@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from kvoffload.base import OffloadingEvent, OffloadKey
 from kvoffload.events import NO_EVENTS, PendingEvents
 
-__all__ = ["ABSENT_TTL_S", "PresenceIndex"]
+__all__ = ["ABSENT_TTL_S", "MAX_ABSENT", "PresenceIndex"]
 
 ABSENT_TTL_S = 1.0
 """Seconds for which a store that others write to is not asked again for a block that it lacked."""
+MAX_ABSENT = 65_536
+"""Blocks that a tier remembers as absent."""
 
 _SHARD_BLOCKS = 4_096
 _FORGOTTEN_AT_ONCE = 64
@@ -47,7 +49,7 @@ class PresenceIndex:
         max_blocks: int,
         *,
         resident: Collection[OffloadKey] | None = None,
-        max_absent: int = 65_536,
+        max_absent: int = MAX_ABSENT,
         absent_ttl_s: float = ABSENT_TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

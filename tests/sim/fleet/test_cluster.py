@@ -174,6 +174,23 @@ def test_a_server_that_dies_loses_its_memory_keeps_its_disk_and_its_requests_go_
     assert result.ttft_s["max"] > 50.0, "the request that was in flight waited for the return"
 
 
+def test_a_server_was_busy_with_the_request_that_it_died_of(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1, 2, 3]])
+    seconds = int(trace.input_tokens[0]) / SERVER.prefill_tokens_per_s
+    server = replace(SERVER, gpu_blocks=0)
+    _, result = found(trace, FleetConfig(server, 1, deaths=(Death(0, seconds / 2, seconds),)))
+    (member,) = result.servers
+    assert member.busy_s == pytest.approx(1.5 * seconds)
+    assert result.utilisation == pytest.approx(0.75)
+
+
+def test_a_server_that_dies_writes_nothing_more(trace_of: Callable[..., Trace]) -> None:
+    trace = paths(trace_of, [[0, 1, 2], [0, 1, 2]])
+    server = replace(SERVER, gpu_blocks=0, disk_blocks=50, cascade="on_evict", load_policy="always")
+    hits, _ = found(trace, FleetConfig(server, 1, deaths=(Death(0, 50.0, 60.0),)))
+    assert hits[1] == {"host": 0}, "what was in memory alone is lost"
+
+
 def test_prefill_apart_hands_its_blocks_over(trace_of: Callable[..., Trace]) -> None:
     trace = paths(trace_of, [[0, 1, 2, 3]] * 3)
     server = replace(SERVER, gpu_blocks=0, load_policy="always", chunk_tokens=trace.block_tokens)

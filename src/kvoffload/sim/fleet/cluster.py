@@ -110,6 +110,7 @@ class _Replay:
         progress: Callable[[int], object] | None,
     ) -> None:
         self._trace, self._config, self._keys = trace, config, keys
+        self._num_whole = trace.num_whole
         self._on_request, self._on_first_token, self._progress = on_request, on_first_token, progress
         stages = 2 if config.prefill_servers else 1
         self._routers = [router or router_of(config.router) for _ in range(stages)]
@@ -216,7 +217,7 @@ class _Replay:
     def _asked(self, request: int, time_s: float) -> Asked:
         trace = self._trace
         tokens = int(trace.input_tokens[request])
-        numbers = trace.blocks(request)[: tokens // trace.block_tokens].tolist()
+        numbers = trace.blocks(request)[: self._num_whole[request]].tolist()
         return Asked(time_s, tokens, int(trace.sessions[request]), [self._keys[number] for number in numbers])
 
     def _arrive(self, request: int, time_s: float, stage: int) -> None:
@@ -253,8 +254,7 @@ class _Replay:
         else:
             self._handovers.append(time_s - float(self._first_token_s[request]))
         if number in self._mortal:
-            blocks = max(int(self._trace.input_tokens[request]) // self._trace.block_tokens, 1)
-            member.shares.append((time_s, hit.blocks / blocks))
+            member.shares.append((time_s, hit.blocks / max(int(self._num_whole[request]), 1)))
         if self._wants_events:
             self._publish(number, time_s)
         if self._on_request is not None:
@@ -265,10 +265,9 @@ class _Replay:
             self._progress(len(self._trace.blocks(request)))
 
     def _leave(self, member: _Member, request: int) -> None:
-        tokens = int(self._trace.input_tokens[request])
         member.state.requests -= 1
-        member.state.tokens -= tokens
-        member.state.blocks -= min(len(self._trace.blocks(request)), tokens // self._trace.block_tokens)
+        member.state.tokens -= int(self._trace.input_tokens[request])
+        member.state.blocks -= int(self._num_whole[request])
 
     # --------------------------------------------------------------------------------------------- events
 
@@ -294,9 +293,10 @@ class _Replay:
         member.state.is_alive = False
         member.life += 1
         left = [*([member.running[0]] if member.running else []), *member.queue]
+        member.machine.clock.advance_to(time_s)
         if member.running:
             member.running[1].close()
-        member.machine.shutdown()
+        member.machine.die()
         member.past.append(self._server_result(member))
         member.running, member.requests = None, 0
         member.queue.clear()
@@ -352,8 +352,7 @@ class _Replay:
 
     def _outages(self) -> Iterator[Outage]:
         trace, config = self._trace, self._config
-        blocks = np.minimum(np.diff(trace.offsets), trace.input_tokens // trace.block_tokens)
-        figures = RequestFigures(trace.times_s, self._ttfts, blocks, self._found)
+        figures = RequestFigures(trace.times_s, self._ttfts, self._num_whole, self._found)
         for number, at_s, back_s in config.deaths:
             yield figures.outage(f"server {number}", at_s, back_s, self._members[number].shares)
         for label, store in ((SHARED, config.shared), (POOL, config.pool)):
