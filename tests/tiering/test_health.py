@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 from tests.tiering.store_rig import BLOCK_BYTES, CONTEXT, Region, Rig
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import OffloadKey, OffloadPolicy
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import StoreError
-from kvoffload.testing import ManualClock
+from kvoffload.testing import FakeTier, ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.health import StoreHealth
@@ -350,6 +350,36 @@ class TestCallsThatHang:
                 assert rig.store_blocks(keys_of(21)).success
         assert rig.tier._runner.num_overdue() == 2
         assert rig.is_in_use
+
+    def test_a_block_that_is_parked_until_a_hung_read_ends_is_no_pending_work(self, rig: Rig) -> None:
+        """An idle engine went on stepping for as long as the read hung."""
+        (key,) = keys_of(1)
+        rig.below([key])
+        rig.store.stuck = {key}
+        primary = CPUPrimaryTierOffloadingManager(64, Region(rig.view))
+        whole = FakeTier(rig.view, policy=OffloadPolicy.REQUEST_LEVEL, at_once=True)
+        manager = TieringOffloadingManager(primary, [rig.tier, whole], clock=rig.clock)
+        manager.on_new_request(CONTEXT)
+        rig.tier._index.add([key])
+        assert manager.lookup(key, CONTEXT) is None
+        manager.on_schedule_end()
+        assert rig.store.arrived.acquire(timeout=30)
+        manager.prepare_store([key], CONTEXT)
+        manager.on_request_finished(CONTEXT)
+        assert manager.get_stats()["cascades_parked",] == 1
+        rig.clock.advance(11)
+        manager.on_schedule_end()
+        assert not manager.has_pending_work()
+        rig.store.free.set()
+        end = time.monotonic() + 120
+        while not manager.has_pending_work():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        while manager.has_pending_work():
+            manager.on_schedule_end()
+        assert list(whole.blocks) == [key]
+        assert [call.name for call in whole.log] == ["on_new_request", "submit_store", "on_request_finished"]
+        manager.check_invariants()
 
     def test_a_manager_with_hung_jobs_alone_has_no_pending_work(self, rig: Rig) -> None:
         (key,) = keys_of(1)

@@ -43,6 +43,11 @@ class Cascades:
         return sum(map(len, self.parked.values()))
 
     @property
+    def can_retry(self) -> bool:
+        """Whether a parked block is ready or gone. What writes the others is pending elsewhere, or hangs."""
+        return any(not self._is_being_written(key) for key in self.parked)
+
+    @property
     def outcomes(self) -> dict[str, int]:
         """Blocks whose cascade ended, by outcome."""
         return {"ok": self._blocks_written, "failed": self._blocks_failed}
@@ -129,10 +134,7 @@ class Cascades:
             return []
         again: dict[Request, list[OffloadKey]] = {}
         for key in list(self.parked) if keys is None else keys:
-            if key not in self.parked:
-                continue
-            block = self._primary.slots.get(key)
-            if block is not None and not block.is_ready:
+            if key not in self.parked or self._is_being_written(key):
                 continue
             for request in self.parked.pop(key):
                 request.open_work -= 1
@@ -140,6 +142,10 @@ class Cascades:
         for request, ready in again.items():
             self.submit_or_park(request, ready)
         return list(again)
+
+    def _is_being_written(self, key: OffloadKey) -> bool:
+        block = self._primary.slots.get(key)
+        return block is not None and not block.is_ready
 
     def reset(self) -> list[Request]:
         """Forgets every block that is being stored or is parked; returns the requests that had any."""

@@ -196,7 +196,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         return (
-            bool(self._promotions.queue or self._cascades.parked)
+            bool(self._promotions.queue)
+            or self._cascades.can_retry
             or self._write_back.has_queued
             or any(tier.has_pending_work() for tier in self._tiers)
         )
