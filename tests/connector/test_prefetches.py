@@ -163,17 +163,21 @@ def test_a_prefetch_reads_nothing_while_others_wait_for_reads(make: MakeServed) 
 
 def test_a_prefetch_that_gives_way_for_too_long_is_dropped(make: MakeServed) -> None:
     served = make(max_wait_s=0.5)
-    served.serve(1, num_blocks=4)
+    for first_token in (1, 3):
+        served.serve(first_token, num_blocks=4)
     served.below(2, num_blocks=4)
     served.gate.close_gate("read_into")
-    asked = served.add(1, num_blocks=4)
+    asked = [served.add(1, num_blocks=4)]
     served.until(lambda: served.stat("promotions_in_flight") == 4)
     served.engine.prefetch(served.prompt(2, num_blocks=4))
+    served.engine.step()
+    time.sleep(0.2)  # so that the next request has patience for longer than the prefetch
+    asked.append(served.add(3, num_blocks=4))
     served.until(lambda: served.prefetches() == (0, 1, 0))
-    served.until(lambda: asked.is_done)
+    served.until(lambda: all(request.is_done for request in asked))
     served.gate.open_gate()
     served.engine.drain()
-    assert served.stat("tier_blocks_loaded", "gated") == 4
+    assert served.stat("tier_blocks_loaded", "gated") == 8
 
 
 def test_a_prefetch_takes_no_more_room_than_a_request_that_waits(make: MakeServed) -> None:

@@ -70,6 +70,41 @@ def test_a_prefetch_begins_no_read_while_tiers_read_for_others() -> None:
     rig.step()
 
 
+@pytest.mark.parametrize("how", ["end", "patience", "reset"])
+def test_a_prefetch_gives_way_to_no_read_that_no_request_waits_for(how: str) -> None:
+    """One read that hung stopped every prefetch until it returned."""
+    rig = Rig(num_blocks=16, max_wait_s=5.0)
+    rig.below(keys(0, 1))
+    waiting, other, ahead = rig.start("waiting"), rig.start("other"), ReqContext("ahead", is_prefetch=True)
+    assert rig.ask(keys(0), waiting) == [None]
+    rig.step()
+    assert rig.ask(keys(0), other) == [None]
+    match how:
+        case "end":
+            rig.manager.on_request_finished(waiting)
+        case "patience":
+            rig.clock.advance(5.0)
+            rig.step()
+        case "reset":
+            rig.tier.hangs = True
+            rig.manager.reset_cache()
+    assert rig.ask(keys(1), ahead) == [None]
+    rig.step()
+    if how == "end":
+        assert len(rig.tier.calls("submit_load")) == 1, "another request waits for it"
+        rig.manager.on_request_finished(other)
+        assert rig.ask(keys(1), ahead) == [None]
+        rig.step()
+    assert [list(call.keys) for call in rig.tier.calls("submit_load")] == [keys(0), keys(1)]
+    late = ReqContext("late", is_prefetch=True)
+    rig.below(keys(2))
+    assert rig.ask(keys(2), late) == [None]
+    rig.step()
+    assert [list(call.keys) for call in rig.tier.calls("submit_load")][2:] == [keys(2)]
+    rig.finish()
+    assert rig.ask(keys(1), ahead) == [True]
+
+
 def test_nobody_promotes_a_block_twice() -> None:
     rig = Rig()
     rig.below(keys(0))

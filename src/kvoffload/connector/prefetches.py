@@ -24,8 +24,8 @@ MOST_OPEN = 16
 class Prefetches:
     """Requests that the connector makes itself, asks for in each step until they have an answer, and never admits.
 
-    So a prefetch has the patience and the limits of a request that waits, and begins nothing while tiers read for
-    others (``ReqContext.is_prefetch``). What it promotes stays in host memory as long as the policy keeps it.
+    So a prefetch has the patience and the limits of a request that waits, and begins nothing while other requests wait
+    for reads (``ReqContext.is_prefetch``). What it promotes stays in host memory as long as the policy keeps it.
     """
 
     def __init__(self, manager: OffloadingManager, geometry: Sequence[GroupGeometry], hits: Hits) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
@@ -94,10 +93,8 @@ class Promotions:
         return Place(tier, is_arriving=True, is_overdue=self._planner.link(tier).is_overdue(batch.slots[key]))
 
     def are_waited_for(self) -> bool:
-        """Whether tiers read blocks for requests that wait, and not only for prefetches and probes."""
-        queued = (batch.context for batch in self.queue.values())
-        read = (job.metadata.req_context for job in self._jobs.in_flight.values() if job.metadata.is_promotion)
-        return any(not context.is_prefetch and context is not self.probe_context for context in chain(queued, read))
+        """Whether a request that is not a prefetch waits for a block that is being promoted."""
+        return any(key in self._batches for key in self._waits.open_keys())
 
     # ---------------------------------------------------------------------------------------------------- begin
 

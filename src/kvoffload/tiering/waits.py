@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 
 from kvoffload.base import OffloadKey
@@ -49,6 +49,13 @@ class Waits:
         """Blocks that the request was answered ``True`` in this step, while it did not wait. Each once, in order."""
         surveyed = self._surveyed.get(request, {}).values()
         return dict.fromkeys(key for prefix in surveyed for key, answer in zip(prefix.keys, prefix.answers) if answer)
+
+    def open_keys(self) -> Iterator[OffloadKey]:
+        """Blocks that requests other than prefetches wait for."""
+        for request, wait in self._waiting.items():
+            if wait.num_open and not request.context.is_prefetch:
+                for prefix in wait.prefixes.values():
+                    yield from (key for key, answer in zip(prefix.keys, prefix.answers) if answer is None)
 
     def begin(self, prefix: Prefix) -> Wait:
         """The request of ``prefix`` waits from now on, if it does not yet, and its hits of this step become claims."""
