@@ -520,6 +520,25 @@ def test_a_block_that_a_tier_must_find_out_about_is_weighed_as_that_tiers(findin
     assert machine.ask(blocks, machine.start("r"))[0] is (None if is_loaded else False)
 
 
+def test_blocks_that_a_tier_must_find_out_about_are_not_counted_as_declined() -> None:
+    """Blocks that no tier had were: a store that must be asked has no answer when a prompt is new."""
+    machine = Machine(block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,), 1e6, (1.0,)))
+    for number in range(3):
+        blocks, context = prefix(8, of=f"a{number}-"), machine.start(f"r{number}")
+        machine.tier.answers |= dict.fromkeys(blocks)
+        assert machine.ask(blocks, context) == [False]
+        assert machine.manager.explain(blocks, context) == [Loss(Miss.NEW)] * 8
+        machine.step()
+        machine.tier.answers |= dict.fromkeys(blocks, False)
+    assert machine.declined() == {}
+    machine.below(prefix(4, of="b"))
+    machine.tier.answers |= dict.fromkeys(prefix(8, of="b")[4:])
+    later = machine.start("later")
+    assert machine.ask(prefix(8, of="b"), later) == [False]
+    assert machine.manager.explain(prefix(8, of="b"), later) == [Loss(Miss.DECLINED)] * 4 + [Loss(Miss.NEW)] * 4
+    assert machine.declined() == {"slow": 4}
+
+
 def test_nothing_is_waited_for_after_the_blocks_that_are_worth_loading() -> None:
     """A tier that must find out about a declined block began a wait for nothing, with claims that held until all of the
     request's patience was spent."""

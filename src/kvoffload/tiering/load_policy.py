@@ -203,7 +203,7 @@ def _declined(survey: Sequence[Segment], stop: int, speeds: Speeds) -> list[tupl
     for place, num_blocks in survey:
         blocks = range(max(at, stop), at + num_blocks)
         at += num_blocks
-        if blocks and place.tier is not None and not place.is_arriving:
+        if blocks and place.tier is not None and not (place.is_arriving or place.is_unknown):
             found.append((place, speeds.links[place.tier].reason, blocks))
     return found
 

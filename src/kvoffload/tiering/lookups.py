@@ -182,7 +182,8 @@ class Lookups:
             new = [key for key in keys[blocks.start : blocks.stop] if verdicts.get(key) is not Miss.DECLINED]
             self._planner.count_declined(place.tier, reason, len(new))
             verdicts.update(dict.fromkeys(new, Miss.DECLINED))
-        verdicts[keys[plan.stop]] = Miss.DECLINED
+        if not survey.place_at(plan.stop).is_unknown:
+            verdicts[keys[plan.stop]] = Miss.DECLINED
         return plan
 
     def _stop_late(self, prefix: Prefix, wait: Wait) -> None:
@@ -280,7 +281,7 @@ class Lookups:
         """Measures each tier of which blocks are declined, if that is due, with the first of them."""
         probed: set[int] = set()
         for place, _, blocks in plan.declined:
-            if place.tier is not None and place.tier not in probed and not place.is_unknown:
+            if place.tier is not None and place.tier not in probed:
                 probed.add(place.tier)
                 keys = prefix.keys[blocks.start : blocks.stop][: self._planner.probe_blocks(place.tier)]
                 keys = [key for key in dict.fromkeys(keys) if self._primary.slots.get(key) is None]

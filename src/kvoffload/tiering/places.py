@@ -29,6 +29,10 @@ class Survey(NamedTuple):
     def num_blocks(self) -> int:
         return sum(segment.num_blocks for segment in self.segments)
 
+    def place_at(self, index: int) -> Place:
+        """Of the block with this index."""
+        return next(segment.place for segment in self.segments if (index := index - segment.num_blocks) < 0)
+
 
 class Places:
     """Looks blocks up, and changes nothing but what ``tiers`` note of their lookups. What a request peeked at is
