@@ -69,6 +69,38 @@ def test_an_overdue_read_delays_no_other_and_is_not_waited_for() -> None:
     assert (link.num_due, link.num_outstanding) == (0, 2)
 
 
+def test_one_overdue_read_among_many_costs_no_look_at_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A survey asks for each block on its way: 4,000 blocks in 400 reads took 0.2 s of the scheduler."""
+    clock = ManualClock()
+    link = make_link(clock)
+    link.begin(802)
+    link.submit([0, 1])
+    clock.advance(20.0)
+    for slot in range(2, 802, 2):
+        link.submit([slot, slot + 1])
+
+    looked_at = 0
+
+    class Counted(dict[int, object]):
+        def values(self):  # type: ignore[no-untyped-def]
+            nonlocal looked_at
+            looked_at += 1
+            return super().values()
+
+    monkeypatch.setattr(link, "_reads", Counted(link._reads))
+    overdue = []
+    for _ in range(3):
+        overdue.append([slot for slot in range(802) if link.is_overdue(slot)])
+        clock.advance(16.0)
+    assert overdue == [[], [0, 1], [*range(802)]]
+    assert looked_at <= 2, "once for each time that some became overdue"
+    link.end([0, 1], 2, None)
+    link.begin(2)
+    link.submit([0, 1])
+    assert not link.is_overdue(0), "the slot has another read"
+    assert link.is_overdue(2)
+
+
 @pytest.mark.parametrize("is_overtaken", [True, False])
 def test_an_overdue_read_is_a_sample_unless_a_later_one_ended_before_it(is_overtaken: bool) -> None:
     clock = ManualClock()

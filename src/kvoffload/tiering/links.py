@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from kvoffload.tiering.speeds import LinkSpeed, LinkSpeedEstimator
@@ -43,6 +44,10 @@ class Link:
         """Blocks that were begun and not submitted."""
         self._reads: dict[int, _Read] = {}
         """Outstanding reads by their first slots: no other job gets a slot before its read ends."""
+        self._overdue_slots: set[int] = set()
+        """Slots of the reads that were overdue when that was looked at last, ..."""
+        self._next_overdue_s = inf
+        """... and when it must be looked at again: no other read is overdue before."""
         self._busy_since_s = self._last_end_s = 0.0
         """Since when the tier has been reading, or when it last ended a read. And when the last read ended."""
         self._num_ended = 0
@@ -89,11 +94,13 @@ class Link:
         overdue_s = now_s + expected_s + max(_OVERDUE * expected_s, OVERDUE_S)
         self._num_reads += 1
         self._reads[slots[0]] = _Read(self._num_reads, slots, overdue_s)
+        self._next_overdue_s = min(self._next_overdue_s, overdue_s)
 
     def end(self, slots: Sequence[int], num_read: int, ended_s: float | None) -> None:
         """A read has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks arrived. ``measure``
         takes the sample, since reads whose ends are seen together were read side by side."""
         read = self._reads.pop(slots[0])
+        self._overdue_slots.difference_update(slots)
         now_s = self._clock()
         if now_s > read.overdue_s and read.number < self._newest_ended:
             return
@@ -113,8 +120,11 @@ class Link:
 
     def is_overdue(self, slot: int) -> bool:
         """Whether the block that is to come into ``slot`` is in an overdue read."""
-        now_s = self._clock()
-        return any(now_s > read.overdue_s and slot in read.slots for read in self._reads.values())
+        if (now_s := self._clock()) > self._next_overdue_s:
+            reads = self._reads.values()
+            self._overdue_slots = {slot for read in reads if now_s > read.overdue_s for slot in read.slots}
+            self._next_overdue_s = min((read.overdue_s for read in reads if now_s <= read.overdue_s), default=inf)
+        return slot in self._overdue_slots
 
     def queue_s(self) -> float:
         """Until all that is due has arrived. What is late already is expected to be late by as much again."""
