@@ -303,6 +303,30 @@ def test_refused_blocks_find_room_in_a_step_without_their_request() -> None:
     assert stored(rig.step()) == [[0], [1]]
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_refused_blocks_that_others_may_have_by_now_are_not_stored(*, ends: bool) -> None:
+    """An engine frees what left a request's window when it tries to schedule it, also where that does not succeed, and
+    gives it to another request in the same step."""
+    rig = Rig(groups=(SLIDING,), num_blocks=4)
+    (store,) = fill_and_pin(rig, 4)
+    request = rig.arrive(Request("r", 17))
+    rig.ask(request)
+    rig.alloc(request, range(5))
+    rig.step(rig.run(request, range(5), tokens=16))
+    other = rig.arrive(Request("o", 3, "o"))
+    rig.ask(other)
+    rig.alloc(other, [0])  # of 17 tokens, a window of 6 no longer has the first ten
+    if ends:
+        rig.step(rig.run(other, [0]))
+        rig.end(store)
+        rig.finish(request)
+        meta = rig.step()
+    else:
+        rig.end(store)
+        meta = rig.step(rig.run(other, [0]))
+    assert sources((*meta.stores, *meta.final_stores)) == [[2, 3]]
+
+
 def test_a_full_tier_costs_one_call_a_step_however_many_requests_it_refused() -> None:
     rig = Rig(num_blocks=4)
     stores = fill_and_pin(rig, 4)

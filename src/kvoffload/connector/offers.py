@@ -21,6 +21,7 @@ from kvoffload.base import (
     ReqContext,
 )
 from kvoffload.config import GroupKind
+from kvoffload.connector.engine import ScheduledRequest
 from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
 from kvoffload.connector.jobs import EndedJobs, JobRecord, JobTable
 from kvoffload.connector.messages import TransferJob
@@ -290,6 +291,8 @@ class StoreOffers:
         """Requests with blocks for which there was no room, in the order of their last refusals. Others only test
         whether there are any."""
         self._refused_in_step = False
+        self.newest_step: Sequence[ScheduledRequest] = ()
+        """What the newest step computes; its planner sets it."""
         self._ended = EndedJobs(_STORE, geometry, jobs.num_ranks)
 
     def __repr__(self) -> str:
@@ -301,9 +304,10 @@ class StoreOffers:
         Returns the stores, which start at the end of the step. Also decides when the request has something to offer
         again.
         """
-        assert state.last_scheduled is not None
+        last = state.last_scheduled
+        assert last is not None
         # Drafts may follow the tokens that are known.
-        stores = self._offer(state, min(state.last_scheduled.done_tokens, state.request.num_tokens))
+        stores = self._offer(state, min(last.done_tokens, state.request.num_tokens), last.num_computed_tokens)
         if self.refused and state in self.refused:
             self._refused_in_step = True
         return stores
@@ -311,7 +315,12 @@ class StoreOffers:
     def offer_rest(self, state: RequestOffloadState) -> list[TransferJob]:
         """Offers all blocks that earlier steps filled and that were not accepted yet. Empty if the request has none on
         the device."""
-        return self._offer(state, state.ready_tokens()) if state.last_scheduled is not None else []
+        last = state.last_scheduled
+        if last is None:
+            return []
+        # In a later step the engine may have tried to schedule it, and freed what left the window, without success.
+        is_newest = any(each is last for each in self.newest_step)
+        return self._offer(state, state.ready_tokens(), last.num_computed_tokens if is_newest else last.done_tokens)
 
     def retry(self) -> list[TransferJob]:
         """Offers refused blocks again, once at the end of each step, oldest refusal first, until one is refused again.
@@ -345,9 +354,9 @@ class StoreOffers:
     def get_stats(self) -> Stats:
         return self._ended.get_stats()
 
-    def _offer(self, state: RequestOffloadState, limit: int) -> list[TransferJob]:
-        last = state.last_scheduled
-        assert last is not None
+    def _offer(self, state: RequestOffloadState, limit: int, computed_tokens: int) -> list[TransferJob]:
+        """Offers what lies before token ``limit``, but for blocks that the engine frees when ``computed_tokens`` have
+        been computed."""
         state.offered_tokens = limit
         most = self.max_tokens(state)
         limit = min(limit, most)
@@ -355,10 +364,11 @@ class StoreOffers:
         stores: list[TransferJob] = []
         if self.refused:
             self.refused.pop(state, None)
-        if not self._offer_portions(state, last.num_computed_tokens, limit, stores):
+        if not self._offer_portions(state, computed_tokens, limit, stores):
             self.refused[state] = None
             # A new block does not wait for its turn among the refused ones.
-            state.next_offer_tokens = (last.done_tokens // self._least_tokens + 1) * self._least_tokens
+            assert state.last_scheduled is not None
+            state.next_offer_tokens = (state.last_scheduled.done_tokens // self._least_tokens + 1) * self._least_tokens
         elif state.portions.evicts_itself or limit == most:
             state.next_offer_tokens = UNLIMITED
         else:

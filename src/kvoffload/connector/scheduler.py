@@ -203,6 +203,7 @@ class OffloadingConnectorScheduler:
         num_scheduled = tokens = len(step.scheduled)  # one token each, while a request decodes
         prompt_tokens = queued_tokens = num_new_tables = 0
         requests = self._requests
+        self._offers.newest_step = step.scheduled
         for scheduled in step.scheduled:
             try:
                 state = requests[scheduled.request_id]

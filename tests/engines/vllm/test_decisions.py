@@ -83,6 +83,27 @@ def test_of_a_window_only_what_a_hit_can_need_is_stored(llama: SmallModel, async
     steps.close()
 
 
+def test_blocks_that_left_a_refused_window_are_not_stored_once_others_have_them(
+    llama: SmallModel, asynchronous: bool
+) -> None:
+    groups = [attention(), attention(window=6)]
+    steps = Steps(llama.path, asynchronous, 11, groups=groups, slots=400, max_tokens_per_step=4 * BLOCK)
+    steps.scheduler.scheduler_reserve_full_isl = False  # as --no-scheduler-reserve-full-isl
+    steps.manager.refuses = True
+    request = steps.add("refused", tokens(200, 8, more=0), 4)
+    steps.step()
+    steps.add("victim", [1, 2, 3], 4)
+    steps.step()
+    steps.add("other", [4, 5, 6], 4)
+    steps.manager.refuses = False
+    for _ in range(8):  # without the reservation, some that are too long for the memory never end
+        steps.step()
+    steps.scheduler.finish_requests("refused", aborted())
+    steps.drain()
+    assert bool(steps.stored_blocks(list(request.all_token_ids), group=1)) == asynchronous
+    steps.close()
+
+
 def test_limits_of_a_request(llama: SmallModel, asynchronous: bool) -> None:
     steps = Steps(llama.path, asynchronous, 60, slots=60)
     manager = steps.manager

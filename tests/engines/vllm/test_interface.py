@@ -28,7 +28,7 @@ SINCE = {
     "vllm.v1.kv_cache_interface.KVCacheSpec.dcp_sharded": (0, 31),
     "vllm.v1.metrics.cache_hit_source.CacheHitSource": (0, 32),
     "vllm.v1.kv_cache_interface.KVCacheConfig.hash_block_size": (0, 32),
-    "vllm.v1.request.Request.kv_hints": (0, 32),
+    "vllm.v1.request.Request.kv_hints": (0, 31),
     "vllm.config.vllm.VllmConfig.num_hash_lookahead_tokens": (0, 33),
 }
 """What older versions lack. ``versions.py`` does without it there."""
