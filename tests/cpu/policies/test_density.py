@@ -13,7 +13,14 @@ from tests.sizes import by_size
 
 from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, with_options
-from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_DRAWS, NUM_USES, OFTEN_USED, RISEN
+from kvoffload.cpu.policies.density.classes import (
+    NUM_CLASSES,
+    NUM_DRAWS,
+    NUM_GROUPS,
+    NUM_USES,
+    RISEN,
+    SHARED,
+)
 from kvoffload.cpu.policies.density.log import Chunk
 from kvoffload.cpu.policies.density.model import HitDensity, UseCounts, densities, hazards
 from kvoffload.cpu.policies.density.policy import DensityCachePolicy
@@ -86,23 +93,33 @@ class Plain:
         self.classes: dict[OffloadKey, int] = {}
         self.lasts: dict[OffloadKey, int] = {}
         self.now = 0
+        self.hinted = False
 
     def use(self, path: Iterable[OffloadKey], ready: Collection[OffloadKey], hint: int, draw: int | None) -> None:
         """The steps between the classes 1, 2, 3, 4, 6, 10, 18, 34 are taken in one draw of 1, 1, 1, 2, 4, 8, 16, and
-        none without a draw. All that happens to a block that is not ready is that it was used."""
+        none without a draw. All that happens to a block that is not ready is that it was used. Shared are all blocks
+        from the tail on if that was used four times, or from the first that another request used and said otherwise."""
+        self.hinted |= bool(hint)
+        group, tail = hint, None
         for one in reversed(list(path)):
             if one in self.classes:
                 self.now += 1
                 self.lasts[one] = self.now
                 if one in ready:
-                    uses = self.classes[one] % 8
+                    said, uses = divmod(self.classes[one], 8)
+                    if tail is None:
+                        tail = 4 if uses >= 3 else said
+                    if (self.hinted and said != tail) or said == 4:
+                        group = 4
                     rises = draw is not None and uses < 7 and draw % (1 << max(uses - 2, 0)) == 0
-                    self.classes[one] = 8 * hint + uses + rises
+                    self.classes[one] = 8 * group + uses + rises
 
     def insert(self, path: list[OffloadKey], past: list[int], hint: int) -> None:
-        for one, uses in zip_longest(path, past, fillvalue=-1):
+        self.hinted |= bool(hint)
+        for one, class_ in zip_longest(path, past, fillvalue=-1):
             assert isinstance(one, bytes)
-            self.classes[one] = 8 * hint + uses + (uses < 3)
+            uses = class_ if class_ < 0 else class_ % 8
+            self.classes[one] = 8 * (4 if class_ >= 32 else hint) + uses + (uses < 3)
         self.use(path, (), hint, None)
 
     def evict(self, n: int, idle: set[OffloadKey]) -> list[OffloadKey]:
@@ -131,7 +148,7 @@ def test_victims_are_those_of_the_definition(seed: int, hints: list[NextUse]) ->
     assert isinstance(policy, DensityCachePolicy)
     policy._model.values = [
         [[1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 9.0, 9.0][uses] * worth / (1 + bucket // 3) for bucket in range(40)]
-        for worth in (1.0, 6.0, 1.0, 0.2)
+        for worth in (1.0, 6.0, 1.0, 0.2, 6.0)
         for uses in range(NUM_USES)
     ]
     plain = Plain(policy._model.values, policy._model.bounds)
@@ -197,6 +214,50 @@ def test_a_block_that_comes_back_to_a_chunk_has_one_entry_there() -> None:
         driver.policy.touch(keys(2), next_use=hint)
         driver.policy.check_invariants()
     assert driver.drain() == keys(3, 1, 2)
+
+
+def evicted_first(*uses: tuple[range, NextUse]) -> list[OffloadKey]:
+    """The order of eviction after these uses of paths, where ``SOON`` is worth more than nothing said, and ``NEVER``
+    less."""
+    driver = PolicyDriver(DensityCachePolicy(64))
+    policy = driver.policy
+    assert isinstance(policy, DensityCachePolicy)
+    policy._model.values = [[worth] * 40 for worth in (1.0, 6.0, 1.0, 0.2, 6.0) for _ in range(NUM_USES)]
+    for numbers, hint in uses:
+        path = keys(*numbers)
+        absent = [one for one in path if one not in driver.blocks]
+        assert driver.reserve(absent, next_use=hint)
+        driver.publish(absent)
+        policy.touch([one for one in path if one not in absent], next_use=hint)
+    return driver.drain()
+
+
+class TestSharedBlocks:
+    """Blocks 0 and 1 are a prompt. A session with blocks 2 and 3 will be back soon."""
+
+    def test_a_session_that_ends_does_not_take_the_prompt_of_one_that_goes_on(self) -> None:
+        back, gone = (range(4), NextUse.SOON), (range(2), NextUse.NEVER)
+        assert evicted_first(back, gone, back, gone) == keys(3, 2, 1, 0)
+
+    def test_a_prompt_used_four_times_is_shared(self) -> None:
+        ends = [(range(2), NextUse.NEVER)] * 4
+        back = (range(4), NextUse.SOON)
+        assert evicted_first(*ends, back, ends[0]) == keys(3, 2, 1, 0)
+
+    def test_a_session_that_nobody_shares_takes_all_of_its_blocks_with_it(self) -> None:
+        turns = [(range(2 * turn), NextUse.SOON) for turn in range(1, 9)]
+        other = (range(100, 102), NextUse.UNKNOWN)
+        assert evicted_first(*turns, (range(16), NextUse.NEVER), other) == keys(*range(15, -1, -1), 101, 100)
+
+    def test_an_evicted_block_is_still_known_as_shared(self) -> None:
+        driver = PolicyDriver(DensityCachePolicy(64))
+        policy = driver.policy
+        driver.store(keys(0, 1))
+        for _ in range(5):
+            policy.touch(keys(0, 1), next_use=NextUse.SOON)
+        assert driver.drain() == keys(1, 0)
+        assert driver.reserve(keys(0, 1), next_use=NextUse.NEVER)
+        assert {block.policy_state.class_ // NUM_USES for block in driver.blocks.values()} == {SHARED}
 
 
 def test_stale_entries_stay_few() -> None:
@@ -510,23 +571,20 @@ class TestHitDensity:
         assert values[hint * NUM_USES + 1][0] > 2 * values[NextUse.LATER * NUM_USES + 1][0]
         assert stream.model.hint_score > 0
 
-    @pytest.mark.parametrize("uses", [OFTEN_USED - 1, OFTEN_USED, NUM_USES - 1])
-    def test_of_blocks_used_often_no_hint_lowers_the_value(self, uses: int) -> None:
-        """Others share them. The hint of their last user may still raise it."""
+    def test_blocks_that_several_clients_share_are_worth_at_least_what_any_hint_makes_of_others(self) -> None:
         hinted, plain, fresh = Stream(1000), Stream(1000), 10_000
         for turn in range(80):
             gone, back = keys(*range(fresh, fresh + 25)), keys(*range(turn % 10 * 25, turn % 10 * 25 + 25))
             for path, hint in ((gone, NextUse.NEVER), (back, NextUse.SOON)):
-                hinted.use(path, uses, hint)
-                plain.use(path, uses)
+                hinted.use(path, 1, hint)
+                plain.use(path, 1)
             fresh += 25
-        never, soon, unknown = (
-            np.array(stream.model.values[hint * NUM_USES + uses])
-            for stream, hint in ((hinted, NextUse.NEVER), (hinted, NextUse.SOON), (plain, NextUse.UNKNOWN))
-        )
         assert hinted.model.uses_hints
-        assert soon[0] > unknown[0]
-        assert (never >= unknown * (1 - 1e-9)).all() == (uses >= OFTEN_USED)
+        by_group = np.array(hinted.model.values).reshape(NUM_GROUPS, NUM_USES, -1)
+        without = np.array(plain.model.values[:NUM_USES])
+        assert by_group[NextUse.SOON, 1, 0] > without[1, 0] > by_group[NextUse.NEVER, 1, 0]
+        assert (by_group[SHARED] == by_group.max(axis=0)).all()
+        assert (by_group[SHARED] >= without * (1 - 1e-9)).all()
 
     def test_hints_that_say_nothing_change_no_value(self) -> None:
         hinted, plain, rng, fresh = Stream(1000), Stream(1000), random.Random(3), 10_000

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
-from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_HINTS, NUM_USES, OFTEN_USED
+from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_GROUPS, NUM_USES, SHARED
 from kvoffload.cpu.policies.density.score import HintScore
 
 __all__ = ["HitDensity", "UseCounts", "densities"]
@@ -209,7 +209,7 @@ class HitDensity:
     def _cells(self, ages: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The place of each of ``ages`` (times ``NUM_CLASSES``, less a class) in a flat table (class, bucket)."""
         packed = np.asarray(ages, np.int64)
-        classes = -packed & (NUM_CLASSES - 1)
+        classes = -packed % NUM_CLASSES
         buckets = np.searchsorted(self._whole_bounds, (packed + classes) // NUM_CLASSES, side="right")
         return classes * self._used.shape[1] + buckets
 
@@ -223,7 +223,7 @@ class HitDensity:
         left = self._lost + followed
         keys_per_path = max(self._num_again / max(self._num_again_paths, 1.0), 1.0)
         prior = self._prior * keys_per_path
-        shape = NUM_HINTS, NUM_USES, -1
+        shape = NUM_GROUPS, NUM_USES, -1
         by_uses = hazards(self._used.reshape(shape).sum(axis=0), left.reshape(shape).sum(axis=0), prior)
         values = densities(by_uses, self._widths)
         self.uses_hints = False
@@ -233,11 +233,12 @@ class HitDensity:
             self.uses_hints = self._score.favours_hints
         if self.uses_hints:
             # One after the other: together they would take four times the memory meanwhile.
-            hinted = np.array([densities(hazard, self._widths) for hazard in by_class])
-            hinted[:, OFTEN_USED:] = np.maximum(hinted[:, OFTEN_USED:], values[OFTEN_USED:])
-            self.values = hinted.reshape(NUM_CLASSES, -1).tolist()
+            hinted = [densities(hazard, self._widths) for hazard in by_class[:SHARED]]
+            # A prompt must outlive what any of the clients that share it has after it.
+            shared = np.max([values, *hinted], axis=0)
+            self.values = np.concatenate([*hinted, shared]).tolist()
         else:
-            self.values = values.tolist() * NUM_HINTS
+            self.values = values.tolist() * NUM_GROUPS
         # A gap that is still small gives more events in the same time, so these fade the counts by less.
         fade = _DECAY ** (self._gap / self._widest_gap * self._events_per_fit / _EVENTS_PER_FIT)
         self._num_events = 0

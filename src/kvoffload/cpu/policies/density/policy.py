@@ -12,7 +12,16 @@ from typing import NamedTuple, cast
 
 from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.density.classes import CERTAIN, NUM_CLASSES, NUM_DRAWS, NUM_USES, RISEN, SAME_USES
+from kvoffload.cpu.policies.density.classes import (
+    CERTAIN,
+    NUM_CLASSES,
+    NUM_DRAWS,
+    NUM_USES,
+    OFTEN_USED,
+    RISEN,
+    SAME_USES,
+    SHARED,
+)
 from kvoffload.cpu.policies.density.log import Chunk, Skipped, UseLog
 from kvoffload.cpu.policies.density.model import HitDensity, UseCounts
 from kvoffload.metrics import Stats
@@ -117,7 +126,7 @@ class DensityCachePolicy(CachePolicy):
             self._expect_hints()
         begin = self._now + 1
         if not counts:
-            blocks, _ = self._refresh(path, SAME_USES[next_use])
+            blocks, _ = self._refresh(path, SAME_USES, next_use)
             if len(self._logs) > NUM_USES:
                 self._model.hinted_anew(blocks, begin)
             return
@@ -125,7 +134,7 @@ class DensityCachePolicy(CachePolicy):
         if not path:
             self._model.used((), (), begin)
             return
-        blocks, all_ready = self._refresh(path, RISEN[(self._draw >> 16) % NUM_DRAWS][next_use])
+        blocks, all_ready = self._refresh(path, RISEN[(self._draw >> 16) % NUM_DRAWS], next_use)
         self._model.used(path, blocks, begin, all_ready)
 
     def _expect_hints(self) -> None:
@@ -133,9 +142,15 @@ class DensityCachePolicy(CachePolicy):
             self._logs += [UseLog(class_, self._waiting) for class_ in range(NUM_USES, NUM_CLASSES)]
             self._forget_fronts()
 
-    def _refresh(self, path: Sequence[OffloadKey], risen: Sequence[int]) -> tuple[list[BlockStatus], bool]:
-        """Moves the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[class]``; those
-        being written, to the end of their own. Returns the blocks in this order, and whether all are ready."""
+    def _refresh(
+        self, path: Sequence[OffloadKey], risen: Sequence[Sequence[int]], group: int
+    ) -> tuple[list[BlockStatus], bool]:
+        """Moves the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[group][class]``;
+        those being written, to the end of their own. Returns the blocks in this order, and whether all are ready.
+
+        Once there are hints, blocks that several clients share enter the group ``SHARED``: the whole path if its tail
+        was used often, and otherwise the head that a later request used than the tail, and said something else.
+        """
         found = list(map(self._blocks.get, reversed(path)))
         blocks: list[BlockStatus]
         blocks = found if all(found) else [block for block in found if block is not None]  # type: ignore[assignment]
@@ -145,6 +160,8 @@ class DensityCachePolicy(CachePolicy):
         start, all_ready, source = 0, True, None
         log = logs[0]
         chunk = None
+        said: int | None = None
+        hinted = len(logs) > NUM_USES
         # A path consists of few runs: consecutive blocks that leave one chunk together and enter one chunk together.
         # The invariant: ``blocks[start:at]`` have ``chunk`` as their state already, and are not in ``log`` yet. A run
         # ends where a block leaves another chunk than ``source``, or is being written. It is appended as a whole, with
@@ -162,7 +179,11 @@ class DensityCachePolicy(CachePolicy):
                     log = logs[source.class_]
                     source, all_ready = None, False
                 else:
-                    log = logs[risen[source.class_]]
+                    if hinted:
+                        before, (said, uses) = said, divmod(source.class_, NUM_USES)
+                        if (uses >= OFTEN_USED) if before is None else (said != before):
+                            group = SHARED
+                    log = logs[risen[group][source.class_]]
                 chunk = log.open()
             block.policy_state = chunk
         log.append(blocks[start:], begin + start)
@@ -208,7 +229,7 @@ class DensityCachePolicy(CachePolicy):
                 head = log.head(protected)
                 fronts[log.class_] = None if head is None else self._front(head, log.class_)
         victims: list[BlockStatus] = []
-        uses: list[int] = []
+        classes: list[int] = []
         while len(victims) < n and (seen := list(filter(None, fronts))):
             best = min(seen)
             class_ = best.class_
@@ -224,7 +245,7 @@ class DensityCachePolicy(CachePolicy):
                     if not missing:
                         break
                     head = log.head(protected)
-                uses += repeat(class_ % NUM_USES, len(victims) - len(uses))
+                classes += repeat(class_, len(victims) - len(classes))
                 if not missing:
                     break  # the class has another front now, which the next eviction looks for
             if head is not None:
@@ -241,7 +262,7 @@ class DensityCachePolicy(CachePolicy):
             return None
         keys: list[OffloadKey] = [block.key for block in victims]  # type: ignore[misc]
         deque(map(self._blocks.__delitem__, keys), maxlen=0)
-        self._past_uses.remember(keys, uses)
+        self._past_uses.remember(keys, classes)
         return list(zip(keys, victims))
 
     def _log_of(self, entry: Chunk | Skipped) -> UseLog:
