@@ -609,6 +609,25 @@ def test_a_group_without_an_answer_keeps_patience_running(first: int) -> None:
     assert all(rig.ask(blocks, request)[0] is not None for blocks in groups), "five seconds"
 
 
+def test_a_wait_for_a_read_that_had_ended_before_is_no_wait() -> None:
+    """It lasted less than nothing, and its request gained patience."""
+    rig = Rig(max_wait_s=5.0)
+    rig.below(keys(0, 1))
+    first, second = rig.start("first"), rig.start("second")
+    assert rig.ask(keys(0), first) == [None]
+    rig.step()
+    rig.clock.advance(3)
+    assert rig.ask(keys(0), second) == [None]
+    rig.finish(ended_s=rig.clock() - 2)
+    assert rig.ask(keys(0), second) == [True]
+    rig.load(keys(0), second)
+    assert waited_s(rig) == 0
+    assert rig.ask(keys(1), second) == [None]
+    rig.clock.advance(5)
+    rig.step()
+    assert rig.ask(keys(1), second) == [False]
+
+
 def test_a_wait_that_was_never_begun_is_not_measured() -> None:
     rig = Rig(num_blocks=4, promotion_share=0.25)
     rig.below(prefix(8))

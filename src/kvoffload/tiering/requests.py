@@ -129,4 +129,4 @@ class Wait:
                 self.deadline_s += paused_s
         self.num_open += count
         if not self.num_open:
-            self.answered_s = now_s
+            self.answered_s = max(now_s, self.began_s)  # its last block may have arrived before it was asked for
