@@ -45,6 +45,23 @@ def test_corruption_is_logged_once_a_minute(make, tmp_path: Path, caplog: pytest
     assert "(1 earlier warnings were not logged)" in caplog.records[-1].getMessage()
 
 
+def test_the_corrupt_block_is_named_and_not_the_absent_one(
+    make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(limits=TierLimits(threads=1))
+    rig.store = FileSystemStore(tmp_path, BLOCK_BYTES)
+    rig.start()
+    corrupt, absent = keys = keys_of(1, 2)
+    rig.store_blocks(keys)
+    (path,) = tmp_path.rglob(f"*{corrupt.hex()}*.kvb")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    next(tmp_path.rglob(f"*{absent.hex()}*.kvb")).unlink()
+    rig.load_blocks(keys)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert corrupt.hex() in message
+    assert absent.hex() not in message
+
+
 def test_blocks_that_the_store_evicts_are_removed(make) -> None:
     rig = make(max_blocks=10).start()
     for start in range(0, 40, 5):

@@ -54,7 +54,14 @@ class StoreLosses:
             lost = self._queued.popleft()
             self._index.remove(list(lost))
             for cause in dict.fromkeys(lost.values()):
-                self.record([key for key in lost if lost[key] == cause], cause)
+                keys = [key for key in lost if lost[key] == cause]
+                self.record(keys, cause)
+                if cause == "corrupt":
+                    self._num_corrupt += len(keys)
+                    self._corruption_log.warning(
+                        f"Tier {self._tier_type!r} found corrupt blocks, {self._num_corrupt} since its start; each is "
+                        f"a miss. The last is {keys[-1].hex()} in {self._store!r}."
+                    )
 
     def forget(self, missing: Sequence[OffloadKey]) -> None:
         """The store lacks these, whatever the index says: the next lookup asks the store."""
@@ -66,13 +73,3 @@ class StoreLosses:
         if cause == "removed" and self._server_evicts:
             cause = "evicted"
         self._lost.record(keys, _MISSES[cause], self._tier_type)
-
-    def log_corruption(self, missing: Sequence[OffloadKey]) -> None:
-        """``missing`` could not be read; whether a block was corrupt, the store's count says."""
-        num_corrupt = self._store.stats().corrupt_blocks
-        if num_corrupt > self._num_corrupt:
-            self._num_corrupt = num_corrupt
-            self._corruption_log.warning(
-                f"Tier {self._tier_type!r} found corrupt blocks, {num_corrupt} since its start; each is a miss. Last "
-                f"while reading {missing[-1].hex()} in {self._store!r}."
-            )

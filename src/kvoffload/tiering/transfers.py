@@ -218,8 +218,6 @@ class StoreTransfers:
         self._loaded.num_failures += len(missing)
         if result.status is IoStatus.DONE:
             self._losses.forget(missing)
-        if missing:
-            self._losses.log_corruption(missing)
 
 
 class _Counts:
