@@ -52,6 +52,8 @@ def test_all_kinds_are_built_from_mappings(tmp_path: Path) -> None:
         ({"type": "fs", "path": "/x", "threads": 0}, "threads"),
         ({"type": "fs", "path": "/x", "timeout_s": 0}, "timeout_s of the 'fs' tier"),
         ({"type": "fs", "path": "/x", "drain_timeout_s": -1}, "drain_timeout_s of the 'fs' tier"),
+        ({"type": "fs", "path": "/x", "drain_timeout_s": 1e10}, "drain_timeout_s of the 'fs' tier must be at most"),
+        ({"type": "fs", "path": "/x", "drain_timeout_s": float("inf")}, "must be at most 9.22e.09 s, not inf"),
         ({"type": "fs", "path": "/x", "max_backlog_blocks": 0}, "max_backlog_blocks of the 'fs' tier"),
         ({"type": "fs", "path": "/x", "offload_policy": "all"}, "block_level, request_level"),
         ({"type": "fs", "path": "/x", "cascade": "later"}, "cascade"),

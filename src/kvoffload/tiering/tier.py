@@ -69,6 +69,10 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("timeout_s", "drain_timeout_s"):
             if not getattr(self, name) > 0:
                 problems.add(f"{name} of the {tier_type!r} tier must be positive, not {getattr(self, name)}.")
+        if self.drain_timeout_s > (most_s := threading.TIMEOUT_MAX):
+            problems.add(
+                f"drain_timeout_s of the {tier_type!r} tier must be at most {most_s:.3g} s, not {self.drain_timeout_s}."
+            )
         problems.raise_found()
 
 
