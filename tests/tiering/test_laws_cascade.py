@@ -235,12 +235,13 @@ def test_the_end_comes_after_parked_cascades() -> None:
     assert names(rig, "r") == ["on_new_request", "submit_store", "on_request_finished"]
 
 
-def test_the_end_comes_after_queued_promotions() -> None:
+@pytest.mark.parametrize("is_same_object", [True, False])
+def test_the_end_comes_after_queued_promotions(is_same_object: bool) -> None:
     rig = Rig()
     rig.below(prefix(2))
     request = rig.start("r")
     assert rig.ask(prefix(2), request) == [None, None]
-    rig.manager.on_request_finished(request)
+    rig.manager.on_request_finished(request if is_same_object else ReqContext("r"))
     rig.step()
     assert names(rig, "r") == ["on_new_request", "submit_load", "on_request_finished"]
 

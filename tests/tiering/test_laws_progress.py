@@ -270,6 +270,27 @@ def test_what_was_answered_in_a_step_outlives_a_promotion_that_found_no_room() -
     rig.load(prefix(1), request)  # was answered in this step, so was not evicted for the others
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_hit_that_another_request_evicted_in_the_same_step_is_not_claimed(comes_back: bool) -> None:
+    """It was, and answered True ever after."""
+    rig = Rig(num_blocks=4, max_wait_s=20.0, claim_share=1.0, promotion_share=1.0)
+    rig.store(keys(0), rig.start("w"))
+    rig.store(prefix(3, of="old"), rig.start("w2"))
+    rig.below(prefix(2))
+    rig.below(keys(0, of="q"))
+    request, other = rig.start("r"), rig.start("other")
+    assert rig.ask(keys(0), request) == [True]
+    assert rig.ask(keys(0, of="q"), other) == [None], "which evicts the oldest block"
+    if comes_back:
+        assert rig.ask(keys(0), other) == [None]
+    assert rig.ask(keys(1), request) == [None]
+    assert rig.ask(keys(0), request) == [None]
+    rig.finish()
+    rig.finish()
+    assert rig.ask(prefix(2), request) == [True, True]
+    rig.load(prefix(2), request)
+
+
 # ------------------------------------------------------------------------------------------------------- 8 resets
 
 

@@ -31,7 +31,7 @@ class Parts:
         self.jobs = TierJobs()
         self.clock = ManualClock()
         self.claims = Claims(8, claim_share=3 / 8, promotion_share=4 / 8, clock=self.clock)
-        self.waits = Waits(self.claims, self.clock)
+        self.waits = Waits(self.primary.slots, self.claims, self.clock)
         self.requests: list[Request] = []
         self.promotions = Promotions(
             self.primary, self.claims, self.waits, self.jobs, LoadAlways(), self.note_reservation

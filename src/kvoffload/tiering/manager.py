@@ -88,7 +88,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._cascades = Cascades(primary_tier, self._jobs, on_store_tiers)
         self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades)
         self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share, clock)
-        self._waits = Waits(self._claims, clock)
+        self._waits = Waits(primary_tier.slots, self._claims, clock)
         self._planner: LoadPlanner = LoadAlways()
         if block_worth is not None:
             self._planner = LoadByCost([tier.name for tier in self._tiers], block_worth, clock)
@@ -120,7 +120,7 @@ class TieringOffloadingManager(OffloadingManager):
         if request is None:
             return  # it ended before, or was never announced: tiers are informed of each end once
         if self._promotions.queue:
-            self._promotions.submit(req_context)
+            self._promotions.submit(request.context)
         self._waits.end(request)
         request.phase = Phase.ENDED
         self._close_if_done(request)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 
 from kvoffload.base import OffloadKey
+from kvoffload.cpu.manager import SlotTable
 from kvoffload.metrics import Histogram
 from kvoffload.miss import Miss
 from kvoffload.tiering.claims import Claims
@@ -23,7 +24,8 @@ class Waits:
     long as it had patience for, and it may wait for answers again.
     """
 
-    def __init__(self, claims: Claims, clock: Callable[[], float]) -> None:
+    def __init__(self, slots: SlotTable, claims: Claims, clock: Callable[[], float]) -> None:
+        self._slots = slots
         self._claims = claims
         self._clock = clock
         self._waiting: dict[Request, Wait] = {}
@@ -67,7 +69,11 @@ class Waits:
             self._due_s = min(self._due_s, now_s + request.patience_s)
             wait.prefixes = self._surveyed.pop(request, {})
             for surveyed in wait.prefixes.values():
-                for at in range(len(surveyed.answers)):
+                blocks = self._slots.get_all(surveyed.keys[: len(surveyed.answers)])
+                for at, (block, answer) in enumerate(zip(blocks, surveyed.answers)):
+                    if answer and (block is None or not block.is_ready):
+                        del surveyed.answers[at:]  # another request evicted it meanwhile
+                        break
                     if self._claims.claim(wait, surveyed, at) and surveyed.head == at:
                         surveyed.head += 1
         return wait
