@@ -31,7 +31,7 @@ from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import BlockWorth, LoadAlways, LoadByCost, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Phase, Request
+from kvoffload.tiering.requests import Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 from kvoffload.tiering.waits import Waits
 from kvoffload.tiering.write_back import WriteBack
@@ -122,7 +122,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._promotions.queue:
             self._promotions.submit(request.context)
         self._waits.end(request)
-        request.phase = Phase.ENDED
+        request.is_ending = True
         self._close_if_done(request)
 
     # -------------------------------------------------------------------------------------------------- reading
@@ -350,8 +350,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _close_if_done(self, request: Request) -> None:
         """Informs the tiers of the request's end, once nothing more can be submitted for it."""
-        if request.phase is not Phase.ENDED or request.open_work:
+        if not request.is_ending or request.open_work:
             return
-        request.phase = Phase.CLOSED
+        request.is_ending = False
         for tier in self._tiers:
             tier.on_request_finished(request.context)

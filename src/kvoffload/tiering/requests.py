@@ -9,23 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.miss import Miss
 from kvoffload.tiering.tier_jobs import GuardedTier
 
-__all__ = ["Phase", "Prefix", "Request", "Wait"]
-
-
-class Phase(Enum):
-    """Where a request is in its life."""
-
-    LIVE = "live"
-    ENDED = "ended"
-    """It asks no more, but something begun for it may yet become a job of a tier."""
-    CLOSED = "closed"
-    """The tiers are informed of its end."""
+__all__ = ["Prefix", "Request", "Wait"]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +31,8 @@ class Request:
     """Why blocks that may be somewhere are misses for this request. Some of them may be found by now."""
     open_work: int = 0
     """Blocks between ``prepare_store`` and ``complete_store``, and parked cascades: what may still become a job."""
-    phase: Phase = Phase.LIVE
+    is_ending: bool = False
+    """It asks no more, and its tiers are not informed of that yet: something begun for it may still become a job."""
 
 
 class Prefix:
