@@ -77,3 +77,22 @@ def test_the_mean_of_equal_values_stays_in_their_bucket() -> None:
         assert typical_value(WAITS, str(bound), 3, 3 * bound * (1 + 1e-16)) <= bound
         assert typical_value(WAITS, buckets_of(WAITS)[at + 1], 3, 3 * bound) > bound
     assert typical_value(WAITS, "0.1", 10, total) <= 0.1
+
+
+def test_of_parts_that_share_a_tier_the_worst_health_counts_and_the_room_counts_once() -> None:
+    def part(*, is_well: bool, used: float) -> dict[tuple[str, ...], float]:
+        return {
+            ("tier_healthy", "disk"): is_well,
+            ("tier_breaker_open", "disk", "read"): not is_well,
+            ("tier_quota_bytes", "disk"): 100,
+            ("tier_free_bytes", "disk"): 100 - used,
+            ("tier_blocks", "disk"): used,
+        }
+
+    assert add_stats([part(is_well=True, used=20), part(is_well=False, used=30)]) == {
+        ("tier_healthy", "disk"): 0,
+        ("tier_breaker_open", "disk", "read"): 1,
+        ("tier_quota_bytes", "disk"): 100,
+        ("tier_free_bytes", "disk"): 70,
+        ("tier_blocks", "disk"): 50,
+    }

@@ -214,7 +214,7 @@ def _describe(kind: Any) -> str:
         elif origin in (list, tuple):
             words.append(f"a list of {_MANY[get_origin(get_args(choice)[0]) or get_args(choice)[0]]}")
         else:
-            words.append(_WORDS[origin])
+            words.append(_WORDS.get(origin) or f"a {origin.__name__}")
     return " or ".join(words)
 
 

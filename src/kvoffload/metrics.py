@@ -9,7 +9,7 @@ and ``kvoffload.exporter`` export them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
@@ -18,6 +18,7 @@ from math import inf, nextafter
 __all__ = [
     "HOST",
     "IGNORED_HINTS",
+    "JOIN",
     "METRICS",
     "NEXT_USES",
     "PREFETCH_OUTCOMES",
@@ -398,12 +399,24 @@ METRICS: dict[str, Metric] = _table(
 )
 
 
+JOIN: dict[str, Callable[[float, float], float]] = {
+    "tier_healthy": min,
+    "tier_breaker_open": max,
+    "tier_breaker_last_trip_timestamp_seconds": max,
+    "tier_quota_bytes": min,
+    "tier_free_bytes": min,
+}
+"""How the values of parts that use the same tiers become one. Those of all other metrics are added."""
+
+
 def add_stats(parts: Iterable[Stats]) -> Stats:
-    """Sums samples over components, such as ranks or tiers."""
+    """Puts together the samples of components, such as ranks or tiers: the sum, or what ``JOIN`` says."""
     total: Stats = {}
     for part in parts:
         for sample, value in part.items():
-            total[sample] = total.get(sample, 0) + value
+            known = total.get(sample, 0)
+            join = JOIN.get(sample[0]) if sample in total else None
+            total[sample] = join(known, value) if join else known + value
     return total
 
 

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from rich.text import Text
 
 from kvoffload.cli.output import positive
 from kvoffload.errors import ConfigError, MissingExtraError
-from kvoffload.metrics import HOST, METRICS, Kind
+from kvoffload.metrics import HOST, JOIN, METRICS, Kind
 from kvoffload.units import format_bytes
 
 __all__ = ["Snapshot", "TierView", "View", "compare", "draw", "parse", "quantile", "register", "sparkline"]
@@ -33,15 +33,8 @@ __all__ = ["Snapshot", "TierView", "View", "compare", "draw", "parse", "quantile
 _TIMEOUT_S = 10.0
 _KEPT = 60
 """Refreshes that a sparkline shows."""
-_JOIN: dict[str, Callable[[float, float], float]] = {
-    "tier_healthy": min,
-    "tier_breaker_last_trip_timestamp_seconds": max,
-    # Engines of one server share a tier, or each has one of the same size: the fullest counts.
-    "tier_blocks": max,
-    "tier_bytes": max,
-    "tier_quota_bytes": min,
-    "tier_free_bytes": min,
-}
+# Engines of one server share a tier, or each has one of the same size: the fullest counts.
+_JOIN = JOIN | {"tier_blocks": max, "tier_bytes": max}
 """How the values of several engines become one; those of all other metrics are added."""
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -55,7 +48,7 @@ def register(app: typer.Typer) -> None:
 
 def top(
     url: Annotated[str, typer.Argument(help="The server, as in http://localhost:8000; its /metrics is read.")],
-    interval: Annotated[float, typer.Option(help="Seconds between two refreshes.")] = 2.0,
+    interval: Annotated[float, typer.Option(max=86_400, help="Seconds between two refreshes.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each refresh as one line of JSON.")] = False,
 ) -> None:
@@ -171,8 +164,8 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
                     if not sample.name.endswith("_bucket"):
                         continue
                     key = (*key, sample.labels["le"])
-                join = _JOIN.get(name, _add)
-                values[key] = join(values[key], sample.value) if key in values else sample.value
+                join, known = _JOIN.get(name) if key in values else None, values.get(key, 0)
+                values[key] = join(known, sample.value) if join else known + sample.value
     except (ValueError, KeyError, IndexError) as exc:
         raise ConfigError(f"This is not a page of metrics: {exc}.") from exc
     return Snapshot(at_s, unix_s, series)
@@ -308,10 +301,6 @@ def compare(before: Snapshot, after: Snapshot) -> View:
         problems={name: value for name, value in problems.items() if value},
         tiers=tuple(tiers),
     )
-
-
-def _add(one: float, other: float) -> float:
-    return one + other
 
 
 def _off(now: Snapshot, tier: str) -> Iterable[str]:

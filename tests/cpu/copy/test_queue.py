@@ -51,6 +51,21 @@ def ends(queue: TransferQueue, direction: Direction) -> dict[int, bool]:
     return {result.job_id: result.success for result in queue.take_finished(direction)}
 
 
+def test_a_process_without_room_for_threads_fails_jobs_until_it_has_some(
+    queue: TransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        queue.submit(1, STORE, extent({0}, {0}), lambda: CopyPlan([], 0))
+    assert ends(queue, STORE) == {1: False}
+    queue.submit(2, STORE, extent({0}, {0}), lambda: CopyPlan([], 0))
+    queue.wait([2])
+    assert ends(queue, STORE) == {2: True}
+
+
 CONFLICTS = {
     # (earlier, later): what both touch -> whether the later one must wait
     (STORE, LOAD): {"slot": True, "gpu": True},

@@ -47,7 +47,14 @@ def build(model: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         backend.close()
 
 
-@pytest.mark.parametrize("name", ["weight_version", "quantization_param_path", "speculative_draft_model_path"])
+@pytest.fixture(autouse=True)
+def _not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.engines.sglang.backend import KVOffloadStorage
+
+    monkeypatch.setattr(KVOffloadStorage, "_cleared", b"")
+
+
+@pytest.mark.parametrize("name", ["quantization_param_path", "speculative_draft_model_path"])
 def test_other_weights_find_nothing(name: str, monkeypatch: pytest.MonkeyPatch, build) -> None:
     from kvoffload.engines.sglang import backend
 
@@ -59,6 +66,62 @@ def test_other_weights_find_nothing(name: str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(backend, "get_server_args", lambda: other)
     monkeypatch.setattr(backend, "model_config_of", lambda _: model_config_of(args))
     assert build(pool).batch_exists(keys) == 0
+
+
+def test_weights_that_change_in_a_running_server(build) -> None:
+    from sglang.srt.runtime_context import get_context
+
+    from kvoffload.engines.sglang.backend import KVOffloadStorage
+
+    pool, keys = HostPool(4), hashes(1)
+    storage = build(pool)
+    assert storage.batch_set_v1(keys, pool.indices(0)) == [True]
+    served = get_context().resolved_server_args_dict()["weight_version"]
+    get_context().override("test", weight_version="new")  # as its scheduler does
+    try:
+        # SGLang records the version before it forgets what the old weights made: that must not be stored either.
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_get_v1(keys, pool.indices(1)) == [False]
+        assert storage.batch_set_v1(hashes(2), pool.indices(1)) == [False]
+        attached = build(pool)
+        assert attached.batch_exists(keys) == 0
+        assert attached.batch_set_v1(keys, pool.indices(1)) == [True]
+        assert attached.batch_exists(keys) == 1
+        storage.clear()
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_set_v1(keys, pool.indices(1)) == [True]
+        assert storage.batch_exists(keys) == 1
+        KVOffloadStorage._cleared = b""
+    finally:
+        get_context().override("test", weight_version=served)
+    assert build(pool).batch_exists(keys) == 1
+
+
+def test_what_was_cleared_stays_so_when_a_storage_is_attached_again(build) -> None:
+    pool, keys = HostPool(4), hashes(1)
+    storage = build(pool)
+    assert storage.batch_set_v1(keys, pool.indices(0)) == [True]
+    storage.clear()
+    storage.register_mem_pool_host(HostPool(4))
+    assert storage.batch_exists(keys) == 0
+    assert build(pool).batch_exists(keys) == 0
+
+
+def test_each_rank_has_a_port_and_one_that_is_taken_stops_nothing(build, caplog: pytest.LogCaptureFixture) -> None:
+    from kvoffload.engines.sglang.backend import _number_of
+
+    sizes = {"tp_size": 2, "pp_size": 2, "attn_cp_size": 2}
+    ranks = itertools.product(range(2), repeat=4)
+    numbers = [
+        _number_of(SimpleNamespace(dp_rank=dp, pp_rank=pp, attn_cp_rank=cp, tp_rank=tp, **sizes))
+        for dp, pp, cp, tp in ranks
+    ]
+    assert numbers == list(range(16))
+    port = free_port()
+    build(HostPool(4), metrics_port=port)
+    other = build(pool := HostPool(4), metrics_port=port)
+    assert "cannot be served" in caplog.text
+    assert other.batch_set_v1(hashes(1), pool.indices(0)) == [True]
 
 
 def test_pages_by_addresses(build) -> None:

@@ -25,10 +25,10 @@ RANKS = {"tp_rank": 0, "tp_size": 1}
 def build(tmp_path: Path) -> Iterator[Callable[..., PoolStorage]]:
     made: list[PoolStorage] = []
 
-    def make(pool: Any, *tiers: dict[str, Any], model: Any = MODEL) -> PoolStorage:
+    def make(pool: Any, *tiers: dict[str, Any], model: Any = MODEL, **more: Any) -> PoolStorage:
         given = list(tiers) or [{"type": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}]
         options = parse_options({"kvoffload": {"secondary_tiers": given, "max_wait_s": 120}})
-        made.append(PoolStorage("kv", pool, torch.arange(TOKENS), options, model=model, ranks=RANKS))
+        made.append(PoolStorage("kv", pool, torch.arange(TOKENS), options, model=model, ranks=RANKS, **more))
         return made[-1]
 
     yield make
@@ -91,11 +91,12 @@ def test_another_model_or_layout_finds_nothing(build) -> None:
     assert build(HostPool(9)).present(keys) == [True]
 
 
-def test_after_forget_nothing_older_is_found(build) -> None:
+def test_under_another_salt_nothing_older_is_found(build) -> None:
     pool, keys = HostPool(4), hashes(1)
-    storage = build(pool)
+    salts = [b""]
+    storage = build(pool, salt=lambda: salts[-1])
     assert move(storage.store, keys, pool, 0) == [True]
-    storage.forget()
+    salts.append(b"new")
     assert storage.present(keys) == []
     pool.fill(1, "new")
     assert move(storage.store, keys, pool, 1) == [True]

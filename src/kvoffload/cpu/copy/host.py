@@ -194,13 +194,12 @@ class TransferQueue:
         return f"TransferQueue(threads={self.num_threads}, open={sorted(self._open)})"
 
     def submit(self, job_id: int, direction: Direction, extent: Extent, make_plan: Callable[[], CopyPlan]) -> None:
-        """Queues a job. It fails at once if its id is open already, or after ``shutdown``."""
+        """Queues a job. It fails at once if its id is open already, if no thread can be had, or after ``shutdown``."""
         job = _QueuedTransfer(job_id, direction, make_plan, extent)
         with self._lock:
-            if self._closing or job_id in self._open:
+            if self._closing or job_id in self._open or not self._start_threads():
                 self._finished[direction].append(TransferResult(job_id, success=False))
                 return
-            self._start_threads()
             # Stores read GPU blocks and write slots, loads the reverse.
             if direction is Direction.STORE:
                 blockers = {*self._slots.write(job, extent.slots), *self._gpu_blocks.read(job, extent.gpu_blocks)}
@@ -242,12 +241,17 @@ class TransferQueue:
 
     # Everything below runs on the queue's threads, or with the lock held.
 
-    def _start_threads(self) -> None:
-        if not self._threads:
-            names = (f"kvoffload-copy-{number}" for number in range(self.num_threads))
-            self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
-            for thread in self._threads:
+    def _start_threads(self) -> bool:
+        """Whether there are any. The next job tries again to start those that are missing."""
+        while len(self._threads) < self.num_threads:
+            name = f"kvoffload-copy-{len(self._threads)}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
                 thread.start()
+            except RuntimeError:  # the process has as many as it may have
+                break
+            self._threads.append(thread)
+        return bool(self._threads)
 
     def _run(self) -> None:
         while True:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -18,18 +19,21 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransferResult,
 )
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_server_args, get_serving
 
 from kvoffload.engines.sglang.hits import restorable_pages
 from kvoffload.engines.sglang.options import parse_options
 from kvoffload.engines.sglang.storage import PoolStorage, pages_of, ranks_of
 from kvoffload.engines.sglang.tiers import Page
+from kvoffload.errors import ConfigError
 from kvoffload.exporter import PrometheusExporter
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import add_stats
 
 __all__ = ["KVOffloadStorage"]
 
 logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
 
 _KV = PoolName.KV.value
 _OF_THE_MODEL = (
@@ -43,7 +47,6 @@ _OF_THE_MODEL = (
     "quantization_param_path",
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
-    "weight_version",
 )
 
 
@@ -52,20 +55,30 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     one asks, one reads, one writes. Mistakes in the options raise ``ConfigError`` at the start. Later nothing raises.
     """
 
+    _cleared: ClassVar[bytes] = b""
+    """A part of all keys, new with each ``clear``. It outlives a storage: SGLang may attach another one later."""
+
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         self._config = storage_config
         extra = storage_config.extra_config or {}
         self._options = parse_options(extra)
-        self._model = _model_of(storage_config) | {"pages": bool(extra.get("interface_v1", 0))}
+        self._weights = get_serving().weight_version
+        self._model = _model_of(storage_config) | {
+            "weight_version": self._weights,
+            "pages": bool(extra.get("interface_v1", 0)),
+        }
         self._pools: dict[str, PoolStorage] = {}
         self._publishing = threading.Lock()
         self._stop_metrics: Callable[[], None] | None = None
         self._exporter: PrometheusExporter | None = None
         if self._options.metrics_port is not None:
-            rank = storage_config.tp_rank + storage_config.tp_size * storage_config.pp_rank
+            rank = _number_of(storage_config)
             names = [tier.label for tier in self._options.tiers]
             self._exporter = PrometheusExporter(names, {"rank": str(rank)})
-            self._stop_metrics = self._exporter.serve(self._options.metrics_port + rank)
+            try:
+                self._stop_metrics = self._exporter.serve(self._options.metrics_port + rank)
+            except ConfigError as exc:  # the ranks of plain data parallelism do not know their number
+                logger.warning("%s This process serves none.", exc)
 
     def __repr__(self) -> str:
         return f"KVOffloadStorage({list(self._pools.values())!r})"
@@ -93,6 +106,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._options,
             model=self._model,
             ranks=ranks_of(self._config),
+            salt=self._salt,
         )
         logger.info(
             "kvoffload: pages of SGLang's pool %r, %d bytes each, in namespace %s: %s",
@@ -171,9 +185,22 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     # ---------------------------------------------------------------------------------------------------- the rest
 
     def clear(self) -> None:
-        """Finds nothing from now on that was stored before: SGLang's operator asks for it after new weights."""
-        for pool in self._pools.values():
-            pool.forget()
+        """This process finds nothing from now on that was stored before. Tiers evict it in time. SGLang's operator asks
+        for it after new weights."""
+        KVOffloadStorage._cleared = secrets.token_bytes(16)
+        self._weights = get_serving().weight_version
+
+    def _salt(self) -> bytes | None:
+        """``None`` after the weights have changed: SGLang may still have pages of the old ones, and does not say which
+        they are."""
+        weights = get_serving().weight_version
+        if weights == self._weights:
+            return self._cleared
+        _log.warning(
+            f"SGLang serves weights of version {weights!r} now, and {self._weights!r} when its storage was attached or "
+            "cleared. Nothing is found or stored until it is cleared, or attached again."
+        )
+        return None
 
     def close(self) -> None:
         """Ends the tiers. SGLang calls it when the backend is detached."""
@@ -197,13 +224,25 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def _publish(self) -> None:
         if self._exporter is not None:
             with self._publishing:  # or the older of two threads' figures might come last
-                self._exporter.publish(add_stats(pool.stats() for pool in self._pools.values()))
+                self._exporter.publish(add_stats(pool.stats() for pool in [*self._pools.values()]))
 
 
 def _pages_at(tensors: Sequence[torch.Tensor]) -> list[Page]:
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("a tensor to read into is not contiguous")
     return [[(tensor.data_ptr(), tensor.nbytes)] for tensor in tensors]
+
+
+def _number_of(config: HiCacheStorageConfig) -> int:
+    """A number of its own for each rank that SGLang names."""
+    number: int = getattr(config, "dp_rank", 0)
+    for rank, size in (
+        (config.pp_rank, config.pp_size),
+        (config.attn_cp_rank, config.attn_cp_size),
+        (config.tp_rank, config.tp_size),
+    ):
+        number = number * size + rank
+    return number
 
 
 def _model_of(config: HiCacheStorageConfig) -> dict[str, Any]:

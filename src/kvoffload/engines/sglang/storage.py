@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +59,8 @@ class PoolStorage:
     What goes wrong is a miss.
 
     ``first_page`` has the indices of the pool's first page, which tells the size of pages. ``model`` and ``ranks`` are
-    for the namespace. Raises ``ConfigError`` for a pool that cannot be stored, and for what the tiers refuse.
+    for the namespace. Pages are found by the ``salt`` of the time when they were stored. Without one nothing is found
+    or stored. Raises ``ConfigError`` for a pool that cannot be stored, and for what the tiers refuse.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class PoolStorage:
         *,
         model: Mapping[str, Any],
         ranks: Mapping[str, Any],
+        salt: Callable[[], bytes | None] = bytes,
     ) -> None:
         try:
             [page] = pages_of(host_pool, first_page, 1)
@@ -91,7 +92,7 @@ class PoolStorage:
         self.host_pool = host_pool
         self.page_bytes = sum(sizes)
         self.namespace = namespace_of(name, facts, model, ranks)
-        self._salt = b""
+        self._salt = salt
         self._tiers = PageTiers(
             options.tiers,
             self.page_bytes,
@@ -106,10 +107,12 @@ class PoolStorage:
     def present(self, keys: Sequence[str], *, leading: bool = True) -> list[bool]:
         """Which pages are stored. ``leading``: only those before the first that is not, each ``True``."""
         try:
-            return self._tiers.present(self._keys(keys), leading=leading)
+            found = self._keys(keys)
+            if found is not None:
+                return self._tiers.present(found, leading=leading)
         except Exception:  # noqa: BLE001 - SGLang's threads do not expect one
             _log.exception("A look-up failed, and counts as misses.")
-            return [] if leading else [False] * len(keys)
+        return [] if leading else [False] * len(keys)
 
     def load(self, keys: Sequence[str], pages: Callable[[], Sequence[Page]]) -> list[bool]:
         """Reads into ``pages``, wherever in memory they lie. Those whose answer is ``False`` keep their content."""
@@ -118,11 +121,6 @@ class PoolStorage:
     def store(self, keys: Sequence[str], pages: Callable[[], Sequence[Page]]) -> list[bool]:
         """Writes ``pages``. ``True``: some tier has it."""
         return self._move(self._tiers.store, keys, pages)
-
-    def forget(self) -> None:
-        """Nothing that was stored before is found here from now on, since the keys are others. Tiers evict it in
-        time."""
-        self._salt = secrets.token_bytes(16)
 
     def stats(self) -> Stats:
         return self._tiers.stats()
@@ -140,10 +138,14 @@ class PoolStorage:
             found = pages()
             if len(found) != len(keys) or any(sum(size for _, size in page) != self.page_bytes for page in found):
                 raise ValueError(f"{len(keys)} pages of {self.page_bytes} bytes were expected")
-            return call(self._keys(keys), found)
+            named = self._keys(keys)
+            if named is not None:
+                return call(named, found)
         except Exception:  # noqa: BLE001 - SGLang's threads do not expect one
             _log.exception(f"Pages of SGLang's pool {self.name!r} were not moved.")
-            return [False] * len(keys)
+        return [False] * len(keys)
 
-    def _keys(self, keys: Sequence[str]) -> list[OffloadKey]:
-        return [make_offload_key(hashlib.sha256(self._salt + key.encode()).digest(), 0) for key in keys]
+    def _keys(self, keys: Sequence[str]) -> list[OffloadKey] | None:
+        if (salt := self._salt()) is None:
+            return None
+        return [make_offload_key(hashlib.sha256(salt + key.encode()).digest(), 0) for key in keys]
