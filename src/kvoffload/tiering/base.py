@@ -45,6 +45,10 @@ class JobMetadata:
         self.is_promotion = is_promotion
         self.req_context = req_context
 
+    def __repr__(self) -> str:
+        direction = "to the primary tier" if self.is_promotion else "to the tier"
+        return f"JobMetadata({self.job_id}, {len(self.keys)} blocks {direction}, {self.req_context.req_id!r})"
+
     @property
     def block_ids(self) -> npt.NDArray[np.int64]:
         return np.array(self.slots, np.int64)

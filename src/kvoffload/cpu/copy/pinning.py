@@ -47,7 +47,7 @@ class PinnedRegion:
         self.address: int = self._bytes.ctypes.data
         self.num_bytes = self._bytes.size
         if node is not None and prefer_node(self.address, self.num_bytes, node):
-            logger.info("Host memory for offloading is asked for from NUMA node %d, that of the device, if not in use yet.", node)
+            logger.info("Host memory that is not in use yet is asked for from NUMA node %d, that of the device.", node)
         unit = math.lcm(shape[1], mmap.PAGESIZE)
         self._pieces: list[int] = []
         try:
