@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvoffload.tiering.stores.disk import quota
 from kvoffload.tiering.stores.disk.quota import PostedRequest, Request, requests_of_others
-from kvoffload.tiering.stores.root import CONTROL_DIR, PRIVATE, Access, check_root
+from kvoffload.tiering.stores.root import CONTROL_DIR, PRIVATE, Access, check_root, make_file
 
 MINE, THEIRS = "a" * 16, "b" * 16
 
@@ -63,6 +65,24 @@ def test_a_request_that_was_taken_for_a_dead_ones_is_posted_anew(root: str) -> N
     mine.post(2)
     mine.post(2)
     assert others(root, theirs) == [(2, MINE)]
+    mine.withdraw()
+
+
+def test_a_request_that_a_neighbour_sees_before_it_is_locked_is_posted_anew(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = PostedRequest(root, MINE, PRIVATE), PostedRequest(root, THEIRS, PRIVATE)
+
+    def seen_at_once(*arguments: Any) -> int:
+        fd = make_file(*arguments)
+        assert others(root, theirs) == []  # and taken for a dead one's
+        return fd
+
+    with monkeypatch.context() as slow:
+        slow.setattr(quota, "make_file", seen_at_once)
+        mine.post(0)
+    mine.post(0)
+    assert others(root, theirs) == [(0, MINE)]
     mine.withdraw()
 
 

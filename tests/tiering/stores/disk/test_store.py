@@ -119,6 +119,16 @@ class TestEviction:
         assert store.stats().evicted_blocks == 8
         assert right(store, *KEYS[:16]) == set(KEYS[8:16])
 
+    def test_slabs_above_a_smaller_quota_count_as_evicted(self, open_store) -> None:
+        store, keys = open_store(max_bytes=4 << 20), keys_of(*range(3000))
+        for start in range(0, 3000, 100):
+            write(store, *keys[start : start + 100])
+        store.close()
+        store = open_store(max_bytes=2 << 20)
+        lost = store.take_lost()
+        assert set(lost.values()) == {"evicted"}
+        assert store.stats().evicted_blocks == len(lost) > 1000
+
     def test_a_batch_never_evicts_its_own_blocks(self, open_store) -> None:
         store = open_store()
         assert write(store, *KEYS[:6]) == [True] * 6

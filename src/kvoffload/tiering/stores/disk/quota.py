@@ -279,6 +279,8 @@ class PostedRequest:
 
     def post(self, num_slabs: int) -> None:
         """Posts a request, or changes the one that is posted. Raises ``OSError``."""
+        if self._fd >= 0 and not os.fstat(self._fd).st_nlink:
+            self.withdraw()  # taken for a dead one's before it was locked
         name = Request(num_slabs, self._identity, self.process).name
         if name == self._name:
             return
@@ -290,8 +292,6 @@ class PostedRequest:
                 self._fd = make_file(name, control, self._access, os.O_EXCL)
                 try_lock(self._fd)
             self._name = name
-        except FileNotFoundError:
-            self.withdraw()  # taken for a dead one's before it was locked: posted anew at the next call
         finally:
             os.close(control)
 

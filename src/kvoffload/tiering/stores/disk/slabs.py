@@ -372,6 +372,8 @@ class Slabs:
             held = np.flatnonzero(slab.view()["length"]).tolist()
             for first in range(0, len(held), _KEYS_AT_ONCE):
                 with self._lock:
+                    if cause == "evicted":
+                        self.num_evicted += len(held[first : first + _KEYS_AT_ONCE])
                     for index in held[first : first + _KEYS_AT_ONCE]:
                         entry = slab.entry(index)
                         self._note_lost(entry, _hashed_in(entry), cause)
