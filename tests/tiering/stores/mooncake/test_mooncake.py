@@ -19,6 +19,7 @@ from tests.proxy import Proxy
 from tests.redis_server import wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, buffers, read, succeeds, write
 from tests.tiering.stores.growth import Held, check_growth, held
+from tests.tiering.stores.redis.strangers import answering_server
 from tests.tiering.test_spec import PAGE_BYTES, Engine, spec
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -115,6 +116,17 @@ def test_no_master_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"Mooncake at 127\.0\.0\.1:\d+ cannot be reached: .*refused"):
         store.contains(keys(1))
     store.close()
+
+
+@needs_mooncake
+@pytest.mark.parametrize("host", ["", "[::1", "port:x"])
+def test_a_metadata_service_that_is_none_is_one_sentence(host: str) -> None:
+    with answering_server(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
+        address = f"127.0.0.1:{port}"
+        store = MooncakeStore(address, f"http://{host or address}/metadata", BLOCK_BYTES)
+        with pytest.raises(StoreError, match=r"The metadata service of Mooncake at .* does not answer: .*"):
+            store.contains(keys(1))
+        store.close()
 
 
 @needs_mooncake

@@ -87,6 +87,20 @@ def test_a_lost_node_costs_its_own_keys(cluster: RedisCluster, open_store: OpenS
     assert read(store, WANTED) == [True] * len(WANTED)
 
 
+def test_a_refusal_is_heard_while_another_node_is_lost(cluster: RedisCluster, open_store: OpenStore) -> None:
+    store = open_store(cluster.url, cluster=True, window_s=5.0)
+    assert write(store, WANTED) == [True] * len(WANTED)
+    for node in cluster.nodes[:2]:
+        with node.client() as client:
+            client.config_set("maxmemory", 1)
+            client.config_set("maxmemory-policy", "noeviction")
+    cluster.nodes[2].kill()
+    for first in (100, 200):
+        with pytest.raises(StoreError, match="OOM"):
+            write(store, keys(*range(first, first + 60)))
+    assert any(read(store, WANTED))
+
+
 def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster, open_store: OpenStore) -> None:
     store = open_store(cluster.url, cluster=True, window_s=0.5)
     wait_until(lambda: all(write(store, WANTED)), "all is written")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import http.client
 import queue
 import socket
 import threading
@@ -252,8 +253,8 @@ class MooncakeStore(SharedStore):
             urllib.request.urlopen(f"{self._metadata}?key=kvoffload", timeout=_CONNECT_S).close()
         except urllib.error.HTTPError as exc:
             exc.close()  # that it has no such key is an answer
-        except OSError as exc:
-            raise StoreError(f"The metadata service of Mooncake at {self._master} does not answer: {exc}.") from exc
+        except (OSError, http.client.HTTPException, ValueError) as exc:  # of no URL, or of no HTTP
+            raise StoreError(f"The metadata service of Mooncake at {self._master} does not answer: {exc!r}.") from exc
 
     def _failed(self, code: int) -> StoreError:
         return StoreError(f"Mooncake at {self._master} fails with its code {code}.")

@@ -160,7 +160,7 @@ class RedisStore(SharedStore):
                 break
         # The tier would leave the nodes alone that work on.
         is_store = not (lost and self._servers.has_others)
-        return outcomes(answers, refused + lost if is_store else (), commands.there)
+        return outcomes(answers, refused + (lost if is_store else []), commands.there)
 
     def _serve_all(self, parts: Sequence[_Part]) -> None:
         """Returns when every part has ended, so that nothing is written to a buffer any more. A thread each: a node
