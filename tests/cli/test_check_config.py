@@ -85,6 +85,18 @@ def test_credentials_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     assert load_config_file(Path(line["kv_connector_extra_config"]["config_file"]))["secondary_tiers"] == [tier]
 
 
+@pytest.mark.parametrize("query", ["", "?db=1"])
+def test_a_socket_is_no_credential(tmp_path: Path, capsys: pytest.CaptureFixture[str], query: str) -> None:
+    file, url = tmp_path / "c.json", "unix:///run/redis.sock"
+    tier = {"type": "redis", "url": url + query}
+    file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}))
+    code, out, err = run(capsys, file)
+    assert (code, err) == (0, "")
+    assert url in out.partition("vllm serve")[0]
+    line = json.loads(out.rsplit("--kv-transfer-config \\\n  ", 1)[1].strip().strip("'"))
+    assert line["kv_connector_extra_config"]["secondary_tiers"] == [tier]
+
+
 def test_what_this_machine_cannot_give_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     file = tmp_path / "c.json"

@@ -142,6 +142,22 @@ class TestChecksummed(BlockStoreContract):
         assert store.stats().corrupt_blocks == 1
         assert store.take_lost() == {bad: "corrupt"}
 
+    def test_a_bad_block_is_lost_once_it_is_deleted(self) -> None:
+        """Or a write in between, which finds it there, would be announced after its loss."""
+        lost_before = []
+
+        class Watched(MemoryStore):
+            def discard(self, keys: Sequence[OffloadKey]) -> None:
+                lost_before.append(store.take_lost())
+                super().discard(keys)
+
+        inner = Watched(self.block_bytes + Checksummed.OVERHEAD_BYTES)
+        store, (bad,) = Checksummed(inner), keys_of(1)
+        inner.write([bad], [memoryview(bytes(self.block_bytes + Checksummed.OVERHEAD_BYTES))])
+        assert store.read_into([bad], [memoryview(bytearray(self.block_bytes))]) == [False]
+        assert lost_before == [{}]
+        assert store.take_lost() == {bad: "corrupt"}
+
 
 class TestThrottled(BlockStoreContract):
     def make_store(self, directory: Path) -> BlockStore:

@@ -8,7 +8,7 @@ import re
 from abc import abstractmethod
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
@@ -86,7 +86,7 @@ def without_credentials(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:
         return "..."
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class RemoteOptions(StoreOptions, frozen=True, kw_only=True):
         texts = [value for name, value in settings if _NAMES_A_SECRET.search(name)]
         texts += [getattr(self, name, None) for name in ("password", "sentinel_password", "seal_key")]
         url = getattr(self, "url", None)
-        return any(isinstance(value, str) for value in texts) or (isinstance(url, str) and url != self.place)
+        return any(isinstance(value, str) for value in texts) or (isinstance(url, str) and "@" in url)
 
     def __repr__(self) -> str:
         # Whatever might be a credential is left out, and so a new option is, until it is known to be none.

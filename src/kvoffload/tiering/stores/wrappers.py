@@ -93,13 +93,14 @@ class Checksummed(StoreWrapper):
             elif answers[index]:
                 block[:] = payload
         if bad:
-            with self._lock:
-                self._bad += bad
-                self._num_bad += len(bad)
             try:
                 self.inner.discard(bad)
             except (StoreError, OSError):
                 pass  # the next read finds them bad again
+            # Afterwards: a write that found them there is not announced after their loss.
+            with self._lock:
+                self._bad += bad
+                self._num_bad += len(bad)
         return answers
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:

@@ -35,6 +35,8 @@ def parse(**options: Any) -> ObjectOptions:
         ({"url": "s3:///y"}, "s3://bucket/prefix"),
         ({"url": "s3://id:hush@bucket/y"}, "no credentials"),
         ({"url": "s3://bucket/y?a=b"}, "no credentials or settings"),
+        ({"url": "s3://bucket/team#1/p"}, "has a '#', which would end its prefix"),
+        ({"url": "s3://bucket/team#"}, "has a '#', which would end its prefix"),
         ({"url": "s3://id:hush/x@bucket/y"}, "no credentials"),
         ({"url": "s3://[::1/p"}, "s3://bucket/prefix"),
         ({"config": {"endpoint": "http://[::1"}}, "endpoint of the 'object' tier is not a URL"),

@@ -170,6 +170,8 @@ def test_a_secret_that_is_no_text_is_one_sentence(tmp_path: Path, monkeypatch: p
 def test_a_url_for_people() -> None:
     assert without_credentials("rediss://user:pw@host:6380/0?x=pw") == "rediss://host:6380/0"
     assert without_credentials("redis://host") == "redis://host"
+    assert without_credentials("unix:///run/redis.sock?db=1") == "unix:///run/redis.sock"
+    assert without_credentials("unix://user:pw@/run/redis.sock") == "unix:///run/redis.sock"
     assert without_credentials("redis://[pw") == "..."
 
 

@@ -39,6 +39,8 @@ def check_url(url: str) -> str:
         )
     if "@" in parts.netloc or ":" in parts.netloc or parts.query:
         raise ConfigError("url of the 'object' tier has no credentials or settings: give them in its 'config'.")
+    if "#" in url:
+        raise ConfigError("url of the 'object' tier has a '#', which would end its prefix: choose another prefix.")
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
