@@ -28,7 +28,6 @@ from kvoffload.tiering.stores.disk.format import (
 )
 from kvoffload.tiering.stores.disk.store import DiskStore
 from kvoffload.tiering.stores.root import directory_of
-from kvoffload.tiering.stores.wrappers import Namespaced
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 SIZE, SLOTS = 1000, 8
@@ -182,12 +181,6 @@ class TestEvents:
             rig.run(keys_of(*range(first, first + 3)), load=False)
         rig.until(lambda: rig.fold() == {key for key in keys_of(*range(50)) if rig.ask(key) == [True]})
         assert len(rig.held) == SLOTS
-
-
-def test_a_wrapper_that_renames_keys_remembers_them_itself(rig: Rig, tmp_path: Path) -> None:
-    store = DiskStore(tmp_path / "other", SIZE, max_bytes=slab_of(SLOTS))
-    assert Namespaced(store, "mine").resident is None
-    store.close()
 
 
 def test_store_and_tier_take_150_bytes_per_block(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directory_of
-from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
+from kvoffload.tiering.stores.wrappers import Checksummed, StoreWrapper
 
 
 class TestMemoryStore(BlockStoreContract):
@@ -159,25 +159,12 @@ class TestChecksummed(BlockStoreContract):
         assert store.take_lost() == {bad: "corrupt"}
 
 
-class TestThrottled(BlockStoreContract):
-    def make_store(self, directory: Path) -> BlockStore:
-        return Throttled(MemoryStore(self.block_bytes), 1e6, sleep=lambda seconds: None)
-
-
-class TestNamespaced(BlockStoreContract):
-    def make_store(self, directory: Path) -> BlockStore:
-        self.shared = MemoryStore(self.block_bytes)
-        neighbour = Namespaced(self.shared, "other")
-        neighbour.write(keys_of(1), [memoryview(bytes(self.block_bytes))])
-        return Namespaced(self.shared, "mine")
-
-
 class TestStack(TestFileSystemStore):
     """Wrappers on wrappers on files."""
 
     def make_store(self, directory: Path) -> BlockStore:
         files = FileSystemStore(directory, self.block_bytes + Checksummed.OVERHEAD_BYTES)
-        return Namespaced(Throttled(Checksummed(files), 1e12), "mine")
+        return StoreWrapper(Checksummed(files))
 
     def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
         return False

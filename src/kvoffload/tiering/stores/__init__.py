@@ -6,15 +6,13 @@ from __future__ import annotations
 from kvoffload.tiering.stores.base import BlockStore, StoreStats
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.memory import MemoryStore
-from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, StoreWrapper, Throttled
+from kvoffload.tiering.stores.wrappers import Checksummed, StoreWrapper
 
 __all__ = [
     "BlockStore",
     "Checksummed",
     "FileSystemStore",
     "MemoryStore",
-    "Namespaced",
     "StoreStats",
     "StoreWrapper",
-    "Throttled",
 ]

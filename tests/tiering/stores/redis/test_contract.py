@@ -13,7 +13,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.testing.store_contract import BlockStoreContract
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis import RedisStore
-from kvoffload.tiering.stores.wrappers import Checksummed, Namespaced, Throttled
+from kvoffload.tiering.stores.wrappers import Checksummed, StoreWrapper
 
 
 class TestRedisStore(BlockStoreContract):
@@ -61,7 +61,7 @@ class TestCluster(BlockStoreContract):
 class TestUnderWrappers(TestRedisStore):
     def make_store(self, directory: Path) -> BlockStore:
         inner = RedisStore(self.url, self.block_bytes + Checksummed.OVERHEAD_BYTES, str(directory), timeouts=PATIENT)
-        return Namespaced(Throttled(Checksummed(inner), 1e12), "mine")
+        return StoreWrapper(Checksummed(inner))
 
     def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
         return False
