@@ -42,6 +42,8 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         """What a tier still needs for its oldest job, once it has begun it."""
         self.waiting: dict[str, tuple[ReqContext, list[OffloadKey], float | None, float]] = {}
         """By id: the request, its blocks, since when it waits, and the work of the engine at that time."""
+        self.awaited: dict[str, list[OffloadKey]] = {}
+        """By id: the blocks that were here or on their way when the request asked last."""
         self.queued_tokens = 0
         self.ends: dict[str, set[OffloadKey] | None] = {}
         self.num_chains = 0
@@ -124,11 +126,15 @@ class LoadPolicyMachine(RuleBasedStateMachine):
 
     def _ask(self, req_id: str) -> int | None:
         context, blocks, since_s, queue_s = self.waiting[req_id]
-        if since_s is None:
+        awaited = self.rig.primary.slots.get_all(self.awaited.get(req_id, ()))
+        has_arrived = bool(awaited) and all(block is not None and block.is_ready for block in awaited)
+        # The time until an engine asks again does not count, and then there may be room for more blocks.
+        if since_s is None or has_arrived:
             since_s, queue_s = self.rig.clock(), self.queued_tokens / TOKENS * COMPUTE_S
             self.waiting[req_id] = (context, blocks, since_s, queue_s)
         answers = list[bool | None]()
         self._submitting(lambda: answers.extend(self.rig.ask(blocks, context, self.ends[req_id])))
+        self.awaited[req_id] = blocks[: answers.index(False) if False in answers else len(answers)]
         if None in answers:
             knows_speed = ("prefill_tokens_per_second",) in self.rig.manager.get_stats()
             waited_s = self.rig.clock() - since_s
