@@ -162,7 +162,7 @@ def test_a_prefetch_reads_nothing_while_others_wait_for_reads(make: MakeServed) 
 
 
 def test_a_prefetch_that_gives_way_for_too_long_is_dropped(make: MakeServed) -> None:
-    served = make(max_wait_s=0.5)
+    served = make(max_wait_s=4.0)
     for first_token in (1, 3):
         served.serve(first_token, num_blocks=4)
     served.below(2, num_blocks=4)
@@ -171,7 +171,7 @@ def test_a_prefetch_that_gives_way_for_too_long_is_dropped(make: MakeServed) -> 
     served.until(lambda: served.stat("promotions_in_flight") == 4)
     served.engine.prefetch(served.prompt(2, num_blocks=4))
     served.engine.step()
-    time.sleep(0.2)  # so that the next request has patience for longer than the prefetch
+    time.sleep(0.5)  # so that the next request has patience for longer than the prefetch
     asked.append(served.add(3, num_blocks=4))
     served.until(lambda: served.prefetches() == (0, 1, 0))
     served.until(lambda: all(request.is_done for request in asked))
