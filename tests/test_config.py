@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import inspect
+from enum import Enum
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, parse_config
+from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, parse_config, parse_struct
 from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError, LayoutError
 
@@ -83,3 +85,16 @@ def test_layouts_that_make_no_sense_are_refused() -> None:
         KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 100, lookahead_tokens=-1)
     with pytest.raises(LayoutError, match="hash_block_tokens must be at least 1"):
         EngineLayout(layout(16).groups, hash_block_tokens=0, instance_id="x")
+
+
+class Speed(Enum):
+    SLOW = "slow"
+
+
+class OfMyTier(msgspec.Struct):
+    speed: Speed
+
+
+def test_an_option_of_a_type_without_a_word_of_its_own_is_named_by_it() -> None:
+    with pytest.raises(ConfigError, match="speed of my tier must be a Speed, not 'fast'"):
+        parse_struct(OfMyTier, {"speed": "fast"}, "my tier")

@@ -8,6 +8,7 @@ tests.cli.test_check_config`` writes the answers anew, to be read before they ar
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from tests.memory_files import memory_directory
 from tests.redis_server import RedisServer
 
 from kvoffload.cli import main
+from kvoffload.cli.check_config import _probe_directory
 from kvoffload.config_file import ENVIRONMENT, load_config_file, with_config_file
 from kvoffload.cpu import memory_limits
 from kvoffload.errors import CapacityError, ConfigError
 from kvoffload.specs import read_config
+from kvoffload.tiering.options import DiskOptions
 
 GOLDEN = Path(__file__).with_name("bad_configs.jsonl")
 
@@ -110,6 +113,24 @@ def test_what_this_machine_cannot_give_is_a_problem(tmp_path: Path, capsys: pyte
     lines = err.splitlines()
     assert len(lines) == 3
     assert "host memory" in lines[0] and "file is a file" in lines[1] and "lower it" in lines[2]
+
+
+def test_a_path_that_this_user_may_not_see_is_a_problem() -> None:
+    """Of the home of root, seen by nobody, in a process of its own."""
+    if Path("/root").stat().st_mode & 0o001:
+        pytest.skip("everybody may look into the home of root here")
+    options = DiskOptions(type="disk", path="/root/kvoffload-unseen/tier", max_bytes="1GiB")
+    if not (child := os.fork()):
+        code = 1
+        try:
+            if os.geteuid() == 0:
+                os.setresuid(65534, 65534, 65534)
+            _probe_directory(options, 0)
+        except ConfigError as exc:
+            code = 0 if "cannot be written to by this user: change the rights of /root." in str(exc) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_unit_that_was_forgotten_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,7 @@ def wrong_once(copy: Callable[[Runs], None], wrong_load: int) -> Callable[[Runs]
         ({"device_tokens": 64}, "--device-tokens must be at least"),
         ({"block_size": 24}, "multiple of 16"),
         ({"cpu_gib": 0}, "--cpu-gib must be positive"),
+        ({"cpu_gib": float("inf")}, "--cpu-gib must be positive and less than"),
         ({"disk": "unused", "disk_gib": -1}, "--disk-gib must be positive"),
         ({"turns": 400}, "lower --turns"),
         ({"hidden": 100}, "multiple of 128"),

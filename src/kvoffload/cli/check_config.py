@@ -96,6 +96,7 @@ def _probe_directory(options: StoreOptions, cpu_bytes: int) -> None:
     """Raises ``ConfigError`` if this user could not write to the tier's directory, or could not make it, or if it is
     memory of which there is too little beside ``cpu_bytes``."""
     directory = Path(str(options.directory))
+    # ``Path.exists`` raises where this user may not look.
     existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     where = f"path of the {options.label!r} tier, {directory},"
     if not existing.is_dir():

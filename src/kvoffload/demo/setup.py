@@ -116,8 +116,8 @@ def ways_of(config: OffloadingConfig) -> tuple[Way, ...]:
 
 def _gib(value: float, name: str) -> int:
     """GiB as bytes."""
-    if not 0 < value < 2**33:  # of what fits into 63 bits
-        raise ConfigError(f"{name} must be positive, and less than there are bytes, not {value}.")
+    if not 0 < value < 2**33:  # 2**63 bytes
+        raise ConfigError(f"{name} must be positive and less than {2**33}, not {value}.")
     return int(value * 2**30)
 
 

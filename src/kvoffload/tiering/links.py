@@ -45,9 +45,9 @@ class Link:
         self._reads: dict[int, _Read] = {}
         """Outstanding reads by their first slots: no other job gets a slot before its read ends."""
         self._overdue_slots: set[int] = set()
-        """Slots of the reads that were overdue when that was looked at last, ..."""
+        """Slots of the reads that were overdue when that was looked at last."""
         self._next_overdue_s = inf
-        """... and when it must be looked at again: no other read is overdue before."""
+        """When it must be looked at again: until then no other read is overdue."""
         self._busy_since_s = self._last_end_s = 0.0
         """Since when the tier has been reading, or when it last ended a read. And when the last read ended."""
         self._num_ended = 0

@@ -18,6 +18,7 @@ __all__ = ["GuardedTier", "TierJob", "TierJobs"]
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_RAISED = object()
 
 
 class GuardedTier:
@@ -56,14 +57,8 @@ class GuardedTier:
 
     def submit(self, job: JobMetadata) -> bool:
         """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
-        try:
-            (self.tier.submit_load if job.is_promotion else self.tier.submit_store)(job)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
-            self._fault("submit", exc)
-            return False
-        return True
+        submit: Callable[[JobMetadata], object] = self.tier.submit_load if job.is_promotion else self.tier.submit_store
+        return self._call("submit", submit, _RAISED, job) is not _RAISED
 
     def get_finished_jobs(self) -> list[JobResult]:
         return self._call("get_finished_jobs", lambda: list(self.tier.get_finished_jobs()), [])

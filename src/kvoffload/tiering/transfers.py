@@ -158,11 +158,11 @@ class StoreTransfers:
             slots += job.slots[:count]
             stops.append(len(keys))
         num_blocks = len(keys)
-        outcomes: list[bool | None] = [None] * num_blocks
         if len(wanted) > 1 and len(set(keys)) != num_blocks:
             for each in wanted:  # no call of a store names a block twice
                 self._submit([each], queue)
             return
+        outcomes: list[bool | None] = [None] * num_blocks
         call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
         if queue is IoQueue.LOAD:
             call, slice_ended = self._store.read_into, self._load_slice_ended

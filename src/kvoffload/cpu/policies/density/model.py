@@ -156,22 +156,17 @@ class HitDensity:
 
     def _follow_some(self, blocks: Sequence[BlockStatus], begin: int, now: int, all_count: bool) -> None:
         samples, follows, stamp = self._samples, self._follows, now * NUM_CLASSES
-        pick, window, gap, draw = self._next_pick, self._window, self._gap, self._draw
-        while pick < now:
-            if pick >= begin:
-                block = blocks[pick - begin]
+        while self._next_pick < now:
+            if self._next_pick >= begin:
+                block = blocks[self._next_pick - begin]
                 if all_count or block.pins >= 0:
                     samples[block.key] = since = stamp + block.policy_state.class_
                     follows.append((since, block.key))
                     self._num_followed += 1
-                    if self._num_followed >= _SAMPLES and gap < self._widest_gap:
-                        self._draw = draw
+                    if self._num_followed >= _SAMPLES and self._gap < self._widest_gap:
                         self._widen_gap()
-                        gap, draw = self._gap, self._draw
-            window = max(window + gap, begin)
-            draw = (draw * 1103515245 + 12345) % _RANDOM_END
-            pick = window + (draw >> 8) % gap
-        self._next_pick, self._window, self._draw = pick, window, draw
+            self._window = max(self._window + self._gap, begin)
+            self._next_pick = self._window + (self._random() >> 8) % self._gap
         oldest_alive = (now - self._horizon) * NUM_CLASSES
         while follows and follows[0][0] < oldest_alive:
             since, key = follows.popleft()

@@ -86,8 +86,8 @@ class Quota:
             errors.append(self._error)
         return False
 
-    def wait(self) -> None:
-        """No slab is made for a moment: there is no room for one."""
+    def pause(self) -> None:
+        """Makes no slab for a moment, because there is no room for one."""
         self.not_before_s = time.monotonic() + _GROW_S
 
     def shrink(self) -> bool:
@@ -159,7 +159,7 @@ class Quota:
             finally:
                 self.making = ""
                 self._lock.release()
-        self.wait()
+        self.pause()
         return False
 
     def _make_slab(self, name: str) -> SlabFile | None:

@@ -183,7 +183,7 @@ class DiskStore(RootedStore):
             finally:
                 homeless = self._slabs.record(runs)
             if homeless:
-                self._quota.wait()
+                self._quota.pause()
             new = homeless + new[sum(run.slots.count for run in runs) :]
 
     def _write_run(self, run: NewRun, errors: list[OSError]) -> None:
