@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.engines.vllm.harness import HAS_VLLM, hash_block_size
 
-from kvoffload.engines.vllm import layout, slices, versions
+from kvoffload.engines.vllm import identity, layout, slices, versions
 
 PAGE_BYTES = 2 * 16 * 2 * 8 * 4
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
@@ -24,8 +24,8 @@ SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.flo
 def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32."""
     if not HAS_VLLM:
-        monkeypatch.setattr(layout, "kind_of", lambda spec: spec.kind)
-        monkeypatch.setattr(slices, "kind_of", lambda spec: spec.kind)
+        for module in (identity, layout, slices):
+            monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)
         monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
 

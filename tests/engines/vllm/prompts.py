@@ -60,6 +60,8 @@ def state_branches() -> list[Prompt]:
 def family(name: str) -> list[Prompt]:
     if name == "llama":
         return [*long_prompts(), *crowd()]
+    if name == "long":
+        return long_prompts()
     if name == "states":
         return [*state_prompts(), *state_branches(), *crowd(16)]
     return [*long_prompts(6), *short_prompts(), *branches()]

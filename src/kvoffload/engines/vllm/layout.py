@@ -7,7 +7,6 @@ configuration. Both must compute the same layout, but for ``rank``.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.config_file import with_config_file
 from kvoffload.cpu.memory_limits import SHM, check_all_engines
+from kvoffload.engines.vllm.identity import DRAFTERS_WITH_KV, identity_of
 from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, slice_of, why_not_rank_free
 from kvoffload.engines.vllm.versions import (
     drafters_are_proven,
@@ -40,9 +40,6 @@ _KINDS = {
 """vLLM's kinds of KV groups that can be restored from block hashes alone, by ``KVCacheSpecKind`` value."""
 
 _STABLE_ALGORITHMS = ("sha256", "sha256_cbor")
-
-_DRAFTERS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")
-"""Speculative methods whose drafter keeps KV that was shown to be good after a load."""
 
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Those without KV of their own. To a connector they only mean tokens that are scheduled and may be rejected."""
@@ -211,7 +208,7 @@ def _refuse_stages(vllm_config: Any) -> None:
             f"pipeline_parallel_size to a divisor of {num_layers}, and leave out VLLM_PP_LAYER_PARTITION."
         )
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method in _DRAFTERS_WITH_KV:
+    if speculative is not None and speculative.method in DRAFTERS_WITH_KV:
         raise ConfigError(
             f"The KV of {speculative.method!r} drafters lies in the last pipeline stage alone, and kvoffload needs "
             f"stages of equal size: use one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or pipeline_parallel_size 1."
@@ -227,13 +224,13 @@ def _refuse_sum(config: OffloadingConfig, parallel: Any) -> None:
 
 def _refuse_speculation(speculative: Any) -> None:
     """Drafters whose KV was not shown to be good after a load. A wrong draft costs no wrong token, but time."""
-    if speculative.method not in _DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV:
+    if speculative.method not in DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV:
         raise _unproven_drafter(f"the speculative method {speculative.method!r}")
     if speculative.parallel_drafting:
         raise _unproven_drafter(f"{speculative.method!r} with parallel drafting")
     if speculative.use_multi_module_mtp():
         raise _unproven_drafter("several MTP modules at once (with num_speculative_tokens 1, vLLM uses one)")
-    if speculative.method in _DRAFTERS_WITH_KV and not drafters_are_proven():
+    if speculative.method in DRAFTERS_WITH_KV and not drafters_are_proven():
         raise ConfigError(
             f"kvoffload cannot vouch for the KV of {speculative.method!r} drafters with vLLM 0.30: use vLLM 0.31 or "
             f"newer, one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or serve without kvoffload."
@@ -243,7 +240,7 @@ def _refuse_speculation(speculative: Any) -> None:
 def _unproven_drafter(what: str) -> ConfigError:
     return ConfigError(
         f"kvoffload cannot vouch for the KV of {what}: use one of "
-        f"{', '.join(_DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV)} with sequential drafting by one module, or serve "
+        f"{', '.join(DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV)} with sequential drafting by one module, or serve "
         "without kvoffload."
     )
 
@@ -287,7 +284,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, 
         rank_free=is_rank_free,
         num_processes=1 if one_process else ranks_per_node + (rank < ranks_per_node),
         events_enabled=events is not None and events.enable_kv_cache_events,
-        identity=_identity(vllm_config, kv_cache_config, config, is_rank_free),
+        identity=identity_of(vllm_config, kv_cache_config, config, is_rank_free),
         hashes_are_stable=algorithm in _STABLE_ALGORITHMS or os.environ.get("PYTHONHASHSEED") is not None,
         unstable_hash_hint=(
             f"vLLM's --prefix-caching-hash-algo {algorithm} gives other hashes in every process: use sha256, or set "
@@ -351,62 +348,3 @@ def _window_of(spec: Any) -> int:
     if window is None:
         raise LayoutError(f"A sliding-window KV group has layers of different windows: {spec!r}.")
     return int(window)
-
-
-def _identity(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
-    """Everything besides its key that changes the bytes of a block. The same in every process of equal engines."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    groups = [
-        f"{kind_of(group.kv_cache_spec)}:{group.kv_cache_spec.block_size}:{len(group.layer_names)}"
-        f"{_state_identity(group.kv_cache_spec)}"
-        for group in offloaded_groups(kv_cache_config)
-    ]
-    drafter = _drafter_identity(vllm_config.speculative_config)
-    return {
-        "engine": "vllm",
-        "model": str(model.model),
-        "revision": str(model.revision),
-        "architecture": _architecture(model),
-        "quantization": str(model.quantization),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "kv_dtype": str(cache.cache_dtype),
-        "layout": str(kv_cache_config.kv_cache_layout),
-        "groups": ",".join(groups),
-        "block_size": str(config.block_size),
-        "pages": "of all heads" if is_rank_free else _division(vllm_config.parallel_config),
-        "hash_algorithm": str(cache.prefix_caching_hash_algo),
-        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
-        **({"drafter": drafter} if drafter else {}),
-    }
-
-
-def _division(parallel: Any) -> str:
-    """How ranks divide a block, beside the number of its slices."""
-    context = f"{parallel.decode_context_parallel_size}:{parallel.cp_kv_cache_interleave_size}"
-    return f"of {parallel.pipeline_parallel_size} stages, context {context}"
-
-
-def _state_identity(spec: Any) -> str:
-    """What a group's states consist of; empty for attention."""
-    if _KINDS[kind_of(spec)] is not GroupKind.SINGLE_STATE:
-        return ""
-    # Layers of one group may have states of several shapes.
-    layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
-    states = {
-        f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}": None
-        for layer in layers
-        for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
-    }
-    return ":" + "+".join(states)
-
-
-def _architecture(model: Any) -> str:
-    return hashlib.sha256(model.hf_config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
-
-
-def _drafter_identity(speculative: Any) -> str:
-    """The drafter whose layers are in the blocks; empty if there is none."""
-    if speculative is None or speculative.method not in _DRAFTERS_WITH_KV:
-        return ""
-    draft = speculative.draft_model_config
-    return f"{speculative.method}:{draft.model}:{draft.revision}:{draft.quantization}:{_architecture(draft)}"

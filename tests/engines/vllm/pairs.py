@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines, one after the other, over one store on disk: whether the second finds what the first stored, and
+whether it answers as vLLM alone does.
+
+Each call is an engine in a process of its own, as after a restart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.engines.greedy import Baseline
+from tests.engines.vllm.harness import run_child
+
+CACHED = 992
+"""Tokens of each prompt that an engine with the same KV finds: 31 full blocks."""
+
+
+def over_one_store(directory: Path, **more: Any) -> dict[str, Any]:
+    """A ``kv_connector_extra_config`` with a disk tier in ``directory``; ``more``: other keys."""
+    return {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": "64MiB",
+        "secondary_tiers": [{"type": "disk", "path": str(directory / "blocks"), "max_bytes": "512MiB"}],
+        "load_policy": "always",  # what is found is counted, not how fast it is
+        "max_wait_s": 300.0,
+    } | more
+
+
+def serve(model: str, extra: dict[str, Any], prompts: int = 4, **options: Any) -> dict[str, Any]:
+    """The first ``prompts`` long prompts, one after the other: ``tokens`` and ``cached`` by prompt. ``options`` are
+    vLLM's."""
+    return run_child("disk", model=model, extra=extra, last=prompts, **options)  # type: ignore[no-any-return]
+
+
+def alone(model: str, **options: Any) -> Baseline:
+    """What vLLM answers to all long prompts without a connector."""
+    return Baseline(run_child("baseline", model=model, family="long", **options))
