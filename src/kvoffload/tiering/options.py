@@ -31,6 +31,7 @@ from kvoffload.tiering.stores.disk.quota import check_memory
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.stores.secrets import Secret, check_seal_key, read_seal_key, read_secret
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
 
@@ -40,6 +41,7 @@ __all__ = [
     "DiskOptions",
     "FileSystemOptions",
     "MemoryOptions",
+    "SealedOptions",
     "StoreOptions",
     "build_tier",
     "default_cascade",
@@ -171,6 +173,43 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         )
         tier.medium, tier.locality = self.medium, self.locality
         return tier
+
+
+class SealedOptions(StoreOptions, frozen=True, kw_only=True):
+    """Options of a store that others, or later processes, read, and whose blocks a secret may seal."""
+
+    is_persistent: ClassVar[bool] = True
+
+    seal_key: Secret | None = None
+    """A secret of the fleet, as text, ``{"file": path}`` or ``{"env": name}``: blocks made without it are not served.
+    Default: none."""
+
+    @property
+    def holds_secrets(self) -> bool:
+        """Whether the options themselves have credentials, instead of naming where they are read."""
+        return isinstance(self.seal_key, str)
+
+    def __repr__(self) -> str:
+        # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
+        known = {name: getattr(self, name) for name in ("type", "name", "cascade", "threads", "timeout_s")}
+        if self.place:
+            known["place"] = self.place
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+
+    def check(self, block_bytes: int | None = None) -> None:
+        StoreOptions.check(self, block_bytes)
+        check_seal_key(self.seal_key, self._called("seal_key"))
+
+    def secret(self, name: str) -> str | None:
+        """The text of the option ``name``, which is a secret."""
+        value: Secret | None = getattr(self, name)
+        return None if value is None else read_secret(value, self._called(name))
+
+    def read_seal_key(self) -> bytes | None:
+        return read_seal_key(self.seal_key, self._called("seal_key"))
+
+    def _called(self, name: str) -> str:
+        return f"{name} of the {self.type!r} tier"
 
 
 class _BoundedOptions(StoreOptions, frozen=True, kw_only=True):

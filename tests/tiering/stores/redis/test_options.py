@@ -22,7 +22,8 @@ from kvoffload.testing.keys import keys
 from kvoffload.tiering.options import STORES, build_tier, parse_tier
 from kvoffload.tiering.stores.redis import RedisStore
 from kvoffload.tiering.stores.redis.options import RedisOptions
-from kvoffload.tiering.stores.remote import read_secret, without_credentials
+from kvoffload.tiering.stores.remote import without_credentials
+from kvoffload.tiering.stores.secrets import read_secret
 from kvoffload.tiering.tier import StoreTier
 
 URL = "redis://127.0.0.1:1"

@@ -7,7 +7,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object.client import Deadlines
 from kvoffload.tiering.stores.object.store import ObjectStore
-from kvoffload.tiering.stores.remote import RemoteOptions, Secret, check_secret, read_secret
+from kvoffload.tiering.stores.remote import RemoteOptions
+from kvoffload.tiering.stores.secrets import Secret, check_secret, read_secret
 
 __all__ = ["ObjectOptions"]
 

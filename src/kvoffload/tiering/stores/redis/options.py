@@ -8,7 +8,8 @@ from typing import ClassVar
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis.connector import Access, Timeouts
 from kvoffload.tiering.stores.redis.store import RedisStore
-from kvoffload.tiering.stores.remote import RemoteOptions, Secret, check_age, check_secret
+from kvoffload.tiering.stores.remote import RemoteOptions, check_age
+from kvoffload.tiering.stores.secrets import Secret, check_secret
 from kvoffload.units import parse_seconds
 
 __all__ = ["RedisOptions"]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets of a configuration: given as text, or as where to read it, and shown nowhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvoffload.errors import ConfigError
+
+__all__ = ["Secret", "check_seal_key", "check_secret", "read_seal_key", "read_secret"]
+
+Secret = str | dict[str, str]
+"""Text, or where to read it: ``{"file": path}`` or ``{"env": name}``. Only the last two keep it out of the engine's own
+log of its configuration."""
+
+_SHORTEST_SEAL_KEY = 16
+
+
+def check_secret(secret: Secret | None, what: str) -> None:
+    """Raises ``ConfigError`` unless ``secret`` says where it is. Reads nothing."""
+    if isinstance(secret, dict) and (len(secret) != 1 or not secret.keys() <= {"file", "env"} or "" in secret.values()):
+        raise ConfigError(f'{what} must be text, {{"file": path}} or {{"env": name}}.')
+
+
+def read_secret(secret: Secret, what: str) -> str:
+    """The text itself, without a file's last line break. ``ConfigError`` says where it should be, and no more."""
+    check_secret(secret, what)
+    if isinstance(secret, str):
+        return secret
+    if name := secret.get("env"):
+        if name not in os.environ:
+            raise ConfigError(f"{what} is to be read from the environment variable {name}, which is not set.")
+        source, value = f"the environment variable {name}", os.environb[os.fsencode(name)]
+    else:
+        source = secret["file"]
+        try:
+            value = Path(source).read_bytes().rstrip(b"\r\n")
+        except (OSError, ValueError) as exc:
+            reason = getattr(exc, "strerror", None) or str(exc)
+            raise ConfigError(f"{what} is to be read from {source}, which fails: {reason}.") from exc
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} is to be read from {source}, which is not UTF-8.") from None  # it has the bytes
+
+
+def check_seal_key(secret: Secret | None, what: str) -> None:
+    """Raises ``ConfigError`` unless ``secret`` can be a key of seals, as far as that is known without reading it."""
+    check_secret(secret, what)
+    if isinstance(secret, str) and len(secret) < _SHORTEST_SEAL_KEY:
+        raise ConfigError(
+            f"{what} must have {_SHORTEST_SEAL_KEY} characters at least; make one with 'openssl rand -hex 32'."
+        )
+
+
+def read_seal_key(secret: Secret | None, what: str) -> bytes | None:
+    """The key of seals that ``secret`` is or names. ``None``: there is none."""
+    if secret is None:
+        return None
+    key = read_secret(secret, what)
+    check_seal_key(key, what)
+    return key.encode()
