@@ -63,7 +63,7 @@ def make_files(root: Path, num_files: int) -> None:
 def step_times_s(root: str, num_files: int) -> list[float]:
     """Processor time of each step until the tier knows all files."""
     store = FileSystemStore(root, SIZE, max_bytes=1 << 40)
-    tier = StoreTier(memoryview(np.zeros((4, SIZE), np.uint8)), "fs", store)
+    tier = StoreTier(memoryview(np.zeros((4, SIZE), np.uint8)), "fs", store, enable_events=True)
     times_s, num_found = list[float](), 0
     while num_found < num_files:
         start_s = time.thread_time()

@@ -129,7 +129,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.primary = CPUPrimaryTierOffloadingManager(num_blocks, self.region)
         self.store = self.open_store()
         limits = TierLimits(threads=2, drain_timeout_s=20)
-        self.tier = StoreTier(self.primary.kv_view, self.kind, self.store, limits, clock=self.clock)
+        self.tier = StoreTier(self.primary.kv_view, self.kind, self.store, limits, enable_events=True, clock=self.clock)
         self.manager = TieringOffloadingManager(
             self.primary, [self.tier], clock=self.clock, max_wait_s=MAX_WAIT_S, cascade=[cascade]
         )

@@ -47,7 +47,9 @@ class Rig:
         self._last_id = 0
 
     def start(self) -> Rig:
-        self.tier = StoreTier(self.view, "mem", self.store, self.limits, clock=self.clock, **self.options)
+        self.tier = StoreTier(
+            self.view, "mem", self.store, self.limits, enable_events=True, clock=self.clock, **self.options
+        )
         return self
 
     def fill(self, slots: Sequence[int], keys: Sequence[OffloadKey]) -> None:

@@ -9,7 +9,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from tests.tiering.test_spec import PAGE_BYTES, spec
+from tests.tiering.test_spec import PAGE_BYTES, layout, spec
 
 from kvoffload.base import OffloadingManager, ReqContext
 from kvoffload.testing.keys import keys
@@ -40,7 +40,7 @@ def test_full_tiers_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(questions, "_MAX_SKIPPED", 500)
     quota = {"max_bytes": "2MiB", "timeout_s": 60.0, "max_index_blocks": 1000}
     tiers = [{"type": kind, "path": str(tmp_path / kind), **quota} for kind in ("disk", "fs")]
-    made = spec(*tiers, cpu_bytes_to_use=64 * PAGE_BYTES, eviction_policy="lru")
+    made = spec(*tiers, cpu_bytes_to_use=64 * PAGE_BYTES, eviction_policy="lru", of=layout(events_enabled=True))
     manager = made.get_manager()
     sizes = []
     tracemalloc.start()

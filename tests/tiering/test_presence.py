@@ -27,7 +27,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def index(clock: ManualClock) -> PresenceIndex:
-    return PresenceIndex("test", 100, absent_ttl_s=1, clock=clock)
+    return PresenceIndex("test", 100, enable_events=True, absent_ttl_s=1, clock=clock)
 
 
 def ask(index: PresenceIndex, *names: OffloadKey, is_complete: bool = False) -> list[bool | None]:
@@ -77,7 +77,7 @@ def test_beyond_its_bound_the_oldest_key_is_unknown_again(clock: ManualClock) ->
 
 
 def test_what_is_forgotten_is_announced_as_removed(clock: ManualClock) -> None:
-    index, known = PresenceIndex("test", 100, clock=clock), set[OffloadKey]()
+    index, known = PresenceIndex("test", 100, enable_events=True, clock=clock), set[OffloadKey]()
     chance = random.Random(7)
     for _ in range(300):
         index.add(chance.sample(keys(*range(400)), chance.randrange(1, 150)))
@@ -86,6 +86,17 @@ def test_what_is_forgotten_is_announced_as_removed(clock: ManualClock) -> None:
             assert known.issuperset(names) if removed else known.isdisjoint(names)
             known = known.difference(names) if removed else known.union(names)
         assert known == {name for name in keys(*range(400)) if name in index}
+
+
+def test_without_events_none_pile_up(clock: ManualClock) -> None:
+    remembered = PresenceIndex("test", 100, clock=clock)
+    exact = PresenceIndex("test", 100, resident={A, B}, clock=clock)
+    for index in (remembered, exact):
+        index.add([A, B])
+        index.remove([B])
+        assert A in index
+        assert events(index) == []
+        assert not index.lost_events
 
 
 def test_a_full_index_keeps_taking_keys_and_forgets_the_oldest(clock: ManualClock) -> None:
@@ -100,7 +111,6 @@ def test_a_full_index_keeps_taking_keys_and_forgets_the_oldest(clock: ManualCloc
 def test_the_garbage_collector_passes_over_present_keys(clock: ManualClock) -> None:
     index, names = PresenceIndex("test", 1_000, clock=clock), [bytes([number]) * 40 for number in range(250)]
     index.add([OffloadKey(name) for name in names])
-    assert list(index.take_events())
     gc.collect()
     assert not [each for each in gc.get_referrers(names[7]) if each is not names]
 
@@ -198,7 +208,7 @@ def resident() -> set[OffloadKey]:
 
 @pytest.fixture
 def exact(resident: set[OffloadKey], clock: ManualClock) -> PresenceIndex:
-    return PresenceIndex("test", 1, resident=resident, clock=clock)
+    return PresenceIndex("test", 1, resident=resident, enable_events=True, clock=clock)
 
 
 def test_an_exact_index_answers_what_the_store_has_now(exact: PresenceIndex, resident: set[OffloadKey]) -> None:
@@ -217,13 +227,7 @@ def test_an_exact_index_answers_what_the_store_has_now(exact: PresenceIndex, res
     assert exact.sample(3, 5, [B]) == [C]
 
 
-def test_an_exact_index_announces_what_is_true_once_somebody_asks(
-    exact: PresenceIndex, resident: set[OffloadKey]
-) -> None:
-    exact.add([A])
-    assert not exact.has_events
-    assert events(exact) == []
-    exact.begin_events()
+def test_an_exact_index_announces_what_is_true(exact: PresenceIndex) -> None:
     exact.begin_store([A, B, C])
     exact.remove([A])  # evicted, and written again before anybody heard of it
     exact.end_store([A, B, C], [True, True, True])  # C was evicted meanwhile
@@ -233,16 +237,17 @@ def test_an_exact_index_announces_what_is_true_once_somebody_asks(
 
 def test_events_of_an_exact_index_that_nobody_takes_end(clock: ManualClock) -> None:
     resident = set(keys(*range(70_000)))
-    exact = PresenceIndex("test", 1, resident=resident, clock=clock)
-    exact.begin_events()
+    exact = PresenceIndex("test", 1, resident=resident, enable_events=True, clock=clock)
     exact.add(list(resident))
-    assert not exact.has_events
-    exact.begin_events()
-    exact.add([*resident][:5])
-    lost, added = exact.take_events()
+    assert exact.lost_events
+    exact.add([*resident][:7])
+    (lost,) = exact.take_events()
     assert lost.clears, "what was announced before counts no longer"
-    assert (lost.keys, len(added.keys), added.clears) == ([], 5, False)
-    assert events(exact) == []
+    assert lost.keys == []
+    assert not exact.lost_events
+    exact.add([*resident][:5])
+    (added,) = exact.take_events()
+    assert (len(added.keys), added.clears) == (5, False)
 
 
 def test_a_removal_after_a_repeated_announcement_is_not_folded_away(
@@ -250,9 +255,8 @@ def test_a_removal_after_a_repeated_announcement_is_not_folded_away(
 ) -> None:
     monkeypatch.setattr("kvoffload.tiering.presence._EVENT_SHARE", 1)
     resident = set(keys(*range(70_100)))
-    exact = PresenceIndex("test", 1, resident=resident, clock=clock)
+    exact = PresenceIndex("test", 1, resident=resident, enable_events=True, clock=clock)
     first, *others = sorted(resident)
-    exact.begin_events()
     exact.add([first])
     assert events(exact) == [([first], False)]
     exact.add([first])  # written again

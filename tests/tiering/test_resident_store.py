@@ -37,7 +37,7 @@ CONTEXT = ReqContext("r")
 class Rig:
     """A ``disk`` tier of eight blocks, with gates and faults in between."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, enable_events: bool = True) -> None:
         self.root = root
         self.memory = bytearray(SLOTS * SIZE)
         self.view = memoryview(self.memory).cast("B", (SLOTS, SIZE))
@@ -46,7 +46,7 @@ class Rig:
         self.gate = GatedStore(self.slabs)
         self.store = FaultyStore(self.gate)
         limits = TierLimits(threads=2, drain_timeout_s=5.0)
-        self.tier = StoreTier(self.view, "disk", self.store, limits, clock=self.clock)
+        self.tier = StoreTier(self.view, "disk", self.store, limits, enable_events=enable_events, clock=self.clock)
         self.results: dict[int, JobResult] = {}
         self.held: set[OffloadKey] = set()
         self._last_id = 0
@@ -105,7 +105,7 @@ def test_a_lookup_is_answered_at_once_by_the_store_itself(rig: Rig) -> None:
     assert not rig.tier.has_pending_work()
     assert rig.run(names, load=False) == set(names)
     assert rig.ask(*names, *keys_of(3)) == [True, True, False]
-    assert not [call for call, _ in rig.store.calls if call in ("contains", "scan")], "nobody asked the I/O threads"
+    assert "contains" not in {call for call, _ in rig.store.calls}, "nobody asked the I/O threads"
 
 
 def test_a_neighbours_block_is_found_and_loaded(rig: Rig) -> None:
@@ -170,10 +170,22 @@ def test_a_store_whose_reads_fail_is_probed_with_keys_of_its_own(rig: Rig) -> No
 
 
 class TestEvents:
-    def test_who_takes_them_for_the_first_time_is_told_what_is_there(self, rig: Rig) -> None:
+    def test_who_takes_them_is_told_what_was_there_before(self, tmp_path: Path) -> None:
         names = keys_of(*range(5))
-        rig.run(names, load=False)
-        rig.until(lambda: rig.fold() == set(names))
+        for _ in range(2):
+            rig = Rig(tmp_path / "kv")
+            rig.run(names, load=False)
+            rig.until(lambda rig=rig: rig.fold() == set(names))
+            rig.tier.shutdown()
+
+    def test_without_them_nothing_is_listed_or_kept(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path / "kv", enable_events=False)
+        rig.run(keys_of(*range(5)), load=False)
+        assert rig.fold() == set()
+        rig.run(keys_of(*range(5, 8)), load=False)
+        assert rig.fold() == set()
+        rig.tier.shutdown()
+        assert "scan" not in {call for call, _ in rig.store.calls}
 
     def test_they_fold_to_what_the_store_has(self, rig: Rig) -> None:
         rig.fold()

@@ -119,6 +119,18 @@ def test_blocks_come_back_from_disk_after_a_restart(tmp_path: Path) -> None:
     second.stop()
 
 
+@pytest.mark.parametrize("are_taken", [True, False])
+def test_tiers_record_events_only_for_an_engine_that_takes_them(are_taken: bool, tmp_path: Path) -> None:
+    tiers = [{"type": kind, "path": str(tmp_path / kind), "max_bytes": "1MiB"} for kind in ("disk", "fs")]
+    engine = Engine(spec(*tiers, of=layout(events_enabled=are_taken)))
+    engine.store(keys(1), torch.ones((1, PAGE_BYTES), dtype=torch.uint8))
+    while engine.manager.has_pending_work():
+        engine.manager.on_schedule_end()
+        time.sleep(0.001)
+    assert {event.medium for event in engine.manager.take_events()} == ({"CPU", "disk", "fs"} if are_taken else set())
+    engine.stop()
+
+
 def test_an_engine_with_another_layout_does_not_find_them(tmp_path: Path) -> None:
     names = keys(1, 2)
     tier = {"type": "fs", "path": str(tmp_path), "max_bytes": "unlimited"}

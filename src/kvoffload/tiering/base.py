@@ -155,7 +155,8 @@ class SecondaryTierManager(ABC):
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events of blocks that appeared in or left this tier since the last call."""
+        """Events of blocks that appeared in or left this tier since the last call. Only some engines ever call it: a
+        tier that records events does so only if it was built with ``enable_events``, or bounds them."""
         return ()
 
     def get_stats(self) -> Stats:

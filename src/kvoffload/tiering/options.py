@@ -20,6 +20,7 @@ import msgspec
 from kvoffload.base import OffloadPolicy
 from kvoffload.config import parse_struct
 from kvoffload.cpu.memory_limits import memory_file_system
+from kvoffload.cpu.policies.base import with_options
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.registry import Registry
@@ -156,9 +157,16 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         """The store for blocks of ``block_bytes``. ``namespace`` covers everything besides the key that changes a
         block's bytes; a persistent store keeps namespaces apart."""
 
-    def build(self, primary_kv_view: memoryview, namespace: str, lost: LostBlocks = NO_LOSSES) -> SecondaryTierManager:
-        """The tier over ``primary_kv_view``, which records in ``lost`` the blocks that leave it. Override it for a tier
-        that is not built on a ``BlockStore``."""
+    def build(
+        self,
+        primary_kv_view: memoryview,
+        namespace: str,
+        lost: LostBlocks = NO_LOSSES,
+        enable_events: bool = False,
+    ) -> SecondaryTierManager:
+        """The tier over ``primary_kv_view``, which records in ``lost`` the blocks that leave it, and with
+        ``enable_events`` records changes for ``take_events``. Override it for a tier that is not built on a
+        ``BlockStore``; leave out of the signature what the tier does not do."""
         shape = primary_kv_view.shape
         assert shape is not None
         self.check(shape[1])
@@ -169,6 +177,7 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
             self,
             offload_policy=OffloadPolicy(self.offload_policy),
             exclusive=self.exclusive and not self.server_evicts,
+            enable_events=enable_events,
             lost=lost,
         )
         tier.medium, tier.locality = self.medium, self.locality
@@ -420,7 +429,10 @@ def build_tier(
     primary_kv_view: memoryview,
     namespace: str = "",
     lost: LostBlocks = NO_LOSSES,
+    enable_events: bool = False,
 ) -> SecondaryTierManager:
-    """Builds the tier that ``options`` describes over the primary tier's memory (num_blocks, block_bytes)."""
+    """Builds the tier that ``options`` describes over the primary tier's memory (num_blocks, block_bytes).
+    ``enable_events``: somebody calls its ``take_events``."""
     parsed = options if isinstance(options, StoreOptions) else parse_tier(options)
-    return parsed.build(primary_kv_view, namespace, lost)
+    build = with_options(parsed.build, "lost", "enable_events")
+    return build(primary_kv_view, namespace, lost=lost, enable_events=enable_events)

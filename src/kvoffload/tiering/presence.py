@@ -36,11 +36,10 @@ class PresenceIndex:
     ``absent_ttl_s``. Events name the store by ``medium``.
 
     A store that knows its own keys gives them as ``resident`` (``BlockStore.resident``). Then nothing is remembered
-    here, nothing is asked, and a key is present or absent as the store has it at that moment. Changes are recorded only
-    once they are taken: ``begin_events``.
+    here, nothing is asked, and a key is present or absent as the store has it at that moment.
 
-    Events fold to the keys that are present here. A key that is forgotten is announced as removed, although the store
-    may have it.
+    With ``enable_events`` changes are recorded for ``take_events``. They fold to the keys that are present here. A key
+    that is forgotten is announced as removed, although the store may have it.
     """
 
     def __init__(
@@ -49,6 +48,7 @@ class PresenceIndex:
         max_blocks: int,
         *,
         resident: Collection[OffloadKey] | None = None,
+        enable_events: bool = False,
         max_absent: int = MAX_ABSENT,
         absent_ttl_s: float = ABSENT_TTL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -68,9 +68,8 @@ class PresenceIndex:
         self._storing: dict[OffloadKey, bool] = {}
         self.is_exact = self._present.is_exact
         """The store itself says what it has: no key is unknown, and no scan is needed."""
-        self._events = NO_EVENTS if self.is_exact else PendingEvents(medium)
-        self._lost_events = False
-        """Events were dropped since they were last taken."""
+        self._enable_events = enable_events
+        self._events = self._record()
 
     def __repr__(self) -> str:
         return f"PresenceIndex({self._medium!r}, present={len(self)}, absent={len(self._absent)})"
@@ -135,7 +134,7 @@ class PresenceIndex:
         if self._absent:
             for key in keys:
                 self._absent.pop(key, None)
-        if self.has_events or not self.is_exact:  # the store itself has added them
+        if self._has_events or not self.is_exact:  # the store itself has added them
             for changed, forgotten in self._present.add(keys):
                 self._announce(changed, removed=forgotten)
 
@@ -157,7 +156,7 @@ class PresenceIndex:
     def end_store(self, keys: Sequence[OffloadKey], outcomes: Sequence[bool]) -> None:
         """The job has written those of ``keys`` whose outcome is true. They are present, unless an eviction of them was
         recorded since ``begin_store``."""
-        if self.is_exact and not self.has_events:
+        if self.is_exact and not self._has_events:
             return
         was_evicted = [self._storing.pop(key, False) and key not in self._present for key in keys]
         self.add([key for key, is_written, gone in zip(keys, outcomes, was_evicted) if is_written and not gone])
@@ -165,31 +164,35 @@ class PresenceIndex:
     # ----------------------------------------------------------------------------------------------------- events
 
     @property
-    def has_events(self) -> bool:
-        """Changes are being recorded for whoever takes them."""
-        return self._events is not NO_EVENTS
-
-    def begin_events(self) -> None:
-        """Events are taken from now on. A scan of the store follows, which adds the existing keys."""
-        # Of an exact index some repeat others, so that folding would lose changes. ``_announce`` bounds them.
-        self._events = PendingEvents(self._medium, min_keys=sys.maxsize)
+    def lost_events(self) -> bool:
+        """Events were dropped since they were last taken. Whoever takes them has the store scanned, so that all of its
+        keys follow."""
+        return self._enable_events and not self._has_events
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Changes since the last call. Of an exact index: each was true when it was recorded, and some may be repeated
         or concern blocks of other processes that were never announced."""
-        events = self._events.take()
-        if self._lost_events:
-            self._lost_events = False
-            events.insert(0, OffloadingEvent([], self._medium, removed=True))
-        return events
+        if self.lost_events:
+            self._events = self._record()
+            return [OffloadingEvent([], self._medium, removed=True)]
+        return self._events.take()
+
+    @property
+    def _has_events(self) -> bool:
+        """Changes are being recorded."""
+        return self._events is not NO_EVENTS
+
+    def _record(self) -> PendingEvents:
+        if not self._enable_events:
+            return NO_EVENTS
+        # Of an exact index some repeat others, so that folding would lose changes. ``_announce`` bounds them.
+        return PendingEvents(self._medium, min_keys=sys.maxsize) if self.is_exact else PendingEvents(self._medium)
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
         self._events.add(keys, removed=removed)
         # Only the store remembers the keys of an exact index: events that are not taken must not pile them up here.
-        # Whoever takes events later gets all keys anew.
         if self.is_exact and len(self._events) > max(_MIN_EVENT_KEYS, len(self._present) // _EVENT_SHARE):
             self._events = NO_EVENTS
-            self._lost_events = True
 
     # ------------------------------------------------------------------------------------------------------ scans
 

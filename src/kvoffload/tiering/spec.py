@@ -13,13 +13,12 @@ from typing import Any
 from kvoffload.base import OffloadingManager
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
-from kvoffload.cpu.policies.base import with_options
 from kvoffload.cpu.spec import CPUOffloadingSpec
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.options import parse_tiers
+from kvoffload.tiering.options import build_tier, parse_tiers
 
 __all__ = [
     "CACHE_FORMAT_VERSION",
@@ -120,8 +119,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         tiers: list[SecondaryTierManager] = []
         try:
             for options in self.tier_options:
-                build = with_options(options.build, "lost")
-                tiers.append(build(primary.kv_view, self.namespace, lost=self.lost))
+                events = self.layout.events_enabled
+                tiers.append(build_tier(options, primary.kv_view, self.namespace, self.lost, enable_events=events))
         except BaseException:
             for tier in tiers:
                 tier.shutdown()

@@ -90,8 +90,8 @@ class StoreTier(SecondaryTierManager):
     * While the circuit breaker of reads is open, lookups are ``False`` and loads fail; while that of writes is open,
       stores are dropped. The tier probes reads by a call of its own, and writes by the first slice of a job.
     * A call that hangs costs its thread and its job. The blocks of a read that hangs are absent until it returns.
-    * A store that declares its ``resident`` keys answers each lookup itself, at once. It is scanned only for events: as
-      soon as they are taken, all blocks that it has follow as events.
+    * A store that declares its ``resident`` keys answers each lookup itself, at once. It is scanned only with
+      ``enable_events``, so that all blocks that it has are announced.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class StoreTier(SecondaryTierManager):
         *,
         offload_policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
         exclusive: bool = False,
+        enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
         lost: LostBlocks = NO_LOSSES,
     ) -> None:
@@ -117,7 +118,9 @@ class StoreTier(SecondaryTierManager):
         self._clock = clock
         threads = limits.threads or store.requests_in_flight
         self._runner = TierRunner(tier_type, threads, timeout_s=limits.timeout_s, clock=clock)
-        self._index = PresenceIndex(tier_type, limits.max_index_blocks, resident=store.resident, clock=clock)
+        self._index = PresenceIndex(
+            tier_type, limits.max_index_blocks, resident=store.resident, enable_events=enable_events, clock=clock
+        )
         self._reads = StoreHealth(tier_type, "read", self._runner, clock)
         self._writes = StoreHealth(tier_type, "write", self._runner, clock)
         self._questions = Questions(store, self._index, self._runner, self._reads)
@@ -139,7 +142,7 @@ class StoreTier(SecondaryTierManager):
         self._next_touch_s = 0.0
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._is_shut_down = False
-        if not self._index.is_exact:
+        if enable_events or not self._index.is_exact:
             self._scan.begin()
 
     def __repr__(self) -> str:
@@ -193,8 +196,7 @@ class StoreTier(SecondaryTierManager):
         self._runner.on_ended = call
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if not self._index.has_events:
-            self._index.begin_events()
+        if self._index.lost_events:
             self._scan.begin()
         return self._index.take_events()
 

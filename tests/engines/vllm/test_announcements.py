@@ -172,7 +172,7 @@ class AskedTier(ScannedTier):
         self.asked: set[OffloadKey] = set()
 
     def make_index(self) -> PresenceIndex:
-        return PresenceIndex(self.tier_type, 6, clock=lambda: 0.0)
+        return PresenceIndex(self.tier_type, 6, enable_events=True, clock=lambda: 0.0)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer = self.index.lookup(key, is_complete=True)
@@ -188,6 +188,8 @@ class AskedTier(ScannedTier):
     def take_events(self) -> Sequence[OffloadingEvent]:
         for each in super().take_events():
             (self.index.remove if each.removed else self.index.add)(each.keys)
+        if self.index.lost_events:
+            self.rescan()
         return list(self.index.take_events())
 
     def announced(self) -> Iterable[OffloadKey]:
@@ -198,14 +200,7 @@ class ExactTier(AskedTier):
     """One whose store knows its keys, and whose events are dropped when there are many."""
 
     def make_index(self) -> PresenceIndex:
-        return PresenceIndex(self.tier_type, 1, resident=self.blocks)
-
-    def take_events(self) -> Sequence[OffloadingEvent]:
-        if not self.index.has_events:
-            self.index.begin_events()
-            self._events.clear()
-            self.rescan()
-        return super().take_events()
+        return PresenceIndex(self.tier_type, 1, resident=self.blocks, enable_events=True)
 
 
 class Server:

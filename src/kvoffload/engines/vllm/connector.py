@@ -408,7 +408,7 @@ class _SchedulerSide:
         return [replace(event, group_idx=group_ids[event.group_idx]) for event in events]
 
     def _translate(self) -> list[Any]:
-        events = self.core.take_events()  # also if vLLM publishes none: they must not pile up
+        events = self.core.take_events()  # also if vLLM publishes none: tiers of others may record them
         return self._events.translate(events) if self._publishes_events else []
 
     def reset_cache(self) -> None:
