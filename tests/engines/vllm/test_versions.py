@@ -38,19 +38,28 @@ def test_other_versions_are_refused_in_one_sentence(version: str) -> None:
     )
 
 
-def import_beside(version: str, directory: Path) -> str:
-    """The last line that an import of the connector says beside a vLLM that has nothing but its version number."""
+def run_beside(version: str, directory: Path, code: str, **modules: str) -> subprocess.CompletedProcess[str]:
+    """``code`` in a process whose vLLM has its version number and the given modules, by dotted name with ``__``."""
     package = directory / "vllm"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "version.py").write_text(f"__version__ = {version!r}\n")
-    result = subprocess.run(
-        [sys.executable, "-c", "from kvoffload.engines.vllm import KVOffloadConnector"],
+    sources = {"version": f"__version__ = {version!r}\n"} | modules
+    for name, source in sources.items():
+        path = package.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    for folder in [package, *(path for path in package.rglob("*") if path.is_dir())]:
+        (folder / "__init__.py").touch()
+    return subprocess.run(
+        [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(directory), str(ROOT / "src")])},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def import_beside(version: str, directory: Path) -> str:
+    """The last line that an import of the connector says."""
+    result = run_beside(version, directory, "from kvoffload.engines.vllm import KVOffloadConnector")
     return result.stderr.strip().splitlines()[-1]
 
 
@@ -62,6 +71,55 @@ def test_the_import_of_the_connector_refuses_before_it_needs_anything_of_vllm(tm
 
 def test_the_import_of_the_connector_goes_on_with_a_version_of_the_range(tmp_path: Path) -> None:
     assert import_beside("0.31.0", tmp_path) == "ModuleNotFoundError: No module named 'vllm.distributed'"
+
+
+FACTORY = """
+class KVConnectorFactory:
+    names = []
+    @classmethod
+    def register_connector(cls, name, module, class_name):
+        cls.names.append(name)
+"""
+ENGINE_ARGS = """
+class EngineArgs:
+    def create_engine_config(self):
+        return self.vllm_config
+"""
+SERVE_WITHOUT_US = """
+from types import SimpleNamespace
+from kvoffload.engines.vllm import register
+register()
+register()
+from vllm.engine.arg_utils import EngineArgs
+read, arguments = EngineArgs.create_engine_config, EngineArgs()
+for transfer in (None, SimpleNamespace(kv_connector="LMCacheConnectorV1")):  # without the methods of today's
+    arguments.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+    assert arguments.create_engine_config() is arguments.vllm_config
+arguments.vllm_config = SimpleNamespace()
+assert arguments.create_engine_config() is arguments.vllm_config
+print("patched" if hasattr(read, "__wrapped__") else "untouched")
+"""
+
+
+@pytest.mark.parametrize(("version", "is_patched"), [("0.32.0", True), ("0.34.0", False), ("dev", False)])
+@pytest.mark.parametrize("factory", [FACTORY, "", "raise RuntimeError"])
+def test_servers_that_do_not_name_kvoffload_start(
+    version: str, is_patched: bool, factory: str, tmp_path: Path
+) -> None:
+    done = run_beside(
+        version,
+        tmp_path,
+        SERVE_WITHOUT_US,
+        distributed__kv_transfer__kv_connector__factory=factory,
+        engine__arg_utils=ENGINE_ARGS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ("patched" if is_patched and factory == FACTORY else "untouched")
+
+
+def test_vllm_may_have_nothing_that_is_expected_of_it(tmp_path: Path) -> None:
+    done = run_beside("0.32.0", tmp_path, "from kvoffload.engines.vllm import register; register()")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.vllm

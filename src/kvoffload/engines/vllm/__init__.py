@@ -10,21 +10,25 @@ vLLM does that in every process, whether or not it is used.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
+
+from kvoffload.engines.vllm.versions import vllm_release
 
 if TYPE_CHECKING:
     from kvoffload.engines.vllm.connector import KVOffloadConnector
 
 __all__ = ["KVOffloadConnector", "register"]
 
+logger = logging.getLogger(__name__)
+
 _NAME = "KVOffloadConnector"
 
 
 def __getattr__(name: str) -> Any:
     if name == _NAME:
-        from kvoffload.engines.vllm.versions import vllm_release
-
         vllm_release()  # before the import of anything that other versions of vLLM may lack
         from kvoffload.engines.vllm.connector import KVOffloadConnector
 
@@ -33,16 +37,34 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Registers the connector's name with vLLM, which calls this once per process. Idempotent."""
+    """Tells vLLM the connector's name; vLLM calls this once in each process, whether or not a server names kvoffload.
+    Idempotent.
+
+    It never raises, and a vLLM outside of the supported range stays as it is but for the name: whoever uses the name
+    there reads which versions kvoffload works with.
+    """
+    try:
+        _register_name()
+        vllm_release()
+        _check_what_is_read()
+    except Exception as exc:  # noqa: BLE001 - servers that use other connectors or none must start
+        logger.debug("kvoffload is not set up in this process: %s", exc)
+
+
+def _register_name() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    try:
+    with contextlib.suppress(ValueError):  # registered already
         KVConnectorFactory.register_connector(_NAME, __name__, _NAME)
-    except ValueError:  # registered already
-        known = KVConnectorFactory.get_connector_class_by_name(_NAME)
-        if not known.__module__.startswith(f"{__name__}."):
-            raise
-    _check_what_is_read()
+
+
+def _is_named(vllm_config: Any) -> bool:
+    """Whether the server uses this connector, alone or beside others."""
+    try:
+        transfer = vllm_config.kv_transfer_config
+        return transfer is not None and bool(transfer.has_connector(_NAME))
+    except Exception:  # noqa: BLE001 - as in `register`
+        return False
 
 
 def _pass_failure_policy_on(transfer: Any) -> None:
@@ -75,8 +97,8 @@ def _check_what_is_read() -> None:
     @functools.wraps(read)
     def read_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = read(self, *args, **kwargs)
-        transfer = vllm_config.kv_transfer_config
-        if transfer is not None and transfer.has_connector(_NAME):
+        if _is_named(vllm_config):
+            transfer = vllm_config.kv_transfer_config
             _pass_failure_policy_on(transfer)
             KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(vllm_config)
         return vllm_config
