@@ -21,17 +21,21 @@ from tests.engines.vllm.harness import CONNECTOR, ROOT, child_environment
 from tests.engines.vllm.prompts import BLOCK_BYTES, BLOCK_TOKENS, long_prompts
 from tests.ports import free_port
 
+from kvoffload.config_file import ENVIRONMENT
 from kvoffload.engines.vllm.versions import loaded_requests_go_first
 
 CPU_SLOTS = 200
 """The CPU tier has room for six of the eight prompts, so that blocks are also removed."""
 
 
-def connector_arguments() -> dict[str, Any]:
-    """By bare name where kvoffload is installed, as users do; by module path in an environment that only sees it."""
-    installed = bool(entry_points(group="vllm.general_plugins", name="kvoffload"))
-    by_name = {key: value for key, value in CONNECTOR.items() if key != "kv_connector_module_path"}
-    return by_name if installed else dict(CONNECTOR)
+def connector_arguments(options: dict[str, Any], directory: Path) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment: a file alone where kvoffload is installed, as users do; its module's path in an
+    environment that only sees it."""
+    if not entry_points(group="vllm.general_plugins", name="kvoffload"):
+        return ["--kv-transfer-config", json.dumps(CONNECTOR | {"kv_connector_extra_config": options})], {}
+    file = directory / "offload.json"
+    file.write_text(json.dumps(options))
+    return [], {ENVIRONMENT: str(file)}
 
 
 def environment_of_the_command(directory: Path) -> dict[str, str]:
@@ -57,7 +61,8 @@ class Server:
         # Engine cores that are more than one number their ports from this one on.
         self.events = f"ipc://{directory / 'events'}" if num_engines == 1 else f"tcp://127.0.0.1:{free_port()}"
         self.log = directory / "server.log"
-        extra = {"cpu_bytes_to_use": CPU_SLOTS * BLOCK_BYTES, "self_describing_kv_events": True} | extra
+        options = {"cpu_bytes_to_use": CPU_SLOTS * BLOCK_BYTES, "self_describing_kv_events": True} | extra
+        arguments, environment = connector_arguments(options, directory)
         command = [
             *(str(Path(sys.executable).with_name("vllm")), "serve", model),
             *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "small"),
@@ -67,7 +72,7 @@ class Server:
             "--enable-prompt-tokens-details",
             *(() if loaded_requests_go_first() else ("--no-async-scheduling",)),
             *("--data-parallel-size", str(num_engines), "--api-server-count", "1"),
-            *("--kv-transfer-config", json.dumps(connector_arguments() | {"kv_connector_extra_config": extra})),
+            *arguments,
             *(
                 "--kv-events-config",
                 json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}),
@@ -77,7 +82,7 @@ class Server:
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment_of_the_command(directory),
+            env=environment_of_the_command(directory) | environment,
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

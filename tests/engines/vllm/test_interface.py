@@ -93,7 +93,7 @@ ATTRIBUTES = {
         "attention_config use_v2_model_runner num_hash_lookahead_tokens"
     ),
     ("vllm.config.attention", "AttentionConfig"): "hisparse_config",
-    ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config",
+    ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config kv_transfer_config kv_offloading_size",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
         "kv_cache_spec_sliding_window extra_keys locality ownership"

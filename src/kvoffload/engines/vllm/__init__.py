@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvoffload inside vLLM: an out-of-tree KV connector.
 
-``--kv-transfer-config`` names it as ``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that
-name, and has mistakes in the configuration refused before an engine starts. Where plug-ins are switched off, add
+The environment variable ``KVOFFLOAD_CONFIG`` or ``--kv-transfer-config`` asks for it, the latter by the name
+``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that name, makes the variable enough, and has
+mistakes in the configuration refused before an engine starts. Where plug-ins are switched off, add
 ``"kv_connector_module_path": "kvoffload.engines.vllm"``. Importing this package loads neither vLLM nor torch. Importing
 the connector from it raises ``ConfigError`` for a vLLM that is not supported; registering its name does not, because
 vLLM does that in every process, whether or not it is used.
@@ -13,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
+from kvoffload.config_file import ENVIRONMENT
 from kvoffload.engines.vllm.versions import vllm_release
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ __all__ = ["KVOffloadConnector", "register"]
 logger = logging.getLogger(__name__)
 
 _NAME = "KVOffloadConnector"
+_FAILURE_POLICY = "recompute"
+"""The only one that makes a failed load a miss."""
 
 
 def __getattr__(name: str) -> Any:
@@ -46,7 +51,7 @@ def register() -> None:
     try:
         _register_name()
         vllm_release()
-        _check_what_is_read()
+        _prepare_engine_arguments()
     except Exception as exc:  # noqa: BLE001 - servers that use other connectors or none must start
         logger.debug("kvoffload is not set up in this process: %s", exc)
 
@@ -81,8 +86,9 @@ def _pass_failure_policy_on(transfer: Any) -> None:
         }
 
 
-def _check_what_is_read() -> None:
-    """From now on ``EngineArgs.create_engine_config`` raises what the connector refuses without a KV cache.
+def _prepare_engine_arguments() -> None:
+    """From now on ``EngineArgs.create_engine_config`` fills in what ``KVOFFLOAD_CONFIG`` implies, and raises what the
+    connector refuses without a KV cache.
 
     vLLM itself asks the connector's class before it loads a model only if it captures CUDA graphs, and then shows it
     only the user's keys. Engine arguments are read in the process that the user starts, before it starts others.
@@ -96,6 +102,8 @@ def _check_what_is_read() -> None:
 
     @functools.wraps(read)
     def read_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get(ENVIRONMENT):
+            _fill_in(self)
         vllm_config = read(self, *args, **kwargs)
         if _is_named(vllm_config):
             transfer = vllm_config.kv_transfer_config
@@ -105,3 +113,25 @@ def _check_what_is_read() -> None:
 
     read_and_check.checks_kvoffload = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = read_and_check
+
+
+def _fill_in(arguments: Any) -> None:
+    """The connector, its role and the policy of failed loads, for a server that asks vLLM for no other way to move KV.
+    Of a ``--kv-transfer-config`` that names kvoffload, the policy alone."""
+    from vllm.config import KVTransferConfig
+
+    given = arguments.kv_transfer_config
+    if isinstance(given, dict):  # from Python
+        given = arguments.kv_transfer_config = KVTransferConfig(**given)
+    if given is None and not arguments.kv_offloading_size:
+        arguments.kv_transfer_config = KVTransferConfig(
+            kv_connector=_NAME, kv_role="kv_both", kv_load_failure_policy=_FAILURE_POLICY
+        )
+        what = f'"kv_connector": "{_NAME}", "kv_role": "kv_both", "kv_load_failure_policy": "{_FAILURE_POLICY}"'
+    elif given is not None and given.kv_connector == _NAME and given.kv_load_failure_policy != _FAILURE_POLICY:
+        given.kv_load_failure_policy = _FAILURE_POLICY
+        what = f'"kv_load_failure_policy": "{_FAILURE_POLICY}"'
+    else:
+        return
+    # vLLM shows its own loggers alone.
+    logging.getLogger(f"vllm.{__name__}").info("%s is set, so --kv-transfer-config gets %s", ENVIRONMENT, what)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``KVOFFLOAD_CONFIG`` is all that a server needs: what the plug-in fills in, and what it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.models import SmallModel
+
+from kvoffload.engines.vllm import register
+from kvoffload.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+
+OURS = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
+OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+
+
+def transfer_of(model: SmallModel, transfer: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    register()
+    engine = EngineArgs(model=model.path, dtype="float32", max_model_len=1280, kv_transfer_config=transfer, **arguments)
+    return engine.create_engine_config().kv_transfer_config
+
+
+@pytest.fixture
+def variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "offload.yaml"
+    file.write_text("cpu_bytes_to_use: 64MiB\n")
+    monkeypatch.setenv("KVOFFLOAD_CONFIG", str(file))
+    return file
+
+
+@pytest.mark.parametrize("given", [None, OURS])
+def test_the_variable_is_enough(given: dict[str, Any] | None, llama: SmallModel, variable: Path) -> None:
+    transfer = transfer_of(llama, given)
+    assert (transfer.kv_connector, transfer.kv_role) == ("KVOffloadConnector", "kv_both")
+    assert transfer.kv_load_failure_policy == "recompute"
+
+
+def test_other_connectors_stay_as_they_are(llama: SmallModel, variable: Path) -> None:
+    transfer = transfer_of(llama, OTHER)
+    assert (transfer.kv_connector, transfer.kv_load_failure_policy) == ("ExampleConnector", "fail")
+
+
+def test_vllms_own_offloading_stays_as_it_is(llama: SmallModel, variable: Path) -> None:
+    assert transfer_of(llama, kv_offloading_size=0.1).kv_connector == "OffloadingConnector"
+
+
+def test_without_the_variable_nothing_is_filled_in(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVOFFLOAD_CONFIG", raising=False)
+    assert transfer_of(llama) is None
+    with pytest.raises(ConfigError, match="kv_load_failure_policy"):
+        transfer_of(llama, OURS | {"kv_connector_extra_config": {"cpu_bytes_to_use": "64MiB"}})
+
+
+def test_mistakes_in_the_file_are_refused_before_an_engine_starts(llama: SmallModel, variable: Path) -> None:
+    variable.write_text("cpu_bytes: 64MiB\n")
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
+        transfer_of(llama)
