@@ -96,5 +96,5 @@ class OfMyTier(msgspec.Struct):
 
 
 def test_an_option_of_a_type_without_a_word_of_its_own_is_named_by_it() -> None:
-    with pytest.raises(ConfigError, match="speed of my tier must be a Speed, not 'fast'"):
+    with pytest.raises(ConfigError, match="speed of my tier must be a Speed, not text"):
         parse_struct(OfMyTier, {"speed": "fast"}, "my tier")

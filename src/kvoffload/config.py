@@ -8,6 +8,8 @@ with a suggestion.
 from __future__ import annotations
 
 import difflib
+import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -133,8 +135,9 @@ def parse_struct(
     """``values`` as an instance of the msgspec struct ``kind``. A key in ``_s`` takes text such as ``"10s"``, too.
 
     Raises ``ConfigError`` for all unknown keys, missing keys and wrong types at once, in a sentence each that calls the
-    mapping ``what``. ``elsewhere`` has what to do instead of a key that another system has. The value of a key that
-    takes text is never shown: it may be a secret.
+    mapping ``what``. ``elsewhere`` has what to do instead of a key that another system has. Only keys that take nothing
+    but numbers, truth or a choice have their values shown: any other may hold a secret, as text or by mistake as a
+    number.
     """
     known, _, problems = read_struct(kind, values, what, elsewhere or {})
     problems.raise_found()
@@ -162,6 +165,7 @@ def read_struct(
             continue
         value = values[name]
         try:
+            _check_usable(value, f"{name} of {what}")
             if isinstance(value, str) and name.endswith("_s") and not name.endswith("_per_s"):
                 value = parse_seconds(value, f"{name} of {what}")
             good[name] = msgspec.convert(value, known.type)
@@ -175,6 +179,29 @@ def read_struct(
             bad.add(name)
             problems.add(str(exc))
     return good, bad, problems
+
+
+_MOST = 2**63
+"""No number of a configuration is as large: it would not fit where machines count."""
+
+
+def _check_usable(value: Any, name: str) -> None:
+    """Raises ``ConfigError``, which calls ``value`` by its ``name``, for a number that nothing counts to, and for text
+    that cannot name a file."""
+    if isinstance(value, int) and abs(value) >= _MOST:
+        raise ConfigError(f"{name} is a number too large for any machine; lower it.")
+    texts = value.values() if isinstance(value, dict) else [value]
+    for text in texts:
+        if isinstance(text, str) and ("\0" in text or not _is_encodable(text)):
+            raise ConfigError(f"{name} has a character that no text can have, such as NUL; remove it.")
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _MANY: dict[Any, str] = {dict: "mappings", str: "texts", int: "whole numbers", float: "numbers"}
@@ -212,20 +239,29 @@ def _describe(kind: Any) -> str:
         if origin is Literal:
             words.append(f"one of {', '.join(repr(value) for value in get_args(choice))}")
         elif origin in (list, tuple):
-            words.append(f"a list of {_MANY[get_origin(get_args(choice)[0]) or get_args(choice)[0]]}")
+            words.append(f"a list of {_many(get_args(choice)[0])}")
+        elif origin is dict and get_args(choice):
+            words.append(f"a mapping of {_many(get_args(choice)[1])}")
         else:
             words.append(_WORDS.get(origin) or f"a {origin.__name__}")
     return " or ".join(words)
 
 
+def _many(kind: Any) -> str:
+    """Values of the type ``kind``, for people."""
+    return " or ".join(_MANY.get(get_origin(choice) or choice, "values") for choice in _choices(kind))
+
+
 def _show(value: Any, kind: Any) -> str:
-    """``value``, which is not a ``kind``, for people; only its type where a text might be a secret."""
-    takes_text = any((get_origin(choice) or choice) in (str, dict, tuple, list) for choice in _choices(kind))
-    if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and not takes_text):
-        return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    """``value``, which is not a ``kind``, for people: only its type, unless a ``kind`` is known to be no secret."""
+    kinds = {get_origin(choice) or choice for choice in _choices(kind)}
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if kinds <= {int, float, bool, Literal} and isinstance(value, int | float | str):
+        return reprlib.repr(value)
     word = next((word for known, word in _WORDS.items() if isinstance(value, known)), f"a {type(value).__name__}")
-    takes_lists = any(get_origin(choice) in (tuple, list) for choice in _choices(kind))
-    return "a list with other things" if word == "a list" and takes_lists else word
+    has_other_things = (word == "a mapping" and dict in kinds) or (word == "a list" and kinds & {tuple, list})
+    return f"{word} with other things" if has_other_things else word
 
 
 _FROM_VLLM = {
@@ -271,8 +307,12 @@ def read_config_values(values: Mapping[str, Any]) -> tuple[OffloadingConfig, Pro
     for name in ("claim_share", "promotion_share"):
         if not 0 < getattr(config, name) <= 1:
             problems.add(f"{name} must be above 0 and at most 1, not {getattr(config, name)}.")
-    if config.record_trace is not None and not Path(config.record_trace).parent.is_dir():
-        problems.add(f"record_trace names a file in {Path(config.record_trace).parent}, which is not a directory.")
+    if config.record_trace is not None:
+        trace = Path(config.record_trace)
+        if not trace.parent.is_dir():
+            problems.add(f"record_trace names a file in {trace.parent}, which is not a directory.")
+        elif trace.is_dir():
+            problems.add(f"record_trace is {trace}, which is a directory; name a file in it.")
     return config, problems
 
 

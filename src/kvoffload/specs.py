@@ -31,7 +31,7 @@ def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
         return SPECS.get(name)
     try:
         spec = getattr(importlib.import_module(config.spec_module_path), name)
-    except (ImportError, AttributeError) as exc:
+    except (ImportError, AttributeError, ValueError, TypeError) as exc:  # the last two: a name of no module, as ".x"
         raise ConfigError(f"spec_name {name!r} of {config.spec_module_path!r} fails to import: {exc}.") from exc
     if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
         raise ConfigError(f"{config.spec_module_path}:{name} is not an OffloadingSpec.")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import reprlib
 
 from kvoffload.errors import ConfigError
 
@@ -13,6 +15,8 @@ _FACTORS = {"": 1, "b": 1}
 _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
 _FACTORS |= {f"{prefix}i{end}": 1024**power for power, prefix in enumerate("kmgtp", start=1) for end in ("", "b")}
 _SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
+_MOST = 2**63
+"""No machine has as many bytes, and no clock counts as many seconds."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -28,13 +32,18 @@ def parse_bytes(value: int | str, name: str = "size", also: str = "") -> int:
         factor = match and _FACTORS.get(match[2].lower())
         if not match or not factor:
             raise ConfigError(
-                f"{name}: {value!r} is not a size; write bytes or a unit, for example 8589934592 or '8GiB'{_or(also)}."
+                f"{name}: {reprlib.repr(value)} is not a size; write bytes or a unit, for example 8589934592 or '8GiB'"
+                f"{_or(also)}."
             )
+        if float(match[1]) * factor >= _MOST:  # the number itself may have thousands of digits
+            raise ConfigError(f"{name} is more than any machine has; lower it.")
         number = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(f"{name}: {value!r} is not a size; write bytes or a unit, for example '8GiB'{_or(also)}.")
     if number <= 0:
         raise ConfigError(f"{name} must be positive, not {value!r}.")
+    if number >= _MOST:
+        raise ConfigError(f"{name} is more than any machine has; lower it.")
     return number
 
 
@@ -49,13 +58,14 @@ def parse_seconds(value: float | str, name: str = "time", also: str = "") -> flo
         if match and (factor := _SECONDS.get(match[2].lower())):
             number = float(match[1]) * factor
     elif type(value) in (int, float):  # a boolean is an int too
-        number = float(value)
+        number = float(value) if abs(value) < _MOST else math.inf
     if number is None:
         raise ConfigError(
-            f"{name}: {value!r} is not a span of time; write seconds or a unit, for example '24h'{_or(also)}."
+            f"{name}: {reprlib.repr(value)} is not a span of time; write seconds or a unit, for example '24h'"
+            f"{_or(also)}."
         )
-    if not number > 0:
-        raise ConfigError(f"{name} must be positive, not {value!r}.")
+    if not 0 < number < _MOST:
+        raise ConfigError(f"{name} must be positive and finite, not {reprlib.repr(value)}.")
     return number
 
 

@@ -214,11 +214,6 @@ def test_a_file_is_below_what_the_command_line_says(tmp_path: Path) -> None:
         with_config_file({"config_file": 5}, {})
 
 
-if __name__ == "__main__":
-    rows = [json.loads(line)[0] for line in GOLDEN.read_text().splitlines()]
-    GOLDEN.write_text("".join(json.dumps([row, problems_of(row)]) + "\n" for row in rows))
-
-
 def test_a_pool_in_memory_must_fit_beside_the_host_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,3 +231,169 @@ def test_a_pool_in_memory_must_fit_beside_the_host_memory(
             code, _, err = run(capsys, file)
             assert (code, message in err) == (int(bool(message)), True), err
         assert not list(pool.iterdir()), "nothing is made"
+
+
+REDIS = {"type": "redis", "url": "redis://127.0.0.1:1/0"}
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        REDIS | {"password": 12345678},
+        REDIS | {"seal_key": 1234567812345678},
+        REDIS | {"url": 12345678},
+        REDIS | {"username": 12345678},
+        REDIS | {"sentinel_password": [12345678]},
+        {"type": "object", "url": "s3://b/p", "config": {"secret_access_key": 12345678}},
+    ],
+)
+def test_a_number_that_is_a_secret_is_not_shown(tier: dict[str, Any]) -> None:
+    (problem,) = problems_of({"cpu_bytes_to_use": "8GiB", "secondary_tiers": [tier]})
+    assert "12345678" not in problem
+
+
+@pytest.mark.parametrize("value", [{"file": 1}, {"file": None}])
+def test_what_is_wrong_with_a_mapping_is_not_that_it_is_one(value: Any) -> None:
+    for problem in (
+        *problems_of({"cpu_bytes_to_use": "8GiB", "weights_version": value}),
+        *problems_of({"cpu_bytes_to_use": "8GiB", "secondary_tiers": [REDIS | {"url": value}]}),
+    ):
+        assert not problem.endswith("a mapping, not a mapping.") and "a mapping" in problem
+
+
+DIGITS = "9" * 400
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cpu_bytes_to_use": DIGITS},
+        {"cpu_bytes_to_use": int(DIGITS)},
+        {"cpu_bytes_to_use": DIGITS + ".5GiB"},
+        {"cpu_bytes_to_use": "9" * 5000},
+        {"block_size": int(DIGITS)},
+        {"max_wait_s": int(DIGITS)},
+        {"max_wait_s": DIGITS},
+        {"record_trace": "/var/tmp/a\0b"},
+        {"spec_module_path": ""},
+        {"spec_module_path": ".relative"},
+        {"secondary_tiers": [{"type": "disk", "path": "/var/tmp/a\0b"}]},
+        {"secondary_tiers": [{"type": "disk", "path": "/var/tmp/\ud800"}]},
+        {"secondary_tiers": [{"type": "disk", "path": "/kv", "max_bytes": int(DIGITS)}]},
+        {"secondary_tiers": [REDIS | {"url": "redis://h\0"}]},
+        {"secondary_tiers": [REDIS | {"ttl": int(DIGITS)}]},
+        {"secondary_tiers": [{"type": "disk", "path": "/kv", "threads": 1_000_000}]},
+        {"secondary_tiers": [{"type": "object", "url": "s3://b/p", "requests": 1_000_000}]},
+        {"secondary_tiers": [{"type": "disk", "path": "/kv", "name": "CPU"}]},
+        {"secondary_tiers": [{"type": "disk", "path": "/kv", "name": "cpu"}]},
+        {"secondary_tiers": [{"type": "disk", "path": "/kv"}, {"type": "fs", "path": "/kv/fs", "max_bytes": "1GiB"}]},
+        {
+            "secondary_tiers": [
+                {"type": "fs", "path": "/kv/a/../b/c", "max_bytes": "1GiB"},
+                {"type": "disk", "path": "/kv/b"},
+            ]
+        },
+        {"secondary_tiers": [REDIS, REDIS | {"name": "again", "threads": 3}]},
+    ],
+)
+def test_what_no_machine_can_do_is_one_sentence(changed: dict[str, Any]) -> None:
+    (problem,) = problems_of({"cpu_bytes_to_use": "8GiB"} | changed)
+    assert len(problem) < 300 and "\0" not in problem
+
+
+def test_tiers_beside_one_another_are_taken() -> None:
+    tiers = [
+        {"type": "disk", "path": "/kv/a"},
+        {"type": "fs", "path": "/kv/ab", "max_bytes": "1GiB"},
+        REDIS,
+        REDIS | {"prefix": "other"},
+        {"type": "memory"},
+        {"type": "memory"},
+    ]
+    assert problems_of({"cpu_bytes_to_use": "8GiB", "secondary_tiers": tiers}) == []
+
+
+def secret_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    file = folder / "secret"
+    if kind == "unset":
+        monkeypatch.delenv("KVOFFLOAD_TEST_SECRET", raising=False)
+        return {"env": "KVOFFLOAD_TEST_SECRET"}
+    if kind == "directory":
+        file.mkdir()
+    elif kind != "missing":
+        file.write_bytes({"empty": b"\n", "binary": b"\xff" * 32, "short": b"short", "good": b"g" * 32}[kind])
+    return {"file": str(file)}
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "directory", "binary", "short", "unset", "good"])
+@pytest.mark.parametrize("tier", [REDIS, {"type": "object", "url": "s3://b/p"}])
+def test_a_secret_that_this_machine_cannot_read_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tier: dict[str, Any], kind: str
+) -> None:
+    secret = secret_of(kind, tmp_path, monkeypatch)
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier | {"seal_key": secret}]}))
+    code, _, err = run(capsys, file)
+    assert (code, "seal_key" in err) == ((0, False) if kind == "good" else (1, True))
+
+
+def test_an_empty_password_is_a_problem_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "secret").write_text("\n")
+    file = tmp_path / "c.json"
+    tier = REDIS | {"password": {"file": str(tmp_path / "secret")}}
+    file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}))
+    code, _, err = run(capsys, file)
+    assert (code, "password" in err) == (1, True)
+
+
+def test_what_a_server_would_refuse_here_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    file = tmp_path / "c.json"
+    for changed, word in (
+        ({"secondary_tiers": [{"type": "disk", "path": str(tmp_path / "nowhere")}]}, "nowhere"),
+        ({"secondary_tiers": [{"type": "disk", "path": str(tmp_path / "nowhere" / "kv")}]}, "nowhere"),
+        ({"secondary_tiers": [{"type": "disk", "path": str(tmp_path / "kv"), "max_bytes": 1}]}, "max_bytes"),
+        ({"secondary_tiers": [{"type": "memory", "max_bytes": 1}]}, "max_bytes"),
+        ({"record_trace": str(tmp_path)}, "record_trace"),
+    ):
+        file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB"} | changed))
+        code, _, err = run(capsys, file)
+        assert (code, word in err) == (1, True), changed
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("deep.json", "[" * 20_000 + "]" * 20_000),
+        ("deep.yaml", "[" * 5_000 + "]" * 5_000),
+        ("bomb.yaml", "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}1]\n" for n in range(1, 30))),
+        ("itself.yaml", "a: &a [*a]\n"),
+        ("tag.yaml", "a: !!bool maybe\n"),
+        ("twice.yaml", "cpu_bytes_to_use: 1GiB\ncpu_bytes_to_use: 2GiB\n"),
+        ("twice.json", '{"cpu_bytes_to_use": "1GiB", "cpu_bytes_to_use": "2GiB"}'),
+        ("within.yaml", "cpu_bytes_to_use: 1GiB\nsecondary_tiers: [{type: disk, path: /a, path: /b}]\n"),
+    ],
+)
+def test_a_file_that_nobody_could_mean_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    code, out, err = run(capsys, tmp_path / name)
+    assert (code, out) == (2, "")
+    assert name in err and "Traceback" not in err
+    assert ("path" in err and "line 2" in err) or name != "within.yaml"
+
+
+def test_aliases_and_merges_of_yaml_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "base: &base {type: fs, max_bytes: 1GiB}\nsecondary_tiers:\n- {<<: *base, path: /a}\n"
+        "- {<<: *base, path: /b, max_bytes: 2GiB}\n"
+    )
+    tiers = load_config_file(file)["secondary_tiers"]
+    assert [tier["max_bytes"] for tier in tiers] == ["1GiB", "2GiB"]
+
+
+if __name__ == "__main__":
+    rows = [json.loads(line)[0] for line in GOLDEN.read_text().splitlines()]
+    GOLDEN.write_text("".join(json.dumps([row, problems_of(row)]) + "\n" for row in rows))

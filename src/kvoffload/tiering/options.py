@@ -23,6 +23,7 @@ from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.cpu.policies.base import with_options
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
+from kvoffload.metrics import HOST
 from kvoffload.registry import Registry
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.stores.base import BlockStore
@@ -96,6 +97,8 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         self.check_limits(self.type)
         if self.name == "":
             raise ConfigError(f"name of the {self.type!r} tier is empty; give it one, or leave it out.")
+        if self.name is not None and self.name.upper() == HOST:
+            raise ConfigError(f"name of the {self.type!r} tier is what metrics call host memory; give it another.")
         _ = self.expected_bytes_per_s
         policies = [policy.value for policy in OffloadPolicy]
         if self.offload_policy not in policies:
@@ -404,12 +407,8 @@ def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = No
         with problems:
             parsed.append(parse_tier(tier, block_bytes))
     problems.raise_found()
-    directories = Counter(os.path.realpath(options.directory) for options in parsed if options.directory is not None)
-    for directory, count in directories.items():
-        if count > 1:
-            raise ConfigError(
-                f"{count} secondary tiers have the directory {directory}; give each one of its own, or drop one."
-            )
+    for one, other in itertools.combinations(parsed, 2):
+        _check_apart(one, other)
     given = Counter(options.name for options in parsed if options.name)
     for name, count in given.items():
         if count > 1:
@@ -422,6 +421,22 @@ def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = No
         named.append(options if options.name else msgspec.structs.replace(options, name=free))
         taken.add(named[-1].label)
     return tuple(named)
+
+
+def _check_apart(one: StoreOptions, other: StoreOptions) -> None:
+    """Raises ``ConfigError`` if the two tiers would keep their blocks in the same place."""
+    if one.directory is not None and other.directory is not None:
+        outer, inner = sorted((os.path.realpath(one.directory), os.path.realpath(other.directory)))
+        if os.path.commonpath((outer, inner)) == outer:
+            raise ConfigError(
+                f"Two secondary tiers have the directory {outer}; give each one of its own, or drop one."
+                if inner == outer
+                else f"A secondary tier's directory {inner} is inside of another's, {outer}; move one of them."
+            )
+    elif one.is_persistent and type(one) is type(other):
+        own = (name for name in one.__struct_fields__ if name not in StoreOptions.__struct_fields__)
+        if all(getattr(one, name) == getattr(other, name) for name in own):
+            raise ConfigError(f"Two secondary tiers of type {one.type!r} are the same store; drop one of them.")
 
 
 def build_tier(

@@ -26,12 +26,14 @@ from kvoffload.tiering.scan import StoreScan
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.transfers import StoreTransfers
 
-__all__ = ["StoreTier", "TierLimits", "default_max_backlog"]
+__all__ = ["MOST_THREADS", "StoreTier", "TierLimits", "default_max_backlog"]
 
 _log = logging.getLogger(__name__)
 
 _MAX_TOUCHED = 65_536
 _TOUCH_INTERVAL_S = 1.0
+MOST_THREADS = 1024
+"""Of a tier, for reads and as many for writes. No device has as deep a queue, and each takes memory from the engine."""
 
 
 def default_max_backlog(num_slots: int) -> int:
@@ -66,6 +68,8 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 problems.add(f"{name} of the {tier_type!r} tier must be at least 1, not {value}.")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            problems.add(f"threads of the {tier_type!r} tier must be at most {MOST_THREADS:,}, not {self.threads}.")
         for name in ("timeout_s", "drain_timeout_s"):
             if not getattr(self, name) > 0:
                 problems.add(f"{name} of the {tier_type!r} tier must be positive, not {getattr(self, name)}.")

@@ -101,11 +101,15 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
                 raise
         return store
 
-    def check_servers(self, block_bytes: int) -> None:
-        """Asks the store's servers for a block. Raises ``StoreError``, in one sentence, if they cannot be used."""
+    def check_store(self, block_bytes: int, ask: bool) -> None:
+        """Reads all secrets, as a server does at its start. ``ask`` the store's servers for a block, too.
+
+        Raises ``ConfigError`` or ``StoreError``, in one sentence, if that cannot be done.
+        """
         store = self._open(block_bytes, "")
         try:
-            self._check_store(store)
+            if ask:
+                self._check_store(store)
         finally:
             store.close()
 

@@ -39,6 +39,8 @@ def read_secret(secret: Secret, what: str) -> str:
         except (OSError, ValueError) as exc:
             reason = getattr(exc, "strerror", None) or str(exc)
             raise ConfigError(f"{what} is to be read from {source}, which fails: {reason}.") from exc
+    if not value:
+        raise ConfigError(f"{what} is to be read from {source}, which is empty.")
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -9,6 +9,7 @@ from kvoffload.tiering.stores.object.client import Deadlines
 from kvoffload.tiering.stores.object.store import ObjectStore
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.tiering.stores.secrets import Secret, check_secret, read_secret
+from kvoffload.tiering.tier import MOST_THREADS
 
 __all__ = ["ObjectOptions"]
 
@@ -37,8 +38,8 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
 
     def check(self, block_bytes: int | None = None) -> None:
         RemoteOptions.check(self, block_bytes)
-        if self.requests < 1:
-            raise ConfigError(f"requests of the 'object' tier must be at least 1, not {self.requests}.")
+        if not 1 <= self.requests <= MOST_THREADS:
+            raise ConfigError(f"requests of the 'object' tier must be 1 to {MOST_THREADS:,}, not {self.requests}.")
         self._check_deadlines("connect_timeout_s", "request_timeout_s")
         for name, value in (self.config or {}).items():
             check_secret(value, f"config of the 'object' tier: {name}")
