@@ -4,7 +4,7 @@ VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
 
-.PHONY: help demo test test-all test-remote test-vllm test-sglang test-everything soak mutants lint format bench docs dist clean
+.PHONY: help demo test test-all test-remote test-vllm test-sglang test-everything soak mutants lint advice format bench docs dist clean
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 17
 
@@ -50,9 +50,11 @@ N := 100
 mutants: $(STAMP) ## put N (100) faults into copies of the sources, one at a time, and print those that no test notices; SEED=N repeats
 	@$(PY) -m tests.mutants --count $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-lint: $(STAMP)   ## ruff and mypy only
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
-	@$(VENV)/bin/mypy
+lint: $(STAMP)   ## ruff, mypy and the direction of imports
+	@$(VENV)/bin/pre-commit run --all-files
+
+advice: $(STAMP) ## definitions that nothing seems to use: a list to read, no gate
+	@$(VENV)/bin/vulture || true
 
 format: $(STAMP) ## rewrite the tree the way ruff wants it
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .

@@ -103,9 +103,7 @@ print("patched" if hasattr(read, "__wrapped__") else "untouched")
 
 @pytest.mark.parametrize(("version", "is_patched"), [("0.32.0", True), ("0.34.0", False), ("dev", False)])
 @pytest.mark.parametrize("factory", [FACTORY, "", "raise RuntimeError"])
-def test_servers_that_do_not_name_kvoffload_start(
-    version: str, is_patched: bool, factory: str, tmp_path: Path
-) -> None:
+def test_servers_that_do_not_name_kvoffload_start(version: str, is_patched: bool, factory: str, tmp_path: Path) -> None:
     done = run_beside(
         version,
         tmp_path,
