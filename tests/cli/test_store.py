@@ -16,6 +16,8 @@ from tests.files import disk_bytes
 from kvoffload.cli import main
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import SUFFIX, TEMPORARY_PREFIX
 from kvoffload.tiering.stores.root import CONTROL_DIR
@@ -206,3 +208,51 @@ def test_json_has_the_figures_of_each_command(server, tmp_path: Path, capsys) ->
     left = figures("clear", tmp_path, "--all", "--dry-run")
     assert left["blocks"] == len(block_files(tmp_path)) == 4
     assert figures("clear", tmp_path, "--all", "--yes")["deleted"] == 4
+
+
+@pytest.mark.parametrize("kind", [FileSystemStore, DiskStore])
+def test_verify_asks_for_the_key_of_what_one_seals(kind: type[BlockStore], tmp_path: Path, capsys) -> None:
+    """Two keys and none in one root: a key that was exchanged."""
+    root, known, other = tmp_path / "kv", b"0123456789abcdef", b"fedcba9876543210"
+    for secret, numbers in ((None, (1,)), (known, (1, 2)), (other, (1, 2, 3))):
+        store = kind(root, SIZE, MODEL, max_bytes=1 << 24, secret=secret)  # type: ignore[call-arg]
+        keys = keys_of(*numbers)
+        assert all(store.write(keys, [memoryview(block_of(key, SIZE)) for key in keys]))
+        store.close()
+    (tmp_path / "key").write_bytes(known + b"\n")
+    given = ("--seal-key-file", tmp_path / "key")
+
+    names = {line.split()[0]: line.split()[1] for line in run(capsys, "ls", root)[1].splitlines()[1:]}
+    assert sorted(names.values()) == ["1", "2", "3"]
+    (of_known,) = (name for name, count in names.items() if count == "2")
+    (of_other,) = (name for name, count in names.items() if count == "3")
+    code, out, _ = run(capsys, "verify", root, "--repair")
+    assert (code, out.split(" (")[0]) == (1, "1 blocks")
+    assert ", 0 bad" in out
+    assert of_known in out
+    assert "--seal-key-file" in out
+    code, out, _ = run(capsys, "verify", root, *given, "--repair", "--json")
+    assert (code, json.loads(out)["blocks"], json.loads(out)["bad"], json.loads(out)["sealed"]) == (
+        1,
+        3,
+        [],
+        [of_other],
+    )
+    code, out, _ = run(capsys, "verify", root, of_known, *given)
+    assert (code, out.split(" (")[0]) == (0, "2 blocks")
+    assert run(capsys, "verify", root, MODEL)[0] == 0
+
+    for path in root.rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(block_of(keys_of(2)[0], SIZE))) >= 0:
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(b"????")
+    code, out, _ = run(capsys, "verify", root, of_known, *given)
+    assert code == 1
+    assert "1 bad" in out
+    assert run(capsys, "verify", root, of_known, *given, "--repair")[0] == 0
+    assert run(capsys, "clear", root, of_other, "--yes")[1] == "3 blocks deleted.\n"
+    code, out, err = run(capsys, "verify", root, "--seal-key-file", tmp_path / "none")
+    assert code != 0
+    assert "--seal-key-file" in err
+    assert err.count("\n") == 1

@@ -21,7 +21,9 @@ from rich.table import Table
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.disk.admin import DiskRoot, is_disk_root
 from kvoffload.tiering.stores.fs.admin import StoreRoot
-from kvoffload.tiering.stores.root import NamespaceUsage
+from kvoffload.tiering.stores.root import NamespaceUsage, display_name, seal_of
+from kvoffload.tiering.stores.seal import secret_id
+from kvoffload.tiering.stores.secrets import read_seal_key
 from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
@@ -82,15 +84,25 @@ def verify(
     root: _Root,
     namespace: Annotated[str | None, typer.Argument(help="Verify this namespace only.", show_default=False)] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Delete the bad blocks.")] = False,
+    seal_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the tier's 'seal_key', to verify what it seals.", show_default=False),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Read every block and verify its checksum. The exit code is 1 if bad blocks remain."""
-    store = _open(root)
-    directory = None if namespace is None else store.directory(namespace)
+    """Read every block and verify its checksum, or its seal.
+
+    The exit code is 1 if bad blocks remain, or if blocks were left out because a key that was not given seals them.
+    """
+    secret = read_seal_key(None if seal_key_file is None else {"file": str(seal_key_file)}, "--seal-key-file")
+    store = _open(root, secret)
+    directories = store.directories() if namespace is None else [store.directory(namespace)]
+    sealed = [directory for directory in directories if seal_of(directory) not in ("", secret_id(secret))]
+    readable = [directory for directory in directories if directory not in sealed]
     if isinstance(store, DiskRoot):
-        seen = _verify(store, list(store.files(directory)), repair, as_json)
+        seen = _verify(store, [block for one in readable for block in store.files(one)], repair, as_json)
     else:
-        seen = _verify(store, list(store.files(directory)), repair, as_json)
+        seen = _verify(store, [file for one in readable for file in store.files(one)], repair, as_json)
     if as_json:
         _print_json(
             {
@@ -99,6 +111,7 @@ def verify(
                 "bad": seen.bad,
                 "unreadable": seen.unreadable,
                 "deleted": seen.deleted,
+                "sealed": [display_name(directory) for directory in sealed],
             }
         )
     else:
@@ -110,7 +123,10 @@ def verify(
             _console.print(f"{seen.deleted:,} deleted.")
         elif seen.bad:
             _console.print("A server counts each of them as a miss when it reads it; --repair deletes them now.")
-    if seen.unreadable or (seen.bad and not repair):
+        if sealed:
+            names = escape(", ".join(map(display_name, sealed)))
+            _console.print(f"Not verified: {names}, sealed with a key that --seal-key-file must give.")
+    if seen.unreadable or sealed or (seen.bad and not repair):
         raise typer.Exit(1)
 
 
@@ -262,8 +278,8 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _open(root: Path) -> StoreRoot | DiskRoot:
-    return DiskRoot(root) if is_disk_root(root) else StoreRoot(root)
+def _open(root: Path, secret: bytes | None = None) -> StoreRoot | DiskRoot:
+    return DiskRoot(root, secret) if is_disk_root(root) else StoreRoot(root, secret)
 
 
 def _figures(usage: NamespaceUsage) -> Mapping[str, Any]:

@@ -224,24 +224,15 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
         return f"{name} of the {self.type!r} tier"
 
 
-class _BoundedOptions(StoreOptions, frozen=True, kw_only=True):
-    max_bytes: int | str | None = None
-    """Most bytes of the store, for all namespaces: a number, or text with a unit. Default: no bound."""
-
-    @property
-    def bound_bytes(self) -> int | None:
-        return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
-
-
-class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
+class _DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
     """A store in a directory of this host's file systems."""
 
-    is_persistent: ClassVar[bool] = True
     locality: ClassVar[str | None] = "LOCAL"
 
     path: str
     """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
     missing."""
+    max_bytes: int | str | None = None
     durability: Literal["none", "fsync"] = "none"
     """``"fsync"`` puts each block on the disk before it counts as written; with ``"none"`` a power failure may lose
     recent blocks, which are then misses."""
@@ -252,8 +243,12 @@ class _DirectoryOptions(_BoundedOptions, frozen=True, kw_only=True):
     def directory(self) -> str:
         return os.path.expanduser(self.path)
 
+    @property
+    def bound_bytes(self) -> int | None:
+        return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
+
     def check(self, block_bytes: int | None = None) -> None:
-        StoreOptions.check(self, block_bytes)
+        SealedOptions.check(self, block_bytes)
         if not self.path:
             raise ConfigError(f"path of the {self.type!r} tier is empty; name a directory.")
         if self.directory.startswith("~"):
@@ -297,7 +292,13 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         self.check_place()
         return DiskStore(
-            self.directory, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
+            self.directory,
+            block_bytes,
+            namespace,
+            self.bound_bytes,
+            durability=self.durability,
+            mode=self.mode,
+            secret=self.read_seal_key(),
         )
 
     @property
@@ -332,18 +333,31 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return FileSystemStore(
-            self.directory, block_bytes, namespace, self.bound_bytes, durability=self.durability, mode=self.mode
+            self.directory,
+            block_bytes,
+            namespace,
+            self.bound_bytes,
+            durability=self.durability,
+            mode=self.mode,
+            secret=self.read_seal_key(),
         )
 
     def _two_blocks_bytes(self, block_bytes: int) -> int:
         return 2 * BlockFormat("", block_bytes).file_bytes
 
 
-class MemoryOptions(_BoundedOptions, frozen=True, kw_only=True):
+class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
     """``{"type": "memory", "max_bytes": "8GiB"}``: host memory as a second tier, for tests and trials."""
 
     medium: ClassVar[str] = "CPU"
     locality: ClassVar[str | None] = "LOCAL"
+
+    max_bytes: int | str | None = None
+    """Most bytes of the store, for all namespaces: a number, or text with a unit. Default: no bound."""
+
+    @property
+    def bound_bytes(self) -> int | None:
+        return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)

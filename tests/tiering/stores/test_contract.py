@@ -24,6 +24,8 @@ from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.wrappers import Checksummed, StoreWrapper
 
+SECRET = b"the fleet's own secret"
+
 
 class TestMemoryStore(BlockStoreContract):
     def make_store(self, directory: Path) -> BlockStore:
@@ -60,6 +62,18 @@ class TestFileSystemStoreDirect(TestFileSystemStore):
     namespace = "org/model ü"
 
 
+class TestFileSystemStoreSealed(TestFileSystemStore):
+    def make_store(self, directory: Path) -> BlockStore:
+        return FileSystemStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 30, secret=SECRET)
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        layout = BlockFormat(directory_of(self.namespace, SECRET), self.block_bytes)
+        forged = bytes(self.block_bytes)
+        path = directory / layout.path_of(key)
+        path.write_bytes(layout.header(layout.identity(key), memoryview(forged)) + forged)
+        return True
+
+
 class TestFileSystemStoreDurable(TestFileSystemStore):
     def make_store(self, directory: Path) -> BlockStore:
         return FileSystemStore(directory, self.block_bytes, durability="fsync")
@@ -78,7 +92,7 @@ class TestDiskStore(BlockStoreContract):
 
     def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
         block = block_of(key, self.block_bytes)
-        for path in (directory / directory_of(self.namespace)).glob("*" + PAYLOAD_SUFFIX):
+        for path in directory.rglob("*" + PAYLOAD_SUFFIX):
             if (at := path.read_bytes().find(block)) >= 0:
                 with path.open("r+b") as file:
                     file.seek(at + self.block_bytes - 1)
@@ -90,6 +104,11 @@ class TestDiskStore(BlockStoreContract):
 class TestDiskStoreDirect(TestDiskStore):
     block_bytes = 1 << 14
     namespace = "org/model ü"
+
+
+class TestDiskStoreSealed(TestDiskStore):
+    def make_store(self, directory: Path) -> BlockStore:
+        return DiskStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 24, secret=SECRET)
 
 
 class TestDiskStoreDurable(TestDiskStore):

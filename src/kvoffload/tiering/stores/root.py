@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote
 
 from kvoffload.errors import ConfigError, StoreError, suggest
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.seal import secret_id
 from kvoffload.tiering.stores.shared import bytes_of, outcomes
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "namespace_of",
     "open_control",
     "open_directory",
+    "seal_of",
+    "secret_for",
     "try_lock",
 ]
 
@@ -51,27 +54,38 @@ _FILES_OF_TYPES = {"disk": ("slabs",), "fs": ("files", "ledger")}
 
 _LONGEST_DIRECTORY = 200
 _DEFAULT_DIRECTORY = "="
+_SEALED = "#"
+"""Stands in no other place of a directory's name."""
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """To open a file under a root: never through a link, and without waiting for the other end of a pipe."""
 
 
-def directory_of(namespace: str) -> str:
-    """A namespace as one safe file name. A very long one is cut short and ends in a digest."""
-    if not namespace:
-        return _DEFAULT_DIRECTORY
+def directory_of(namespace: str, secret: bytes | None = None) -> str:
+    """A namespace as one safe file name. A very long one is cut short and ends in a digest. Each ``secret`` that seals
+    blocks has a directory of its own: stores that could not read each other's blocks do not delete them as bad."""
     name = quote(namespace, safe=" ,+@=:")
     if name.startswith((".", "=")):
         name = f"%{ord(name[0]):02X}{name[1:]}"
     if len(name) > _LONGEST_DIRECTORY:
         digest = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
         name = f"{name[: _LONGEST_DIRECTORY - 40].rpartition('%')[0] or name[: _LONGEST_DIRECTORY - 40]}~~{digest}"
-    return name
+    return (name or _DEFAULT_DIRECTORY) + (f"{_SEALED}{secret_id(secret)}" if secret else "")
 
 
 def namespace_of(directory: str) -> str:
-    """The namespace of a directory, for people to read. A long one stays cut short."""
+    """The namespace of a directory, for people to read. A long one stays cut short, and a sealed one names its key."""
     return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
+
+
+def seal_of(directory: str) -> str:
+    """The ``secret_id`` of what seals a directory's blocks: empty if nothing does."""
+    return directory.partition(_SEALED)[2]
+
+
+def secret_for(directory: str, secret: bytes | None) -> bytes | None:
+    """``secret``, if it seals the directory's blocks."""
+    return secret if seal_of(directory) else None
 
 
 @dataclass(slots=True)

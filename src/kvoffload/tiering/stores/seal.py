@@ -8,13 +8,16 @@ import hmac
 
 import xxhash
 
-from kvoffload.base import OffloadKey
-
-__all__ = ["SEAL_BYTES", "Sealer", "shared_identity"]
+__all__ = ["SEAL_BYTES", "Sealer", "secret_id", "shared_identity"]
 
 SEAL_BYTES = 16
 _FORMAT = "2"
 """Of a value in a shared store: the block and then its seal."""
+
+
+def secret_id(secret: bytes | None) -> str:
+    """16 hex digits for names, of which each secret has others; none for no secret."""
+    return hashlib.blake2b(secret, digest_size=8, person=b"kvoffload-id").hexdigest() if secret else ""
 
 
 def shared_identity(namespace: str, block_bytes: int, secret: bytes | None) -> tuple[str, str]:
@@ -22,8 +25,7 @@ def shared_identity(namespace: str, block_bytes: int, secret: bytes | None) -> t
 
     Stores that could not read each other's blocks have other names, so that neither deletes the other's as bad.
     """
-    secret_id = hashlib.blake2b(secret, digest_size=8, person=b"kvoffload-id").hexdigest() if secret else ""
-    identity = "\0".join((_FORMAT, namespace, str(block_bytes), secret_id))
+    identity = "\0".join((_FORMAT, namespace, str(block_bytes), secret_id(secret)))
     return identity, hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
@@ -42,7 +44,7 @@ class Sealer:
     def __repr__(self) -> str:
         return f"Sealer({'keyed' if self._secret else 'checksum'})"
 
-    def seal(self, key: OffloadKey, block: memoryview) -> bytes:
+    def seal(self, key: bytes, block: memoryview) -> bytes:
         """The only seal that ``block`` (contiguous) has as ``key``."""
         identity = self._prefix + len(key).to_bytes(4, "big") + key
         if self._secret is not None:
@@ -50,6 +52,6 @@ class Sealer:
         # The block first and alone: after some other bytes all of it would be read unaligned, a third more slowly.
         return xxhash.xxh3_128_digest(identity + xxhash.xxh3_128_digest(block))
 
-    def fits(self, seal: bytes | bytearray | memoryview, key: OffloadKey, block: memoryview) -> bool:
+    def fits(self, seal: bytes | bytearray | memoryview, key: bytes, block: memoryview) -> bool:
         """Whether ``seal`` is that of ``block`` as ``key``."""
         return hmac.compare_digest(seal, self.seal(key, block))

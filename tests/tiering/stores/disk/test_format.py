@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.disk.format import ENTRY, ENTRY_BYTES, SlabFormat, key_in
+from kvoffload.tiering.stores.disk.format import ENTRY, ENTRY_BYTES, PROBE_AT, SlabFormat, key_in
 
 LAYOUT = SlabFormat("org/model", 65536)
 BLOCK = memoryview(bytes(range(256)) * 256)
@@ -33,14 +33,14 @@ def test_an_entry_is_what_the_docstring_says(key: bytes) -> None:
         stored,
     )
     assert len(entry) == ENTRY_BYTES == ENTRY.itemsize
-    assert LAYOUT.hash_of(entry) == h
+    assert LAYOUT.key_of(entry) == LAYOUT.hashed(OffloadKey(key)) == (h, entry[PROBE_AT:])
     assert key_in(entry) == (key if is_short else None)
     assert np.frombuffer(entry, ENTRY)["hash"][0] == h & 0xFFFF_FFFF
 
 
 def test_seals_are_bound_to_key_namespace_and_block_size() -> None:
     seals = {
-        layout.seal(layout.hashed(OffloadKey(key)).hash64, BLOCK)
+        layout.seal(layout.hashed(OffloadKey(key)), BLOCK)
         for layout in (LAYOUT, SlabFormat("other", 65536), SlabFormat("org/model", 4096))
         for key in (b"a", b"b")
     }

@@ -34,7 +34,6 @@ from kvoffload.tiering.stores.disk.format import (
     EMPTY_ENTRY,
     ENTRY,
     PAGE_BYTES,
-    SEAL_BYTES,
     TABLE_SUFFIX,
     SlabFormat,
 )
@@ -47,7 +46,9 @@ from kvoffload.tiering.stores.root import (
     access_to,
     check_locks,
     find_directory,
+    secret_for,
 )
+from kvoffload.tiering.stores.seal import SEAL_BYTES
 
 __all__ = ["DiskRoot", "StoredBlock", "is_disk_root"]
 
@@ -77,15 +78,16 @@ class StoredBlock:
 
 
 class DiskRoot:
-    """A root on disk. Raises ``ConfigError`` if ``path`` is not one."""
+    """A root on disk. ``secret`` is for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secret: bytes | None = None) -> None:
         if not is_disk_root(path):
             raise ConfigError(f"{path} is not a kvoffload store of a 'disk' tier.")
         self.path = path
         self._root = str(path.absolute())
         check_locks(self._root)
         self._access = access_to(self._root)
+        self._secret = secret
 
     def directories(self) -> list[str]:
         """The directories of all namespaces with a slab, sorted."""
@@ -146,7 +148,7 @@ class DiskRoot:
                     payload = memoryview(bytearray(layout.block_bytes))
                     for _ in range(2):
                         is_whole = file.read_buffered(block.index, payload)
-                        if is_whole and layout.seal(layout.hash_of(block.entry), payload) == block.entry[:SEAL_BYTES]:
+                        if is_whole and layout.seal(layout.key_of(block.entry), payload) == block.entry[:SEAL_BYTES]:
                             return True
                         if bytes(file.read_entries(block.index, 1)) != block.entry:
                             return None
@@ -225,7 +227,7 @@ class DiskRoot:
             os.close(fd)
         if block_bytes is None:
             raise SlabRefused(f"{slab} has no sound header")
-        layout = SlabFormat(directory, block_bytes)
+        layout = SlabFormat(directory, block_bytes, secret_for(directory, self._secret))
         file = SlabFile.open(slab, layout, dir_fd, self._access)
         try:
             yield file, layout

@@ -22,7 +22,8 @@ which the entry has a digest (blake2b) of 39.
 
 ``h``, the key's 64-bit hash, is xxh3_64 of the entry's last 40 bytes, length and key, seeded with xxh3_64 of
 ``<block_bytes>:<directory>``. The entry has its lower half. The checksum is xxh3_128 of the payload, seeded
-with ``h``. So bytes of another key, namespace or block size never pass for a block, whatever the entry says.
+with ``h``. So bytes of another key, namespace or block size never pass for a block, whatever the entry says. With a
+secret it is a message authentication code of namespace, block size, key and payload instead (``stores/seal.py``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import xxhash
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.disk.allocator import MAX_SLAB_SLOTS
+from kvoffload.tiering.stores.seal import Sealer
 
 __all__ = [
     "EMPTY_ENTRY",
@@ -49,7 +51,6 @@ __all__ = [
     "PAGE_SLOTS",
     "PAYLOAD_SUFFIX",
     "PROBE_AT",
-    "SEAL_BYTES",
     "TABLE_SUFFIX",
     "HashedKey",
     "SlabFormat",
@@ -63,7 +64,6 @@ PAGE_BYTES = 4096
 PAGE_SLOTS = 64
 ENTRY_BYTES = 64
 EMPTY_ENTRY = bytes(ENTRY_BYTES)
-SEAL_BYTES = 16
 PROBE_AT = 20
 """Where an entry's probe begins: all of it that follows from the key alone."""
 LENGTH_AT = 24
@@ -106,13 +106,16 @@ class SlabFormat:
     directory: str
     """Of the namespace; ``root.directory_of`` has its name."""
     block_bytes: int
+    secret: bytes | None = field(default=None, repr=False)
     digest: bytes = field(init=False, repr=False)
     _seed: int = field(init=False, repr=False)
+    _sealer: Sealer | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        identity = f"{self.block_bytes}:{self.directory}".encode()
-        object.__setattr__(self, "digest", hashlib.blake2b(identity, digest_size=32).digest())
-        object.__setattr__(self, "_seed", xxhash.xxh3_64_intdigest(identity))
+        identity = f"{self.block_bytes}:{self.directory}"
+        object.__setattr__(self, "digest", hashlib.blake2b(identity.encode(), digest_size=32).digest())
+        object.__setattr__(self, "_seed", xxhash.xxh3_64_intdigest(identity.encode()))
+        object.__setattr__(self, "_sealer", Sealer(identity, self.secret) if self.secret else None)
 
     @property
     def is_paged(self) -> bool:
@@ -127,19 +130,19 @@ class SlabFormat:
         hash64 = xxhash.xxh3_64_intdigest(stored, self._seed)
         return HashedKey(hash64, (hash64 & 0xFFFF_FFFF).to_bytes(4, "little") + stored)
 
-    def hash_of(self, entry: bytes) -> int:
-        """The key's hash ``h``, from the key that an entry has."""
-        return xxhash.xxh3_64_intdigest(entry[-_KEY.size :], self._seed)
+    def key_of(self, entry: bytes) -> HashedKey:
+        return HashedKey(xxhash.xxh3_64_intdigest(entry[-_KEY.size :], self._seed), entry[PROBE_AT:])
 
-    @staticmethod
-    def seal(hash64: int, payload: memoryview) -> bytes:
-        """The only checksum that a block with this key and payload may have."""
-        return xxhash.xxh3_128_digest(payload, hash64)
+    def seal(self, key: HashedKey, payload: memoryview) -> bytes:
+        """The only seal that a block with this key and payload may have."""
+        if self._sealer is None:
+            return xxhash.xxh3_128_digest(payload, key.hash64)
+        return self._sealer.seal(key.probe, payload)
 
     def entry(self, key: HashedKey, payload: memoryview, written_ns: int) -> bytes:
         """Of a block with this payload, written at this time (nanoseconds since 1970)."""
         written_s = min(written_ns // 1_000_000_000, 0xFFFF_FFFF)
-        return xxhash.xxh3_128_digest(payload, key.hash64) + written_s.to_bytes(4, "little") + key.probe
+        return self.seal(key, payload) + written_s.to_bytes(4, "little") + key.probe
 
     def header(self, num_slots: int) -> bytes:
         body = _FIELDS.pack(_MAGIC, _VERSION, 0, num_slots, self.block_bytes, self.digest)

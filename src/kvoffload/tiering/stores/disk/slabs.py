@@ -25,12 +25,12 @@ from kvoffload.tiering.stores.disk.format import (
     LENGTH_AT,
     PAGE_SLOTS,
     PROBE_AT,
-    SEAL_BYTES,
     HashedKey,
     SlabFormat,
     key_in,
 )
 from kvoffload.tiering.stores.disk.index import ResidentKeys, SlotIndex
+from kvoffload.tiering.stores.seal import SEAL_BYTES
 
 __all__ = ["NS", "BusyRun", "FoundBlock", "NewBlock", "NewRun", "Slab", "Slabs"]
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hmac import compare_digest
 from typing import Literal
 
 from kvoffload.base import OffloadKey
@@ -22,7 +23,6 @@ from kvoffload.tiering.stores.disk.format import (
     ENTRY_BYTES,
     LONGEST_KEY,
     PROBE_AT,
-    SEAL_BYTES,
     HashedKey,
     SlabFormat,
 )
@@ -30,6 +30,7 @@ from kvoffload.tiering.stores.disk.quota import Quota
 from kvoffload.tiering.stores.disk.slabs import BusyRun, FoundBlock, NewBlock, NewRun, Slab, Slabs
 from kvoffload.tiering.stores.disk.upkeep import Upkeep
 from kvoffload.tiering.stores.root import RootedStore, directory_of
+from kvoffload.tiering.stores.seal import SEAL_BYTES
 
 __all__ = ["DiskStore"]
 
@@ -55,7 +56,8 @@ class DiskStore(RootedStore):
 
     No file is made, renamed or deleted per block. Neighbouring slots move in one call, straight from and to the
     caller's memory. A checksum bound to key, namespace and block size is verified on every read. What fails it is a
-    miss: a block that was overwritten meanwhile, torn by a crash, or damaged.
+    miss: a block that was overwritten meanwhile, torn by a crash, or damaged. With a ``secret`` it is a message
+    authentication code, so that nobody else can make a block that is served.
 
     ``max_bytes`` bounds the slabs of all namespaces and processes of the root, as none is made beyond it. Then the
     least recently used blocks are written over, in an order that survives restarts. Slabs of namespaces that no process
@@ -88,8 +90,9 @@ class DiskStore(RootedStore):
         *,
         durability: Literal["none", "fsync"] = "none",
         mode: Literal["private", "group"] = "private",
+        secret: bytes | None = None,
     ) -> None:
-        self._layout = layout = SlabFormat(directory_of(namespace), block_bytes)
+        self._layout = layout = SlabFormat(directory_of(namespace, secret), block_bytes, secret)
         super().__init__(root, block_bytes, max_bytes, layout.slab_bytes(1), durability, mode)
         try:
             self._directory = SlabDirectory(self._root, layout, self._access, durable=self._durable)
@@ -295,7 +298,7 @@ class DiskStore(RootedStore):
             key, error = batch.keys[block.at], failed.get(index)
             if error is not None:
                 batch.errors.append(error)
-            elif index < whole and self._layout.seal(key.hash64, view) == block.seal:
+            elif index < whole and compare_digest(self._layout.seal(key, view), block.seal):
                 batch.answers[block.at] = True
                 continue
             batch.answers[block.at] = self._judge(slab, first + index, key, view, block.seal, error)
@@ -324,7 +327,7 @@ class DiskStore(RootedStore):
             # Memory, bus or a passing fault may be to blame. Only a block that is wrong twice is wrong, and the second
             # read takes another way.
             for _ in range(_JUDGED_AT_MOST):
-                if slab.file.read_buffered(index, view) and self._layout.seal(key.hash64, view) == seal:
+                if slab.file.read_buffered(index, view) and compare_digest(self._layout.seal(key, view), seal):
                     return True
                 if slab.is_own:
                     break

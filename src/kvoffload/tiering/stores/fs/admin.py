@@ -8,11 +8,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import xxhash
-
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.direct_io import PAGE_BYTES
-from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat, Header, parse_name
+from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat, parse_name, stated_in
 from kvoffload.tiering.stores.fs.io import is_absence
 from kvoffload.tiering.stores.fs.quota import (
     FileSeen,
@@ -24,23 +22,22 @@ from kvoffload.tiering.stores.fs.quota import (
     sweep,
     time_at,
 )
-from kvoffload.tiering.stores.root import CONTROL_DIR, SAFE, NamespaceUsage, access_to, find_directory
+from kvoffload.tiering.stores.root import CONTROL_DIR, SAFE, NamespaceUsage, access_to, find_directory, secret_for
 
 __all__ = ["StoreRoot", "is_sound"]
 
-_CHUNK_BYTES = 1 << 20
-
 
 class StoreRoot:
-    """A root on disk. Raises ``ConfigError`` if ``path`` is not one."""
+    """A root on disk. ``secret`` is for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secret: bytes | None = None) -> None:
         if not path.is_dir():
             raise ConfigError(f"{path} is not a directory; give the 'path' of a 'disk' or 'fs' tier.")
         if not (path / CONTROL_DIR).is_dir():
             raise ConfigError(f"{path} is not a kvoffload store: it has no {CONTROL_DIR} directory.")
         self.path = path
         self._root = str(path.absolute())
+        self._secret = secret
 
     def directories(self) -> list[str]:
         """The directories of all namespaces, sorted. Skips other directories."""
@@ -68,8 +65,9 @@ class StoreRoot:
 
     def is_sound(self, file: FileSeen) -> bool | None:
         """Whether a file verifies, ``None`` if it is gone. Reads a file twice before it calls it bad."""
-        sound = is_sound(os.path.join(self._root, file.path))
-        return is_sound(os.path.join(self._root, file.path)) if sound is False else sound
+        path = os.path.join(self._root, file.path)
+        sound = is_sound(path, self._secret)
+        return is_sound(path, self._secret) if sound is False else sound
 
     def remove(self, files: list[FileSeen]) -> int:
         """Deletes files. Returns how many are gone."""
@@ -120,29 +118,26 @@ class StoreRoot:
                 yield from seen_in(self._root, path)
 
 
-def is_sound(path: str) -> bool | None:
+def is_sound(path: str, secret: bytes | None = None) -> bool | None:
     """Whether the file at ``path`` holds the block that its path says, byte for byte. ``None`` if it is gone."""
     directory, fan, name = path.rsplit(os.sep, 2)
+    directory = os.path.basename(directory)
     try:
-        fd = os.open(path, os.O_RDONLY | SAFE)
-        with open(fd, "rb", buffering=0) as file:
-            header = Header.parse(file.read(PAGE_BYTES))
-            if header is None:
+        with open(os.open(path, os.O_RDONLY | SAFE), "rb") as file:
+            start = file.read(PAGE_BYTES)
+            if (stated := stated_in(start)) is None:
                 return False
-            layout = BlockFormat(os.path.basename(directory), header.block_bytes)
-            if layout.header_bytes != header.header_bytes or os.fstat(file.fileno()).st_size != layout.file_bytes:
+            block_bytes, identity = stated
+            layout = BlockFormat(directory, block_bytes, secret_for(directory, secret))
+            if os.fstat(file.fileno()).st_size != layout.file_bytes:
                 return False
-            key = parse_name(name)
-            if key is not None and layout.path_of(key) != f"{layout.directory}/{fan}/{name}":
-                return False
-            stated = layout.identity(key).hex() if key is not None else name.removesuffix(SUFFIX).removeprefix("~")
-            if stated != header.identity.hex():
-                return False
-            file.seek(header.header_bytes)
-            digest = xxhash.xxh3_128()
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-            return digest.digest() == header.digest
+            if (key := parse_name(name)) is None:  # a long one, of which the name has the identity
+                is_its_own = name == f"~{identity.hex()}{SUFFIX}"
+            else:
+                is_its_own = layout.path_of(key) == f"{directory}/{fan}/{name}" and layout.identity(key) == identity
+            file.seek(layout.header_bytes)
+            header = layout.header(identity, memoryview(file.read()))
+            return is_its_own and start[: layout.header_bytes] == header
     except OSError as exc:
         if is_absence(exc):
             return None

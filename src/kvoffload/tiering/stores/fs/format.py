@@ -12,10 +12,11 @@ The two hex digits are the *fan*: one of 256 directories in each namespace, over
 A file is a header and then the payload. The header is one page where payloads are whole pages, so that direct I/O
 can move both, and 128 bytes otherwise::
 
-    magic 8 · version u16 · 0 u16 · header_bytes u32 · block_bytes u64 · identity 32 · payload's xxh3_128 16 ·
+    magic 8 · version u16 · 0 u16 · header_bytes u32 · block_bytes u64 · identity 32 · seal 16 ·
     zeros · xxh3_64 of all before 8                                                           (little endian)
 
-``identity`` is a digest of namespace and key, so another block's file never passes for this one.
+``identity`` is a digest of namespace and key, so another block's file never passes for this one. ``seal`` is the
+payload's xxh3_128, or with a secret a message authentication code of identity and payload (``stores/seal.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import xxhash
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.direct_io import PAGE_BYTES
+from kvoffload.tiering.stores.seal import Sealer
 
 __all__ = [
     "MARKER",
@@ -35,9 +37,9 @@ __all__ = [
     "SUFFIX",
     "TEMPORARY_PREFIX",
     "BlockFormat",
-    "Header",
     "fan_of",
     "parse_name",
+    "stated_in",
     "turn_of",
 ]
 
@@ -77,27 +79,13 @@ def turn_of(key: OffloadKey) -> int:
     return xxhash.xxh3_64_intdigest(key) // NUM_FANS
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A file's own description, for tools that do not know the block size."""
-
-    header_bytes: int
-    block_bytes: int
-    identity: bytes
-    digest: bytes
-
-    @classmethod
-    def parse(cls, start: bytes) -> Header | None:
-        """From the first page of a file, or all of a shorter one. ``None`` if that is not a valid header."""
-        if len(start) < _SMALL_HEADER_BYTES:
-            return None
-        magic, version, zero, header_bytes, block_bytes, identity, digest = _FIELDS.unpack_from(start)
-        if magic != _MAGIC or version != _VERSION or zero or header_bytes not in (_SMALL_HEADER_BYTES, PAGE_BYTES):
-            return None
-        body, stated = start[: header_bytes - _SUM_BYTES], start[header_bytes - _SUM_BYTES : header_bytes]
-        if len(stated) < _SUM_BYTES or xxhash.xxh3_64_digest(body) != stated:
-            return None
-        return cls(header_bytes, block_bytes, identity, digest)
+def stated_in(start: bytes) -> tuple[int, bytes] | None:
+    """Block size and identity by the header in a file's first page, for tools that do not know them. ``None`` if there
+    is no header. Verifies nothing."""
+    if len(start) < _FIELDS.size:
+        return None
+    magic, version, _, _, block_bytes, identity, _ = _FIELDS.unpack_from(start)
+    return (block_bytes, identity) if (magic, version) == (_MAGIC, _VERSION) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +94,12 @@ class BlockFormat:
 
     directory: str
     block_bytes: int
+    secret: bytes | None = field(default=None, repr=False)
     header_bytes: int = field(init=False)
     file_bytes: int = field(init=False)
     _front: bytes = field(init=False, repr=False)
     _salt: bytes = field(init=False, repr=False)
+    _sealer: Sealer | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         paged = self.block_bytes % PAGE_BYTES == 0 and self.block_bytes >= _PAGED_FROM_BYTES
@@ -119,6 +109,7 @@ class BlockFormat:
         front = _FIELDS.pack(_MAGIC, _VERSION, 0, header_bytes, self.block_bytes, bytes(32), bytes(16))[:-48]
         object.__setattr__(self, "_front", front)
         object.__setattr__(self, "_salt", self.directory.encode() + b"\0")
+        object.__setattr__(self, "_sealer", Sealer(self.directory, self.secret) if self.secret else None)
 
     @property
     def is_paged(self) -> bool:
@@ -133,8 +124,10 @@ class BlockFormat:
     def identity(self, key: OffloadKey) -> bytes:
         return hashlib.blake2b(self._salt + key, digest_size=32).digest()
 
-    def header(self, key: OffloadKey, payload: memoryview) -> bytes:
-        """The only header that a file with this key and payload may have. A read compares all of it."""
-        parts = self._front + self.identity(key) + xxhash.xxh3_128_digest(payload)
+    def header(self, identity: bytes, payload: memoryview) -> bytes:
+        """The only header that a file with a key of this identity, and with this payload, may have. A read compares
+        all of it."""
+        seal = self._sealer.seal(identity, payload) if self._sealer else xxhash.xxh3_128_digest(payload)
+        parts = self._front + identity + seal
         body = parts + bytes(self.header_bytes - _SUM_BYTES - len(parts))
         return body + xxhash.xxh3_64_digest(body)

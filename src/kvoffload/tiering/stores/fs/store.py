@@ -32,7 +32,8 @@ class FileSystemStore(RootedStore):
     number of hosts, may share a root. There is no lock, and no process knows of another.
 
     A write goes to a temporary file in the block's directory, completely, which is then renamed. A read verifies every
-    byte of the file, including the key's identity. A file that fails twice is deleted and is a miss.
+    byte of the file, including the key's identity. A file that fails twice is deleted and is a miss. With a ``secret``
+    each file has a message authentication code, so that nobody else can make one that is served.
 
     ``max_bytes`` bounds all files under the root, of every namespace and process, headers included. It holds within a
     tenth (``quota``). The blocks that were written first are deleted first, unless they were used when they had become
@@ -62,8 +63,9 @@ class FileSystemStore(RootedStore):
         *,
         durability: Literal["none", "fsync"] = "none",
         mode: Literal["private", "group"] = "private",
+        secret: bytes | None = None,
     ) -> None:
-        layout = BlockFormat(directory_of(namespace), block_bytes)
+        layout = BlockFormat(directory_of(namespace, secret), block_bytes, secret)
         super().__init__(root, block_bytes, max_bytes, layout.file_bytes, durability, mode)
         self._layout = layout
         try:
