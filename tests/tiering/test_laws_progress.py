@@ -128,6 +128,20 @@ def test_running_stores_take_unclaimed_blocks_first(cache_policy: str) -> None:
     assert rig.ask(prefix(10), waiting) == [True] * 10
 
 
+def test_a_running_store_takes_no_more_claimed_blocks_than_it_must(cache_policy: str) -> None:
+    rig = Rig(num_blocks=8, cache_policy=cache_policy, claim_share=0.9, promotion_share=0.9)
+    rig.below(prefix(4))
+    rig.store(prefix(4, of="old"), rig.start("w"))
+    waiting, running = rig.start("waiting"), rig.start("running")
+    rig.ask(prefix(4), waiting)
+    rig.step()
+    rig.finish()
+    rig.manager.touch(prefix(4, of="old"), running)  # the claimed blocks are now the least recently used
+    rig.store([*prefix(1, of="old"), *prefix(4, of="new")], running)
+    assert rig.ask(prefix(4), waiting) == [True, True, True, False], "one was lacking, and the tail is worth least"
+    assert rig.primary.holds(prefix(4, of="old")) == [True, False, False, False]
+
+
 def test_a_waiting_request_whose_blocks_are_taken_again_and_again_still_ends(cache_policy: str) -> None:
     rig = Rig(num_blocks=16, cache_policy=cache_policy)
     rig.below(prefix(10))

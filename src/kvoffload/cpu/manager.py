@@ -553,13 +553,15 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, claimed: Collection[OffloadKey] = _NO_KEYS
     ) -> PrepareStoreOutput | None:
-        """Evicts blocks in ``claimed`` only if there is no other room. ``claimed`` answers ``in`` in O(1)."""
+        """Evicts no more of ``claimed`` than there is no other room for, and those at its end. ``claimed`` answers
+        ``in`` in O(1)."""
         # Counted even if no room is found: the request did ask.
         wanted = self._filter.offered(keys, req_context)
         protected: Collection[OffloadKey] = set(keys) if wanted is not keys else _NO_KEYS
         reserved = self.slots.reserve(wanted, Union(protected, claimed), req_context.next_use) if claimed else None
         if reserved is None:
-            reserved = self.slots.reserve(wanted, protected, req_context.next_use)
+            spared = self._spared(wanted, set(keys), claimed) if claimed else _NO_KEYS
+            reserved = self.slots.reserve(wanted, Union(protected, spared), req_context.next_use)
         if reserved is None:
             self._refused += 1
             return None
@@ -571,6 +573,21 @@ class CPUOffloadingManager(OffloadingManager):
             self._filtered += len(absent)
             self.lost.record(absent, Miss.FILTERED)
         return reserved
+
+    def _spared(
+        self, wanted: Collection[OffloadKey], offered: Collection[OffloadKey], claimed: Collection[OffloadKey]
+    ) -> set[OffloadKey]:
+        """Those of ``claimed`` that a store of ``wanted`` need not evict, which evicts none of ``offered`` either."""
+
+        def idle(keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+            keys = [*keys]
+            return [key for key, block in zip(keys, self.slots.get_all(keys)) if block is not None and not block.pins]
+
+        idle_claimed = idle(key for key in claimed if key not in offered)
+        num_others = self.slots.num_idle - len(idle_claimed) - len(idle(offered))
+        num_missing = self.slots.get_all({*wanted}).count(None)
+        num_lacking = num_missing - self.slots.num_free - num_others
+        return {*idle_claimed[: max(0, len(idle_claimed) - num_lacking)]}
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
