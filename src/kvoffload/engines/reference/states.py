@@ -99,7 +99,7 @@ class PagedMixer(torch.nn.Module):
             views.carry(segment.source, segment.destination, layer)
             output[:, segment.first : segment.stop] = self.mixer(
                 hidden_states[:, segment.first : segment.stop],
-                cache_params=_StateOfBlock(
+                _StateOfBlock(  # by position: versions of transformers call it differently
                     views.recurrent[segment.destination, layer, None],
                     views.convolution[segment.destination, layer, None],
                 ),
