@@ -71,6 +71,12 @@ def fences(page: Path) -> list[Fence]:
     ]
 
 
+def section(page: Path, heading: str) -> str:
+    """What a page says under a heading of the second level."""
+    found = re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    return dict(found)[heading]
+
+
 def without_fences(page: Path) -> str:
     return re.sub(r"^ *```\w*\n.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 

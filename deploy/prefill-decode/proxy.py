@@ -2,7 +2,7 @@
 """Prefill and decode apart: each prompt goes to PREFILL for one token, then to DECODE, which loads what it computed.
 
 ``python deploy/prefill-decode/proxy.py PREFILL_URL DECODE_URL PORT``, for servers that share a tier:
-docs/prefill-decode.md.
+docs/fleet.md.
 """
 
 import json

@@ -268,7 +268,7 @@ _FROM_VLLM = {
     "blocks_per_chunk": "Here it is block_size, in tokens: that many times the engine's block size.",
     "canonical_layout": "Leave it out.",
     "backpressure": "Leave it out: a tier that cannot keep up drops writes by itself (max_backlog_blocks).",
-    "lmcache_config_file": "docs/moving.md has kvoffload's key for each of LMCache's.",
+    "lmcache_config_file": "docs/upgrading.md has kvoffload's key for each of LMCache's.",
 }
 """Keys of vLLM's own connectors and of LMCache, and what to do instead."""
 

@@ -20,7 +20,7 @@ from kvoffload.cpu.policies.density.classes import NUM_USES
 from kvoffload.metrics import IGNORED_HINTS, NEXT_USES
 
 UNKNOWN, SOON, LATER, NEVER = NextUse
-PAGE = Path(__file__).parents[2] / "docs/hints.md"
+PAGE = Path(__file__).parents[2] / "docs/vllm.md"
 
 
 def envelope(*actions: Any) -> dict[str, Any]:

@@ -1,38 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code in ``docs/tiering.md`` runs, and its configuration is valid."""
+"""The code on tiers in ``docs/authors.md`` runs, and the metrics of tiers in ``docs/operating.md`` exist."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-from kvoffload.config import OffloadingConfig, parse_config
+from tests.doc_commands import section
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tiering.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_example_runs() -> None:
-    (code,) = blocks("python")
-    exec(compile(code, "docs/tiering.md", "exec"), {})
-
-
-def test_the_configuration_is_valid_and_its_defaults_are_the_stated_ones() -> None:
-    texts = blocks("json")
-    assert len(texts) >= 2
-    for text in texts:
-        parse_config(json.loads(text))
-    for name, default in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", PAGE, re.MULTILINE):
-        assert float(default) == getattr(OffloadingConfig(cpu_bytes_to_use=1), name)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", section(DOCS / "authors.md", "Tiers in code"), re.MULTILINE | re.DOTALL
+    )
+    exec(compile(code, "docs/authors.md", "exec"), {})
 
 
 def test_every_metric_it_names_exists() -> None:
     from kvoffload.metrics import METRICS
 
-    named = re.findall(r"^\| `(\w+)(?:\{\w+\})?` \| .*\|$", PAGE.split("## Operating it")[1], re.MULTILINE)
+    named = re.findall(r"^\| `(\w+)(?:\{\w+\})?` \| .*\|$", section(DOCS / "operating.md", "Tiers"), re.MULTILINE)
     assert len(named) >= 7
     assert set(named) <= METRICS.keys()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code in ``docs/writing-a-store.md`` runs; its store passes the contract and makes a tier."""
+"""The code in ``docs/authors.md`` runs; its store passes the contract and makes a tier."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tests.doc_commands import section
+
 from kvoffload.testing import BlockStoreContract
 from kvoffload.tiering.options import STORES, build_tier
 from kvoffload.tiering.stores.base import BlockStore
 
-PAGE = Path(__file__).parents[2] / "docs" / "writing-a-store.md"
+PAGE = Path(__file__).parents[2] / "docs" / "authors.md"
 NAMES: dict[str, Any] = {"__name__": "page"}
-exec(compile("\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)), str(PAGE), "exec"), NAMES)
+SNIPPETS = re.findall(r"```python\n(.*?)```", section(PAGE, "Writing a store of your own"), re.DOTALL)
+exec(compile("\n".join(SNIPPETS), str(PAGE), "exec"), NAMES)
 
 
 class TestThePagesStore(BlockStoreContract):

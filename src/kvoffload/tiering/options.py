@@ -2,7 +2,7 @@
 """Secondary tiers by name: parses a user's mapping, checks it before anything is touched, and builds the tier.
 
 ``STORES`` maps a ``type`` to its options class. Other distributions add theirs by the entry-point group
-``kvoffload.stores``, as ``docs/writing-a-store.md`` shows.
+``kvoffload.stores``, as ``docs/authors.md`` shows.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ _FROM_VLLM = {
     "store_config": "Here a url and config have it: docs/fleet.md.",
     "backpressure": "Leave it out: a tier that cannot keep up drops writes by itself (max_backlog_blocks).",
     "enable_kv_events": "Leave it out: tiers announce blocks where vLLM has KV events on.",
-    "module_path": "Register the store's options by the entry point kvoffload.stores: docs/writing-a-store.md.",
+    "module_path": "Register the store's options by the entry point kvoffload.stores: docs/authors.md.",
 }
 """Keys of vLLM's own tiers, and what to do instead."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code in docs/reference-engine.md runs."""
+"""The code in docs/authors.md runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.doc_commands import section
 
-PAGE = Path(__file__).parents[3] / "docs" / "reference-engine.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+PAGE = Path(__file__).parents[3] / "docs" / "authors.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", section(PAGE, "The reference engine"), re.DOTALL)
 
 
 def test_there_is_code() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode apart, as docs/prefill-decode.md has it: two ``vllm serve``, a Redis server between them, and the
+"""Prefill and decode apart, as docs/fleet.md has it: two ``vllm serve``, a Redis server between them, and the
 proxy of ``deploy/`` in front."""
 
 from __future__ import annotations
