@@ -137,6 +137,22 @@ class HandlerContract:
             np.testing.assert_array_equal(stored, loaded)
         rig.close()
 
+    def test_a_gpu_block_that_a_load_names_twice_has_the_bytes_of_the_last_slot(self) -> None:
+        rig = self.make_rig()
+        rig.fill(seed=6)
+        slots = list(range(8))
+        sources = [block % 16 for block in range(len(slots) * rig.factor)]
+        rig.store.transfer_async(1, (self._spec(rig, 0, sources), CPULoadStoreSpec(slots)))
+        assert collect(rig.store, [1])[1].success
+        last = self._pages(rig, 0, sources[: rig.factor])  # slot 0 is named last
+        rig.fill(seed=7)
+        targets = list(range(rig.factor))
+        rig.load.transfer_async(2, (CPULoadStoreSpec(slots[::-1]), self._spec(rig, 0, targets * len(slots))))
+        assert collect(rig.load, [2])[2].success
+        for stored, loaded in zip(last, self._pages(rig, 0, targets), strict=True):
+            np.testing.assert_array_equal(stored, loaded)
+        rig.close()
+
     def test_jobs_that_touch_the_same_blocks_run_in_order(self) -> None:
         """A chain through two slots and back: any reordering of two neighbours leaves other bytes at its end."""
         rig = self.make_rig()

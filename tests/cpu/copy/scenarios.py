@@ -178,16 +178,16 @@ def a_source_is_read_when_its_stream_comes_to_it(rig: CudaRig) -> None:
 
 
 @scenario
-def no_two_copies_of_a_batch_write_the_same_byte(rig: CudaRig) -> None:
+def the_last_of_two_copies_to_one_place_is_made(rig: CudaRig) -> None:
     rig.slots[2], rig.slots[5] = 6, 7
     twice = GPULoadStoreSpec([3, 3], [2, 0], [0, 0])
     rig.load.transfer_async(1, (CPULoadStoreSpec([2, 5]), twice))
     assert collect(rig.load, [1])[1].success
-    assert rig.in_block(3) in ({6}, {7})
+    assert rig.in_block(3) == {7}
     rig.tensors[0][1], rig.tensors[0][4] = 8, 9
     rig.store.transfer_async(2, (GPULoadStoreSpec([1, 4], [2, 0], [0, 0]), CPULoadStoreSpec([2, 2])))
     assert collect(rig.store, [2])[2].success
-    assert rig.in_slot(2) in ({8}, {9})
+    assert rig.in_slot(2) == {9}
 
 
 @scenario

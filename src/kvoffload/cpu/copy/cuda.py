@@ -306,15 +306,14 @@ class CudaHandler(OffloadingHandler):
         extent = Extent(frozenset(cpu.block_ids.tolist()), frozenset(gpu.block_ids.tolist()))
         runs = plan_runs(self._copies.layout, gpu, cpu, self._direction)
         num_bytes = runs.num_bytes
-        batches = self._batches(runs.cut_at(self._copies.region.borders), extent, gpu, cpu)
+        runs = runs.cut_at(self._copies.region.borders)
         start, end = self._copies.take_event(), self._copies.take_event()
         try:
             self._copies.wait_for_compute(self._direction, self._stream)
             for job in self._copies.conflicting(self._direction, extent):
                 self._driver.wait_event(self._stream, job.end)
             self._driver.record(start, self._stream)
-            for batch in batches:
-                self._copy(batch)
+            self._copy(runs)
             self._driver.record(end, self._stream)
         except BaseException:
             # Copies may run already. The failure may be reported only when they have ended.
@@ -322,15 +321,6 @@ class CudaHandler(OffloadingHandler):
             self._copies.give_back(start, end)
             raise
         self._open.append(_SubmittedTransfer(job_id, extent, num_bytes, start, end))
-
-    def _batches(self, runs: Runs, extent: Extent, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> list[Runs]:
-        """Copies of one batch have no order, so no two may write the same byte: a job that writes a slot or GPU block
-        twice takes more than one."""
-        if self._direction is Direction.STORE:
-            is_repeated, destinations = len(extent.slots) < len(cpu.block_ids), runs.host
-        else:
-            is_repeated, destinations = len(extent.gpu_blocks) < len(gpu.block_ids), runs.device
-        return runs.without_overlaps(destinations) if is_repeated else [runs]
 
     def _copy(self, runs: Runs) -> None:
         if self._direction is Direction.STORE:

@@ -14,7 +14,6 @@ rank has a part of each (``SharedPage``), which is the same part of every sub-bl
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -156,21 +155,6 @@ class Runs:
         high: Int64s = np.where(is_last, end, borders[np.minimum(first[run] + nth, len(borders) - 1)])
         return Runs(self.device[run] + (low - self.host[run]), low, high - low)
 
-    def without_overlaps(self, destinations: Int64s) -> list[Runs]:
-        """The same runs in as few parts as can be, so that no two of a part write the same byte. ``destinations`` is
-        ``device`` or ``host``. One part if none overlap."""
-        part = np.zeros(len(self.lengths), dtype=np.int64)
-        open_parts: list[tuple[int, int]] = []  # where its last run ends, and its number
-        for run in np.argsort(destinations, kind="stable").tolist():
-            start = int(destinations[run])
-            number = len(open_parts)
-            if open_parts and open_parts[0][0] <= start:
-                _, number = heapq.heappop(open_parts)
-            part[run] = number
-            heapq.heappush(open_parts, (start + int(self.lengths[run]), number))
-        chosen = [part == number for number in range(len(open_parts))]
-        return [Runs(self.device[each], self.host[each], self.lengths[each]) for each in chosen]
-
     def split(self, parts: int) -> list[Runs]:
         """At most ``parts`` parts of about the same number of bytes. Long runs are cut."""
         total = self.num_bytes
@@ -201,8 +185,12 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, 
     """The runs between the blocks of ``gpu`` and the slots of ``cpu``. Runs that touch on both sides are merged. A
     store leaves out the slots that other replicas store.
 
+    No two runs write the same byte, since copies of one job have no order. Of a GPU block that a load names twice, or
+    of a slot that a store does, only the last place is copied.
+
     ``cpu.block_ids`` lists, group after group, the slots that hold the group's GPU blocks. Raises ``TransferError`` for
-    ids outside the layout, so that a mistake is a failed transfer and never a write to foreign memory.
+    ids outside the layout, so that a mistake is a failed transfer and never a write to foreign memory, and for pages of
+    two sizes in one place.
     """
     if len(gpu.group_sizes) > len(layout.groups):
         raise TransferError(f"A transfer names {len(gpu.group_sizes)} groups, and there are {len(layout.groups)}.")
@@ -236,7 +224,11 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, 
         cpu_start += num_slots
     if cpu_start != len(all_slots):
         raise TransferError(f"A transfer names {len(all_slots)} slots, and needs {cpu_start}.")
-    return _merge(_concatenate(device), _concatenate(host), _concatenate(lengths))
+    runs = Runs(_concatenate(device), _concatenate(host), _concatenate(lengths))
+    written = all_slots if direction is Direction.STORE else all_gpu_ids
+    if len(np.unique(written)) < len(written):
+        runs = _without_repeats(runs, direction)
+    return _merge(runs)
 
 
 def plan_parts(
@@ -261,12 +253,25 @@ def _concatenate(parts: list[Int64s]) -> Int64s:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-def _merge(device: Int64s, host: Int64s, lengths: Int64s) -> Runs:
+def _without_repeats(runs: Runs, direction: Direction) -> Runs:
+    """The last run to each destination."""
+    destinations = runs.host if direction is Direction.STORE else runs.device
+    starts, backwards, which = np.unique(destinations[::-1], return_index=True, return_inverse=True)
+    kept = len(destinations) - 1 - backwards  # the last of each, since they were looked for from the end
+    lengths = runs.lengths[kept]
+    if (lengths[which] != runs.lengths[::-1]).any() or (starts[:-1] + lengths[:-1] > starts[1:]).any():
+        raise TransferError("A transfer writes pages of two sizes to one place.")
+    kept.sort()
+    return Runs(runs.device[kept], runs.host[kept], runs.lengths[kept])
+
+
+def _merge(runs: Runs) -> Runs:
+    device, host, lengths = runs.device, runs.host, runs.lengths
     if len(lengths) < 2:
-        return Runs(device, host, lengths)
+        return runs
     touches = device[1:] - device[:-1] == lengths[:-1]
     if not touches.any():  # scattered, as most are
-        return Runs(device, host, lengths)
+        return runs
     touches &= host[1:] - host[:-1] == lengths[:-1]
     starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
     return Runs(device[starts], host[starts], np.add.reduceat(lengths, starts))
