@@ -178,20 +178,30 @@ def test_kill_9_in_the_middle_of_the_start_is_cleaned_up_by_the_next_one(name: s
 STUCK = """
 import sys
 from kvoffload.cpu import region
-def stuck(descriptor, size):
+def stuck(*_):
     print("made", flush=True)
     sys.stdin.readline()
-region.mmap.mmap = stuck
-region.SharedOffloadRegion.shared(sys.argv[1], 8, 4096, num_processes=2, mount=region.Path(sys.argv[2]))
+name, mount, where = sys.argv[1:]
+if where == "lock":
+    region._write_joined = stuck
+else:
+    region.os.posix_fallocate = stuck
+region.SharedOffloadRegion.shared(name, 8, 4096, num_processes=2, mount=region.Path(mount))
 """
 
 
-def test_kill_9_while_the_segment_is_being_made_does_not_stop_the_next_start(name: str) -> None:
+def start_stuck(name: str, where: str) -> subprocess.Popen[str]:
+    """A process that stops while it holds the start-up lock, or while it allocates pages."""
     partner = subprocess.Popen(
-        [sys.executable, "-c", STUCK, name, str(SHM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STUCK, name, str(SHM), where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert partner.stdout is not None
     assert partner.stdout.readline() == "made\n"
+    return partner
+
+
+def test_kill_9_while_the_segment_is_being_made_does_not_stop_the_next_start(name: str) -> None:
+    partner = start_stuck(name, "lock")
     assert len(leftovers()) == 2, "the segment and the lock"
     with pytest.raises(CapacityError, match="held the lock"):
         join(name, 8, 4096, num_processes=2, timeout_s=0.05)
@@ -199,6 +209,31 @@ def test_kill_9_while_the_segment_is_being_made_does_not_stop_the_next_start(nam
     both = [join(name, 8, 4096, num_processes=2) for _ in range(2)]
     for region in both:
         region.close()
+
+
+def test_an_engine_that_allocates_for_minutes_holds_up_no_other(name: str) -> None:
+    partner = start_stuck(name, "allocation")
+    other = join(name + "-other", 8, 4096, num_processes=1, timeout_s=0.05)
+    other.close()
+    own_part = join(name, 8, 4096, num_processes=2, timeout_s=0.05)  # allocates by itself
+    np.asarray(own_part.create_kv_memoryview())[:] = 1
+    kill(partner)
+    own_part.close()
+    assert leftovers() == []
+
+
+def test_what_a_starting_engine_has_still_to_allocate_is_not_given_away(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+    monkeypatch.setattr("kvoffload.cpu.memory_limits.available_bytes", lambda: None)
+    partner = start_stuck(name, "allocation")
+    segment = next(path for path in SHM.iterdir() if not path.suffix)
+    os.truncate(segment, free // 2)  # as large as nobody here has memory for
+    with pytest.raises(CapacityError, match="enlarge that mount"):
+        join(name + "-other", 1, free * 3 // 4, num_processes=1)
+    kill(partner)
+    join(name + "-other", 1, 4096, num_processes=1).close()
 
 
 def test_a_start_in_progress_is_never_reclaimed(name: str) -> None:
@@ -214,7 +249,7 @@ def test_a_start_in_progress_is_never_reclaimed(name: str) -> None:
 
 def test_a_full_mount_is_refused_and_left_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-    monkeypatch.setattr("kvoffload.cpu.region.check_host_memory", lambda _: None)
+    monkeypatch.setattr("kvoffload.cpu.region.check_host_memory", lambda *_: None)
     with pytest.raises(CapacityError, match="enlarge that mount"):
         join(name, 1, free + (1 << 30), num_processes=1)
 
@@ -223,7 +258,7 @@ def test_a_mount_that_fills_up_between_check_and_allocation_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-    monkeypatch.setattr("kvoffload.cpu.region.check_host_memory", lambda _: None)
+    monkeypatch.setattr("kvoffload.cpu.region.check_host_memory", lambda *_: None)
     monkeypatch.setattr("kvoffload.cpu.region.check_shared_memory", lambda *_: None)
     with pytest.raises(CapacityError, match="could not give"):
         join(name, 1, free + (1 << 40), num_processes=1)

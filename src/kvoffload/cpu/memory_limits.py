@@ -90,20 +90,22 @@ def check_all_engines(
             )
 
 
-def check_host_memory(wanted: int) -> None:
-    """Raises ``CapacityError`` if fewer than ``wanted`` bytes are available now."""
+def check_host_memory(wanted: int, promised: int = 0) -> None:
+    """Raises ``CapacityError`` if fewer than ``wanted`` bytes are available now, beside those ``promised`` to others,
+    which are about to take them."""
     available = available_bytes()
-    if available is not None and wanted > available:
+    if available is not None and wanted > available - promised:
         raise CapacityError(
-            f"cpu_bytes_to_use needs {format_bytes(wanted)} of host memory and {format_bytes(available)} are "
-            "available; lower cpu_bytes_to_use or free memory."
+            f"cpu_bytes_to_use needs {format_bytes(wanted)} of host memory and "
+            f"{format_bytes(max(0, available - promised))} are available; lower cpu_bytes_to_use or free memory."
         )
 
 
-def check_shared_memory(wanted: int, mount: Path) -> None:
-    """Raises ``CapacityError`` if the shared-memory mount has no room for ``wanted`` bytes."""
+def check_shared_memory(wanted: int, mount: Path, promised: int = 0) -> None:
+    """Raises ``CapacityError`` if the shared-memory mount has no room for ``wanted`` bytes, beside those ``promised``
+    to others."""
     stats = os.statvfs(mount)
-    free = stats.f_bavail * stats.f_frsize
+    free = max(0, stats.f_bavail * stats.f_frsize - promised)
     if wanted > free:
         raise CapacityError(
             f"cpu_bytes_to_use needs {format_bytes(wanted)} of shared memory and {mount} has {format_bytes(free)} "

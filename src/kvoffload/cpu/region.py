@@ -4,9 +4,11 @@
 A shared region has a name on the shared-memory mount only while processes still have to find it. The last process to
 map it unlinks the name, so a crash afterwards leaves no file.
 
-Every process that has mapped the file holds a shared lock on it, and the kernel drops the lock when the process dies.
+Every process that has joined holds a shared lock on the file, and the kernel drops the lock when the process dies.
 So a file without a lock belongs to a start that never finished, and the next start reclaims it. A file that is not
 this user's alone is neither joined nor removed.
+
+Pages are allocated outside of the start-up lock, since a large region takes minutes and other engines may start.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ class SharedOffloadRegion:
     ) -> SharedOffloadRegion:
         """Memory that ``num_processes`` processes of this host share. Each of them makes this call once.
 
-        The first call creates the memory, the last one unlinks its name. Each returns as soon as its own process has
-        mapped the memory, without waiting for the others.
+        The first call creates the file, the last one unlinks its name. Each returns once all pages are allocated and
+        its own process has mapped them, without waiting for the others.
 
         ``instance_id`` is the same in all of these processes, and differs from that of every other engine instance that
         is starting. ``timeout_s`` bounds the wait for the start-up lock of ``mount``, the shared-memory file system.
@@ -91,10 +93,21 @@ class SharedOffloadRegion:
         size = _size(num_blocks, block_bytes)
         if num_processes < 1:
             raise ConfigError(f"A shared region needs at least one process, not {num_processes}.")
-        name = _PREFIX + hashlib.sha256(f"{os.getuid()}\0{instance_id}".encode()).hexdigest()[:24]
+        segment = mount / (_PREFIX + hashlib.sha256(f"{os.getuid()}\0{instance_id}".encode()).hexdigest()[:24])
         with _exclusive(mount, timeout_s):
-            _reclaim(mount)
-            memory = _attach(mount / name, size, f"{num_blocks} {block_bytes} {num_processes}", num_processes)
+            promised_bytes = _reclaim(mount)
+            terms = f"{num_blocks} {block_bytes} {num_processes}"
+            descriptor, num_joined = _join(segment, size, terms, promised_bytes)
+        try:
+            memory = _map(descriptor, size, mount)
+        except BaseException:
+            _unlink(segment, descriptor)
+            raise
+        else:
+            if num_joined == num_processes:
+                _unlink(segment, descriptor)
+        finally:
+            os.close(descriptor)  # the mapping keeps one of its own, and with it the lock
         return cls(memory, num_blocks, block_bytes)
 
     def create_kv_memoryview(self) -> memoryview:
@@ -180,34 +193,53 @@ def _is_own(status: os.stat_result) -> bool:
     return is_private and status.st_uid == os.geteuid()
 
 
-def _attach(segment: Path, size: int, terms: str, num_processes: int) -> mmap.mmap:
-    """Creates or joins ``segment``, on the terms of all. The last of ``num_processes`` to join unlinks it. The caller
-    holds the lock."""
+def _join(segment: Path, size: int, terms: str, promised_bytes: int) -> tuple[int, int]:
+    """Creates or joins ``segment``, on the terms of all. Returns its descriptor, locked, and how many have joined. The
+    caller holds the start-up lock. ``promised_bytes``: what other segments have still to allocate."""
     joined_file = segment.with_suffix(".joined")
     try:
         descriptor = _open_own(segment)
     except FileNotFoundError:
-        check_shared_memory(size, segment.parent)
-        check_host_memory(size)
-        descriptor = _create(segment, size)
-        count = 1
+        check_shared_memory(size, segment.parent, promised_bytes)
+        check_host_memory(size, promised_bytes)
+        descriptor = os.open(segment, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        num_joined = 0
     else:
         try:
-            count = 1 + _num_joined(joined_file, terms)
+            num_joined = _num_joined(joined_file, terms)
         except BaseException:
             os.close(descriptor)
             raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        memory = mmap.mmap(descriptor, size)  # keeps a descriptor of its own, and with it the lock
-    finally:
+        if not num_joined:
+            os.truncate(descriptor, size)
+        _write_joined(joined_file, f"{num_joined + 1} {terms}")
+    except BaseException:
+        _unlink(segment, descriptor)
         os.close(descriptor)
-    if count == num_processes:
-        segment.unlink()
-        joined_file.unlink(missing_ok=True)
-    else:
-        _write_joined(joined_file, f"{count} {terms}")
-    return memory
+        raise
+    return descriptor, num_joined + 1
+
+
+def _map(descriptor: int, size: int, mount: Path) -> mmap.mmap:
+    """Maps the file once all of its pages are allocated. A sparse file would end in SIGBUS on the day the mount fills
+    up. Every process of the engine sees to it, so that none has to wait for another."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as exc:
+        raise CapacityError(
+            f"{mount} could not give {format_bytes(size)} of shared memory ({exc.strerror}); lower cpu_bytes_to_use or "
+            "enlarge that mount."
+        ) from exc
+    return mmap.mmap(descriptor, size)
+
+
+def _unlink(segment: Path, descriptor: int) -> None:
+    """Removes the name of the open ``segment``, if it still has it. Nobody reclaims it meanwhile: it is locked."""
+    if _is_named(segment, descriptor):
+        segment.unlink(missing_ok=True)
+        segment.with_suffix(".joined").unlink(missing_ok=True)
 
 
 def _num_joined(joined_file: Path, terms: str) -> int:
@@ -231,23 +263,10 @@ def _write_joined(joined_file: Path, text: str) -> None:
     draft.replace(joined_file)
 
 
-def _create(segment: Path, size: int) -> int:
-    descriptor = os.open(segment, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        # Every page is taken now: a sparse file would end in SIGBUS on the day the mount fills up.
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as exc:
-        os.close(descriptor)
-        segment.unlink()
-        raise CapacityError(
-            f"{segment.parent} could not give {format_bytes(size)} of shared memory ({exc.strerror}); lower "
-            "cpu_bytes_to_use or enlarge that mount."
-        ) from exc
-    return descriptor
-
-
-def _reclaim(mount: Path) -> None:
-    """Removes this user's segments whose processes are all dead. The caller holds the lock."""
+def _reclaim(mount: Path) -> int:
+    """Removes this user's segments whose processes are all dead. Returns the bytes that those of the living have still
+    to allocate. The caller holds the lock."""
+    promised_bytes = 0
     for path in mount.glob(f"{_PREFIX}*"):
         if path.suffix == ".lock":
             continue
@@ -262,13 +281,15 @@ def _reclaim(mount: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue
+            status = os.fstat(descriptor)
+            promised_bytes += max(0, status.st_size - status.st_blocks * 512)
         else:
             logger.info("Reclaiming the shared region %s of a start that never finished.", path.name)
             path.unlink(missing_ok=True)
             _unlink_own(path.with_suffix(".joined"))
         finally:
             os.close(descriptor)
+    return promised_bytes
 
 
 def _unlink_own(path: Path) -> None:

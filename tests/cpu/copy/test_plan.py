@@ -60,9 +60,7 @@ def transfers(draw: st.DrawFn, layout: CopyLayout) -> tuple[GPULoadStoreSpec, CP
     return GPULoadStoreSpec(ids, sizes, indices), CPULoadStoreSpec(slots)
 
 
-def pages_by_definition(
-    layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec
-) -> list[tuple[int, int, int]]:
+def pages_by_definition(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> list[tuple[int, int, int]]:
     """(device byte, host byte, bytes) for every page that is named, in order."""
     found = []
     ids, slots = gpu.block_ids.tolist(), cpu.block_ids.tolist()
