@@ -139,7 +139,7 @@ def test_the_demo_runs_from_the_installed_wheel(wheel: Path, tmp_path: Path) -> 
         *("--conversations", "5", "--turns", "3", "--system-tokens", "16", "--message-tokens", "40"),
         *("--reply-tokens", "8", "--device-tokens", "320", "--layers", "2", "--hidden", "128", "--threads", "1"),
     )
-    out = run(bin_ / "kvoffload", "demo", *options, "--json", "figures.json", cwd=tmp_path)
+    out = run(bin_ / "kvoffload", "demo", *options, "--out", "figures.json", cwd=tmp_path)
     assert "Identical: all 3 ways generated the same tokens." in out
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["ways"][-1]["offloaded_hit_tokens"] > 0

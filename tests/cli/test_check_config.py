@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from kvoffload.specs import read_config
 from kvoffload.tiering.options import DiskOptions
 
 GOLDEN = Path(__file__).with_name("bad_configs.jsonl")
+REDIS = {"type": "redis", "url": "redis://127.0.0.1:1/0"}
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str, str]:
@@ -77,6 +79,29 @@ def test_a_good_file_is_shown_as_a_server_takes_it(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "kv").exists()
 
 
+def test_the_line_that_starts_a_server_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "an offload.json"
+    file.write_text('{"cpu_bytes_to_use": "1MiB"}')
+    code, out, _ = run(capsys, file)
+    assert code == 0
+    variable, *command = shlex.split(out.splitlines()[0])
+    assert variable == f"{ENVIRONMENT}={file}"
+    assert command == ["vllm", "serve", "MODEL"]
+
+
+def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [REDIS | {"password": "hunter2"}]}))
+    code, out, err = run(capsys, file, "--json")
+    assert (code, err) == (0, "") and "hunter2" not in out
+    told = json.loads(out)
+    assert told["problems"] == [] and len(told["tiers"]) == 1 and str(file) in told["command"]
+    file.write_text('{"cpu_bytes": "1MiB"}')
+    code, out, err = run(capsys, file, "--json")
+    assert (code, err) == (1, "")
+    assert json.loads(out) == {"problems": problems_of({"cpu_bytes": "1MiB"})}
+
+
 def test_credentials_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "c.json"
     tier = {"type": "redis", "url": "redis://me:hunter2@localhost/0"}
@@ -95,7 +120,7 @@ def test_a_socket_is_no_credential(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}))
     code, out, err = run(capsys, file)
     assert (code, err) == (0, "")
-    assert url in out.partition("vllm serve")[0]
+    assert url in out.partition("Without the variable")[0]
     line = json.loads(out.rsplit("--kv-transfer-config \\\n  ", 1)[1].strip().strip("'"))
     assert line["kv_connector_extra_config"]["secondary_tiers"] == [tier]
 
@@ -231,9 +256,6 @@ def test_a_pool_in_memory_must_fit_beside_the_host_memory(
             code, _, err = run(capsys, file)
             assert (code, message in err) == (int(bool(message)), True), err
         assert not list(pool.iterdir()), "nothing is made"
-
-
-REDIS = {"type": "redis", "url": "redis://127.0.0.1:1/0"}
 
 
 @pytest.mark.parametrize(

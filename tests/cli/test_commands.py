@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -49,11 +51,50 @@ def test_a_module_registers_its_command(name: str) -> None:
     assert next(commands(MODULES[name])).name == name
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--version"], ["--version", "store"]])
+def test_the_version(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
+        cli.main(arguments)
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"kvoffload {kvoffload.__version__}\n"
+
+
+def loaded_by(*arguments: str) -> set[str]:
+    """The modules that a process has in the end."""
+    script = (
+        "import sys\nfrom kvoffload.cli import main\ntry:\n    main()\n"
+        "except SystemExit:\n    print(*sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stderr.split())
+
+
+def test_what_a_command_does_not_need_is_not_loaded() -> None:
+    assert not {"typer", "numpy", "rich", "msgspec"} & loaded_by("--version")
+    loaded = loaded_by("top", "--help")
+    assert "kvoffload.cli.top" in loaded
+    assert not [name for name in loaded if name.startswith(("kvoffload.sim.driver", "kvoffload.tiering", "torch"))]
+
+
+@pytest.mark.parametrize("command", ["", "simulate", "plan", "explain", "store", "store gc", "check-config", "demo"])
+def test_help_is_whole_at_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rich's help cuts words where its columns are full."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command.split(), "-h"])
+    assert caught.value.code == 0
+    usage, *texts = capsys.readouterr().out.splitlines()
+    assert usage.startswith("Usage: ")
+    assert not [line for line in texts if "…" in line or line.endswith("...") or len(line) > 80]
+
+
+def test_a_shell_completes_the_commands() -> None:
+    shell = {"_KVOFFLOAD_COMPLETE": "complete_bash", "COMP_WORDS": "kvoffload s", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "kvoffload"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **shell}, check=False)
+    assert {*done.stdout.split()} == {"simulate", "store"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -71,7 +112,7 @@ def test_without_its_packages_the_command_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
+        cli.main(["--help"])
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert "extra 'cli'" in said

@@ -42,7 +42,7 @@ def demo(capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, 
 
 
 def test_three_ways_agree_and_offloading_computes_least(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, err = demo(capsys, json=tmp_path / "out.json")
+    code, out, err = demo(capsys, out=tmp_path / "out.json")
     assert code == 0, out
     # No terminal: the progress is at most ten lines for each way.
     lines = [line.rpartition(",")[0] for line in err.splitlines()]
@@ -71,7 +71,7 @@ def test_policies_larger_blocks_and_a_primary_tier_that_is_too_small(
 
 
 def test_after_a_restart_the_first_turn_comes_from_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = demo(capsys, disk=tmp_path / "kv", disk_gib=1, json=tmp_path / "out.json")
+    code, out, _ = demo(capsys, disk=tmp_path / "kv", disk_gib=1, out=tmp_path / "out.json")
     assert code == 0, out
     assert "Identical: all 4 ways" in out
     *_, offloading, restarted = json.loads((tmp_path / "out.json").read_text())["ways"]
@@ -82,7 +82,7 @@ def test_after_a_restart_the_first_turn_comes_from_disk(capsys: pytest.CaptureFi
 
 
 def test_a_model_with_states_and_its_states_on_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = demo(capsys, model_kind="hybrid", disk=tmp_path / "kv", json=tmp_path / "out.json")
+    code, out, _ = demo(capsys, model_kind="hybrid", disk=tmp_path / "kv", out=tmp_path / "out.json")
     assert code == 0, out
     assert out.startswith("random Falcon-H1")
     assert "Identical: all 4 ways" in out and "only a wrong block" in out
@@ -122,7 +122,7 @@ def test_one_wrong_block_is_caught(
 ) -> None:
     """The first GPU block of one load gets the bytes of the last: 16 of some hundred tokens are wrong."""
     monkeypatch.setattr(host, "copy_to_device", wrong_once(host.copy_to_device, wrong_load))
-    code, out, _ = demo(capsys, json=tmp_path / "out.json", users=1)
+    code, out, _ = demo(capsys, out=tmp_path / "out.json", users=1)
     assert code == 1, out
     assert "Different tokens" in out
     assert "a block was wrong" in out
@@ -158,7 +158,7 @@ def wrong_once(copy: Callable[[Runs], None], wrong_load: int) -> Callable[[Runs]
         ({"disk": "unused", "disk_gib": -1}, "--disk-gib must be positive"),
         ({"turns": 400}, "lower --turns"),
         ({"hidden": 100}, "multiple of 128"),
-        ({"json": "no/such/folder/out.json"}, "--json"),
+        ({"out": "no/such/folder/out.json"}, "--out"),
         ({"model": "no/such/model"}, "no/such/model"),
     ],
 )

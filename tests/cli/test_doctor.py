@@ -53,7 +53,7 @@ def test_without_a_device_it_says_so_and_checks_the_rest(
 ) -> None:
     monkeypatch.setattr("kvoffload.cli.doctor.cuda_device", lambda _: (None, "this machine has no driver"))
     file = tmp_path / "doctor.json"
-    assert run_main("--quick", "--json", str(file)) == 0
+    assert run_main("--quick", "--out", str(file)) == 0
     said = capsys.readouterr()
     assert "none: this machine has no driver" in said.out
     assert "every byte right" in said.out
@@ -64,6 +64,12 @@ def test_without_a_device_it_says_so_and_checks_the_rest(
     assert written["device"] is None
     assert written["checked"]["wrong"] is None
     assert {finding["severity"] for finding in written["findings"]} == {"note"}
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.cli.doctor.cuda_device", lambda _: (None, "this machine has no driver"))
+    assert run_main("--quick", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["device"] is None
 
 
 def test_host_copies_are_timed_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +96,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_over_the_fake_driver(with_fake: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
-    done = doctor("--quick", "--cpu-bytes", "1MiB", "--json", str(file), environment=with_fake)
+    done = doctor("--quick", "--cpu-bytes", "1MiB", "--out", str(file), environment=with_fake)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fake device" in done.stdout
     assert "all pages of a job in one call" in done.stdout

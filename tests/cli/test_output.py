@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("typer")
-from kvoffload.cli.output import check_json_target, positive, progress, write_json
+from kvoffload.cli.output import check_out, positive, progress, write_json
 from kvoffload.errors import ConfigError
 
 
@@ -47,11 +47,11 @@ def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 def test_targets_that_cannot_be_written(tmp_path: Path) -> None:
-    check_json_target(None)
-    check_json_target(tmp_path / "new.json")
+    check_out(None)
+    check_out(tmp_path / "new.json")
     for target, words in ((tmp_path / "a" / "out.json", "There is no folder"), (tmp_path, "is a folder")):
-        with pytest.raises(ConfigError, match=f"--json: .*{words}"):
-            check_json_target(target)
+        with pytest.raises(ConfigError, match=f"--out: .*{words}"):
+            check_out(target)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -5,53 +5,71 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.metadata import version
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from kvoffload import __version__
 
 if TYPE_CHECKING:
     import typer
 
 __all__ = ["main", "make_app"]
 
-_COMMANDS: tuple[str, ...] = ("demo", "check_config", "doctor", "simulate", "plan", "explain", "top", "store")
-"""Modules of this package that register a subcommand, in the order of ``--help``."""
+_MODULES: dict[str, str] = {
+    "demo": "demo",
+    "check-config": "check_config",
+    "doctor": "doctor",
+    "simulate": "simulate",
+    "plan": "plan",
+    "explain": "explain",
+    "top": "top",
+    "store": "store",
+}
+"""The module that registers each subcommand, in the order of ``--help``."""
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
-        print(f"kvoffload {version('kvoffload')}")
-        sys.exit(0)
-
-
-def make_app() -> typer.Typer:
-    """The command with all of its subcommands. Raises ``ImportError`` without the extra ``cli``."""
+def make_app(commands: Sequence[str] = tuple(_MODULES)) -> typer.Typer:
+    """The command with these of its subcommands, by default all. Raises ``ImportError`` without the extra ``cli``."""
     import typer
 
     app = typer.Typer(
-        name="kvoffload", help="KV-cache offloading for LLM servers.", no_args_is_help=True, add_completion=False
+        name="kvoffload",
+        help="KV-cache offloading for LLM servers.",
+        no_args_is_help=True,
+        rich_markup_mode=None,  # plain help texts: rich cuts what its columns do not hold
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
+
+    def show_version(is_asked: bool) -> None:
+        if is_asked:
+            print(f"kvoffload {__version__}")
+            raise typer.Exit
 
     @app.callback()
     def options(
-        show_version: bool = typer.Option(
-            False, "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
+        version: bool = typer.Option(
+            False, "--version", is_eager=True, callback=show_version, help="Show the version and exit."
         ),
     ) -> None:
         pass
 
-    for name in _COMMANDS:
-        importlib.import_module(f"kvoffload.cli.{name}").register(app)
+    for name in commands:
+        importlib.import_module(f"kvoffload.cli.{_MODULES[name]}").register(app)
     return app
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point. A caller's mistake, a missing extra or a disk that fails gives one sentence on stderr and the exit
     code 2."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments == ["--version"]:  # without the parser, whose import takes longer than all else
+        print(f"kvoffload {__version__}")
+        sys.exit(0)
     from kvoffload.errors import ConfigError, MissingExtraError
 
     try:
         try:
-            app = make_app()
+            app = make_app(arguments[:1]) if arguments and arguments[0] in _MODULES else make_app()
         except ModuleNotFoundError as exc:
             if (exc.name or "kvoffload").partition(".")[0] == "kvoffload":
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from kvoffload.cli.output import Json, print_json
 from kvoffload.config import OffloadingConfig
-from kvoffload.config_file import load_config_file
+from kvoffload.config_file import ENVIRONMENT, load_config_file
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
 from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError
 from kvoffload.sim.kv_size import ModelKV, model_kv
@@ -42,8 +44,11 @@ def check_config(
     ],
     model: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder: sizes of blocks.")] = None,
     connect: Annotated[bool, typer.Option("--connect", help="Ask the servers of remote tiers, too.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Check a configuration on this machine and show what a server would make of it. Nothing is written.
+    """Check a configuration on this machine.
+
+    Shows what a server would make of it. Nothing is written.
 
     Exit codes: 0, it would be taken; 1, it has problems, each in one line; 2, it cannot be read.
     """
@@ -61,14 +66,21 @@ def check_config(
             sizes = model_kv(model)
     if config is not None:
         _probe(config, sizes, connect, problems)
+    found: tuple[Any, ...] = ()
     try:
         problems.raise_found()
     except ConfigError as exc:
-        for problem in exc.args:
-            print(f"{file}: {problem}", file=sys.stderr)
+        found = exc.args
+    if as_json:
+        shown = {} if found or config is None else {"command": _command(file, config), **dict(_rows(config, sizes))}
+        tiers = {} if found or config is None else {"tiers": _tiers(config, connect)}
+        print_json({"problems": [*found], **shown, **tiers})
+    elif config is not None and not found:
+        _show(file, config, sizes, values, connect)
+    for problem in found if not as_json else ():
+        print(f"{file}: {problem}", file=sys.stderr)
+    if found:
         sys.exit(1)
-    assert config is not None
-    _show(file, config, sizes, values, connect)
 
 
 def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, problems: Problems) -> None:
@@ -136,8 +148,18 @@ def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> No
         raise ConfigError(f"The {options.label!r} tier cannot be used now: {exc}") from exc
 
 
-def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: dict[str, Any], connect: bool) -> None:
-    tiers = parse_tiers(config.secondary_tiers)
+def _serve(config: OffloadingConfig) -> str:
+    ends = " --shutdown-timeout 60" if config.secondary_tiers else ""  # which a tier needs to be written at the end
+    return f"vllm serve MODEL{ends}"
+
+
+def _command(file: Path, config: OffloadingConfig) -> str:
+    """The line that starts a server with the configuration."""
+    return f"{ENVIRONMENT}={shlex.quote(str(file.resolve()))} {_serve(config)}"
+
+
+def _rows(config: OffloadingConfig, sizes: ModelKV | None) -> list[tuple[str, str]]:
+    """What a server makes of the configuration, without its tiers."""
     rows: list[tuple[str, str]] = []
     memory = format_bytes(config.cpu_bytes)
     if sizes is not None:
@@ -146,19 +168,29 @@ def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: d
         rows.append(("KV per token", format_bytes(sizes.bytes_per_token)))
         rows.append(("block", f"{block_tokens} tokens, {format_bytes(block_tokens * sizes.bytes_per_token)}"))
         memory += f", room for {tokens:,} tokens ({tokens // block_tokens:,} blocks)"
-    rows.append(("host memory", memory))
-    rows.append(("policy", config.eviction_policy))
-    if tiers:
+    rows += [("host memory", memory), ("policy", config.eviction_policy)]
+    if config.secondary_tiers:
         rows.append(("loads", "what is faster than computing" if config.load_policy == "cost" else "every hit"))
-    for options in tiers:
+    return rows
+
+
+def _tiers(config: OffloadingConfig, connect: bool) -> list[str]:
+    found = []
+    for options in parse_tiers(config.secondary_tiers):
         asked = " (not asked: --connect)" if isinstance(options, RemoteOptions) and not connect else ""
-        rows.append(("tier", options.describe(config.cpu_bytes).removeprefix("tier ") + asked))
-    for name, value in rows:
+        found.append(options.describe(config.cpu_bytes).removeprefix("tier ") + asked)
+    return found
+
+
+def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: dict[str, Any], connect: bool) -> None:
+    print(f"{_command(file, config)}\n")
+    for name, value in (*_rows(config, sizes), *(("tier", tier) for tier in _tiers(config, connect))):
         print(f"{name:14}{value}")
     try:
         check_shared_memory(config.cpu_bytes, SHM)
     except CapacityError as exc:
         print(f"With several GPUs, or on vLLM's CPU platform, this is refused: {exc}")
+    tiers = parse_tiers(config.secondary_tiers)
     if tiers:
         print("Blocks of other models, dtypes, layouts and block sizes are kept apart in every tier.")
     if any(isinstance(options, SealedOptions) and options.holds_secrets for options in tiers):
@@ -169,7 +201,6 @@ def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: d
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": values,
     }
-    ends = " --shutdown-timeout 60" if tiers else ""  # which a tier needs to be written at the end
-    print(f"\nvllm serve MODEL{ends} --kv-transfer-config \\")
+    print(f"\nWithout the variable:\n{_serve(config)} --kv-transfer-config \\")
     text = json.dumps(transfer).replace("'", "'\\''")
     print(f"  '{text}'")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvoffload.cli.output import check_json_target, progress, write_json
+from kvoffload.cli.output import Json, Out, check_out, print_json, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.demo.report import print_comparison, print_setting
@@ -57,17 +57,17 @@ def demo(
     hidden: Annotated[int, typer.Option(min=16, help="Hidden size of the random model.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the random weights and messages.")] = 39,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="File to write all figures to.")
-    ] = None,
+    as_json: Json = False,
+    out: Out = None,
 ) -> None:
-    """Serve a chat three ways and compare them: without a prefix cache, with the device's own, and with offloading.
+    """Serve a chat three ways and compare them.
 
-    The conversations together are larger than the device's KV pool, so their prefixes are evicted before they return.
-    The exit code is 1 if the three ways generate different tokens.
+    The ways: without a prefix cache, with the device's own, and with offloading. The conversations
+    together are larger than the device's KV pool, so their prefixes are evicted before they return. The exit code is 1
+    if the three ways generate different tokens.
     """
     POLICIES.get(policy)
-    check_json_target(json_file)
+    check_out(out)
     # Read when torch is loaded. Otherwise torch's threads spin while they wait for one another, and on a machine that
     # does other work too (or lacks a core for the copies) a step takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -86,13 +86,15 @@ def demo(
     setup.check_length(workload, llm)
     options = setup.engine_options(workload, device_tokens)
     config = setup.offloading_config(llm, workload, policy, cpu_gib, block_size, disk, disk_gib)
-    console = Console()
+    console = Console(quiet=as_json)
     print_setting(console, llm.name_or_path, device, workload, options, config)
     comparison = _compare(llm, options, setup.ways_of(config), workload)
     print_comparison(console, comparison, block_size)
-    write_json(comparison.as_json(), json_file)
-    if json_file is not None:
-        console.print(f"All figures are in {json_file}.", highlight=False, soft_wrap=True)
+    if as_json:
+        print_json(comparison.as_json())
+    write_json(comparison.as_json(), out)
+    if out is not None:
+        console.print(f"All figures are in {out}.", highlight=False, soft_wrap=True)
     if not comparison.verdict.identical:
         raise typer.Exit(1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvoffload.cli.output import check_json_target, progress, write_json
+from kvoffload.cli.output import Json, Out, check_out, print_json, progress, write_json
 from kvoffload.doctor.copies import (
     DevicePlace,
     HostPlace,
@@ -68,20 +67,24 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Take some seconds: compare copies byte for byte, and time none.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="File to write all figures to.")
-    ] = None,
+    as_json: Json = False,
+    out: Out = None,
 ) -> None:
-    """Check this machine for offloading: a minute of copies, compared byte for byte and timed, and what follows.
+    """Check this machine for offloading.
 
-    Without a GPU it checks the rest. The exit code is 1 if offloading does not work here.
+    A minute of copies, compared byte for byte and timed, and what follows. Without a GPU it checks the rest. The
+    exit code is 1 if offloading does not work here.
     """
     wanted = None if cpu_bytes is None else parse_bytes(cpu_bytes, "--cpu-bytes")
-    check_json_target(json_file)
+    check_out(out)
     report = examine(device, wanted, Effort(check_s=1.0, pages=()) if quick else Effort())
     found = findings(report)
-    _print(report, found)
-    write_json(_as_json(report, found), json_file)
+    figures = _as_json(report, found)
+    if as_json:
+        print_json(figures)
+    else:
+        _print(report, found)
+    write_json(figures, out)
     if any(finding.severity is Severity.FAULT for finding in found):
         raise typer.Exit(1)
 

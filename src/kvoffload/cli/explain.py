@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli.machine import GpuBlocks, GpuKVTokens, device_blocks, model_sizes
-from kvoffload.cli.output import check_json_target, positive, progress, write_json
+from kvoffload.cli.output import check_out, positive, progress, write_json
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SPEEDS
 from kvoffload.sim.explain import (
@@ -59,9 +59,12 @@ def explain(
     plot: Annotated[Path | None, typer.Option(help="File to draw the plots to: .png.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
 ) -> None:
-    """Sum up a recorded trace: what was found where, why the rest was computed, what would save most."""
+    """Say why prompts of a recorded trace were computed.
+
+    Sums up what was found where, why the rest was computed, and what would save most.
+    """
     positive(prefill_speed, "--prefill-speed")
-    check_json_target(json_file)
+    check_out(json_file)
     for path, option, suffix in ((page, "--html", ".html"), (plot, "--plot", ".png")):
         if path is not None:
             if path.suffix.lower() != suffix:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the subcommands write besides their results: progress on stderr, and files of figures."""
+"""What the subcommands write: progress on stderr, JSON on stdout, files of figures."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.page import check_folder, whole_file
 
-__all__ = ["check_json_target", "positive", "progress", "write_json"]
+__all__ = ["Json", "Out", "check_out", "positive", "print_json", "progress", "write_json"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print all figures as JSON instead.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all figures to this file, as JSON.")]
 
 _LINES = 10
 """Lines per task where the output is not a terminal."""
@@ -78,17 +82,21 @@ def positive(value: float, option: str) -> float:
     return value
 
 
-def check_json_target(path: Path | None) -> None:
-    """Raises ``ConfigError`` if the file of ``--json`` could not be written. Creates nothing."""
+def check_out(path: Path | None) -> None:
+    """Raises ``ConfigError`` if the file of ``--out`` could not be written. Creates nothing."""
     try:
         if path is not None:
             check_folder(path)
     except ConfigError as exc:
-        raise ConfigError(f"--json: {exc}") from exc
+        raise ConfigError(f"--out: {exc}") from exc
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
 
 
 def write_json(value: Any, path: Path | None) -> None:
-    """Writes the file of ``--json``, if there is to be one: the whole of it or nothing."""
+    """Writes the file of ``--out``, if there is to be one: the whole of it or nothing."""
     if path is None:
         return
     with whole_file(path) as file:

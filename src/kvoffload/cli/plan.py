@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli import fleet, machine
-from kvoffload.cli.output import check_json_target, positive, progress, write_json
+from kvoffload.cli.output import check_out, positive, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
@@ -79,7 +79,9 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the curve to: .png or .html.")] = None,
 ) -> None:
-    """Find the cheapest tiers that reach a hit rate or a time to first token, and show what more would bring.
+    """Find the cheapest tiers that reach a goal.
+
+    The goal is a hit rate or a time to first token. The table shows what more would bring.
 
     Exit codes: 0, something reaches the goal, perhaps the device alone; 1, nothing does; 2, a mistake in the options.
     """
@@ -92,7 +94,7 @@ def plan(
         raise ConfigError(f"--cascade is {' or '.join(get_args(CascadeMode))}, not {cascade!r}.")
     speeds = machine.speeds_of(prefill_speed, load_speed, disk_read_speed, disk_write_speed)
     chosen_load_policy = machine.load_policy_of(load_policy)
-    check_json_target(json_file)
+    check_out(json_file)
     if plot is not None:
         check_target(plot)
     if layers is not None and kv_heads is not None and head_dim is not None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.cli import fleet, machine
-from kvoffload.cli.output import check_json_target, positive, progress, write_json
+from kvoffload.cli.output import check_out, positive, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
@@ -96,9 +96,10 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File to draw the curves to: .png or .html.")] = None,
 ) -> None:
-    """Replay request traces through the production managers and policies, with a virtual clock instead of bytes.
+    """Replay traces on machines of other sizes.
 
-    With --servers, through a fleet of servers and their router.
+    Runs the production managers and policies with a virtual clock instead of bytes. With --servers, through a
+    fleet of servers and their router.
     """
     policies = _policies(policy or (_POLICIES if servers is None else DEFAULTS.eviction_policy))
     cpu = cpu or (_CPU_SIZES if servers is None else "5%")
@@ -108,7 +109,7 @@ def simulate(
     prices = fleet.hour_prices(hour_prices)
     modes = _modes(cascade)
     chosen_load_policy = machine.load_policy_of(load_policy)
-    check_json_target(json_file)
+    check_out(json_file)
     if plot is not None:
         check_target(plot)
     sizes = machine.model_sizes(model, kv_bytes)

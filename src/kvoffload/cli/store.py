@@ -44,7 +44,10 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(root: _Root, as_json: _Json = False) -> None:
-    """List the namespaces with their blocks, bytes, and oldest and last use."""
+    """List the namespaces.
+
+    Shows the blocks, bytes, and oldest and last use of each.
+    """
     found = _open(root).usage()
     if as_json:
         _print_json({"namespaces": [_figures(one) for one in found]})
@@ -63,7 +66,7 @@ def ls(root: _Root, as_json: _Json = False) -> None:
 
 
 def du(root: _Root, as_json: _Json = False) -> None:
-    """Show the bytes in use, by namespace and in all, and the free space of the disk."""
+    """Show the bytes in use, and the free space of the disk."""
     found = sorted(_open(root).usage(), key=lambda one: -one.size_bytes)
     total_bytes, free_bytes = sum(one.size_bytes for one in found), shutil.disk_usage(root).free
     if as_json:
@@ -197,7 +200,7 @@ def gc(
     dry_run: _DryRun = False,
     as_json: _Json = False,
 ) -> None:
-    """Enforce a quota on the existing files, and delete what killed writers left.
+    """Enforce a quota, and delete what killed writers left.
 
     Blocks are deleted only for a quota, and only after a question or with --yes. The exit code is 1 if the quota is
     still exceeded.
@@ -242,7 +245,10 @@ def clear(
     dry_run: _DryRun = False,
     as_json: _Json = False,
 ) -> None:
-    """Delete a namespace with all its blocks, or all namespaces, after a question or with --yes."""
+    """Delete the blocks of a namespace, or of all.
+
+    Asks before, unless --yes is given.
+    """
     if (namespace is None) != everything:
         raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or give --all for all of them.")
     store = _open(root)

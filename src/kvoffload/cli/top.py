@@ -52,7 +52,10 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show one interval, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each refresh as one line of JSON.")] = False,
 ) -> None:
-    """Watch a server's tiers: hits, bandwidth, fill, queues, health, and what waits."""
+    """Watch the tiers of a running server.
+
+    Shows hits, bandwidth, fill, queues, health, and what waits.
+    """
     positive(interval, "--interval")
     url = metrics_url(url)
     last = _scrape(url)
