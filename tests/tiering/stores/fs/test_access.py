@@ -153,7 +153,8 @@ class TestLinks:
                 (tmp_path / "kv" / "=" / f"{fan:02x}").symlink_to(tmp_path / "precious")
             except FileExistsError:
                 continue
-        write(store, OTHER)  # its directory may be a link, too
+        with pytest.raises(StoreError, match="not a directory of ours"):
+            write(store, OTHER)
         assert StoreRoot(tmp_path / "kv").sweep() == 0
         StoreRoot(tmp_path / "kv").shrink(0)
         assert (tmp_path / "precious" / "00.kvb").read_bytes() == b"p"
@@ -234,6 +235,28 @@ class TestLinks:
             open_store()
         assert {one: one.read_bytes() for one in (tmp_path / "moved").rglob("*.kvb")} == before
 
+    def test_a_fan_that_is_a_link_is_not_followed(self, open_store, tmp_path: Path) -> None:
+        store = open_store(max_bytes=room_for(40))
+        write(store, KEY)
+        (path,) = files(tmp_path)
+        moved = tmp_path / "moved"
+        path.parent.rename(moved)
+        path.parent.symlink_to(moved)
+        (old,) = moved.iterdir()
+        os.utime(old, ns=(0, 0))
+        store._quota.old_before_ns = 1 << 62
+        for call in (lambda: store.contains([KEY]), lambda: read(store, KEY), lambda: write(store, KEY)):
+            with pytest.raises(StoreError, match="not a directory of ours"):
+                call()
+        store.discard([KEY])
+        others = keys_of(*range(10, 30))
+        assert write(store, KEY, *others) == [False] + [True] * 20, "it costs its own blocks"
+        assert store.contains([KEY, *others]) == [False] + [True] * 20
+        StoreRoot(tmp_path / "kv").shrink(0)
+        assert [(one.name, one.stat().st_mtime_ns) for one in moved.iterdir()] == [(old.name, 0)]
+        path.parent.unlink()
+        assert write(store, KEY) == [True], "until it is gone"
+
 
 @needs_root
 class TestOwners:
@@ -256,6 +279,28 @@ class TestOwners:
         assert write(store, KEY) == [True]
         assert path.stat().st_uid == 0
         store.close()
+
+    def test_a_fan_of_another_user_is_neither_counted_nor_emptied(self, open_store, tmp_path: Path) -> None:
+        write(open_store(), *keys_of(*range(20)))
+        theirs = [path.parent for path in files(tmp_path)][0]
+        kept = sorted(theirs.iterdir())
+        for path in kept:
+            os.utime(path, ns=(0, 0))  # the oldest of all
+        os.chown(theirs, NOBODY, NOBODY)
+        store = open_store(max_bytes=room_for(4))
+        write(store, *keys_of(*range(40, 60)))
+        assert sorted(theirs.iterdir()) == kept
+        assert len(files(tmp_path)) == 4 + len(kept)
+
+    def test_nor_is_the_namespace_of_another_user(self, open_store, tmp_path: Path) -> None:
+        write(open_store(namespace="theirs"), *keys_of(*range(4)))
+        theirs = tmp_path / "kv" / "theirs"
+        for path in files(theirs):
+            os.utime(path, ns=(0, 0))
+        os.chown(theirs, NOBODY, NOBODY)
+        store = open_store(namespace="ours", max_bytes=room_for(4))
+        write(store, *keys_of(*range(20)))
+        assert (len(files(theirs)), len(files(tmp_path / "kv" / "ours"))) == (4, 4)
 
 
 def test_a_mount_that_maps_user_ids(open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

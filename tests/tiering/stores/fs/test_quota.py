@@ -252,6 +252,16 @@ def test_what_dead_writers_left_goes_and_what_is_being_written_stays(open_store,
     assert all(path.exists() for path in alive)
 
 
+def test_without_a_quota_a_scan_removes_what_dead_writers_left(open_store, tmp_path: Path) -> None:
+    store = open_store()
+    write(store, *keys_of(*range(8)))
+    dead = [leave_behind(store, tmp_path / "kv", number, 2 * HOUR_NS) for number in range(5)]
+    alive = [leave_behind(store, tmp_path / "kv", 10 + number, HOUR_NS // 2) for number in range(5)]
+    assert sorted(key for batch in store.scan() for key in batch) == sorted(keys_of(*range(8)))
+    assert not any(path.exists() for path in dead)
+    assert all(path.exists() for path in alive)
+
+
 def test_the_file_system_says_what_time_it_is(open_store, tmp_path: Path, monkeypatch) -> None:
     store = open_store(max_bytes=room_for(4))
     now_ns = (tmp_path / "kv" / CONTROL_DIR / MARKER).stat().st_mtime_ns

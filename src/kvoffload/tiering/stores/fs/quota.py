@@ -123,7 +123,7 @@ class Quota:
 
     def _listed(self, fans: Sequence[int]) -> Iterator[list[FileSeen]]:
         """The files of one of ``fans`` after the other, of all namespaces."""
-        namespaces = namespaces_of(self._root)
+        namespaces = namespaces_of(self._root, self._access)
         if len(fans) == 1:  # whose directories are opened sooner than listed
             directories = {fan: [f"{namespace}/{fan:02x}" for namespace in namespaces] for fan in fans}
         else:
@@ -138,11 +138,16 @@ class Quota:
         return [file for file in seen if file.is_block]
 
 
-def namespaces_of(root: str) -> list[str]:
-    """The directories of all namespaces, sorted. Skips other directories, and what cannot be read."""
+def namespaces_of(root: str, access: Access | None = None) -> list[str]:
+    """The directories of all namespaces, sorted. Skips other directories, what cannot be read, and, with ``access``,
+    what is not ours."""
+    names = list[str]()
     try:
         with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if access is None or access.admits(entry.stat(follow_symlinks=False)):
+                        names.append(entry.name)
     except OSError:
         return []
     return sorted(name for name in names if not name.startswith(".") and name != "lost+found")

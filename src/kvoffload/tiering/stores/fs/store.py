@@ -13,9 +13,9 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
-from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, BlockFormat, parse_name
+from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
-from kvoffload.tiering.stores.fs.quota import Quota, list_names
+from kvoffload.tiering.stores.fs.quota import Quota, list_names, seen_in, sweep
 from kvoffload.tiering.stores.root import CONTROL_DIR, RootedStore, check_directory, directory_of
 
 __all__ = ["FileSystemStore"]
@@ -85,22 +85,20 @@ class FileSystemStore(RootedStore):
         return f"FileSystemStore({self._root!r}, {self._layout.directory!r}, block_bytes={self._layout.block_bytes})"
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        self._check_directory()
         errors = list[OSError]()
-        return self._outcomes(self._find(keys, [self._layout.path_of(key) for key in keys], errors), errors)
+        return self._outcomes(self._find(keys, self._paths(keys, errors), errors), errors)
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        self._check_directory()
         errors = list[OSError]()
-        paths = [self._layout.path_of(key) for key in keys]
+        paths = self._paths(keys, errors)
         found = self._find(keys, paths, errors)
-        here = {path for path, is_here in zip(paths, found, strict=True) if is_here}
+        here = {path for path, is_here in zip(paths, found, strict=True) if path and is_here}
         for path in here:
             self._io.mark_used(path)  # it was computed again, for the lack of a block before it
         published, gone = dict[str, OffloadKey](), set[str]()
         for key, path, block in zip(keys, paths, blocks, strict=True):
             is_new = path not in here and path not in published
-            if is_new and self._publish(path, key, self._bytes(block), errors, gone):
+            if path and is_new and self._publish(path, key, self._bytes(block), errors, gone):
                 published[path] = key
         if self._durable and published:
             try:
@@ -111,12 +109,11 @@ class FileSystemStore(RootedStore):
         return self._outcomes([(path in here or path in published) and path not in gone for path in paths], errors)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        self._check_directory()
         answers, errors = list[bool](), list[OSError]()
-        for key, block in zip(keys, blocks, strict=True):
-            path, outcome = self._layout.path_of(key), None
+        for key, path, block in zip(keys, self._paths(keys, errors), blocks, strict=True):
+            outcome = None
             try:
-                outcome = self._io.read(path, key, self._bytes(block))
+                outcome = self._io.read(path, key, self._bytes(block)) if path else None
             except OSError as exc:
                 self._add_error(errors, exc, key, path)
             answers.append(outcome is ReadOutcome.GOOD)
@@ -130,11 +127,11 @@ class FileSystemStore(RootedStore):
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         try:
-            self._check_directory()
+            paths = self._paths(keys, [])
         except StoreError:
             return
-        for key in keys:
-            self._io.remove(self._layout.path_of(key))
+        for path in filter(None, paths):
+            self._io.remove(path)
 
     def close(self) -> None:
         """Holds nothing open."""
@@ -147,6 +144,8 @@ class FileSystemStore(RootedStore):
                 names = list_names(self._root, directory)
             except OSError as exc:
                 raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
+            if any(name.startswith(TEMPORARY_PREFIX) for name in names):
+                sweep(self._root, seen_in(self._root, directory, self._access))
             if keys := self._own_keys(f"{directory}/{name}" for name in names):
                 yield [key for path, key in keys if path not in self._unreadable]
         if not os.path.isdir(self._root):
@@ -184,12 +183,26 @@ class FileSystemStore(RootedStore):
         except OSError as exc:
             raise self._failed(exc) from exc
 
+    def _paths(self, keys: Sequence[OffloadKey], errors: list[OSError]) -> list[str]:
+        """The file of each key, empty where somebody has put a link in the place of its fan: nothing is read, written
+        or deleted through it. Here and below, paths are relative to the root. Raises ``StoreError``."""
+        self._check_directory()
+        paths = [self._layout.path_of(key) for key in keys]
+        strange = set[str]()
+        for fan in {os.path.dirname(path) for path in paths}:
+            try:
+                check_directory(self._root, fan, self._access)
+            except OSError as exc:
+                strange.add(fan)
+                errors.append(exc)
+        return [path if os.path.dirname(path) not in strange else "" for path in paths] if strange else paths
+
     def _find(self, keys: Sequence[OffloadKey], paths: Sequence[str], errors: list[OSError]) -> list[bool]:
-        """Which files are there with the right size. Here and below, paths are relative to the root."""
+        """Which files are there with the right size."""
         found = list[bool]()
         for key, path in zip(keys, paths, strict=True):
             try:
-                found.append(path not in self._unreadable and self._io.is_whole(path))
+                found.append(bool(path) and path not in self._unreadable and self._io.is_whole(path))
             except OSError as exc:
                 self._add_error(errors, exc, key, path)
                 found.append(False)
