@@ -281,7 +281,14 @@ METRICS: dict[str, Metric] = _table(
             ((),),
             initial=inf,
         ),
-        Metric("tier_free_bytes", _G, "What is left of tier_quota_bytes.", _TIER, ((),), initial=inf),
+        Metric(
+            "tier_free_bytes",
+            _G,
+            "What is left of tier_quota_bytes, or of the disk if that is less.",
+            _TIER,
+            ((),),
+            initial=inf,
+        ),
         Metric(
             "tier_healthy",
             _G,

@@ -39,6 +39,11 @@ class PanickingStore(StoreWrapper):
         raise Panic(self.method)
 
 
+class OnFullDisk(StoreWrapper):
+    def stats(self) -> StoreStats:
+        return StoreStats(used_bytes=2 * BLOCK_BYTES, max_bytes=10 * BLOCK_BYTES, free_bytes=BLOCK_BYTES)
+
+
 class Uncounted(StoreWrapper):
     """Only the server knows what it has."""
 
@@ -193,6 +198,13 @@ def test_the_bytes_of_a_store_that_counts_none_are_those_of_its_known_blocks(mak
     assert store.stats().used_bytes is None
     assert rig.stat("tier_bytes") == 3 * BLOCK_BYTES
     assert rig.stat("tier_free_bytes") == math.inf
+
+
+def test_free_bytes_are_those_of_the_disk_if_it_has_less_than_the_quota(make) -> None:
+    rig = make()
+    rig.store = OnFullDisk(rig.store)
+    rig.start()
+    assert rig.stat("tier_free_bytes") == BLOCK_BYTES
 
 
 def test_a_drain_waits_for_results(make) -> None:

@@ -193,7 +193,8 @@ def gc(
     max_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Quota to enforce, for example 200GiB. Evicts the blocks used least recently ('fs': the oldest)."
+            help="Quota to enforce now, for example 200GiB. Evicts the blocks used least recently ('fs': the oldest)."
+            " A server's own 'max_bytes' bounds what it writes afterwards."
         ),
     ] = None,
     yes: _Yes = False,
@@ -230,7 +231,7 @@ def gc(
             f"{format_bytes(used_bytes)} in use."
         )
         if is_exceeded:
-            _console.print("The quota is still exceeded: by other files in the folder, or because a server is writing.")
+            _console.print("The quota is still exceeded: a server is writing, or files cannot be deleted.")
     if is_exceeded:
         raise typer.Exit(1)
 

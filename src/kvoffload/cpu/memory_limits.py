@@ -24,6 +24,7 @@ __all__ = [
     "check_host_memory",
     "check_pool",
     "check_shared_memory",
+    "file_system_number",
     "limit_bytes",
     "memory_bytes",
     "memory_file_system",
@@ -115,14 +116,19 @@ def check_shared_memory(wanted: int, mount: Path, promised: int = 0) -> None:
 
 def memory_file_system(path: str | os.PathLike[str]) -> str | None:
     """The type of the file system of an existing ``path``, if its files are memory: tmpfs, ramfs or hugetlbfs."""
+    return _MEMORY_FILE_SYSTEMS.get(file_system_number(path))
+
+
+def file_system_number(path: str | os.PathLike[str]) -> int:
+    """What statfs(2) gives as the type of the file system of ``path``, 0 where it cannot tell."""
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     try:
         if ctypes.CDLL(None).statfs(os.fsencode(path), buffer):
-            return None
+            return 0
     except (OSError, AttributeError):
-        return None  # not Linux
+        return 0  # not Linux
     number_bytes = 8 if sys.maxsize > 1 << 32 and platform.machine() != "s390x" else 4
-    return _MEMORY_FILE_SYSTEMS.get(int.from_bytes(buffer.raw[:number_bytes], sys.byteorder) & 0xFFFF_FFFF)
+    return int.from_bytes(buffer.raw[:number_bytes], sys.byteorder) & 0xFFFF_FFFF
 
 
 def check_pool(max_bytes: int, used_bytes: int, path: str | os.PathLike[str], beside_bytes: int = 0) -> None:

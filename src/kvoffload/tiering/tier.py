@@ -262,12 +262,13 @@ class StoreTier(SecondaryTierManager):
         tier, store = self.tier_type, self._store.stats()
         quota_bytes = math.inf if store.max_bytes is None else store.max_bytes
         used_bytes = len(self._index) * self.block_bytes if store.used_bytes is None else store.used_bytes
+        free_bytes = math.inf if store.free_bytes is None else store.free_bytes
         stats: Stats = {("tier_lookups", tier, answer): count for answer, count in self._num_lookups.items()}
         stats |= {
             ("tier_blocks", tier): len(self._index),
             ("tier_bytes", tier): used_bytes,
             ("tier_quota_bytes", tier): quota_bytes,
-            ("tier_free_bytes", tier): max(quota_bytes - used_bytes, 0),
+            ("tier_free_bytes", tier): max(min(quota_bytes - used_bytes, free_bytes), 0),
             ("tier_healthy", tier): int(self._reads.breaker.is_closed and self._writes.breaker.is_closed),
             ("tier_corrupt_blocks", tier): store.corrupt_blocks,
             ("tier_evicted_blocks", tier): store.evicted_blocks,

@@ -27,6 +27,8 @@ class StoreStats:
     evicted_blocks: int = 0
     max_bytes: int | None = None
     """Bytes that all blocks may take; ``None``: the store knows no bound."""
+    free_bytes: int | None = None
+    """What its disk has left for more of them; ``None``: the store does not know."""
 
 
 class BlockStore(ABC):

@@ -11,11 +11,13 @@ import hashlib
 import os
 import secrets
 import stat
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 from urllib.parse import quote, unquote
 
+from kvoffload.cpu.memory_limits import file_system_number
 from kvoffload.errors import ConfigError, StoreError, suggest
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.seal import secret_id
@@ -37,9 +39,11 @@ __all__ = [
     "directory_of",
     "display_name",
     "find_directory",
+    "gone",
     "make_directory",
     "make_file",
     "namespace_of",
+    "network_type",
     "open_control",
     "open_directory",
     "seal_of",
@@ -52,6 +56,33 @@ CONTROL_DIR = ".kvoffload"
 _FILES_OF_TYPES = {"disk": ("slabs",), "fs": ("files", "ledger")}
 """Files in the control directory that only a tier of this type makes; releases before this one made the last."""
 
+_FUSE = 0x65735546
+_NETWORK_TYPES = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFE534D42: "SMB",
+    0xFF534D42: "CIFS",
+    0x00C36400: "CephFS",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x19830326: "BeeGFS",
+    0x20030528: "OrangeFS",
+    0xAAD7AAEA: "PanFS",
+    0x01161970: "GFS2",
+    0x7461636F: "OCFS2",
+    0x5346414F: "AFS",
+    0x6B414653: "AFS",
+    0x73757245: "Coda",
+    0x01021997: "9p",
+    0x786F4256: "vboxsf",
+    0xBACBACBC: "vmhgfs",
+    _FUSE: "FUSE",
+}
+"""By the number that statfs(2) gives: file systems that several hosts may have mounted at once."""
+_LOCAL_FUSE_TYPES = ("fuseblk", "fuse.fuse-overlayfs")
+
+_LOOK_S = 10.0
+"""How old what is known of a disk's free space may be."""
 _LONGEST_DIRECTORY = 200
 _DEFAULT_DIRECTORY = "="
 _SEALED = "#"
@@ -167,6 +198,11 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
     except OSError as exc:
         raise ConfigError(f"The store's directory {root} cannot be made: {exc.strerror}.") from exc
     check_locks(root, needs_locks)
+    if needs_locks and (network := network_type(root)) is not None:
+        raise ConfigError(
+            f"{root} is on {network}, whose locks may end at this host, so that two hosts would write over each "
+            "other's blocks; use a tier of type 'fs' there, or choose a directory on a local disk."
+        )
     control = os.path.join(root, CONTROL_DIR)
     try:
         make_directory(control, access)
@@ -176,6 +212,24 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
                 return access
             raise ConfigError(f"{control} cannot be made: {exc.strerror}.") from exc
     return check_control(root, mode)
+
+
+def network_type(root: str) -> str | None:
+    """The name of the file system of ``root`` if other hosts may have mounted it too."""
+    number = file_system_number(root)
+    return None if number == _FUSE and _mount_type(root) in _LOCAL_FUSE_TYPES else _NETWORK_TYPES.get(number)
+
+
+def _mount_type(root: str) -> str:
+    """As the table of mounts says, empty where it does not."""
+    device = os.stat(root).st_dev
+    try:
+        with open("/proc/self/mountinfo") as table:
+            rows = [row.split() for row in table]
+    except OSError:
+        return ""
+    types = [row[row.index("-") + 1] for row in rows if row[2] == f"{os.major(device)}:{os.minor(device)}"]
+    return types[-1] if types else ""
 
 
 def check_control(root: str, mode: Literal["private", "group"]) -> Access:
@@ -236,6 +290,18 @@ class RootedStore(BlockStore):
         self._durable = durability == "fsync"
         self._access = check_root(self._root, mode, needs_locks=self._needs_locks)
         check_type(self._root, self._tier_type)
+        self._free_bytes: int | None = None
+        self._next_look_s = 0.0
+        self._look_at_disk()
+
+    def _look_at_disk(self) -> None:
+        """Learns now and then what the disk has left. For threads that do I/O: ``stats`` does none."""
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            with contextlib.suppress(OSError):
+                disk = os.statvfs(self._root)
+                self._free_bytes = disk.f_frsize * disk.f_bavail
 
     def _bytes(self, block: memoryview) -> memoryview:
         return bytes_of(block, self._block_bytes)
@@ -245,13 +311,17 @@ class RootedStore(BlockStore):
         ``StoreError`` if nothing came of the batch."""
         failures = [self._failed(error) for error in errors[:1]]
         if answers and not any(answers) and not errors and not os.path.isdir(self._root):
-            failures.append(StoreError(f"The store's directory {self._root} is gone."))
+            failures.append(StoreError(gone(self._root)))
         return outcomes(answers, failures)
 
     def _failed(self, error: OSError) -> StoreError:
         failure = StoreError(f"The store at {self._root} fails: {error}")
         failure.__cause__ = error
         return failure
+
+
+def gone(root: str) -> str:
+    return f"The store's directory {root} is gone, and the engine does not make it again: mount it, or make it."
 
 
 def check_type(root: str, own: str) -> None:

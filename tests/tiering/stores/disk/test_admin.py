@@ -91,18 +91,34 @@ def test_a_slab_with_a_bad_header_is_one_bad_thing(server, tmp_path: Path, capsy
     assert len(tables(tmp_path)) == len(payloads(tmp_path)) == 2
 
 
-def test_gc_removes_what_no_server_uses_and_sweeps(server, tmp_path: Path, capsys) -> None:
+def test_gc_removes_what_no_server_uses_first_and_sweeps(server, tmp_path: Path, capsys) -> None:
     (tmp_path / "=" / "new-12.slab").write_bytes(b"half")
     code, out, _ = run(capsys, "gc", tmp_path)
     assert (code, out.split(",")[:2]) == (0, ["0 blocks deleted", " 1 leftovers of dead writers removed"])
     code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "2MiB", "--yes")
     assert (code, out.split(",")[0]) == (0, "3 blocks deleted"), "the oldest"
     assert disk_bytes(tmp_path) <= 2 << 20
-    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "1KiB", "--yes")
-    assert code == 1
-    assert "2 blocks deleted" in out
-    assert "still exceeded" in out
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "1MiB", "--yes")
+    assert (code, out.split(",")[0]) == (0, "2 blocks deleted")
     assert right(server, *KEYS) == set(KEYS)
+
+
+def test_gc_keeps_a_quota_beside_a_server_that_goes_on(server, tmp_path: Path, capsys) -> None:
+    keys = keys_of(*range(100, 2900))
+    for first in range(0, len(keys), 100):
+        write(server, *keys[first : first + 100])
+    assert disk_bytes(tmp_path) > 2 << 20
+    code, _, _ = run(capsys, "gc", tmp_path, "--max-bytes", "2MiB", "--yes")
+    assert (code, disk_bytes(tmp_path) <= 2 << 20) == (0, True)
+    server.refresh()
+    assert 0 < len(right(server, *keys)) < len(keys)
+    assert write(server, KEYS[0]) == [True]
+    code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "1KiB", "--yes")
+    assert (code, "still exceeded" in out, tables(tmp_path)) == (0, False, [])
+    server.refresh()
+    server._quota.not_before_s = 0.0
+    assert right(server, *keys) == set()
+    assert write(server, KEYS[0]) == [True]
 
 
 @pytest.mark.parametrize(("namespace", "count"), [("(default)", 3), ("", 3), (MODEL, 10), (LONG, 2)])

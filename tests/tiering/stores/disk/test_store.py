@@ -35,6 +35,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores import root as root_module
 from kvoffload.tiering.stores.disk import file as file_module
 from kvoffload.tiering.stores.disk.directory import LOCK_NAME, SlabSeen
 from kvoffload.tiering.stores.disk.file import SlabFile
@@ -670,6 +671,16 @@ class TestRoot:
         assert write(store, *KEYS[:4]) == [True] * 4
         store.close()
 
+    def test_free_bytes_are_those_of_the_disk_and_of_its_slabs(self, small_disk: Path) -> None:
+        store = DiskStore(small_disk, SMALL, max_bytes=16 << 20)
+        assert 2 << 20 < store.stats().free_bytes <= 3 << 20
+        (small_disk / "other").write_bytes(bytes(int(1.9 * (1 << 20))))
+        assert write(store, *KEYS[:4]) == [True] * 4
+        store._next_look_s = 0.0
+        assert write(store, KEYS[4]) == [True]
+        assert 0.8 * (1 << 20) < store.stats().free_bytes < 1.2 * (1 << 20)
+        store.close()
+
     def test_the_rest_of_a_disk_below_the_quota_is_used(self, small_disk: Path) -> None:
         (small_disk / "other").write_bytes(bytes(int(2.5 * (1 << 20))))
         store, keys = DiskStore(small_disk, SMALL, max_bytes=16 << 20), keys_of(*range(1000))
@@ -835,6 +846,28 @@ class TestRoot:
         monkeypatch.setattr("fcntl.flock", flock)
         with pytest.raises(ConfigError, match="cannot lock"):
             DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
+
+    @pytest.mark.parametrize(
+        ("number", "mounted", "named"),
+        [(0x6969, "nfs4", "NFS"), (0xFE534D42, "smb3", "SMB"), (0x65735546, "fuse.sshfs", "FUSE")],
+    )
+    def test_a_file_system_of_several_hosts_is_refused(
+        self, tmp_path: Path, monkeypatch, number: int, mounted: str, named: str
+    ) -> None:
+        """Where locks are one host's own, two hosts would own all slabs."""
+        monkeypatch.setattr(root_module, "file_system_number", lambda path: number)
+        monkeypatch.setattr(root_module, "_mount_type", lambda path: mounted)
+        with pytest.raises(ConfigError, match=f"is on {named}, .*type 'fs'"):
+            DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
+        FileSystemStore(tmp_path / "files", SMALL, max_bytes=1 << 20).close()
+
+    def test_a_file_system_of_this_host_in_user_space_is_not_refused(self, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setattr(root_module, "file_system_number", lambda path: 0x65735546)
+        monkeypatch.setattr(root_module, "_mount_type", lambda path: "fuseblk")
+        DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20).close()
+
+    def test_the_table_of_mounts_names_file_systems(self, small_disk: Path) -> None:
+        assert root_module._mount_type(str(small_disk)) == "tmpfs"
 
     def test_without_a_quota_a_tenth_of_the_disk_stays_free(self, small_disk: Path) -> None:
         store = DiskStore(small_disk, SMALL)

@@ -282,7 +282,7 @@ class TestOwners:
 
     def test_a_fan_of_another_user_is_neither_counted_nor_emptied(self, open_store, tmp_path: Path) -> None:
         write(open_store(), *keys_of(*range(20)))
-        theirs = [path.parent for path in files(tmp_path)][0]
+        theirs = next(path.parent for path in files(tmp_path))
         kept = sorted(theirs.iterdir())
         for path in kept:
             os.utime(path, ns=(0, 0))  # the oldest of all

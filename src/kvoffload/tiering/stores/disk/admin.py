@@ -200,8 +200,9 @@ class DiskRoot:
             return sum(sweep(dir_fd, slabs_in(dir_fd)) for _, dir_fd in self._namespaces())
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
-        """Removes slabs that no server writes to until at most ``max_bytes`` are left: those of namespaces without a
-        server first, then by their last use. ``None``: removes nothing.
+        """Removes slabs until at most ``max_bytes`` are left: those of namespaces without a server first, then those
+        that no server writes to, then the others, each by their last use. A server goes on without its slab within a
+        second, and makes another if its own quota has room. ``None``: removes nothing.
 
         Returns the number of blocks that are gone and the bytes on the disk.
         """
@@ -214,7 +215,10 @@ class DiskRoot:
             slabs.sort(key=lambda one: (one[0], one[2].used_ns))
             num_bytes = sum(slab.num_bytes for *_, slab in slabs)
             excess = 0 if max_bytes is None else num_bytes - max_bytes
-            num_bytes -= remove_slabs(self._root, self._access, [one[1:] for one in slabs], excess)
+            named = [one[1:] for one in slabs]
+            freed_bytes = remove_slabs(self._root, self._access, named, excess)
+            freed_bytes += remove_slabs(self._root, self._access, named, excess - freed_bytes, also_locked=True)
+            num_bytes -= freed_bytes
         return blocks_before - sum(usage.num_blocks for usage in self.usage()), num_bytes
 
     @contextmanager

@@ -20,6 +20,7 @@ from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     SAFE,
     Access,
+    gone,
     make_directory,
     make_file,
     open_control,
@@ -150,16 +151,24 @@ def try_remove(name: str, dir_fd: int) -> bool:
         os.close(fd)
 
 
-def remove_slabs(root: str, access: Access, slabs: Iterable[tuple[str, SlabSeen]], num_bytes: int) -> int:
-    """Removes slabs of these namespaces, in this order, until ``num_bytes`` are free. Skips slabs that a process writes
-    to. Returns the bytes that it freed. The caller holds the root's lock."""
+def remove_slabs(
+    root: str, access: Access, slabs: Iterable[tuple[str, SlabSeen]], num_bytes: int, *, also_locked: bool = False
+) -> int:
+    """Removes slabs of these namespaces, in this order, until ``num_bytes`` are free. Skips slabs that are gone, and
+    unless ``also_locked`` those that a process writes to. Returns the bytes that it freed. The caller holds the root's
+    lock."""
     freed_bytes = 0
     for directory, slab in slabs:
         if freed_bytes >= num_bytes:
             break
         for _, dir_fd in namespaces_in(root, access, directory):
             with suppress(OSError):
-                freed_bytes += slab.num_bytes * try_remove(slab.name, dir_fd)
+                os.stat(slab.name + (TABLE_SUFFIX if slab.inodes[0] else PAYLOAD_SUFFIX), dir_fd=dir_fd)
+                if also_locked:
+                    unlink_slab(slab.name, dir_fd)
+                    freed_bytes += slab.num_bytes
+                else:
+                    freed_bytes += slab.num_bytes * try_remove(slab.name, dir_fd)
     return freed_bytes
 
 
@@ -318,7 +327,7 @@ class SlabDirectory:
         """Raises ``FileNotFoundError`` if the root is gone, or its mount. It is never made again here, and nothing is
         written to a mount point without its mount: that may be the system's own disk."""
         if not os.path.isdir(self.root) or (self._is_mount and not os.path.ismount(self.root)):
-            raise FileNotFoundError(f"{self.root} is gone")
+            raise FileNotFoundError(gone(self.root))
 
     def _mark(self) -> None:
         """Shows other processes that this namespace is in use. Does not wait for one that removes slabs of it."""

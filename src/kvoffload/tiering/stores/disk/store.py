@@ -126,6 +126,7 @@ class DiskStore(RootedStore):
                 long_key = name if len(name) > LONGEST_KEY else None
                 new[key.probe] = NewBlock(key, self._bytes(block), stamp_ns, long_key)
         errors = list[OSError]()
+        self._look_at_disk()
         self._write_new(list(new.values()), stamps_ns.start - 1, errors)
         answers = [here or new[key.probe].is_written for key, here in zip(hashed, is_here, strict=True)]
         return self._outcomes(answers, errors)
@@ -157,8 +158,11 @@ class DiskStore(RootedStore):
         return self._slabs.take_lost()
 
     def stats(self) -> StoreStats:
-        used_bytes = len(self._slabs) * self._layout.block_bytes
-        return StoreStats(used_bytes, self._slabs.num_corrupt, self._slabs.num_evicted, self._max_bytes)
+        used_bytes, free_bytes = len(self._slabs) * self._layout.block_bytes, self._free_bytes
+        if free_bytes is not None:
+            free_bytes += self._slabs.num_free * self._layout.block_bytes  # slabs have their space already
+        num_corrupt, num_evicted = self._slabs.num_corrupt, self._slabs.num_evicted
+        return StoreStats(used_bytes, num_corrupt, num_evicted, self._max_bytes, free_bytes)
 
     def refresh(self) -> None:
         """Publishes our changes and takes in those of other processes. The store's thread does so by itself, two times

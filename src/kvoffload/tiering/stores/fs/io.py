@@ -19,7 +19,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.direct_io import O_DIRECT, PAGE_BYTES, after, is_aligned
 from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX, BlockFormat
 from kvoffload.tiering.stores.fs.quota import Quota
-from kvoffload.tiering.stores.root import SAFE, Access, make_directory
+from kvoffload.tiering.stores.root import SAFE, Access, gone, make_directory
 
 __all__ = ["FileIO", "ReadOutcome", "is_absence"]
 
@@ -164,7 +164,7 @@ class FileIO:
     def _make_directory(self, directory: str) -> None:
         # The root is never made again here: it may be a mount that went away.
         if not os.path.isdir(self._root) or (self._is_mount and not os.path.ismount(self._root)):
-            raise FileNotFoundError(f"{self._root} is gone")
+            raise FileNotFoundError(gone(self._root))
         full = f"{self._root}/{directory}"
         for part in (os.path.dirname(full), full):
             make_directory(part, self._access)

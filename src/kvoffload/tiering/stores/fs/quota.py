@@ -142,14 +142,11 @@ def namespaces_of(root: str, access: Access | None = None) -> list[str]:
     """The directories of all namespaces, sorted. Skips other directories, what cannot be read, and, with ``access``,
     what is not ours."""
     names = list[str]()
-    try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    if access is None or access.admits(entry.stat(follow_symlinks=False)):
-                        names.append(entry.name)
-    except OSError:
-        return []
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                if access is None or access.admits(entry.stat(follow_symlinks=False)):
+                    names += [entry.name] if entry.is_dir(follow_symlinks=False) else []
     return sorted(name for name in names if not name.startswith(".") and name != "lost+found")
 
 

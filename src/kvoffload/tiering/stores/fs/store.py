@@ -16,7 +16,7 @@ from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs.quota import Quota, list_names, seen_in, sweep
-from kvoffload.tiering.stores.root import CONTROL_DIR, RootedStore, check_directory, directory_of
+from kvoffload.tiering.stores.root import CONTROL_DIR, RootedStore, check_directory, directory_of, gone
 
 __all__ = ["FileSystemStore"]
 
@@ -105,6 +105,7 @@ class FileSystemStore(RootedStore):
                 self._io.sync_names(published)
             except OSError as exc:
                 raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
+        self._look_at_disk()
         self._evicted(self._quota.keep((key, path) for path, key in published.items()), gone)
         return self._outcomes([(path in here or path in published) and path not in gone for path in paths], errors)
 
@@ -149,7 +150,7 @@ class FileSystemStore(RootedStore):
             if keys := self._own_keys(f"{directory}/{name}" for name in names):
                 yield [key for path, key in keys if path not in self._unreadable]
         if not os.path.isdir(self._root):
-            raise StoreError(f"The store's directory {self._root} is gone.")
+            raise StoreError(gone(self._root))
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         if not self._lost:
@@ -159,7 +160,7 @@ class FileSystemStore(RootedStore):
         return lost
 
     def stats(self) -> StoreStats:
-        return StoreStats(None, self._num_bad, self._num_evicted, self._max_bytes)
+        return StoreStats(None, self._num_bad, self._num_evicted, self._max_bytes, self._free_bytes)
 
     # --------------------------------------------------------------------------------------------------- helpers
 
