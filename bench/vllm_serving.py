@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -230,15 +231,19 @@ def answer_questions(model: str, offload: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="kvoffload in vLLM, measured on vLLM's CPU platform.")
     parser.add_argument("--short", action="store_true", help="Only to see that everything runs.")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="Also write the rows here.")
     parser.add_argument("--child", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--offload", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         answer_questions(options.child, options.offload)
         return
-    for row in run(options.short):
+    rows = run(options.short)
+    for row in rows:
         verdict = {None: "", True: "ok", False: "MISSED"}[row.meets_target]
         print(f"{row.case}: {row.value:.4g} {row.unit}, {row.ratio:.3f} of {row.reference} ({row.target} {verdict})")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from rich.console import Console
 from kvoffload.cli.output import Json, Out, check_out, print_json, progress, write_json
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
+from kvoffload.demo.chart import chart
 from kvoffload.demo.report import print_comparison, print_setting
-from kvoffload.errors import MissingExtraError
+from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.sim.page import check_folder, whole_file
 
 if TYPE_CHECKING:
     from kvoffload.demo.comparison import Comparison, Way
@@ -57,6 +59,7 @@ def demo(
     hidden: Annotated[int, typer.Option(min=16, help="Hidden size of the random model.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the random weights and messages.")] = 39,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File to draw the first tokens to: .svg.")] = None,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
@@ -67,6 +70,10 @@ def demo(
     if the three ways generate different tokens.
     """
     POLICIES.get(policy)
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot takes a .svg file, not {plot.name!r}.")
+    if plot is not None:
+        check_folder(plot)
     check_out(out)
     # Read when torch is loaded. Otherwise torch's threads spin while they wait for one another, and on a machine that
     # does other work too (or lacks a core for the copies) a step takes ten times as long.
@@ -95,6 +102,9 @@ def demo(
     write_json(comparison.as_json(), out)
     if out is not None:
         console.print(f"All figures are in {out}.", highlight=False, soft_wrap=True)
+    if plot is not None:
+        with whole_file(plot) as file:
+            file.write_text(chart(comparison.as_json()))
     if not comparison.verdict.identical:
         raise typer.Exit(1)
 

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of the pages are those of the runs that are kept."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "figures"))
+
+
+def test_the_pages_are_those_that_the_script_makes(figures: dict[str, Any]) -> None:
+    for path, text in figures["made"]().items():
+        assert path.read_text() == text, f"run scripts/figures: {path.relative_to(ROOT)} is not what it makes"
+
+
+def test_every_run_names_its_command_its_day_and_its_machine(figures: dict[str, Any]) -> None:
+    runs = dict(figures["kept"]())
+    assert {path.stem for path in figures["FOLDER"].glob("*.json")} == runs.keys(), "a file that RUNS does not name"
+    for run in runs.values():
+        assert all(run[key] for key in ("command", "date", "machine", "revision"))
