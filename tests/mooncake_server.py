@@ -26,10 +26,15 @@ time.sleep(1e6 if code == 0 else 0)
 
 
 class MooncakePool:
-    """``segment_bytes`` of one donor's memory. ``environment`` is that of the master and the donor."""
+    """``segment_bytes`` of one donor's memory. ``environment`` is that of the master and the donor. A read that takes
+    longer than ``lease_s`` fails."""
 
     def __init__(
-        self, directory: Path, segment_bytes: int = 256 << 20, environment: dict[str, str] | None = None
+        self,
+        directory: Path,
+        segment_bytes: int = 256 << 20,
+        environment: dict[str, str] | None = None,
+        lease_s: int = 5,
     ) -> None:
         self.directory, self._segment_bytes, self._environment = directory, segment_bytes, environment
         metadata = free_port()
@@ -42,6 +47,7 @@ class MooncakePool:
             "--enable_http_metadata_server=true",
             "--http_metadata_server_host=127.0.0.1",
             f"--http_metadata_server_port={metadata}",
+            f"--default_kv_lease_ttl={lease_s * 1000}",
         ]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.start_master()

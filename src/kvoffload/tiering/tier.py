@@ -114,7 +114,6 @@ class StoreTier(SecondaryTierManager):
         super().__init__(primary_kv_view, tier_type)
         limits = limits or TierLimits()
         limits.check_limits(tier_type)
-        store.attach(primary_kv_view)
         self._store = store
         self._drain_timeout_s = limits.drain_timeout_s
         self._policy = offload_policy

@@ -84,11 +84,6 @@ class BlockStore(ABC):
 
     # Optional: the tier above does without what a store leaves out.
 
-    def attach(self, memory: memoryview) -> None:
-        """Most blocks of later calls are rows of ``memory``, which stays mapped until the store is closed. A store that
-        moves bytes by a network card registers it. Comes once, before any call that does I/O."""
-        return
-
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         """Yields the keys that are here, in batches of some thousand at most, without reading payloads. Runs at the
         start, and every ``rescan_s``, on a thread of its own, while other threads call the store: a block written

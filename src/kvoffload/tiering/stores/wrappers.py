@@ -30,9 +30,6 @@ class StoreWrapper(BlockStore):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
-    def attach(self, memory: memoryview) -> None:
-        self.inner.attach(memory)
-
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self.inner.contains(keys)
 

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import http.client
-import queue
 import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,27 +21,68 @@ from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 __all__ = ["MooncakeStore"]
 
-_BATCH_BLOCKS = 64
-_STAGED_BLOCKS = 4
-_MOST_CALLS = 16
-_ABSENT, _TOO_LONG, _NO_TRANSFER = -704, -600, -800
-"""The library's codes for no such object, for a value longer than the memory it should go to, and for a transfer that
-failed, which a value that is too short gives as well."""
+_MOST_BLOCKS = 64
+_BATCH_BYTES = 64 << 20
+_MOST_STAGED_BYTES = 1 << 30
+_ABSENT, _NOT_READY, _TOO_LONG, _NO_TRANSFER = -704, -703, -600, -800
+"""The library's codes for no such object, for one that is not whole yet, for a value longer than the memory it should
+go to, and for a transfer that failed, which a value that is too short gives as well."""
+_NOT_BEGUN = frozenset((_ABSENT, _NOT_READY, _TOO_LONG))
+"""Codes that the library gives before it moves any byte. After any other failure it may still write: it gives up
+waiting after 60 s, and its transfer goes on."""
+_LINE_BYTES = 64
 _CONNECT_S = 1.0
+
+Row = npt.NDArray[np.uint8]
+
+
+class _Staging:
+    """Registered memory, in rows of a block and its seal. Any thread."""
+
+    def __init__(self, row_bytes: int, register: Callable[[npt.NDArray[np.uint8]], None]) -> None:
+        self._row_bytes, self._register = row_bytes, register
+        self._lock = threading.Lock()
+        self._free: list[Row] = []
+        self._memories: list[npt.NDArray[np.uint8]] = []
+        """Of all rows, the retired ones included: the library may write there for as long as the process lives."""
+
+    def take(self, count: int) -> list[Row]:
+        """Rows of the caller's own. It gives back those that no transfer can write to any more, and no others. Raises
+        ``StoreError`` if there are too many of the others."""
+        with self._lock:
+            if len(self._free) < count:
+                self._grow(count)
+            rows, self._free = self._free[:count], self._free[count:]
+        return rows
+
+    def give_back(self, rows: Iterable[Row]) -> None:
+        with self._lock:
+            self._free += rows
+
+    def _grow(self, count: int) -> None:
+        stride = -(-self._row_bytes // _LINE_BYTES) * _LINE_BYTES
+        staged = sum(memory.nbytes for memory in self._memories)
+        if self._memories and staged + count * stride > _MOST_STAGED_BYTES:
+            raise StoreError(
+                f"All {staged} bytes for transfers of Mooncake are in the hands of transfers whose end is not known: "
+                "only a restart of the engine frees them"
+            )
+        memory = np.zeros((count, stride), np.uint8)
+        self._register(memory)
+        self._memories.append(memory)
+        self._free += [row[: self._row_bytes] for row in memory]
 
 
 class MooncakeStore(SharedStore):
     """Blocks of ``block_bytes`` in the pool that ``master`` (host:port) manages.
 
     The client connects at the first call, in an I/O thread, once the metadata service answers. Its calls end by
-    deadlines of its own, some 30 s, and cannot be ended sooner: until then they keep their thread, and the tier keeps
-    their slots.
+    deadlines of its own, some 60 s, and cannot be ended sooner: until then they keep their thread.
 
-    A value is a block and its seal, gathered from two memories and scattered to two. Blocks that are rows of the
-    attached memory move without a copy; others go through a registered memory of the store's own, one call at a time.
+    A value is a block and its seal. It goes through registered memory of the store's own, never straight into a slot:
+    the library may still write what it was given after it has reported a failure. Memory in such hands is retired.
     """
 
-    batch_blocks = _BATCH_BLOCKS
     requests_in_flight = 2
 
     def __init__(
@@ -72,20 +112,11 @@ class MooncakeStore(SharedStore):
         self._client_lock = threading.Lock()
         self._client: Any = None
         self._is_closed = False
-        self._memory: npt.NDArray[np.uint8] | None = None
-        self._staging = np.zeros((_STAGED_BLOCKS, 0), np.uint8)
-        self._staging_lock = threading.Lock()
-        # Rows for the seals of one call each. A call that hangs keeps its row, and its memory.
-        self._seals = np.zeros((_MOST_CALLS, _BATCH_BLOCKS, SEAL_BYTES), np.uint8)
-        self._free_rows: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for row in range(_MOST_CALLS):
-            self._free_rows.put(row)
+        self.batch_blocks = max(1, min(_MOST_BLOCKS, _BATCH_BYTES // block_bytes))
+        self._staging = _Staging(block_bytes + SEAL_BYTES, self._register)
 
     def __repr__(self) -> str:
         return f"MooncakeStore({self._master!r}, {self._directory!r}, block_bytes={self._block_bytes})"
-
-    def attach(self, memory: memoryview) -> None:
-        self._memory = np.asarray(memory).reshape(-1)
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         if not keys:
@@ -96,18 +127,10 @@ class MooncakeStore(SharedStore):
         return [code == 1 for code in found]
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        return self._in_batches(self._write, keys, blocks)
+        return self._in_batches(self._write, keys, [self._bytes(block) for block in blocks])
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        # The library fills one memory per key, also if a key is given twice.
-        first = {key: index for index, key in reversed(list(enumerate(keys)))}
-        once = sorted(first.values())
-        found = self._in_batches(self._read, [keys[index] for index in once], [blocks[index] for index in once])
-        is_here = {keys[index]: answer for index, answer in zip(once, found, strict=True)}
-        for index, key in enumerate(keys):
-            if first[key] != index and is_here[key]:
-                blocks[index][:] = blocks[first[key]]
-        return [is_here[key] for key in keys]
+        return self._in_batches(self._read, keys, [self._bytes(block) for block in blocks])
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
@@ -120,85 +143,69 @@ class MooncakeStore(SharedStore):
             self._is_closed = True
         if client is not None:
             client.close()
-        self._memory = None
 
     # --------------------------------------------------------------------------------------------------- batches
 
-    def _in_batches(self, call: Any, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        """``call`` for as many blocks as there is registered memory for, one part after the other."""
-        answers: list[bool] = []
-        failures: list[StoreError] = []
+    def _in_batches(
+        self,
+        call: Callable[[Any, Sequence[OffloadKey], Sequence[memoryview]], Sequence[int]],
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+    ) -> list[bool]:
+        """``call`` for as many blocks as a batch has, one part after the other."""
+        codes: list[int] = []
         client = self._connected()
-        all_views = [np.frombuffer(self._bytes(block), np.uint8) for block in blocks]
-        is_attached = all(self._is_attached(view) for view in all_views)
-        step = _BATCH_BLOCKS if is_attached else _STAGED_BLOCKS
+        step = self.batch_blocks or len(keys)
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
-            views = all_views[part]
-            try:
-                row = self._free_rows.get_nowait()
-            except queue.Empty:
-                raise StoreError(f"All {_MOST_CALLS} calls to Mooncake at {self._master} hang.") from None
-            try:
-                seals = self._seals[row]
-                if is_attached:
-                    codes = call(client, keys[part], views, views, seals)
-                else:
-                    with self._staging_lock:
-                        codes = call(client, keys[part], views, list(self._staging[: len(views)]), seals)
-            finally:
-                self._free_rows.put(row)
-            answers += [code == 0 for code in codes]
-            failures += [self._failed(code) for code in codes if code not in (0, _ABSENT)]
-        return outcomes(answers, failures)
+            codes += call(client, keys[part], blocks[part])
+        failures = [self._failed(code) for code in codes if code not in (0, _ABSENT)]
+        return outcomes([code == 0 for code in codes], failures)
 
-    def _write(
-        self,
-        client: Any,
-        keys: Sequence[OffloadKey],
-        blocks: list[npt.NDArray[np.uint8]],
-        memories: list[npt.NDArray[np.uint8]],
-        seals: npt.NDArray[np.uint8],
-    ) -> list[int]:
-        for index, (key, block, memory) in enumerate(zip(keys, blocks, memories, strict=True)):
-            if memory is not block:
-                memory[:] = block
-            seals[index] = np.frombuffer(self._sealer.seal(key, memory.data), np.uint8)
-        codes = client.batch_put_from_multi_buffers(*self._arguments(keys, memories, seals))
-        return [int(code) for code in codes]
+    def _write(self, client: Any, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[int]:
+        """The library may read the rows of a failed write later. What it then finds has not the seal of this key."""
+        rows = self._staging.take(len(keys))
+        for key, block, row in zip(keys, blocks, rows, strict=True):
+            row.data[: self._block_bytes] = block
+            row.data[self._block_bytes :] = self._sealer.seal(key, row.data[: self._block_bytes])
+        try:
+            return [int(code) for code in client.batch_put_from_multi_buffers(*self._arguments(keys, rows))]
+        finally:
+            self._staging.give_back(rows)
 
-    def _read(
-        self,
-        client: Any,
-        keys: Sequence[OffloadKey],
-        blocks: list[npt.NDArray[np.uint8]],
-        memories: list[npt.NDArray[np.uint8]],
-        seals: npt.NDArray[np.uint8],
-    ) -> list[int]:
-        codes = client.batch_get_into_multi_buffers(*self._arguments(keys, memories, seals))
-        ends, bad = [], []
-        for index, (key, code) in enumerate(zip(keys, codes, strict=True)):
-            memory = memories[index]
+    def _read(self, client: Any, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[int]:
+        # Asked first, so that a master that does not answer costs no memory. The library fills one memory per key.
+        wanted = dict.fromkeys(keys)
+        found = dict(zip(wanted, client.batch_is_exist([self._name(key) for key in wanted]), strict=True))
+        here = [key for key in wanted if found[key] == 1]
+        ends = {key: _ABSENT if code >= 0 else int(code) for key, code in found.items()}
+        rows = self._staging.take(len(here))
+        codes = client.batch_get_into_multi_buffers(*self._arguments(here, rows)) if here else []
+        bad = []
+        read = dict[OffloadKey, memoryview]()
+        for key, row, code in zip(here, rows, codes, strict=True):
+            ends[key] = int(code)
+            payload = row.data[: self._block_bytes]
             # A value that is shorter than its memory is a success to the library.
-            is_whole = code == self._block_bytes + SEAL_BYTES
-            if is_whole and self._sealer.fits(seals[index].tobytes(), key, memory.data):
-                if memory is not blocks[index]:
-                    blocks[index][:] = memory
-                ends.append(0)
+            if code == row.nbytes and self._sealer.fits(row.data[self._block_bytes :], key, payload):
+                read[key] = payload
+                ends[key] = 0
             elif code >= 0 or code == _TOO_LONG or (code == _NO_TRANSFER and self._is_other(client, key)):
                 bad.append(key)
-                ends.append(_ABSENT)
-            else:
-                ends.append(int(code))
+                ends[key] = _ABSENT
+        for key, block in zip(keys, blocks, strict=True):
+            if key in read:
+                block[:] = read[key]
+        # What a transfer may still write is retired: nobody is ever given it again.
+        self._staging.give_back(row for row, code in zip(rows, codes, strict=True) if code >= 0 or code in _NOT_BEGUN)
         self._remove_bad(bad)
-        return ends
+        return [ends[key] for key in keys]
 
     def _arguments(
-        self, keys: Sequence[OffloadKey], memories: list[npt.NDArray[np.uint8]], seals: npt.NDArray[np.uint8]
+        self, keys: Sequence[OffloadKey], rows: Sequence[Row]
     ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-        """Names, and for each of them the addresses and sizes of its two parts."""
-        addresses = [[memory.ctypes.data, seals[index].ctypes.data] for index, memory in enumerate(memories)]
-        return [self._name(key) for key in keys], addresses, [[self._block_bytes, SEAL_BYTES]] * len(keys)
+        """Names, and for each of them the addresses and sizes of its parts."""
+        return [self._name(key) for key in keys], [[row.ctypes.data] for row in rows], [[row.nbytes] for row in rows]
 
     # --------------------------------------------------------------------------------------------------- helpers
 
@@ -209,13 +216,6 @@ class MooncakeStore(SharedStore):
 
     def _name(self, key: OffloadKey) -> str:
         return self._directory + key.hex()
-
-    def _is_attached(self, block: npt.NDArray[np.uint8]) -> bool:
-        memory = self._memory
-        if memory is None:
-            return False
-        first: int = memory.ctypes.data
-        return bool(first <= block.ctypes.data and block.ctypes.data + block.nbytes <= first + memory.nbytes)
 
     def _connected(self) -> Any:
         with self._client_lock:
@@ -237,11 +237,6 @@ class MooncakeStore(SharedStore):
         code = client.setup(*self._setup)
         if code:
             raise self._failed(code)
-        self._staging = np.zeros((_STAGED_BLOCKS, self._block_bytes), np.uint8)
-        for memory in (self._memory, self._seals, self._staging):
-            if memory is not None and (code := client.register_buffer(memory.ctypes.data, memory.nbytes)):
-                client.close()
-                raise self._failed(code)
         return client
 
     def _check_that_it_answers(self) -> None:
@@ -255,6 +250,10 @@ class MooncakeStore(SharedStore):
             exc.close()  # that it has no such key is an answer
         except (OSError, http.client.HTTPException, ValueError) as exc:  # of no URL, or of no HTTP
             raise StoreError(f"The metadata service of Mooncake at {self._master} does not answer: {exc!r}.") from exc
+
+    def _register(self, memory: npt.NDArray[np.uint8]) -> None:
+        if code := self._connected().register_buffer(memory.ctypes.data, memory.nbytes):
+            raise self._failed(code)
 
     def _failed(self, code: int) -> StoreError:
         return StoreError(f"Mooncake at {self._master} fails with its code {code}.")
