@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import bisect
+import math
+import socketserver
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from redis.crc import key_slot
 from tests.ports import free_port
 from tests.redis_server import RedisCluster, RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
-from tests.tiering.stores.redis.strangers import answering_server
+from tests.tiering.stores.redis.hasty import set_deadline
+from tests.tiering.stores.redis.strangers import Mute, answering_server
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.clock import ManualClock
@@ -102,15 +106,16 @@ def test_a_refusal_is_heard_while_another_node_is_lost(cluster: RedisCluster, op
 
 
 def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster, open_store: OpenStore) -> None:
-    store = open_store(cluster.url, cluster=True, window_s=0.5)
-    wait_until(lambda: all(write(store, WANTED)), "all is written")
+    store = open_store(cluster.url, cluster=True)
+    cluster_nodes = store._servers
+    assert isinstance(cluster_nodes, Cluster)
+    assert all(write(store, WANTED))
     frozen, kept = cluster.nodes[2], by_node(cluster, store)[2]
     others = [not is_lost for is_lost in kept]
+    set_deadline(cluster_nodes, frozen, 0.5)
     frozen.freeze()
     try:
-        wait_until(lambda: read(store, WANTED) == others, "the others answer")
-        cluster_nodes = store._servers
-        assert isinstance(cluster_nodes, Cluster)
+        assert read(store, WANTED) == others
         open_breakers = [address for address, node in cluster_nodes._nodes.items() if not node.breaker.is_closed]
         assert [address.port for address in open_breakers] == [frozen.port]
     finally:
@@ -136,10 +141,13 @@ def test_the_nodes_of_a_batch_are_served_side_by_side(
 
 def test_two_frozen_nodes_do_not_delay_the_third(cluster: RedisCluster, open_store: OpenStore) -> None:
     """The batch ends by the deadline of the frozen ones, and has what the third one answered long before."""
-    store = open_store(cluster.url, cluster=True, window_s=1.0)
-    wait_until(lambda: all(write(store, WANTED)), "all is written")
+    store = open_store(cluster.url, cluster=True)
+    nodes = store._servers
+    assert isinstance(nodes, Cluster)
+    assert all(write(store, WANTED))
     good = by_node(cluster, store)[0]
     for node in cluster.nodes[1:]:
+        set_deadline(nodes, node, 1.0)
         node.freeze()
     try:
         assert read(store, WANTED) == good
@@ -245,11 +253,11 @@ def test_a_slot_that_moves_and_has_moved_is_followed(cluster: RedisCluster, open
 def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, clock, exchange = open_store(cluster.url, cluster=True, window_s=1.0), ManualClock(), Node.exchange
+    store, clock, exchange = open_store(cluster.url, cluster=True), ManualClock(), Node.exchange
     nodes, asked = store._servers, list[int]()
     assert isinstance(nodes, Cluster)
-    nodes._clock, hasty, patient = clock, Timeouts(1.0, 1.0), Timeouts(1.0, 30.0)
-    wait_until(lambda: all(write(store, WANTED)), "all is written")
+    nodes._clock = clock
+    assert all(write(store, WANTED))
     source, frozen = cluster.nodes[0], cluster.nodes[2]
     missing = next(key for key in keys(*range(1000, 2000)) if slot_of(store._name(key)) < 5461)
     slot = slot_of(store._name(missing))
@@ -265,24 +273,22 @@ def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
         return exchange(node, *work)
 
     monkeypatch.setattr(Node, "exchange", counted)
+    set_deadline(nodes, frozen, 1.0)
     frozen.freeze()
     try:
-        nodes._connector.timeouts = hasty
         assert store.contains([*batch, missing]) == answers
         assert asked == [source.port, frozen.port]
-        nodes._connector.timeouts = patient
         asked.clear()
         for _ in range(3):
             assert store.contains([*batch, missing]) == answers
         assert asked == [source.port] * 3
         clock.advance(1.5)  # a probe is due, and no other after it
-        nodes._connector.timeouts = hasty
         for _ in range(3):
             assert store.contains([*batch, missing]) == answers
         assert asked.count(frozen.port) == 1
     finally:
         frozen.thaw()
-    nodes._connector.timeouts = patient
+    set_deadline(nodes, frozen, 30.0)
     clock.advance(60.0)
     wait_until(lambda: store.contains(WANTED) == [True] * len(WANTED), "the node is used again")
 
@@ -339,8 +345,20 @@ def test_a_map_that_is_adopted_while_keys_are_split_is_not_mixed_with_the_one_be
     assert node.address.port == 7002
 
 
-def test_redirections_are_read_and_other_errors_are_none() -> None:
+def manual_cluster() -> Cluster:
     cluster = Cluster(Connector(parse_url(f"redis://127.0.0.1:{free_port()}"), Timeouts()), clock=ManualClock())
+    cluster._is_known, cluster._next_refresh_s = True, math.inf  # nobody is asked
+    return cluster
+
+
+def map_of(*nodes: tuple[str, int]) -> list[Any]:
+    """A server's answer: the first of ``nodes`` has all slots, and the others are its replicas."""
+    return [[0, 16_383, *([host.encode(), port, b"id", []] for host, port in nodes)]]
+
+
+def test_redirections_are_read_and_other_errors_are_none() -> None:
+    cluster = manual_cluster()
+    cluster._learn(Address("10.0.0.1", 1), map_of(("10.0.0.2", 6381), ("fe80::1", 6381), ("127.0.0.1", 6381)))()
     for reply, address in (
         ("MOVED 3999 10.0.0.2:6381", "10.0.0.2:6381"),
         ("ASK 3999 [fe80::1]:6381", "fe80::1:6381"),
@@ -351,3 +369,60 @@ def test_redirections_are_read_and_other_errors_are_none() -> None:
         assert str(node.address) == address
     for reply in ("MOVED", "MOVED 1 x:y", "MOVED 1 x:0", "MOVED 1 x:65536", "OOM command not allowed", ""):
         assert cluster.redirect(ErrorReply(reply)) is None
+
+
+def test_nodes_are_those_of_the_map_however_many_there_have_been() -> None:
+    cluster = manual_cluster()
+    for number in range(1, 300):
+        cluster._learn(Address("10.0.0.1", 1), map_of(("10.0.0.1", number), ("10.0.0.2", number)))()
+        assert cluster.redirect(ErrorReply(f"MOVED 1 10.0.0.2:{number}")) is not None
+        with pytest.raises(StoreError, match="not a node of the cluster"):
+            cluster.redirect(ErrorReply(f"MOVED 1 10.0.0.3:{number}"))
+    assert len(cluster._nodes) <= 3
+    cluster._learn(Address("10.0.0.1", 1), map_of(("10.0.0.1", 7), ("10.0.0.2", 0)))()  # no such replica
+    assert [str(node.address) for node in cluster._slots.nodes] == ["10.0.0.1:7"]
+    with pytest.raises(StoreError, match="names 5000 nodes"):
+        cluster._learn(Address("10.0.0.1", 1), map_of(*(("10.0.0.1", port) for port in range(1, 5001))))
+
+
+@pytest.mark.parametrize("kind", ["MOVED", "ASK"])
+def test_a_redirection_out_of_the_cluster_is_a_miss_and_shows_nobody_the_password(
+    open_store: OpenStore, kind: str
+) -> None:
+    stranger = Mute()
+    try:
+        with one_node_cluster(f"-{kind} 1 127.0.0.1:{stranger.port}\r\n".encode()) as port:
+            store = open_store(f"redis://:hush@127.0.0.1:{port}", cluster=True, window_s=5.0)
+            for _ in range(3):
+                assert store.contains(keys(1)) == [False]
+                assert read(store, keys(1)) == [False]
+        assert stranger.num_connections == 0
+    finally:
+        stranger.close()
+
+
+@contextmanager
+def one_node_cluster(answer: bytes) -> Iterator[int]:
+    """The port of a node that has all slots of its cluster, by its map, and answers everything else with ``answer``."""
+
+    class Node(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline():
+                words = [self._word() for _ in range(int(line[1:]))]
+                if words[0] == b"AUTH":
+                    self.wfile.write(b"+OK\r\n")
+                elif words[0] == b"CLUSTER":
+                    self.wfile.write(b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n" % server.server_address[1])
+                else:
+                    self.wfile.write(answer)
+
+        def _word(self) -> bytes:
+            return self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2]
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Node) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.redis_server import RedisCluster, wait_until
 from tests.tiering.stores.blocks import write
+from tests.tiering.stores.redis.hasty import set_deadline
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.clock import ManualClock
@@ -27,16 +28,18 @@ OpenStore = Callable[..., RedisStore]
 def test_a_probe_that_ends_in_any_other_way_is_followed_by_another(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    store, clock = open_store(cluster.url, cluster=True, window_s=0.5), ManualClock()
+    store, clock = open_store(cluster.url, cluster=True), ManualClock()
     nodes, lost = store._servers, cluster.nodes[2]
     assert isinstance(nodes, Cluster)
     nodes._clock = clock
-    wait_until(lambda: all(write(store, WANTED)), "all is written")
+    assert all(write(store, WANTED))
+    set_deadline(nodes, lost, 0.5)
     lost.freeze()
     try:
-        wait_until(lambda: _open_ports(store, nodes) == [lost.port], "the node is found out")
+        assert _open_ports(store, nodes) == [lost.port]
     finally:
         lost.thaw()
+    set_deadline(nodes, lost, 30.0)
     clock.advance(1.0)  # a probe is due
     start, exchange = threading.Thread.start, Node.exchange
 

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import http.client
-import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import MissingExtraError, StoreError
+from kvoffload.tiering.stores.resolver import Resolver
 from kvoffload.tiering.stores.seal import SEAL_BYTES
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
@@ -109,6 +110,7 @@ class MooncakeStore(SharedStore):
         self._master, self._metadata = master, metadata
         self._setup = (hostname, metadata, segment_bytes, 16 << 20, protocol, device, master)
         self._directory = f"kvoffload:{self._digest}:"
+        self._resolver = Resolver()
         self._client_lock = threading.Lock()
         self._client: Any = None
         self._is_closed = False
@@ -229,7 +231,7 @@ class MooncakeStore(SharedStore):
         host, _, port = self._master.rpartition(":")
         try:
             # The library would look for a master that is not there for a minute and a half.
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+            self._resolver.connect(host.strip("[]"), int(port), _CONNECT_S).close()
         except (OSError, ValueError) as exc:
             raise StoreError(f"Mooncake at {self._master} cannot be reached: {exc}.") from exc
         self._check_that_it_answers()
@@ -245,6 +247,9 @@ class MooncakeStore(SharedStore):
         if not self._metadata.startswith(("http://", "https://")):
             return
         try:
+            parts = urlsplit(self._metadata)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            self._resolver.connect(parts.hostname or "", port, _CONNECT_S).close()  # urllib resolves without a deadline
             urllib.request.urlopen(f"{self._metadata}?key=kvoffload", timeout=_CONNECT_S).close()
         except urllib.error.HTTPError as exc:
             exc.close()  # that it has no such key is an answer

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.redis.wire import Wire, encode, error_reply, open_wire
 from kvoffload.tiering.stores.remote import check_credentials
+from kvoffload.tiering.stores.resolver import Resolver
 
 __all__ = ["Access", "Address", "Connector", "RedisUrl", "Timeouts", "address_of", "parse_url"]
 
@@ -156,6 +157,7 @@ class Connector:
         self.address = url.addresses[0]
         """Of the server that the URL names."""
         self.timeouts = timeouts
+        self._resolver = Resolver()
         self._access = access if url.has_tls else None
         username = url.username if access.username is None else access.username
         password = url.password if access.password is None else access.password
@@ -194,7 +196,7 @@ class Connector:
                 sock.close()
                 raise
             return sock
-        sock = socket.create_connection(address, self.timeouts.connect_s)
+        sock = self._resolver.connect(address.host, address.port, self.timeouts.connect_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():

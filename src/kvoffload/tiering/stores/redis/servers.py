@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ _REFRESH_INTERVAL_S = 1.0
 _MOST_ASKED = 8
 """Servers that are asked side by side for the others."""
 _NUM_SLOTS = 16_384
+_MOST_MEMBERS = 4096
+"""Nodes of a cluster. A server that names more is not believed."""
 
 
 class Servers(ABC):
@@ -40,7 +43,8 @@ class Servers(ABC):
         return False
 
     def redirect(self, reply: ErrorReply) -> Node | None:
-        """Where to repeat a request that was answered by ``reply``; ``None`` if that is not a redirection."""
+        """Where to repeat a request that was answered by ``reply``; ``None`` if that is not a redirection. Raises
+        ``StoreError`` if it leads out of the cluster."""
         return None
 
     def may_ask(self, node: Node) -> bool:
@@ -225,6 +229,8 @@ class _Slots(NamedTuple):
 
     starts: Sequence[int]
     owners: Sequence[Node | None]
+    members: Set[Address | None] = frozenset()
+    """Primaries and their replicas. Nobody else is connected to, or shown the password."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -284,7 +290,12 @@ class Cluster(DiscoveredServers):
             return None
         if kind == "MOVED":
             self._is_stale = True
+        if address not in self._slots.members:
+            self._is_stale = True
+            self._refresh()  # it may be new
         with self._lock:
+            if address not in self._slots.members:
+                raise StoreError(f"Redis redirects to {address}, which is not a node of the {self}.")
             return self._node(address)
 
     def may_ask(self, node: Node) -> bool:
@@ -310,32 +321,46 @@ class Cluster(DiscoveredServers):
             return list(dict.fromkeys([*good[: _MOST_ASKED - 1], self._node(self._connector.address)]))
 
     def _learn(self, informant: Address, reply: Any) -> Callable[[], None]:
-        starts, owners = list[int](), list[Address | None]()
+        starts, owners, members = list[int](), list[Address | None](), set[Address | None]()
         next_slot = 0
-        for start, stop, (host, port, *_), *_ in sorted(reply, key=lambda entry: int(entry[0])):
+        for start, stop, *nodes in sorted(reply, key=lambda entry: int(entry[0])):
             if int(start) > next_slot:
                 starts.append(next_slot)
                 owners.append(None)  # slots that no node serves
             starts.append(int(start))
-            owners.append(address_of(informant.host if host in (None, b"", b"?") else host.decode(), int(port)))
+            owners.append(_named(informant, nodes[0]))
+            members.add(owners[-1])
+            for replica in nodes[1:]:
+                with suppress(ValueError, TypeError, AttributeError):  # one that cannot be read hides no primary
+                    members.add(_named(informant, replica))
             next_slot = int(stop) + 1
         if not owners:
             raise StoreError(f"Redis at {informant} serves no slots: the cluster is not set up.")
+        if len(members) > _MOST_MEMBERS:
+            raise StoreError(f"Redis at {informant} names {len(members)} nodes, which no cluster has.")
         if next_slot < _NUM_SLOTS:
             starts.append(next_slot)
             owners.append(None)
-        return partial(self._adopt, starts, owners)
+        return partial(self._adopt, starts, owners, members)
 
-    def _adopt(self, starts: Sequence[int], owners: Sequence[Address | None]) -> None:
+    def _adopt(self, starts: Sequence[int], owners: Sequence[Address | None], members: Set[Address | None]) -> None:
         with self._lock:
-            self._slots = _Slots(starts, [None if address is None else self._node(address) for address in owners])
-            gone = [node for address, node in self._nodes.items() if address not in owners]
+            nodes = [None if address is None else self._node(address) for address in owners]
+            self._slots = _Slots(starts, nodes, members)
+            # The node of the URL is asked for the map, also if it has no slots.
+            gone = [self._nodes.pop(address) for address in self._nodes.keys() - members - {self._connector.address}]
         for node in gone:
-            node.close_idle()
+            node.close()
 
     def _node(self, address: Address) -> Node:
         """With ``_lock`` held."""
         return self._nodes.setdefault(address, Node(address, self._connector, self._clock))
+
+
+def _named(informant: Address, node: Sequence[Any]) -> Address:
+    """The node that ``informant`` describes so. Raises an error of some kind if it cannot be read."""
+    host, port, *_ = node
+    return address_of(informant.host if host in (None, b"", b"?") else host.decode(), int(port))
 
 
 def _admits(node: Node) -> bool:

@@ -143,7 +143,13 @@ class RedisStore(SharedStore):
                 for index, reply in zip(part.indexes, part.answers, strict=False):
                     if not isinstance(reply, ErrorReply):
                         answers[index] = reply
-                    elif target := self._servers.redirect(reply):
+                        continue
+                    try:
+                        target = self._servers.redirect(reply)
+                    except StoreError as exc:
+                        lost.append(exc)
+                        continue
+                    if target is not None:
                         redirected.setdefault((target, reply.startswith("ASK")), []).append(index)
                     elif reply.partition(" ")[0] in _SERVER_STATES:
                         lost.append(_answered(part.node, reply))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to hosts by name, with one deadline for all of it. The system's name resolution has none."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+__all__ = ["Resolver"]
+
+_MOST_NAMES = 1024
+"""That are remembered. A cluster names its nodes, and may name others later."""
+
+Endpoint = tuple[Any, ...]
+"""What ``getaddrinfo`` gives for one address."""
+
+
+class _Question:
+    """One name that the system is asked for. The thread that asks may stay with it for long after all have left."""
+
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+        self.answer: list[Endpoint] | OSError | UnicodeError | None = None
+
+
+class Resolver:
+    """Any thread. A thread of its own asks the system for each name, one at a time, so that a name that hangs delays no
+    other. If the system has no answer in half of the time, or fails for now, the answer before counts: a name server
+    that is down costs no server that was found already."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, int], _Question] = {}
+        self._known: dict[tuple[str, int], list[Endpoint]] = {}
+
+    def connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
+        """A TCP connection to the first address of ``host`` that takes it. Raises ``OSError``."""
+        deadline_s = time.monotonic() + timeout_s
+        endpoints = self._resolve(host, port, timeout_s)
+        for left in reversed(range(len(endpoints))):
+            family, kind, protocol, _, address = endpoints[-1 - left]
+            sock = socket.socket(family, kind, protocol)
+            try:
+                # Each address gets its share of the time, so that one that drops packets leaves some for the next.
+                sock.settimeout(max(0.001, (deadline_s - time.monotonic()) / (left + 1)))
+                sock.connect(address)
+            except BaseException as exc:
+                sock.close()
+                if not left or not isinstance(exc, OSError):
+                    raise
+            else:
+                return sock
+        raise OSError("the name has no address")
+
+    def _resolve(self, host: str, port: int, timeout_s: float) -> list[Endpoint]:
+        try:  # an address is none of the system's business
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except (OSError, UnicodeError):
+            pass
+        name = host, port
+        with self._lock:
+            question, known = self._open.get(name), self._known.get(name)
+            if question is None:
+                question = self._open[name] = self._ask(name)
+        question.has_ended.wait(timeout_s if known is None else timeout_s / 2)
+        if isinstance(question.answer, list):
+            return question.answer
+        if known is not None and (question.answer is None or _is_passing(question.answer)):
+            return known
+        raise question.answer or TimeoutError("the name of its host is not resolved in time")
+
+    def _ask(self, name: tuple[str, int]) -> _Question:
+        question = _Question()
+
+        def ask() -> None:
+            try:
+                question.answer = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError) as exc:  # the second is of a name that no host can have
+                question.answer = exc
+            self._end(name, question.answer)
+            question.has_ended.set()
+
+        try:
+            threading.Thread(target=ask, name="kvoffload-resolve", daemon=True).start()
+        except (RuntimeError, MemoryError) as exc:
+            raise OSError(f"no thread can be started to resolve its name: {exc}") from exc
+        return question
+
+    def _end(self, name: tuple[str, int], answer: list[Endpoint] | Exception) -> None:
+        with self._lock:
+            self._open.pop(name, None)
+            if isinstance(answer, list):
+                if len(self._known) >= _MOST_NAMES:
+                    del self._known[next(iter(self._known))]
+                self._known[name] = answer
+            elif not _is_passing(answer):
+                self._known.pop(name, None)
+
+
+def _is_passing(failure: Exception) -> bool:
+    """Whether it says nothing about the name, only that it cannot be asked for now."""
+    return isinstance(failure, socket.gaierror) and failure.errno == socket.EAI_AGAIN
