@@ -24,16 +24,17 @@ class RateLimitedLog:
 
     def exception(self, what: str) -> None:
         """Logs the exception being handled, with its traceback."""
-        self._log(logging.ERROR, "%s (%d earlier failures were not logged)", what, exc_info=True)
+        self._log(logging.ERROR, what, "failures", exc_info=True)
 
     def warning(self, what: str) -> None:
         """Logs one line."""
-        self._log(logging.WARNING, "%s (%d earlier warnings were not logged)", what, exc_info=None)
+        self._log(logging.WARNING, what, "warnings", exc_info=None)
 
-    def _log(self, level: int, text: str, what: str, *, exc_info: bool | None) -> None:
+    def _log(self, level: int, what: str, kind: str, *, exc_info: bool | None) -> None:
         now_s = self._clock()
         if now_s < self._silent_until_s:
             self._unlogged += 1
             return
-        self._logger.log(level, text, what, self._unlogged, exc_info=exc_info, stacklevel=3)
+        unlogged = f" ({self._unlogged} earlier {kind} were not logged)" if self._unlogged else ""
+        self._logger.log(level, "%s%s", what, unlogged, exc_info=exc_info, stacklevel=3)
         self._silent_until_s, self._unlogged = now_s + self._every_s, 0

@@ -18,6 +18,7 @@ from kvoffload.base import NextUse
 from kvoffload.connector.hints import Hints
 from kvoffload.cpu.policies.density.classes import NUM_USES
 from kvoffload.metrics import IGNORED_HINTS, NEXT_USES
+from kvoffload.testing.clock import ManualClock
 
 UNKNOWN, SOON, LATER, NEVER = NextUse
 PAGE = Path(__file__).parents[2] / "docs/vllm.md"
@@ -235,3 +236,18 @@ def test_an_envelope_of_the_engine_reaches_the_blocks() -> None:
     rig.end(*meta.stores)
     rig.finish(request)
     assert [hint_of(rig, n) for n in range(3)] == [SOON] * 3
+
+
+def test_a_malformed_hint_is_logged_with_its_request_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    hints = Hints(clock)
+    assert hints.of_request("good", {"kvoffload": {"next_use": "soon"}}) == (SOON, False)
+    for number in range(3):
+        assert hints.of_request(f"bad-{number}\n", {"kvoffload": {"next_use": 5}}, kv_hints=7) == (UNKNOWN, False)
+    clock.advance(100.0)
+    hints.of_request("x" * 10**6, {"kvoffload": {"prefetch": 5}})
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "bad-0" in first
+    assert "\n" not in first
+    assert len(second) < 300
+    assert "2 earlier" in second

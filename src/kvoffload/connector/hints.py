@@ -9,16 +9,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvoffload.base import NextUse
 from kvoffload.errors import KVOffloadError
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import IGNORED_HINTS, NEXT_USES, Stats
 
 __all__ = ["Hints"]
 
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN = 100
+"""Characters of a request's id in the log."""
 _SOON_S = 60.0
 _MAX_ACTIONS = 16
 """Actions of one envelope that are looked at. Those after them count as malformed, together as one."""
@@ -29,11 +36,21 @@ class _Malformed(KVOffloadError):
 
 
 class Hints:
-    """Reads the hints of requests, and counts them. Never raises: a client's mistake must not cost its answer."""
+    """Reads the hints of requests, and counts them. Never raises: a client's mistake must not cost its answer. What
+    makes no sense is logged now and then, with the request's id."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = RateLimitedLog(logger, clock=clock)
         self._requests: Counter[str] = Counter()
         self._ignored: Counter[str] = Counter()
+
+    def of_request(self, req_id: str, params: object, kv_hints: object = None) -> tuple[NextUse, bool]:
+        """``next_use`` and ``is_prefetch``."""
+        before = self._ignored["malformed"]
+        found = self.next_use(params, kv_hints), self.is_prefetch(params)
+        if self._ignored["malformed"] != before:
+            self._log.warning(f"Request {req_id[:_MAX_SHOWN]!a} has hints that make no sense; they are ignored.")
+        return found
 
     def next_use(self, params: object, kv_hints: object = None) -> NextUse:
         """What one request's hints say. ``UNKNOWN`` if there are none, or none that makes sense."""

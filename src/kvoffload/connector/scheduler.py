@@ -104,8 +104,8 @@ class OffloadingConnectorScheduler:
             limits = _NOTHING
         reads_cache = not getattr(request, "skip_reading_prefix_cache", False)
         own_params = params if isinstance(params, dict) else None
-        next_use = self._hints.next_use(params, getattr(request, "kv_hints", None))
-        is_prefetch = self._hints.is_prefetch(params)
+        hints = self._hints.of_request(request.request_id, params, getattr(request, "kv_hints", None))
+        next_use, is_prefetch = hints
         context = ReqContext(request.request_id, own_params, reads_cache, limits.load_tiers, next_use, is_prefetch)
         policy = self._manager.on_new_request(context).policy
         groups = tuple(GroupState() for _ in self._geometry)
