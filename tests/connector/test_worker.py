@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,3 +217,74 @@ def test_the_layout_of_another_rank_is_refused() -> None:
     spec = make_spec(parse_config({"cpu_bytes_to_use": 64 << 10}), layout)
     with pytest.raises(LayoutError, match="rank 0, and the layout of its spec rank 1"):
         OffloadingConnectorWorker().register_kv_caches(spec, CanonicalKVCaches())
+
+
+class BrokenHandler(ManualHandler):
+    """Raises in the calls named in ``broken``."""
+
+    broken: Collection[str] = ()
+
+    def _call(self, name: str, *args: object) -> Any:
+        if name in self.broken:
+            raise RuntimeError(f"{name} is broken on plan")
+        return getattr(super(), name)(*args)
+
+    def flush(self, job_ids: Collection[int]) -> None:
+        self._call("flush", job_ids)
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self._call("wait", job_ids)
+
+    def mark_compute(self) -> None:
+        self._call("mark_compute")
+
+    def get_finished(self) -> list[TransferResult]:
+        return self._call("get_finished")
+
+    def shutdown(self) -> None:
+        self._call("shutdown")
+
+
+def broken_rank() -> Rank:
+    rank = Rank()
+    rank.handler = BrokenHandler(rank.gpu, rank.slots, (4,), 1)
+    rank.worker.register_kv_caches(ManualSpec(CPUOffloadingManager(SLOTS), rank.handler), CanonicalKVCaches())
+    return rank
+
+
+@pytest.mark.parametrize("broken", [("flush",), ("flush", "wait")])
+def test_a_store_that_could_not_be_flushed_has_failed_unless_the_host_waited_for_it(broken: tuple[str, ...]) -> None:
+    rank = broken_rank()
+    rank.worker.start_step(ConnectorMeta(stores=(store(0, 5, 1), store(1, 6, 2))))
+    rank.worker.end_step()
+    rank.handler.broken = broken
+    rank.worker.start_step(ConnectorMeta(flush_job_ids=frozenset({0})))
+    rank.worker.mark_compute()
+    rank.gpu[5] = 99  # the next forward pass writes the block
+    rank.handler.broken = ()
+    for job_id in rank.handler.pending:
+        rank.handler.run(job_id)
+    ends = {result.job_id: result.success for _, result in rank.worker.get_report().results}
+    assert ends == {0: broken == ("flush",), 1: True}
+    if ends[0]:
+        assert rank.slots[1].tolist() == [5] * 4
+
+
+def test_transfers_of_a_handler_that_cannot_say_what_ended_have_failed_once_it_has_waited_for_them() -> None:
+    rank = broken_rank()
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1), load(1, 6, 2))))
+    rank.handler.broken = ("get_finished", "wait")
+    assert rank.worker.get_report().results == (), "they may still write"
+    rank.handler.broken = ("get_finished",)
+    outcome = rank.worker.take_load_outcome()
+    assert outcome.invalid_block_ids == {5, 6}
+    assert {result.job_id: result.success for _, result in rank.worker.get_report().results} == {0: False, 1: False}
+    rank.handler.broken = ()
+    assert rank.worker.get_report().results == (), "each ends once"
+
+
+def test_a_broken_handler_stops_neither_a_step_nor_the_shutdown() -> None:
+    rank = broken_rank()
+    rank.handler.broken = ("mark_compute", "shutdown")
+    rank.worker.mark_compute()
+    rank.worker.shutdown()

@@ -5,8 +5,7 @@ thread."""
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, OffloadingSpec, TransferResult
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
@@ -23,7 +22,9 @@ class OffloadingConnectorWorker:
 
     In every step, call ``start_step`` before the forward pass and ``end_step`` after it was submitted, also when there
     is no forward pass. An engine that submits the forward pass before it starts loads calls ``mark_compute`` first, in
-    every step. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed.
+    every step. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed. Where a
+    handler cannot say which transfers ended, they have failed once it has waited for them. Until it can do that, they
+    have not ended: they may still write.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -34,8 +35,10 @@ class OffloadingConnectorWorker:
         self._handlers_by_type: dict[tuple[type, type], OffloadingHandler] = {}
         self._log = RateLimitedLog(logger)
         self._waiting_stores: list[TransferJob] = []
-        self._num_open: Counter[OffloadingHandler] = Counter()
+        self._open: dict[OffloadingHandler, dict[int, None]] = {}
         """Transfers that each handler has started and not returned yet."""
+        self._doubtful: set[int] = set()
+        """Transfers of which a flush failed: their blocks may have been used meanwhile."""
         # Loads in flight on this rank, for engines whose workers report them.
         self._loads: dict[int, TransferJob] = {}
         self._results: list[TransferResult] = []
@@ -87,7 +90,7 @@ class OffloadingConnectorWorker:
         """The forward pass of this step will be submitted now, and the loads of this step need not wait for it: they
         overwrite no GPU block that it uses."""
         for handler in dict.fromkeys(self._handlers.values()):
-            handler.mark_compute()
+            self._guard("mark_compute", handler.mark_compute)
 
     def end_step(self) -> None:
         """Starts this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
@@ -113,9 +116,9 @@ class OffloadingConnectorWorker:
         """Waits for transfers that run. Idempotent."""
         self._waiting_stores = []
         handlers, self._handlers, self._handlers_by_type = self._handlers, {}, {}
-        self._num_open.clear()
+        self._open.clear()
         for handler in dict.fromkeys(handlers.values()):
-            handler.shutdown()
+            self._guard("shutdown", handler.shutdown)
 
     def _start_waiting_stores(self) -> None:
         stores, self._waiting_stores = self._waiting_stores, []
@@ -129,7 +132,7 @@ class OffloadingConnectorWorker:
                 self._handlers_by_type[types] = self._handlers[job.source.medium(), job.destination.medium()]
             handler = self._handlers_by_type[types]
             handler.transfer_async(job.job_id, (job.source, job.destination))
-            self._num_open[handler] += 1
+            self._open.setdefault(handler, {})[job.job_id] = None
         except Exception:  # noqa: BLE001 - this is the boundary
             # The boundary between a broken handler and the engine's step: the transfer failed, the step goes on.
             ends = f"{job.source.medium()} to {job.destination.medium()}"
@@ -138,18 +141,36 @@ class OffloadingConnectorWorker:
 
     def _flush(self, job_ids: Collection[int]) -> None:
         for handler in dict.fromkeys(self._handlers.values()):
-            if self._flushes_on_host:
-                handler.wait(job_ids)
-            else:
-                handler.flush(job_ids)
+            flushes = (handler.wait,) if self._flushes_on_host else (handler.flush, handler.wait)
+            if not any(self._guard("flush", flush, job_ids) for flush in flushes):
+                self._doubtful.update(self._open.get(handler, {}).keys() & job_ids)
 
     def _poll(self) -> None:
-        for handler in [handler for handler, num_open in self._num_open.items() if num_open]:
-            for result in handler.get_finished():
-                self._num_open[handler] -= 1
-                self._end(result)
+        for handler, open_ids in self._open.items():
+            if not open_ids:
+                continue
+            results: list[TransferResult] = []
+            knows_ends = self._guard("get_finished", _take_finished, handler, results)
+            if not knows_ends and self._guard("wait", handler.wait, tuple(open_ids)):
+                results += [TransferResult(job_id, success=False) for job_id in open_ids]
+            for result in results:
+                if result.job_id in open_ids:
+                    del open_ids[result.job_id]
+                    self._end(result)
+
+    def _guard(self, name: str, call: Callable[..., object], *args: object) -> bool:
+        """Whether the handler's ``call`` returned."""
+        try:
+            call(*args)
+        except Exception:  # noqa: BLE001 - the boundary between a broken handler and the engine's step
+            self._log.exception(f"{name} of a transfer handler failed")
+            return False
+        return True
 
     def _end(self, result: TransferResult) -> None:
+        if result.job_id in self._doubtful:
+            self._doubtful.remove(result.job_id)
+            result = TransferResult(result.job_id, success=False)
         self._results.append(result)
         load = self._loads.pop(result.job_id, None)
         if load is None:
@@ -161,3 +182,10 @@ class OffloadingConnectorWorker:
             # An earlier load of the request may have failed since the last call: both left blocks undefined.
             before = self._failed_loads.get(load.request_id, frozenset())
             self._failed_loads[load.request_id] = before.union(load.destination.block_ids.tolist())
+
+
+def _take_finished(handler: OffloadingHandler, results: list[TransferResult]) -> None:
+    for result in handler.get_finished():
+        if not isinstance(result, TransferResult):
+            raise TypeError(f"this is not the end of a transfer: {result!r:.100}")
+        results.append(result)
