@@ -204,3 +204,17 @@ def test_a_request_that_lost_its_gpu_blocks_does_not_take_in_the_end_of_its_load
     assert not desk.end(load.job_id)
     assert state.hit.computed_tokens == 0
     assert desk.find(state) == 32
+
+
+def test_a_request_that_was_preempted_is_counted_once() -> None:
+    desk = Desk()
+    state = desk.arrive()
+    for _ in range(3):
+        state.set_gpu_blocks((range(9),))
+        assert desk.find(state) == 32
+        desk.admit(state, 32)
+        (load,) = desk.outbox.take(()).loads
+        desk.end(load.job_id)
+        state.lose_gpu_blocks()
+    stats = desk.hits.get_stats()
+    assert (stats["lookup_tokens",], stats["hit_tokens",], stats["tier_hit_tokens", "CPU"]) == (33, 32, 32)

@@ -128,20 +128,27 @@ class Hits:
         hit.admit(num_external_tokens)
         hit.tokens_by_tier = {}
         if state.context.reads_cache:
-            not_computed = max(0, state.request.num_tokens - hit.computed_tokens)
-            looked_up = min(not_computed, state.max_load_tokens)
-            hinted = "no" if state.context.next_use is NextUse.UNKNOWN else "yes"
-            self._count(("lookup_tokens",), looked_up)
-            self._count(("lookup_tokens_by_hint", hinted), looked_up)
-            self._count(("hit_tokens",), num_external_tokens)
-            self._count(("hit_tokens_by_hint", hinted), num_external_tokens)
             if num_external_tokens > 0:
                 hit.tokens_by_tier = self._tokens_by_tier(state)
-                for tier, tokens in hit.tokens_by_tier.items():
-                    self._count(("tier_hit_tokens", tier), tokens)
+            if not hit.is_counted:
+                self._count_admission(state, num_external_tokens)
+            if num_external_tokens > 0:
                 self._loads.begin(state)
             self._touch(state)
         self._recording.admitted(state, hit.tokens_by_tier)
+
+    def _count_admission(self, state: RequestOffloadState, num_external_tokens: int) -> None:
+        hit = state.hit
+        hit.is_counted = True
+        not_computed = max(0, state.request.num_tokens - hit.computed_tokens)
+        looked_up = min(not_computed, state.max_load_tokens)
+        hinted = "no" if state.context.next_use is NextUse.UNKNOWN else "yes"
+        self._count(("lookup_tokens",), looked_up)
+        self._count(("lookup_tokens_by_hint", hinted), looked_up)
+        self._count(("hit_tokens",), num_external_tokens)
+        self._count(("hit_tokens_by_hint", hinted), num_external_tokens)
+        for tier, tokens in hit.tokens_by_tier.items():
+            self._count(("tier_hit_tokens", tier), tokens)
 
     def _tokens_by_tier(self, state: RequestOffloadState) -> dict[str, int]:
         """The tokens of a hit by the tier in which their blocks lay when the request came. With several groups, those

@@ -61,6 +61,8 @@ class Hit:
     """Those of them that are loaded, by the tier in which their blocks lay."""
     is_answered: bool = False
     """The engine has an answer, and has not reported yet which GPU blocks it allocated upon it."""
+    is_counted: bool = False
+    """The request was admitted before: it is counted once, however often it is preempted."""
     wait_s: float = 0.0
     """How long questions had no answer since the last admission."""
     possible: tuple[int | None, set[OffloadKey] | None] = UNKNOWN
