@@ -393,7 +393,7 @@ METRICS: dict[str, Metric] = _table(
             buckets=_WAIT_SECONDS,
         ),
         Metric("claimed_blocks", _G, "Blocks that waiting requests protect from eviction."),
-        Metric("lookups_out_of_patience", _C, "Lookups that became misses because the request waited too long."),
+        Metric("lookups_out_of_patience", _C, "Requests that gave up blocks because they had waited too long."),
         Metric(
             "cascades",
             _C,

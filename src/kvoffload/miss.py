@@ -47,6 +47,7 @@ class Miss(StrEnum):
     LOAD_FAILED = "load failed", "Copies to the device failed; see the log."
     PROMOTION_FAILED = "promotion failed", "The tier could not read them; see its health."
     OUT_OF_PATIENCE = "out of patience", "The tier was too slow for max_wait_s."
+    TIER_LEFT_OUT = "tier left out", "kv_load_tiers of the request leaves out the tier that has them.", False
     TIER_OFF = "tier off", "The tier's circuit breaker was open."
     NO_ROOM = "no room", "All slots were in use when they were to be promoted."
     CLAIM_SHARE = "claim_share", "The request may claim no more of host memory."

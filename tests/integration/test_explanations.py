@@ -325,6 +325,14 @@ def test_a_tier_that_is_off(make: MakeRecorded, tmp_path: Path) -> None:
     assert recorded.last()["missed"] == {"tier off": WHOLE, "tail": 1}
 
 
+def test_a_tier_that_the_request_leaves_out(make: MakeRecorded, tmp_path: Path) -> None:
+    recorded = make(make_tier=files_tier(tmp_path))
+    recorded.ask(1)
+    recorded.fill()
+    recorded.ask(1, kv_transfer_params={"kv_load_tiers": [{"locality": "REMOTE", "medium": "CPU"}]})
+    assert recorded.last()["missed"] == {"tier left out": WHOLE, "tail": 1}
+
+
 def test_declined_by_cost(make: MakeRecorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worth = BlockWorth(PAGE_BYTES, (BLOCK_TOKENS,))
     recorded = make(make_tier=files_tier(tmp_path), block_worth=worth)

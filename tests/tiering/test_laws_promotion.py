@@ -7,6 +7,7 @@ import pytest
 from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 
 from kvoffload.base import OffloadPolicy, ReqContext
+from kvoffload.tiering.links import OVERDUE_S
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -381,6 +382,39 @@ def test_a_slow_promotion_becomes_a_miss_but_keeps_its_slot_until_it_ends() -> N
     rig.finish()
     assert rig.wait_for_prefix(keys(0), rig.start("next")) == 1, "it serves the next one"
     assert len(rig.tier.calls("submit_load")) == 1
+
+
+@pytest.mark.parametrize("asks_meanwhile", [False, True])
+def test_a_request_that_runs_out_of_patience_counts_once(asks_meanwhile: bool) -> None:
+    """Whether an engine asks in each of ten steps, or in none until its wait has expired at the end of one."""
+    rig = Rig(max_wait_s=5.0)
+    rig.below(prefix(3))
+    request = rig.start("r")
+    assert rig.ask(prefix(3), request) == [None] * 3
+    rig.step()
+    rig.clock.advance(5.1)
+    for _ in range(10):
+        if asks_meanwhile:
+            assert rig.ask(prefix(3), request) == [False]
+        rig.step()
+    assert rig.manager.get_stats()["lookups_out_of_patience",] == 1
+    assert rig.ask(prefix(3), request) == [False]
+    assert rig.manager.get_stats()["lookups_out_of_patience",] == 1
+
+
+def test_a_job_that_never_ends_is_waited_for_until_it_is_overdue() -> None:
+    """With ``load_policy="always"``, which has no deadline, each later request once spent all of its patience on it."""
+    rig = Rig(max_wait_s=5.0)
+    rig.below(prefix(3))
+    first = rig.start("first")
+    assert rig.ask(prefix(1), first) == [None]
+    rig.step()
+    rig.clock.advance(OVERDUE_S + 1.0)
+    later = rig.start("later")
+    assert rig.ask(prefix(3), later) == [False]
+    assert len(rig.tier.jobs) == 1
+    rig.finish()
+    assert rig.wait_for_prefix(prefix(3), later) == 3
 
 
 def test_remote_lookups_are_waited_for_only_so_long() -> None:

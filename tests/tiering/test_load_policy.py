@@ -131,6 +131,30 @@ def test_slow_blocks_before_many_in_host_memory_are_loaded() -> None:
     assert machine.serve(10, of="a") == 10
 
 
+def test_what_was_declined_stays_declined_while_the_engines_own_cache_grows_and_shrinks() -> None:
+    """So the request begins a block later, or earlier. Once that was a new range, which no plan held back."""
+    machine = Machine(num_tiers=2)
+    machine.learn(read_s=0.1)
+    machine.below(prefix(3, of="slow"), tier=1)
+    machine.read_s = 5.0
+    assert machine.serve(3, of="slow") == 3, "nothing is known of the tier"
+    machine.compute()
+    blocks = prefix(40, of="a")
+    machine.below(blocks[:10])
+    machine.below(blocks[10:], tier=1)
+    request = machine.start("r")
+    assert machine.ask(blocks, request) == [None] * 10 + [False]
+    machine.step()
+    for begin in (1, 2, 0, 3):
+        assert machine.ask(blocks[begin:], request) == [None] * (10 - begin) + [False]
+        machine.step()
+    assert [len(job.keys) for job in machine.tiers[1].jobs.values()] == [1], "a probe, for which nobody waits"
+    machine.read_s = 0.1
+    assert machine.read() == 10
+    assert machine.ask(blocks[2:], request) == [True] * 8 + [False]
+    assert machine.ask(blocks[12:], request) == [False], "the engine has more than was to be loaded"
+
+
 def test_what_is_queued_before_it_counts() -> None:
     machine = Machine()
     machine.learn(read_s=0.5)

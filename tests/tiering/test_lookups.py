@@ -6,7 +6,7 @@ from __future__ import annotations
 from tests.tiering.rig import keys
 from tests.tiering.test_promotions import Parts
 
-from kvoffload.tiering.load_policy import HERE, LoadAlways, Place, Segment
+from kvoffload.tiering.load_policy import HERE, Place, Segment
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.places import Places, Survey
 
@@ -17,7 +17,7 @@ class Asking(Parts):
     def __init__(self) -> None:
         super().__init__()
         self.num_polls = 0
-        parts = self.claims, self.waits, self.promotions, LoadAlways()
+        parts = self.claims, self.waits, self.promotions, self.planner()
         self.lookups = Lookups(self.primary, [self.tier], *parts, self.poll, self.clock)
         self.places = Places(self.primary, [self.tier], self.claims, self.promotions)
 

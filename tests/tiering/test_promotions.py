@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tests.tiering.rig import Memory, content, keys
+from tests.tiering.rig import BLOCK_BYTES, Memory, content, keys
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
@@ -34,9 +34,12 @@ class Parts:
         self.waits = Waits(self.primary.slots, self.claims, self.clock)
         self.requests: list[Request] = []
         self.promotions = Promotions(
-            self.primary, self.claims, self.waits, self.jobs, LoadAlways(), self.note_reservation
+            self.primary, self.claims, self.waits, self.jobs, self.planner(), self.note_reservation
         )
         self.fake.put(keys(*range(10)), map(content, keys(*range(10))))
+
+    def planner(self) -> LoadAlways:
+        return LoadAlways(["fake"], BLOCK_BYTES, self.clock)
 
     def note_reservation(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         self.claims.left(evicted)

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from tests.sizes import by_size
 from tests.tiering.store_rig import BLOCK_BYTES, Region, Rig
@@ -68,6 +69,23 @@ def test_the_rest_of_a_long_present_prefix_is_asked_for_by_all_threads(make) -> 
     rig.until(lambda: not rig.tier._questions.are_open)
     assert sorted(asked(rig)) == sorted([8, 32, 128, 512, 344, 256, 256, 256, 208])
     assert rig.ask(prompt) == [True] * 1900 + [False] * 100
+
+
+@pytest.mark.parametrize("num_blocks", [3, 20])
+@pytest.mark.parametrize("kind", ["array", "too few"])
+def test_answers_are_foreign(make, kind: str, num_blocks: int) -> None:
+    """An array is read as what it says. Too few answers are a failure, not a reason to ask again at once, for ever."""
+    rig = started(make)
+    prompt = keys_of(*range(num_blocks))
+    rig.below(prompt)
+    honest = rig.store.contains
+    rig.store.contains = lambda keys: np.array(honest(keys)) if kind == "array" else honest(keys)[1:]
+    rig.ask(prompt)
+    rig.step()
+    rig.until(lambda: not rig.tier._questions.are_open)
+    if kind == "array":
+        assert rig.ask(prompt) == [True] * num_blocks
+    assert len(asked(rig)) <= 2
 
 
 def test_a_shared_head_is_found_and_the_new_rest_is_not_asked_for(make) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from kvoffload.testing import ManualClock
@@ -53,6 +54,24 @@ def test_every_item_gets_its_outcome_once(runner: TierRunner) -> None:
     assert outcomes == {index: index % 3 == 0 for index in range(100)}
     assert not runner.num_open_slices
     assert runner.backlog(IoQueue.LOAD) == 0
+
+
+class Odd:
+    def __bool__(self) -> bool:
+        raise TypeError("neither true nor false")
+
+
+def test_outcomes_are_foreign_and_end_no_thread(runner: TierRunner) -> None:
+    """A plug-in's numpy array of booleans once ended every thread that met it."""
+    answers: list[object] = [np.array([True, False]), (1, 0), [Odd(), Odd()], None, 7]
+    for _ in range(3):  # more often than there are threads
+        for answer in answers:
+            runner.submit(IoTask(IoQueue.LOAD, 2, lambda start, stop, answer=answer: answer), 2)
+    results = collect(runner, 3 * len(answers))
+    done = [result.outcomes for result in results if result.status is IoStatus.DONE]
+    assert done == [[True, False]] * 6
+    assert all(type(outcome) is bool for outcomes in done for outcome in outcomes)
+    assert sum(result.status is IoStatus.FAILED for result in results) == 9
 
 
 def test_an_error_fails_its_slice_alone(runner: TierRunner) -> None:

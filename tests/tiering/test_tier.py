@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
 from tests.tiering.store_rig import BLOCK_BYTES, CONTEXT, Region
 
-from kvoffload.base import OffloadPolicy
+from kvoffload.base import OffloadKey, OffloadPolicy
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
@@ -230,6 +232,41 @@ def test_drain_and_shutdown_with_a_hung_store_are_bounded(make, caplog) -> None:
     assert "hang in the store" in caplog.text
     rig.gate.open_gate()
     rig.until(lambda: not any(t.is_alive() for t in rig.tier._runner._threads))
+
+
+class OwnKeys(Collection[OffloadKey]):
+    """What a plug-in's store says it has. Once ``is_broken`` it raises."""
+
+    is_broken = False
+
+    def __contains__(self, key: object) -> bool:
+        if self.is_broken:
+            raise RuntimeError("broken on plan")
+        return True
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_what_raises_at_the_end_of_a_call_hides_no_other_end(make, caplog) -> None:
+    """The rest of the poll was dropped once, so that jobs never ended and their slots were never free again."""
+    rig = make()
+    own = OwnKeys()
+    rig.store.resident = own
+    rig.start()
+    rig.gate.close_gate("read_into")
+    jobs = [rig.submit(keys_of(number), [number], load=True) for number in range(4)]
+    own.is_broken = True
+    rig.gate.open_gate()
+    while len(rig.tier._runner.ended) < 4:
+        time.sleep(0.001)
+    results = [*rig.tier.get_finished_jobs()]
+    own.is_broken = False
+    assert [(result.job_id, result.success) for result in results] == [(job_id, False) for job_id in jobs]
+    assert "broken on plan" in caplog.text
 
 
 def test_a_tier_asks_for_whole_requests_if_its_policy_says_so(make) -> None:

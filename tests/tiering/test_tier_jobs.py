@@ -59,6 +59,17 @@ def test_results_for_unknown_jobs_and_for_those_of_other_tiers_are_ignored(tier:
     assert len(jobs.in_flight) == 1
 
 
+def test_what_is_no_result_ends_no_job_and_hides_no_other(tier: FakeTier) -> None:
+    jobs, guarded = TierJobs(), GuardedTier(0, tier)
+    submit(jobs, guarded, 1)
+    submit(jobs, guarded, 2)
+    first, second = tier.jobs
+    odd: list[Any] = [None, (first, True), JobResult(first, True, successful_keys=5)]  # type: ignore[arg-type]
+    tier._results += [*odd, JobResult(second, success=True)]
+    assert [job.metadata.job_id for job in jobs.take_finished()] == [second]
+    assert list(jobs.in_flight) == [first], "its slots may still be written"
+
+
 def test_a_job_that_the_tier_did_not_take_is_returned_failed(tier: FakeTier) -> None:
     break_calls(tier, "submit_store")
     jobs = TierJobs()

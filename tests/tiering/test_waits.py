@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 from tests.tiering.rig import Rig, prefix
+from tests.tiering.store_rig import Region
+from tests.tiering.store_rig import Rig as StoreRig
 
 import kvoffload.tiering
+from kvoffload.base import ReqContext
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.manager import TieringOffloadingManager
 
 ROOM = str(Path(kvoffload.tiering.__file__).parent)
 
@@ -73,3 +78,36 @@ def test_only_ranges_without_an_answer_are_looked_at_in_each_step() -> None:
     rig.tier.answers |= dict.fromkeys(prefix(2, of="0-0-") + prefix(2, of="0-1-"), False)
     rig.step()
     assert lines_run(rig.manager.on_schedule_end) == base - one_more
+
+
+def test_a_request_that_waits_asks_again_at_no_cost_until_a_tier_knows_more(make: Callable[..., StoreRig]) -> None:
+    """Thousands of blocks of which a store must be asked were once looked up anew in each step of the wait."""
+    counts = []
+    for num_blocks in (10, 100):
+        rig = make(num_blocks=512)
+        rig.gate.close_gate("scan", "contains")
+        rig.start()
+        blocks = prefix(num_blocks)
+        rig.below(blocks)
+        primary = CPUPrimaryTierOffloadingManager(512, Region(rig.view))
+        manager = TieringOffloadingManager(primary, [rig.tier], clock=rig.clock)
+        request = ReqContext("r")
+        manager.on_new_request(request)
+
+        def ask() -> None:
+            assert manager.lookup_prefix(blocks, request) == [None] * num_blocks  # noqa: B023 - called here
+            manager.on_schedule_end()  # noqa: B023
+            manager.check_invariants()  # noqa: B023
+
+        for _ in range(3):
+            ask()
+        counts.append(lines_run(lambda: manager.lookup_prefix(blocks, request)))  # noqa: B023
+        rig.clock.advance(5.0)
+        rig.gate.open_gate("contains")
+        while not primary.slots.num_in_flight:  # all are asked for again once the store has answered
+            ask()
+        while None in manager.lookup_prefix(blocks, request):
+            manager.on_schedule_end()
+        assert manager.lookup_prefix(blocks, request) == [True] * num_blocks
+        manager.on_request_finished(request)
+    assert counts[0] == counts[1]

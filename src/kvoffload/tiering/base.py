@@ -154,6 +154,12 @@ class SecondaryTierManager(ABC):
         The default never makes it, for tiers that cannot tell: callers that wait also ask now and then.
         """
 
+    def progress(self) -> int | None:
+        """A number that changes when ``lookup`` may know of a block of which it did not know before, the blocks of
+        ``submit_store`` excepted. The default, ``None``, is for tiers that cannot tell: they are asked for unknown
+        blocks in every step."""
+        return None
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Events of blocks that appeared in or left this tier since the last call. Only some engines ever call it: a
         tier that records events does so only if it was built with ``enable_events``, or bounds them."""

@@ -220,6 +220,8 @@ class Claims(Collection[OffloadKey]):
         if prefix.answers[at] is None:
             wait.add_open(-1, now_s)
         prefix.answers[at] = answer
+        if not answer:
+            prefix.kept = None
 
     def take_new(self) -> list[OffloadKey]:
         """Blocks claimed since the last call, in that order, but for those that were claimed when their promotion

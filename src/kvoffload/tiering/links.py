@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvoffload.tiering.speeds import LinkSpeed, LinkSpeedEstimator
 
-__all__ = ["NO_LINK", "OVERDUE_S", "Link"]
+__all__ = ["OVERDUE_S", "Link"]
 
 OVERDUE_S = 30.0
 """A read is overdue once it is later than this, and than four times what was expected of it."""
@@ -139,25 +139,3 @@ class Link:
         """``num_queued`` and ``num_reading``: blocks of promotions that are not submitted, and that the tier reads."""
         assert self._num_queued == num_queued
         assert sum(len(read.slots) for read in self._reads.values()) == num_reading
-
-
-class _NoLink(Link):
-    """Measures nothing."""
-
-    def begin(self, num_blocks: int) -> None:
-        return
-
-    def drop(self, num_blocks: int) -> None:
-        return
-
-    def submit(self, slots: Sequence[int]) -> None:
-        return
-
-    def end(self, slots: Sequence[int], num_read: int, ended_s: float | None) -> None:
-        return
-
-    def is_overdue(self, slot: int) -> bool:
-        return False
-
-
-NO_LINK = _NoLink("", 1, None, lambda: 0.0)

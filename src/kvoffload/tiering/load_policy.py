@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from kvoffload.base import OffloadKey, StepWork, get_offload_group_idx
 from kvoffload.metrics import HOST, Histogram, Stats
-from kvoffload.tiering.links import NO_LINK, Link
+from kvoffload.tiering.links import Link
 from kvoffload.tiering.speeds import PrefillSpeedEstimator
 from kvoffload.tiering.worth import Choice, Pace, Run, choose
 
@@ -172,6 +172,12 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     return Plan(stop, choice.wait_s, deadline_s, tuple(_declined(survey, stop, speeds)))
 
 
+def _plan_all(survey: Sequence[Segment]) -> Plan:
+    """All blocks, up to one in a read that is overdue: it may never end, and patience is not spent on it."""
+    due = itertools.takewhile(lambda segment: not segment.place.is_overdue, survey)
+    return Plan(sum(segment.num_blocks for segment in due))
+
+
 def _pace(place: Place, links: Sequence[LinkState]) -> Pace:
     assert place.tier is not None
     link = links[place.tier]
@@ -240,9 +246,9 @@ class LoadPlanner(ABC):
     def note_step(self, work: StepWork) -> None:
         """The engine computes a step."""
 
+    @abstractmethod
     def link(self, tier: int) -> Link:
         """Which records the reads of the tier."""
-        return NO_LINK
 
     def end_poll(self) -> None:
         """All jobs that have ended were recorded."""
@@ -269,10 +275,24 @@ class LoadPlanner(ABC):
 
 
 class LoadAlways(LoadPlanner):
-    """``load_policy="always"``: every hit is loaded, and nothing is measured."""
+    """``load_policy="always"``: every hit is loaded, up to a block in a read that is overdue."""
+
+    def __init__(self, tiers: Sequence[str], block_bytes: int, clock: Callable[[], float]) -> None:
+        self._links = tuple(Link(name, block_bytes, None, clock) for name in tiers)
 
     def plan(self, survey: Sequence[Segment], key: OffloadKey, ends: Sequence[int] | None) -> Plan:
-        return Plan(sum(segment.num_blocks for segment in survey))
+        return _plan_all(survey)
+
+    def link(self, tier: int) -> Link:
+        return self._links[tier]
+
+    def end_poll(self) -> None:
+        for link in self._links:
+            link.measure()
+
+    def check_invariants(self, queued: Counter[int], reading: Counter[int]) -> None:
+        for tier, link in enumerate(self._links):
+            link.check_invariants(queued[tier], reading[tier])
 
 
 class LoadByCost(LoadPlanner):
@@ -306,7 +326,7 @@ class LoadByCost(LoadPlanner):
 
     def plan(self, survey: Sequence[Segment], key: OffloadKey, ends: Sequence[int] | None) -> Plan:
         if not self.weighs(key):
-            return Plan(sum(segment.num_blocks for segment in survey))
+            return _plan_all(survey)
         is_below = any(segment.place.tier is not None for segment in survey)
         return plan(survey, self.speeds(self._tokens[get_offload_group_idx(key)], is_below), ends)
 

@@ -17,7 +17,7 @@ from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import LoadPlanner, Place, Plan
 from kvoffload.tiering.places import Places, Survey
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Prefix, Request, Wait
+from kvoffload.tiering.requests import Kept, Prefix, Request, Wait
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 
@@ -52,7 +52,6 @@ class Lookups:
         """The request that asked last, in this step."""
         self._plan: Plan | None = None
         """Its plan, in case it will wait for blocks of other groups."""
-        self.out_of_patience = 0
 
     def ask(
         self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
@@ -67,7 +66,8 @@ class Lookups:
             answers = self._answer_at_once(request, keys)
         else:
             answers = self._answer(request, keys, ends)
-        self._primary.count_lookups(keys[: len(answers)], request.context)
+        asked = keys if len(answers) == len(keys) else keys[: len(answers)]
+        self._primary.count_lookups(asked, request.context)
         return answers
 
     def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
@@ -113,10 +113,7 @@ class Lookups:
         answers: list[bool | None] = []
         for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
             if block is None or not block.is_ready:
-                self.out_of_patience += block is not None or request.wait is not None
-                if block is not None:
-                    request.verdicts[key] = Miss.OUT_OF_PATIENCE
-                self._waits.expire(request)
+                self._waits.expire(request, key if block is not None else None)
                 return [*answers, False]
             answers.append(True)
         return answers
@@ -139,7 +136,10 @@ class Lookups:
         if wait is not None and wait.is_late(self._clock()):
             self._stop_late(prefix, wait)
         stop = len(keys) if prefix.stop is None else min(prefix.stop, len(keys))
-        end = stop if prefix.head >= stop else self._reserve(prefix, stop, survey)
+        if prefix.head >= stop or self._holds(prefix, stop):
+            end = stop
+        else:
+            end = self._reserve(prefix, stop, survey)
         if self._plan is not None and request.wait is not None and request.wait.deadline_s is None:
             now_s = request.wait.planned_s = self._clock()
             request.wait.expected_s = self._plan.wait_s
@@ -147,17 +147,23 @@ class Lookups:
         if declined is not None:
             self._probe(prefix, declined)
         answers = prefix.answers[:end]
-        if False in answers:  # a tier refused a job at once
+        if prefix.kept is None and False in answers:  # a tier refused a job at once
             return answers[: answers.index(False) + 1]
         return answers if end == len(keys) else [*answers, False]
 
     def _prefix_of(self, request: Request, keys: Sequence[OffloadKey]) -> Prefix | None:
-        """The waiting request's range that begins with the first of ``keys``, extended to all of them; ``None``: it has
-        none. Where it went on with other blocks, those become a range of their own."""
+        """The waiting request's range that has the first of ``keys``, or whose first block is one of ``keys``, from the
+        first of ``keys`` to the last; ``None``: it has none. Where it went on with other blocks, those become a range
+        of their own."""
         wait = request.wait
-        prefix = None if wait is None else wait.prefixes.get(keys[0])
-        if wait is None or prefix is None:
+        if wait is None:
             return None
+        prefix = wait.prefixes.get(keys[0]) or self._move(wait, keys)
+        if prefix is None:
+            return None
+        if prefix.keys == keys:
+            return prefix
+        prefix.kept = None
         common = min(len(prefix.keys), len(keys))
         if prefix.keys[:common] != [*keys[:common]]:
             common = next(at for at, (old, new) in enumerate(zip(prefix.keys, keys)) if old != new)
@@ -167,6 +173,28 @@ class Lookups:
         elif common < len(keys):
             prefix.keys += keys[common:]
         return prefix
+
+    def _move(self, wait: Wait, keys: Sequence[OffloadKey]) -> Prefix | None:
+        """The engine's own cache grew or shrank, so that a range begins later than before, or earlier. What was
+        declined of it stays declined. (Ranges that are not weighed begin where the search for a window looks.)"""
+        if not self._planner.weighs(keys[0]):
+            return None
+        for old in list(wait.prefixes.values()):
+            if keys[0] in old.keys:
+                begin = old.keys.index(keys[0])
+                new, shift = Prefix(old.request, old.keys[begin:]), -begin
+            elif old.keys[0] in keys:
+                shift = keys.index(old.keys[0])
+                new = Prefix(old.request, [*keys[:shift], *old.keys])
+            else:
+                continue
+            new.stop = None if old.stop is None else max(0, old.stop + shift)
+            self._waits.set_untracked(old, ())
+            self._claims.release(wait, old, 0)
+            del wait.prefixes[old.keys[0]]
+            self._waits.add(new)
+            return new
+        return None
 
     def _make_plan(self, prefix: Prefix, survey: Survey, ends: Collection[OffloadKey] | None) -> Plan | None:
         """Decides how much of ``prefix`` is loaded. Returns the plan if it declines the rest."""
@@ -211,7 +239,10 @@ class Lookups:
         """Answers for the blocks of ``prefix`` from its head up to ``stop``, and begins their promotions. Returns how
         many blocks have an answer before the first miss."""
         at = prefix.head
+        progress = self._places.progress()
         untracked: list[int] = []
+        num_unknown = 0
+        prefix.kept = None
         while at < stop:
             if survey is None:
                 survey = self._places.survey(prefix.request, prefix.keys[at:stop], at)
@@ -223,6 +254,7 @@ class Lookups:
                     self._waits.begin(prefix)
                     prefix.answers[at:end] = [None] * (end - at)
                     untracked += range(at, end)
+                    num_unknown += (end - at) * place.is_unknown
                     at = end
                 elif place.tier is None or place.is_arriving:
                     at = self._take_resident(prefix, at, end, untracked)
@@ -237,7 +269,17 @@ class Lookups:
                 if survey.is_end:
                     return self._settle(prefix, at, untracked)
             survey = None
+        if num_unknown and num_unknown == len(untracked) and progress is not None:
+            prefix.kept = Kept(progress, prefix.head, stop, untracked)
         return self._settle(prefix, at, untracked)
+
+    def _holds(self, prefix: Prefix, stop: int) -> bool:
+        """Whether the answers of ``prefix`` up to ``stop`` still hold: no tier knows more of its unknown blocks."""
+        kept = prefix.kept
+        if kept is None or kept.stop != stop or kept.head != prefix.head or kept.progress != self._places.progress():
+            return False
+        self._waits.set_untracked(prefix, kept.untracked)
+        return True
 
     def _gives_way(self, request: Request, place: Place) -> bool:
         """Whether blocks in ``place`` are not to be promoted yet, because others wait for what is being read."""

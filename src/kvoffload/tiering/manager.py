@@ -89,9 +89,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades)
         self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share, clock)
         self._waits = Waits(primary_tier.slots, self._claims, clock)
-        self._planner: LoadPlanner = LoadAlways()
+        names = [tier.name for tier in self._tiers]
+        block_bytes = primary_tier.kv_view.shape[1] if primary_tier.kv_view.shape is not None else 0
+        self._planner: LoadPlanner = LoadAlways(names, block_bytes, clock)
         if block_worth is not None:
-            self._planner = LoadByCost([tier.name for tier in self._tiers], block_worth, clock)
+            self._planner = LoadByCost(names, block_worth, clock)
         self._promotions = Promotions(
             primary_tier, self._claims, self._waits, self._jobs, self._planner, self._on_reserved
         )
@@ -227,7 +229,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._close_if_done(request)
 
     def get_stats(self) -> Stats:
-        own: Stats = {("lookups_out_of_patience",): self._lookups.out_of_patience}
+        own: Stats = {("lookups_out_of_patience",): self._waits.num_expired}
         own |= {("promotions", outcome): count for outcome, count in self._promotions.outcomes.items()}
         own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
         own |= {("cascades", outcome): count for outcome, count in self._cascades.outcomes.items()}
@@ -255,11 +257,12 @@ class TieringOffloadingManager(OffloadingManager):
         losses = super().explain(keys, req_context)
         request = self._requests.get(req_context.req_id)
         verdicts = {} if request is None else request.verdicts
-        off = [tier for tier in self._tiers if not tier.is_readable()]
+        closed = [(tier, Miss.TIER_LEFT_OUT) for tier in self._tiers if not tier.allows(req_context)]
+        closed += [(tier, Miss.TIER_OFF) for tier in self._tiers if not tier.is_readable()]
         for at, (key, loss) in enumerate(zip(keys, losses)):
             verdict = verdicts.get(key)
-            if verdict is None and loss is None and off and self.primary_tier.slots.get(key) is None:
-                verdict = Miss.TIER_OFF if any(any(tier.holds([key])) for tier in off) else None
+            if verdict is None and loss is None and closed and self.primary_tier.slots.get(key) is None:
+                verdict = next((miss for tier, miss in closed if any(tier.holds([key]))), None)
             # A promotion fails for a reason that the tier may have found out meanwhile.
             is_known = verdict is Miss.PROMOTION_FAILED and loss and loss.miss not in (Miss.NEW, Miss.EVICTED)
             if verdict is not None and not is_known:

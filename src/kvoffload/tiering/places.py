@@ -59,6 +59,11 @@ class Places:
         """The step has ended, another request asks, or the cache was reset."""
         self._peeked.clear()
 
+    def progress(self) -> tuple[int, ...] | None:
+        """Another one whenever a tier may know more; ``None``: some tier cannot tell."""
+        found = [tier.progress() for tier in self._tiers]
+        return None if None in found else tuple(found)  # type: ignore[arg-type]
+
     def peek(self, request: Request, key: OffloadKey) -> bool | None:
         """Whether some tier has ``key``, which the primary tier lacks; ``None``: that is not known yet."""
         place = self._peeked[key] = self.below(request, key)

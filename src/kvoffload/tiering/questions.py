@@ -80,7 +80,7 @@ class Questions:
                 at_once += keys
         self._prefixes.clear()
         if at_once:
-            self._submit(at_once, _SLICE, self._store.contains)
+            self._submit(at_once, _SLICE, self._contains)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
         """No answer comes: a call for ``keys`` hangs or has failed."""
@@ -111,11 +111,18 @@ class Questions:
         """With the ``rest`` of a prefix, which was not asked for."""
         if rest and is_present_before:
             self._asking.update(rest)
-            self._submit([*rest], _SLICE, self._store.contains)
+            self._submit([*rest], _SLICE, self._contains)
             return
         if len(self._skipped) >= _MAX_SKIPPED:
             self._skipped.clear()
         self._skipped.update(rest)
+
+    def _contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """In an I/O thread. The store's answers, which are foreign: an array, say, or too few."""
+        found = [bool(is_present) for is_present in self._store.contains(keys)]
+        if len(found) != len(keys):
+            raise ValueError(f"{len(found)} answers for {len(keys)} blocks")
+        return found
 
     def _ask_in_chunks(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """In an I/O thread. The answers for ``keys`` up to the end of the chunk with the first missing block, and for
@@ -123,10 +130,7 @@ class Questions:
         answers, size = list[bool](), _FIRST_CHUNK
         keys = keys[:_MOST_IN_CHUNKS]
         while len(answers) < len(keys):
-            chunk = keys[len(answers) : len(answers) + size]
-            found = self._store.contains(chunk)
-            if len(found) != len(chunk):
-                raise ValueError(f"{len(found)} answers for {len(chunk)} blocks")
+            found = self._contains(keys[len(answers) : len(answers) + size])
             answers += found
             if not all(found):
                 break

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.miss import Miss
 from kvoffload.tiering.tier_jobs import GuardedTier
 
-__all__ = ["Prefix", "Request", "Wait"]
+__all__ = ["Kept", "Prefix", "Request", "Wait"]
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +25,8 @@ class Request:
     context: ReqContext
     patience_s: float
     """Seconds of waiting for answers it has left; spent by every wait, never refilled."""
+    has_given_up: bool = False
+    """It had no patience left for a block that may have come."""
     whole_request_tiers: tuple[GuardedTier, ...] = ()
     """The tiers that asked for ``REQUEST_LEVEL``."""
     wait: Wait | None = None
@@ -35,6 +38,17 @@ class Request:
     """It asks no more, and its tiers are not informed of that yet: something begun for it may still become a job."""
 
 
+class Kept(NamedTuple):
+    """The answers of a range, which hold until a tier knows more."""
+
+    progress: tuple[int, ...]
+    """Of the tiers, when they were asked."""
+    head: int
+    stop: int
+    untracked: Sequence[int]
+    """All of them blocks that no tier knows of yet."""
+
+
 class Prefix:
     """One range of blocks of one group that a request asked for, with its answers before the first ``False``.
 
@@ -42,7 +56,7 @@ class Prefix:
     for last.
     """
 
-    __slots__ = ("answers", "head", "keys", "request", "stop", "untracked")
+    __slots__ = ("answers", "head", "kept", "keys", "request", "stop", "untracked")
 
     def __init__(self, request: Request, keys: list[OffloadKey]) -> None:
         self.request = request
@@ -52,6 +66,7 @@ class Prefix:
         """Leading blocks that are claimed. Derived from the claims it would cost more than the rest of an ask."""
         self.untracked: Sequence[int] = ()
         """Answers ``None`` that no claim keeps up to date: no tier has answered, or the request may claim no more."""
+        self.kept: Kept | None = None
         self.stop: int | None = None
         """Blocks from this one on are declined; ``None``: none."""
 

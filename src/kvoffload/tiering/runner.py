@@ -312,7 +312,8 @@ class TierRunner:
     def _run(self, part: _Slice) -> IoResult:
         begin_s = time.perf_counter()
         try:
-            outcomes = part.task.work(part.start, part.stop)
+            # What a store returns is foreign: a numpy array of booleans, say, is neither true nor false.
+            outcomes = [bool(outcome) for outcome in part.task.work(part.start, part.stop)]
             if len(outcomes) != part.stop - part.start:
                 raise ValueError(f"{len(outcomes)} outcomes for {part.stop - part.start} blocks")
         except BaseException as exc:  # noqa: BLE001 - the boundary where a store's exception becomes a failed task

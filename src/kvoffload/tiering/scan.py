@@ -43,6 +43,8 @@ class StoreScan:
         self._clock = clock
         self._found: deque[Sequence[OffloadKey]] = deque()
         """Batches that wait to be taken in. The upkeep thread appends them."""
+        self.num_taken = 0
+        """Batches that were taken in."""
         self._budget = _KEYS_PER_STEP
         """Keys that this step may still take in."""
         self._listing: Iterator[None] | None = None
@@ -82,6 +84,7 @@ class StoreScan:
         while self._found and self._budget >= len(self._found[0]):
             batch = self._found.popleft()
             self._index.add(batch)
+            self.num_taken += 1
             self._budget -= len(batch)
 
     def stop(self) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.errors import Problems
+from kvoffload.logs import RateLimitedLog
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.metrics import Stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -21,7 +22,7 @@ from kvoffload.tiering.health import StoreHealth
 from kvoffload.tiering.losses import StoreLosses
 from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.questions import Questions
-from kvoffload.tiering.runner import READS, IoQueue, IoStatus, IoTask, TierRunner
+from kvoffload.tiering.runner import READS, IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.scan import StoreScan
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.transfers import StoreTransfers
@@ -143,8 +144,11 @@ class StoreTier(SecondaryTierManager):
         self._touched: list[Sequence[OffloadKey]] = []
         self._num_touched = 0
         self._next_touch_s = 0.0
+        self._num_answers = 0
+        """Calls of the store that have ended, as far as lookups may know more by them."""
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._is_shut_down = False
+        self._log = RateLimitedLog(_log, clock=clock)
         if enable_events or not self._index.is_exact:
             self._scan.begin()
 
@@ -165,6 +169,11 @@ class StoreTier(SecondaryTierManager):
                 return self.lookup(key, req_context)
         self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
         return answer
+
+    def progress(self) -> int:
+        if self._runner.ended:
+            self._take_results()
+        return self._num_answers + self._scan.num_taken
 
     # -------------------------------------------------------------------------------------------------- transfers
 
@@ -291,14 +300,22 @@ class StoreTier(SecondaryTierManager):
         if not self._runner.num_open_slices:
             return
         for result in self._runner.take_results():
-            if result.status is not IoStatus.OVERDUE:
-                result.task.ended(result)
-            elif result.task.queue in READS:
-                self._index.begin_hang(result.keys)
-                self._questions.drop(result.keys)
-                self._reads.record_hang()
-            else:
-                self._writes.record_hang()
+            try:
+                self._take_result(result)
+            except Exception:  # noqa: BLE001 - a store's own collections are foreign; the other results are taken
+                self._log.exception(f"tier {self.tier_type!r} could not take in the end of a call")
+
+    def _take_result(self, result: IoResult) -> None:
+        queue = result.task.queue
+        self._num_answers += queue in (IoQueue.LOOKUP, IoQueue.UPKEEP) or not self._reads.breaker.is_closed
+        if result.status is not IoStatus.OVERDUE:
+            result.task.ended(result)
+        elif result.task.queue in READS:
+            self._index.begin_hang(result.keys)
+            self._questions.drop(result.keys)
+            self._reads.record_hang()
+        else:
+            self._writes.record_hang()
 
     # ----------------------------------------------------------------------------------------------------- upkeep
 

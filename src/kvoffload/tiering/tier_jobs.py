@@ -42,10 +42,14 @@ class GuardedTier:
     def __repr__(self) -> str:
         return f"GuardedTier({self.index}, {self.name!r}, faults={self.faults})"
 
+    def allows(self, req_context: ReqContext) -> bool:
+        """Whether the request may load from the tier."""
+        allowed = req_context.load_tiers
+        return allowed is None or allowed.allows(self.tier.medium, self.tier.locality)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         # Written out, not through _call: this is the one call that is made per block.
-        allowed = req_context.load_tiers
-        if allowed is not None and not allowed.allows(self.tier.medium, self.tier.locality):
+        if req_context.load_tiers is not None and not self.allows(req_context):
             return False
         try:
             return self.tier.lookup(key, req_context)
@@ -55,13 +59,19 @@ class GuardedTier:
             self._fault("lookup", exc)
             return False
 
+    def progress(self) -> int | None:
+        return self._call("progress", self.tier.progress, None)
+
     def submit(self, job: JobMetadata) -> bool:
         """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
         submit: Callable[[JobMetadata], object] = self.tier.submit_load if job.is_promotion else self.tier.submit_store
         return self._call("submit", submit, _RAISED, job) is not _RAISED
 
     def get_finished_jobs(self) -> list[JobResult]:
-        return self._call("get_finished_jobs", lambda: list(self.tier.get_finished_jobs()), [])
+        """Without what is no result: a job that ended in another way keeps its slots, which may still be written."""
+        nothing: list[JobResult] = []
+        results = self._call("get_finished_jobs", lambda: list(self.tier.get_finished_jobs()), nothing)
+        return [result for result in results if self._call("get_finished_jobs", _check_result, False, result)]
 
     def wants_whole_request(self, req_context: ReqContext) -> bool:
         def asked() -> bool:
@@ -113,6 +123,17 @@ class GuardedTier:
         if name not in self._reported:
             self._reported.add(name)
             _log.error("Tier %r failed in %s; its blocks count as misses: %s", self.name, name, exc, exc_info=exc)
+
+
+def _check_result(result: JobResult) -> bool:
+    """Raises for what is no result."""
+    if not isinstance(result, JobResult):
+        raise TypeError(f"this is not the end of a job: {result!r:.100}")
+    if result.successful_keys is not None:
+        result.successful_keys = frozenset(result.successful_keys)
+    result.success = bool(result.success)
+    result.ended_s = None if result.ended_s is None else float(result.ended_s)
+    return True
 
 
 @dataclass(slots=True, eq=False)

@@ -180,7 +180,12 @@ class StoreTransfers:
                 losses.queue()
 
         def ended(result: IoResult) -> None:
-            slice_ended(result)
+            try:
+                slice_ended(result)
+            finally:  # whatever the bookkeeping raises, the job ends
+                end_jobs(result)
+
+        def end_jobs(result: IoResult) -> None:
             outcomes[result.start : result.stop] = result.outcomes
             for at in range(bisect_right(stops, result.start), bisect_left(stops, result.stop) + 1):
                 job, count = wanted[at]

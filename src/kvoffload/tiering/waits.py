@@ -37,6 +37,8 @@ class Waits:
         """What requests that do not wait asked for in this step."""
         self.lengths = Histogram("promotion_wait_seconds")
         """How long the waits that have ended were."""
+        self.num_expired = 0
+        """Requests that gave up blocks because they had waited too long."""
 
     def __repr__(self) -> str:
         return f"Waits({len(self._waiting)})"
@@ -108,12 +110,16 @@ class Waits:
         request.wait = None
         del self._waiting[request]
 
-    def expire(self, request: Request) -> None:
-        """Ends the wait for good: ``request`` has no patience left. What it waited for is a miss."""
+    def expire(self, request: Request, key: OffloadKey | None = None) -> None:
+        """Ends the wait for good: ``request`` has no patience left. What it waited for is a miss, and so is the block
+        ``key``, which is on its way. A request that gives up any block counts once."""
+        given_up = [] if key is None else [key]
         if request.wait is not None:
             for prefix in request.wait.prefixes.values():
-                open_keys = [key for key, answer in zip(prefix.keys, prefix.answers) if answer is None]
-                request.verdicts.update(dict.fromkeys(open_keys, Miss.OUT_OF_PATIENCE))
+                given_up += [key for key, answer in zip(prefix.keys, prefix.answers) if answer is None]
+        request.verdicts.update(dict.fromkeys(given_up, Miss.OUT_OF_PATIENCE))
+        self.num_expired += bool(given_up) and not request.has_given_up
+        request.has_given_up |= bool(given_up)
         self.end(request)
         request.patience_s = 0.0
 
