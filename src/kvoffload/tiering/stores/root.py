@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 from urllib.parse import quote, unquote
@@ -40,6 +40,7 @@ __all__ = [
     "display_name",
     "find_directory",
     "gone",
+    "lock_holders",
     "make_directory",
     "make_file",
     "namespace_of",
@@ -289,6 +290,7 @@ class RootedStore(BlockStore):
         self._max_bytes = max_bytes
         self._durable = durability == "fsync"
         self._access = check_root(self._root, mode, needs_locks=self._needs_locks)
+        _roots.add(os.path.realpath(self._root))
         check_type(self._root, self._tier_type)
         self._free_bytes: int | None = None
         self._next_look_s = 0.0
@@ -357,6 +359,52 @@ def try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def lock_holders(root: str, suffix: str) -> list[str]:
+    """The other processes that have a lock on a file under ``root`` with this ``suffix``, as far as this one may see
+    them."""
+    found = list[str]()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        for fd, path in _open_under((os.path.realpath(root),), process):
+            with contextlib.suppress(OSError):
+                is_locked = "\nlock:" in _text(f"/proc/{process}/fdinfo/{fd}")
+                if is_locked and path.endswith(suffix) and int(process) != os.getpid():
+                    found.append(f"process {process} ({_text(f'/proc/{process}/comm').strip()})")
+                    break
+    return found
+
+
+def _open_under(roots: Iterable[str], process: str) -> Iterator[tuple[int, str]]:
+    """Descriptors of a process that are open under ``roots``, and what they are."""
+    within = tuple(f"{root}/" for root in roots)
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):
+                path = os.readlink(f"/proc/{process}/fd/{fd}")
+                if f"{path}/".startswith(within):
+                    yield int(fd), path
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _leave_to_parent() -> None:
+    """A lock belongs to what is open, and a child has open what its parent had when it was forked. So that it keeps no
+    lock beyond its parent's end, all of that becomes a file without content, which cannot be written to."""
+    if not _roots:
+        return
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for fd, _ in list(_open_under(_roots, "self")):
+        os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+
+
+_roots: set[str] = set()
+"""Where this process has stores."""
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def make_directory(path: str, access: Access) -> None:

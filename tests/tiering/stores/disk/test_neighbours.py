@@ -53,6 +53,26 @@ sys.stdin.read()
 """
 
 
+PARENT = """
+import multiprocessing, os, sys, time
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.disk import DiskStore
+root, size, max_bytes = sys.argv[1], *map(int, sys.argv[2:])
+store = DiskStore(root, size, "", max_bytes)
+keys = keys_of(*range(10))
+assert store.write(keys, [memoryview(block_of(key, size)) for key in keys]) == [True] * 10
+reader, writer = os.pipe()
+child = multiprocessing.get_context("fork").Process(target=lambda: (os.write(writer, b"x"), time.sleep(3600)))
+child.start()
+os.read(reader, 1)
+more = keys_of(*range(10, 20))
+assert store.write(more, [memoryview(block_of(key, size)) for key in more]) == [True] * 10
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.fixture
 def neighbour(tmp_path: Path):
     """Starts a process that writes blocks of these numbers, keeps the store open, and waits."""
@@ -225,6 +245,32 @@ class TestAdoption:
         assert write(store, *KEYS[40:60]) == [True] * 20
         assert len(tables(tmp_path)) == 1, "in the slab of the dead"
 
+    def test_a_child_that_outlives_its_engine_keeps_no_lock(self, open_store, tmp_path: Path) -> None:
+        """Locks belong to what is open, which a forked child has open too."""
+        command = [sys.executable, "-c", PARENT, *map(str, (tmp_path / "kv", SMALL, two_slabs()))]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+            assert parent.stdout is not None
+            child = int(parent.stdout.readline())
+            try:
+                parent.kill()
+                parent.wait()
+                store = open_store(max_bytes=two_slabs())
+                assert store._slabs.num_slots > 0
+                assert right(store, *KEYS[:20]) == set(KEYS[:20])
+                assert write(store, *KEYS[40:60]) == [True] * 20
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+    def test_who_holds_all_slabs_is_said(self, open_store, neighbour, monkeypatch, caplog) -> None:
+        monkeypatch.setattr(quota_module, "_SAY_AFTER_S", 0.0)
+        child = neighbour(slab_of(8), 0, 8)
+        store = open_store(max_bytes=slab_of(8))
+        for number in range(40, 44):
+            store._quota.not_before_s = 0.0
+            assert write(store, KEYS[number]) == [False]
+        (said,) = [record.getMessage() for record in caplog.records if "locked by" in record.getMessage()]
+        assert f"process {child.pid} " in said
+
     def test_a_stopped_neighbour_is_waited_for_by_nobody(self, open_store, neighbour) -> None:
         child = neighbour(two_slabs(), 0, 40)
         child.send_signal(signal.SIGSTOP)
@@ -393,6 +439,24 @@ class TestSharing:
         mine.refresh()
         assert [path.name for path in control.glob("want-*")] == ["want-garbage"]
         assert self.owned(mine) == 2
+
+    def test_a_neighbour_that_was_stopped_while_it_asked_is_given_no_more(
+        self, open_store, tmp_path: Path, monkeypatch
+    ) -> None:
+        mine, control = open_store(namespace="mine", max_bytes=6 << 20), tmp_path / "kv" / CONTROL_DIR
+        with mine._upkeep.lock:  # its thread gives nothing away
+            self.fill(mine, 0, 5800)
+            command = [sys.executable, "-c", CHILD, *map(str, (tmp_path / "kv", SMALL, 6 << 20, 9000, 9001))]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+                while not (asked := list(control.glob("want-*"))):
+                    assert child.poll() is None
+                child.send_signal(signal.SIGSTOP)
+                os.utime(asked[0], ns=(0, 0))  # as time passes
+                monkeypatch.setattr(quota_module, "_GIVEN_S", 0.0)
+                for _ in range(10):
+                    mine._upkeep.poll()
+                child.kill()
+            assert self.owned(mine) == 6
 
     def test_who_has_as_much_gives_nothing(self, open_store) -> None:
         mine, theirs = open_store(max_bytes=4 << 20), open_store(max_bytes=4 << 20)

@@ -31,9 +31,9 @@ from kvoffload.tiering.stores.disk.directory import (
     sweep,
 )
 from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabFile, most_slabs
-from kvoffload.tiering.stores.disk.format import SlabFormat
+from kvoffload.tiering.stores.disk.format import TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
-from kvoffload.tiering.stores.root import SAFE, Access, make_file, open_control, try_lock
+from kvoffload.tiering.stores.root import SAFE, Access, lock_holders, make_file, open_control, try_lock
 
 __all__ = ["PostedRequest", "Quota", "Request", "check_memory", "requests_of_others"]
 
@@ -47,6 +47,9 @@ _GROW_S = 1.0
 """A quota or disk that had no room for a slab is not asked again for so long."""
 _WANT_S = 10.0
 """For so long after it found no room, a process asks others for a slab."""
+_STALE_S = 5.0
+"""A request that was not renewed for so long is of a process that is stopped, and would not take what it is given."""
+_SAY_AFTER_S = 15.0
 _GIVEN_S = 5.0
 """A slab that was given away is left to others for so long."""
 _NAME = re.compile(r"want-(\d{1,6})-([0-9a-f]{16})-([0-9a-f]{16})")
@@ -73,6 +76,8 @@ class Quota:
         """When a slab may be made again."""
         self._error: OSError | None = None
         self._wants_until_s = 0.0
+        self._lacks_all_since_s: float | None = None
+        self._is_lack_said = False
         self._request = PostedRequest(self._root, self._identity, self._access)
         self._answered: dict[str, tuple[int, float]] = {}
         """Processes that we gave a slab: how many each had then, and until when it may take it."""
@@ -152,6 +157,7 @@ class Quota:
                     self._slabs.register(file, is_own=True)
                     return True
                 self._wants_until_s = time.monotonic() + _WANT_S
+                self._say_who_has_all()
             except OSError as exc:
                 self._error = exc
                 if exc.errno in TOO_MANY_FILES:
@@ -161,6 +167,19 @@ class Quota:
                 self._lock.release()
         self.pause()
         return False
+
+    def _say_who_has_all(self) -> None:
+        """Says once, if this process has had no slab for a while, that it stores nothing, and because of whom."""
+        now_s = time.monotonic()
+        if self._slabs.num_slots:
+            self._lacks_all_since_s, self._is_lack_said = None, False
+            return
+        if self._lacks_all_since_s is None:
+            self._lacks_all_since_s = now_s
+        if not self._is_lack_said and now_s - self._lacks_all_since_s >= _SAY_AFTER_S:
+            self._is_lack_said = True
+            who = ", ".join(lock_holders(self._root, TABLE_SUFFIX)) or "processes that this one cannot see"
+            _log.warning("The store at %s stores no block: all its slabs are locked by %s.", self._root, who)
 
     def _make_slab(self, name: str) -> SlabFile | None:
         """A new slab, locked. ``None`` if there is no room for it, or if another process is making one just now. Raises
@@ -278,9 +297,12 @@ class PostedRequest:
         self._name = ""
 
     def post(self, num_slabs: int) -> None:
-        """Posts a request, or changes the one that is posted. Raises ``OSError``."""
-        if self._fd >= 0 and not os.fstat(self._fd).st_nlink:
-            self.withdraw()  # taken for a dead one's before it was locked
+        """Posts a request, or renews the one that is posted. Raises ``OSError``."""
+        if self._fd >= 0:
+            if not os.fstat(self._fd).st_nlink:
+                self.withdraw()  # taken for a dead one's before it was locked
+            else:
+                os.utime(self._fd)
         name = Request(num_slabs, self._identity, self.process).name
         if name == self._name:
             return
@@ -311,7 +333,7 @@ class PostedRequest:
 
 
 def requests_of_others(root: str, access: Access, own_process: str) -> Iterator[Request]:
-    """The requests of living processes. Removes those of the dead. Raises ``OSError``."""
+    """The requests of running processes. Removes those of the dead. Raises ``OSError``."""
     control = open_control(root, access)
     try:
         for name in os.listdir(control):
@@ -323,11 +345,12 @@ def requests_of_others(root: str, access: Access, own_process: str) -> Iterator[
             except OSError:
                 continue  # withdrawn, or not for us
             try:
-                if not access.admits(os.fstat(fd)):
+                status = os.fstat(fd)
+                if not access.admits(status):
                     continue
                 if try_lock(fd):
                     os.unlink(name, dir_fd=control)
-                else:
+                elif abs(time.time() - status.st_mtime) < _STALE_S:
                     yield Request(int(match[1]), match[2], match[3])
             except OSError:
                 continue
