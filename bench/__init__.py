@@ -15,6 +15,7 @@ BENCHES: tuple[str, ...] = (
     "device_copies",
     "disk_store",
     "slab_eviction",
+    "slab_locks",
     "fs_store",
     "scan",
     "single_blocks",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvoffload.tiering.stores.disk import allocator as allocator_module
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Allocator, FreeRuns, Run, runs_of
 
 BASE = 3 * SLAB_STRIDE
@@ -115,6 +116,20 @@ def test_busy_and_free_slots_are_not_evicted() -> None:
     assert sorted(slots_of(allocator.evict(8, before_ns=1000))) == [BASE + index for index in range(3, 8)]
     assert allocator.take(5) == [Run(BASE + 2, 1)]
     assert not allocator.is_held(3).any()
+
+
+def test_of_a_large_store_a_sample_says_what_is_old(monkeypatch) -> None:
+    monkeypatch.setattr(allocator_module, "_SAMPLE", 1000)
+    allocator, rng = Allocator(), random.Random(0)
+    times = np.array(rng.sample(range(1, 20_001), 20_000), np.int64)
+    allocator.add_slab(1, times[:15_000].copy())
+    allocator.add_slab(2, times[15_000:].copy())
+    evicted = slots_of([run for _ in range(10) for run in allocator.evict(64, before_ns=1 << 40)])
+    assert len(evicted) == 640
+    old = [times[slot % SLAB_STRIDE + 15_000 * (slot // SLAB_STRIDE - 1)] for slot in evicted]
+    assert max(old) < 20_000 // 64 * 8, "of ten plans"
+    assert len(allocator.evict(100, before_ns=1 << 40)) > 0
+    allocator.check_invariants()
 
 
 def test_slots_of_a_dropped_slab_are_forgotten() -> None:

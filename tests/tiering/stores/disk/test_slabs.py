@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvoffload.testing.keys import keys as keys_of
+from kvoffload.tiering.stores.disk import allocator as allocator_module
 from kvoffload.tiering.stores.disk.allocator import Run
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import HashedKey, SlabFormat
@@ -75,6 +77,36 @@ def test_slots_that_were_not_filled_are_free_again(slabs: Slabs) -> None:
         assert slabs.num_free == num_free
         slabs.check_invariants()
     assert slabs.contains(hashed(0, 1, 2, 3)) == [False, True, True, False]
+
+
+def test_a_slot_that_is_being_written_or_out_of_use_does_not_make_its_slab_the_newest(slabs: Slabs) -> None:
+    first, second = slabs.by_name["a"], slabs.by_name["b"]
+    put(slabs, first, 0, 1)
+    put(slabs, second, 2)
+    slabs.use(hashed(2))
+    first.used_ns[7] = np.iinfo(np.int64).max
+    assert slabs.own_by_age() == [first, second]
+    slabs.use(hashed(0))
+    assert slabs.own_by_age() == [second, first]
+    first.used_ns[7] = 0
+
+
+def test_reads_wait_for_no_plan_of_evictions(slabs: Slabs, monkeypatch) -> None:
+    first, real = slabs.by_name["a"], allocator_module._make_plan
+    put(slabs, first, 0, 1, 2)
+
+    def make_plan(*arguments):
+        found = slabs.contains(hashed(0, 3))  # would wait for ever for a lock that is held
+        slabs.drop([first], "removed")
+        return found, real(*arguments)
+
+    plans = []
+    monkeypatch.setattr(
+        allocator_module, "_make_plan", lambda *arguments: plans.append(make_plan(*arguments)) or plans[-1][1]
+    )
+    assert slabs.evict(2, 1 << 62) == [], "of a slab that was dropped meanwhile"
+    assert [found for found, _ in plans] == [[True, False]]
+    slabs.check_invariants()
 
 
 def test_a_key_that_is_given_twice_is_discarded_once(slabs: Slabs) -> None:

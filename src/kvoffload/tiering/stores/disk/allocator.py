@@ -8,13 +8,14 @@ no run crosses from one slab into another.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_SLAB_SLOTS", "SLAB_STRIDE", "Allocator", "FreeRuns", "Run", "runs_of"]
+__all__ = ["MAX_SLAB_SLOTS", "SLAB_STRIDE", "Allocator", "FreeRuns", "Run", "last_use", "runs_of"]
 
 SLAB_STRIDE = 1 << 20
 MAX_SLAB_SLOTS = SLAB_STRIDE - 1
@@ -25,8 +26,11 @@ _BUSY = np.iinfo(np.int64).max
 """As a time of use: being written, or out of use. Never evicted."""
 _PLAN_SHARE = 64
 """One in this many slots, the least recently used, are looked at together for runs of neighbours."""
+_SAMPLE = 1 << 16
+"""Slots of which the limit of a plan is found."""
 _GRAIN_SHARE = 64
 _MAX_GRAIN = 64
+_NOTHING = nullcontext()
 
 
 @dataclass(slots=True, order=True)
@@ -64,6 +68,11 @@ def runs_of(slots: Iterable[int]) -> list[Run]:
     if stop > start:
         runs.append(Run(start, stop - start))
     return runs
+
+
+def last_use(used_ns: npt.NDArray[np.int64]) -> int:
+    """The latest time among slots that hold a block, 0 if none does."""
+    return int(np.max(used_ns, where=used_ns != _BUSY, initial=_FREE))
 
 
 class FreeRuns:
@@ -143,6 +152,24 @@ class FreeRuns:
         return count
 
 
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """What is evicted next: runs in this order, as arrays, so that a plan of a large store is made and dropped without
+    an object for each."""
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    used_ns: Mapping[int, npt.NDArray[np.int64]]
+    """The slabs that it was made of."""
+    last_ns: int
+    """What was used later stays."""
+    num_left: int
+    replan_at: int
+
+
+_NO_PLAN = _Plan(np.empty(0, np.int64), np.empty(0, np.int64), {}, 0, 0, 0)
+
+
 class Allocator:
     """The slots that this process may write: free, in use since some time, or busy.
 
@@ -156,10 +183,10 @@ class Allocator:
         self.free = FreeRuns()
         self._used_ns: dict[int, npt.NDArray[np.int64]] = {}
         self._num_slots = 0
-        self._plan: list[Run] = []
-        self._plan_ns = 0
-        self._num_planned = 0
-        self._replan_at = 0
+        self._plan = _NO_PLAN
+        self._next_run = 0
+        self._left: list[Run] = []
+        """Of planned runs, what was too much for the call that began them."""
 
     @property
     def num_slots(self) -> int:
@@ -182,34 +209,23 @@ class Allocator:
         for slab in own:
             self._num_slots -= len(self._used_ns.pop(slab))
         self.free.drop_slabs(own)
-        self._plan = [run for run in self._plan if run.slab not in own]
-        self._num_planned = sum(run.count for run in self._plan)
 
     def grain_of(self, count: int) -> int:
         """How many slots to evict where ``count`` are needed: more than a single one, so that free space is in runs."""
         return max(count, min(_MAX_GRAIN, self._num_slots // _GRAIN_SHARE))
 
-    def evict(self, count: int, before_ns: int) -> list[Run]:
+    def evict(self, count: int, before_ns: int, unlocked: AbstractContextManager[object] = _NOTHING) -> list[Run]:
         """Evicts at least ``count`` slots if that many were used before ``before_ns`` at the latest. They are busy
-        afterwards: ``release`` makes them free."""
-        evicted, lacking, is_new_plan = list[Run](), count, False
-        while lacking > 0:
-            if not is_new_plan and self._num_planned <= self._replan_at:
-                self._make_plan(lacking)
-                is_new_plan = True
-            if not self._plan:
-                break
-            run = self._plan.pop()
-            self._num_planned -= run.count
-            for part in self._unused_parts(run, before_ns):
-                used = part
-                if part.count > lacking:
-                    used = Run(part.start, lacking)
-                    self._give_back(Run(part.start + lacking, part.count - lacking))
-                if used.count:
-                    evicted.append(used)
-                    self._set(used, _BUSY)
-                    lacking -= used.count
+        afterwards: ``release`` makes them free. A new plan is made in ``unlocked``, in which others may change
+        anything."""
+        evicted = self._evict_planned(count, before_ns, self._plan.replan_at)
+        lacking = count - sum(run.count for run in evicted)
+        if lacking > 0:
+            used_ns = dict(self._used_ns)
+            with unlocked:
+                plan = _make_plan(used_ns, lacking)
+            self._plan, self._next_run, self._left = plan, 0, []
+            evicted += self._evict_planned(lacking, before_ns, 0)
         return evicted
 
     def take(self, count: int) -> list[Run]:
@@ -255,7 +271,8 @@ class Allocator:
         ]
         assert free == runs_of(expected), "free slots are lost, or not free"
         assert self._num_slots == sum(len(used_ns) for used_ns in self._used_ns.values())
-        assert self._num_planned == sum(run.count for run in self._plan)
+        left = int(self._plan.counts[self._next_run :].sum()) + sum(run.count for run in self._left)
+        assert self._plan.num_left == left
 
     def _set(self, run: Run, value: int) -> None:
         first = run.first
@@ -264,49 +281,67 @@ class Allocator:
         else:
             self._used_ns[run.slab][first : first + run.count] = value
 
-    def _give_back(self, run: Run) -> None:
-        self._plan.append(run)
-        self._num_planned += run.count
+    def _evict_planned(self, lacking: int, before_ns: int, num_kept: int) -> list[Run]:
+        """Evicts slots of the plan until ``num_kept`` are left in it."""
+        evicted, plan = list[Run](), self._plan
+        while lacking > 0 and plan.num_left > num_kept:
+            if self._left:
+                run = self._left.pop()
+            else:
+                run = Run(int(plan.starts[self._next_run]), int(plan.counts[self._next_run]))
+                self._next_run += 1
+            plan.num_left -= run.count
+            for part in self._unused_parts(run, before_ns):
+                used = part
+                if part.count > lacking:
+                    used = Run(part.start, lacking)
+                    self._left.append(Run(part.start + lacking, part.count - lacking))
+                    plan.num_left += part.count - lacking
+                if used.count:
+                    evicted.append(used)
+                    self._set(used, _BUSY)
+                    lacking -= used.count
+        return evicted
 
     def _unused_parts(self, run: Run, before_ns: int) -> list[Run]:
         """The slots of a planned run that still hold a block and were not used since."""
-        limit_ns = min(self._plan_ns, before_ns)
+        limit_ns, slab = min(self._plan.last_ns, before_ns), self._used_ns.get(run.slab)
+        if slab is None or slab is not self._plan.used_ns[run.slab]:
+            return []  # dropped meanwhile
         if run.count == 1:  # in short: where uses are scattered, all runs are like this
-            return [run] if _FREE < self._used_ns[run.slab][run.first] <= limit_ns else []
-        used_ns = self._used_ns[run.slab][run.first : run.first + run.count]
+            return [run] if _FREE < slab[run.first] <= limit_ns else []
+        used_ns = slab[run.first : run.first + run.count]
         fit = (used_ns != _FREE) & (used_ns <= limit_ns)
         if fit.all():
             return [run]
         return runs_of((np.flatnonzero(fit) + run.start).tolist())
 
-    def _make_plan(self, count: int) -> None:
-        self._plan, self._num_planned = [], 0
-        if not self._used_ns:
-            return
-        every = np.concatenate(list(self._used_ns.values()))
-        num_free = self.free.num_slots
-        num_held = len(every) - num_free - int(np.count_nonzero(every == _BUSY))
-        size = min(max(count, self._num_slots // _PLAN_SHARE), num_held)
-        if not size:
-            return
-        # Free slots come first, as their time is 0, and busy ones last.
-        last = num_free + size - 1
-        every.partition(last)
-        self._plan_ns = int(every[last])
-        planned = list[tuple[int, int, int, int]]()
-        for slab, used_ns in self._used_ns.items():
-            old = np.flatnonzero((used_ns <= self._plan_ns) & (used_ns != _FREE))
-            if not len(old):
-                continue
-            breaks = np.flatnonzero(old[1:] - old[:-1] != 1) + 1
-            starts = np.concatenate(([0], breaks))
-            oldest = np.minimum.reduceat(used_ns[old], starts).tolist()
-            begins, ends = old[starts].tolist(), [*(old[breaks - 1] + 1).tolist(), int(old[-1]) + 1]
-            self._num_planned += len(old)
-            for begin, end, oldest_ns in zip(begins, ends, oldest, strict=True):
-                length = min(end - begin, _MAX_GRAIN).bit_length()
-                planned.append((length, -oldest_ns, slab * SLAB_STRIDE + begin, end - begin))
-        # Taken from the end: the longest run, to the power of two; of equals the one with the oldest use.
-        planned.sort()
-        self._plan = [Run(start, num_slots) for _, _, start, num_slots in planned]
-        self._replan_at = self._num_planned // 2
+
+def _make_plan(used_ns: Mapping[int, npt.NDArray[np.int64]], count: int) -> _Plan:
+    """Plans at least ``count`` evictions, if there are as many blocks. Times may change meanwhile: what is evicted is
+    looked at again."""
+    # The limit is that of a sample, which is all slots of a small store: to sort 17 million takes a second.
+    stride = max(1, sum(map(len, used_ns.values())) // _SAMPLE)
+    sample = np.concatenate([np.empty(0, np.int64), *(times[::stride] for times in used_ns.values())])
+    held = sample[(sample != _FREE) & (sample != _BUSY)]
+    size = min(max(-(-count // stride), len(sample) // _PLAN_SHARE), len(held))
+    if not size:
+        return _NO_PLAN
+    held.partition(size - 1)
+    last_ns = int(held[size - 1])
+    starts, counts, oldest = list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int64]]()
+    for slab, times in used_ns.items():
+        old = np.flatnonzero((times <= last_ns) & (times != _FREE))
+        if not len(old):
+            continue
+        firsts = np.concatenate(([0], np.flatnonzero(old[1:] - old[:-1] != 1) + 1))
+        starts.append(old[firsts] + slab * SLAB_STRIDE)
+        counts.append(np.diff(firsts, append=len(old)))
+        oldest.append(np.minimum.reduceat(times[old], firsts))
+    if not starts:
+        return _NO_PLAN
+    every = np.concatenate(counts)
+    # The longest run first, to the power of two; of equals the one with the oldest use.
+    order = np.lexsort((np.concatenate(oldest), -np.frexp(np.minimum(every, _MAX_GRAIN))[1]))
+    num_slots = int(every.sum())
+    return _Plan(np.concatenate(starts)[order], every[order], used_ns, last_ns, num_slots, num_slots // 2)

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.base import LossCause
-from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Allocator, Run, runs_of
+from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Allocator, Run, last_use, runs_of
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import (
     EMPTY_ENTRY,
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 NS = 1_000_000_000
 _MAX_LOST = 1 << 18
 _KEYS_AT_ONCE = 1024
+_EVICTED_AT_ONCE = 16
 _FULL_AT_ONCE = 64
 _LAST_SLAB = (1 << 12) - 1
 
@@ -135,6 +137,8 @@ class Slabs:
     def __init__(self, root: str, layout: SlabFormat) -> None:
         self._root = root
         self._lock = threading.Lock()
+        self._planning = threading.Lock()
+        """Held by whoever evicts. It is taken before the other one."""
         self._index = SlotIndex()
         self._allocator = Allocator()
         self.resident = ResidentKeys(self._index, self._lock, layout.hashed, self.keys)
@@ -248,14 +252,26 @@ class Slabs:
 
     def evict(self, count: int, before_ns: int) -> list[BusyRun]:
         """Evicts at least ``count`` blocks, if that many were used by ``before_ns`` for the last time. Returns their
-        slots, which are to be emptied."""
-        with self._lock:
-            runs = self._busy(self._allocator.evict(self._allocator.grain_of(count), before_ns))
-            for run in runs:
-                for index in range(run.slots.first, run.slots.first + run.slots.count):
-                    self._remove(run.slab, index, "evicted")
-                self.num_evicted += run.slots.count
-            return runs
+        slots, which are to be emptied. Others wait for a few blocks at a time, and for no plan, but for those who evict
+        too."""
+        runs = list[BusyRun]()
+        with self._planning:
+            lacking = self._allocator.grain_of(count)
+            while lacking > 0:
+                with self._lock:
+                    evicted = self._allocator.evict(min(lacking, _EVICTED_AT_ONCE), before_ns, self._unlocked())
+                    for slots in evicted:
+                        for slot in range(slots.start, slots.stop):
+                            self._remove(self.open[slots.slab], slot % SLAB_STRIDE, "evicted")
+                        self.num_evicted += slots.count
+                        lacking -= slots.count
+                        if runs and runs[-1].slots.stop == slots.start:
+                            runs[-1].slots = Run(runs[-1].slots.start, runs[-1].slots.count + slots.count)
+                        else:
+                            runs += self._busy([slots])
+                if not evicted:
+                    break
+        return runs
 
     def remove_corrupt(self, slab: Slab, index: int, entry: bytes, *, is_unreadable: bool) -> list[BusyRun]:
         """Removes a corrupt block, unless its entry has changed meanwhile. Returns its slot if that is to be emptied.
@@ -314,9 +330,11 @@ class Slabs:
 
     def own_by_age(self) -> list[Slab]:
         """Our slabs, the one whose last use is the oldest first."""
-        with self._lock:
-            own = [(int(slab.used_ns.max()), slab) for slab in self.open.values() if slab.used_ns is not None]
-        return [slab for _, slab in sorted(own, key=lambda one: one[0])]
+        ages = list[tuple[int, Slab]]()
+        for slab in self.snapshot():
+            if (used_ns := slab.used_ns) is not None:  # which others change meanwhile
+                ages.append((last_use(used_ns), slab))
+        return [slab for _, slab in sorted(ages, key=lambda one: one[0])]
 
     def register(self, file: SlabFile, is_own: bool) -> None:
         """Takes over ``file``. Raises ``OSError`` if the table cannot be read."""
@@ -464,6 +482,14 @@ class Slabs:
             self._allocator.check_invariants()
 
     # ------------------------------------------------------------------------------------------- with the lock held
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
 
     def _stamps(self, count: int) -> range:
         first = max(self._last_stamp_ns + 1, time.time_ns())
