@@ -14,6 +14,7 @@ Pages are allocated outside of the start-up lock, since a large region takes min
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
+from kvoffload.cpu.populate import populate
 from kvoffload.errors import CapacityError, ConfigError
 from kvoffload.units import format_bytes
 
@@ -225,14 +227,21 @@ def _join(segment: Path, size: int, terms: str, promised_bytes: int) -> tuple[in
 def _map(descriptor: int, size: int, mount: Path) -> mmap.mmap:
     """Maps the file once all of its pages are allocated. A sparse file would end in SIGBUS on the day the mount fills
     up. Every process of the engine sees to it, so that none has to wait for another."""
+    memory = mmap.mmap(descriptor, size)
+    with contextlib.suppress(OSError):  # kernels without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    stats = os.statvfs(mount)
+    if size - os.fstat(descriptor).st_blocks * 512 <= stats.f_bavail * stats.f_frsize:
+        populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)  # several threads; what follows is one
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as exc:
+        memory.close()
         raise CapacityError(
             f"{mount} could not give {format_bytes(size)} of shared memory ({exc.strerror}); lower cpu_bytes_to_use or "
             "enlarge that mount."
         ) from exc
-    return mmap.mmap(descriptor, size)
+    return memory
 
 
 def _unlink(segment: Path, descriptor: int) -> None:

@@ -65,8 +65,19 @@ class CudaRig(HandlerRig):
     # --------------------------------------------------------------------------- for tests of the order of things
 
     def start(self, job_id: int, handler: OffloadingHandler, block: int, slot: int) -> None:
-        """A transfer of one GPU block of the first group."""
-        gpu, cpu = GPULoadStoreSpec([block], [1, 0], [0, 0]), CPULoadStoreSpec([slot])
+        """A transfer of one GPU block of the first group, submitted when this returns."""
+        self.submit(job_id, handler, [block], [slot])
+
+    def submit(self, job_id: int, handler: OffloadingHandler, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """A transfer of GPU blocks of the first group, submitted when this returns: only the device orders it."""
+        self.put(job_id, handler, blocks, slots)
+        open_jobs = handler._open  # type: ignore[attr-defined]
+        if open_jobs and open_jobs[-1].job_id == job_id:
+            handler._lane.hurry(open_jobs[-1])  # type: ignore[attr-defined]
+
+    def put(self, job_id: int, handler: OffloadingHandler, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """A transfer of GPU blocks of the first group, submitted when its lane's thread does so."""
+        gpu, cpu = GPULoadStoreSpec(blocks, [len(blocks), 0], [0, 0]), CPULoadStoreSpec(slots)
         handler.transfer_async(job_id, (gpu, cpu) if handler is self.store else (cpu, gpu))
 
     def compute_fills(self, block: int, value: int) -> None:
@@ -74,8 +85,7 @@ class CudaRig(HandlerRig):
         self.cuda.driver.fill(page.data_ptr(), value, page.numel(), self.compute)
 
     def stream_of(self, handler: OffloadingHandler) -> Stream:
-        assert isinstance(handler._stream, int)  # type: ignore[attr-defined]
-        return Stream(handler._stream)  # type: ignore[attr-defined]
+        return Stream(handler._lane.stream)  # type: ignore[attr-defined]
 
     def in_block(self, block: int) -> set[int]:
         return set(np.unique(self.read_page(0, block)).tolist())

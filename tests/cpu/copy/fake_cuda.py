@@ -65,10 +65,13 @@ class FakeCuda:
             "fake_hold": (ctypes.c_void_p, ctypes.c_int),
             "fake_fail": (ctypes.c_char_p, ctypes.c_int, ctypes.c_long),
             "fake_limit_registrations": (ctypes.c_size_t, ctypes.c_size_t),
+            "fake_limit_queue": (ctypes.c_void_p, ctypes.c_size_t),
+            "fake_limit_batch": (ctypes.c_size_t,),
             "cuMemcpyDtoDAsync_v2": (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p),
         }.items():
             getattr(self.calls, name).argtypes = types
-        for name in ("faults", "batches", "copies", "pageable", "registrations", "streams"):
+        counts = "faults", "batches", "copies", "pageable", "registrations", "streams", "engine_copies", "engine_waits"
+        for name in counts:
             getattr(self.calls, f"fake_num_{name}").restype = ctypes.c_long
         self.path = library
         self.driver = Driver(str(library))
@@ -133,12 +136,30 @@ class FakeCuda:
     def limit_registrations(self, largest_bytes: int, most_bytes: int = 1 << 60) -> None:
         self.calls.fake_limit_registrations(largest_bytes, most_bytes)
 
+    def limit_queue(self, stream: Stream, longest: int) -> None:
+        """The stream takes so many operations; who brings one more waits."""
+        self.calls.fake_limit_queue(stream, longest)
+
+    def limit_batch(self, largest: int) -> None:
+        """Larger batches fail."""
+        self.calls.fake_limit_batch(largest)
+
+    @contextmanager
+    def engine(self) -> Iterator[None]:
+        """This thread is the engine's, and what it pays is counted."""
+        self.calls.fake_be_engine(1)
+        try:
+            yield
+        finally:
+            self.calls.fake_be_engine(0)
+
     def set_version(self, version: int) -> None:
         self.calls.fake_set_version(version)
         self.driver = Driver(str(self.path))
 
     def count(self, what: str) -> int:
-        """Of faults, batches, copies, pageable, registrations or streams."""
+        """Of faults, batches, copies, pageable, registrations or streams; of the copies or waits that the thread pays
+        that is ``engine``."""
         return int(getattr(self.calls, f"fake_num_{what}")())
 
 

@@ -8,6 +8,10 @@
  *   host       Registered memory is copied as the stream comes to it. A source that is not registered is read during the
  *              call, and a copy to such memory returns when it has ended: the caller waits.
  *   borders    No copy starts in one registration or allocation and ends outside. No two registrations share a page.
+ *   queue      A stream takes so many operations; a call that brings one more waits until one has ended. What a thread
+ *              pays that a test marked as the engine's is counted: its copies, and its waits.
+ *   limits     A batch of more copies than the driver takes fails. A device with other addresses for registered memory
+ *              than the host breaks when a batch names it.
  *   errors     A call fails when a test says so. A broken device fails all calls from then on, and runs nothing.
  *   contexts   A thread without a current context gets an error.
  *   faults     What CUDA leaves undefined is counted: memory that goes away under a copy, a batch that writes a byte
@@ -58,6 +62,7 @@ typedef struct Op {
 
 typedef struct Stream {
     int alive, is_held, is_busy, is_closing;
+    size_t longest_queue; /* 0: any */
     pthread_t thread;
     Op *head, *tail;
     uint64_t random;
@@ -79,8 +84,11 @@ static int is_trusting; /* for measurements of callers: no call is checked, and 
 static size_t largest_registration = SIZE_MAX, most_registered = SIZE_MAX, total_registered;
 static int driver_version = 13000, broken;
 static struct { char call[64]; int code; long after; } failing;
-static struct { long batches, copies, pageable, registrations; } counts;
+static struct { long batches, copies, pageable, registrations, engine_copies, engine_waits; } counts;
+static size_t largest_batch = SIZE_MAX;
+static int has_one_address = 1, holds_new_streams;
 static __thread CUcontext current;
+static __thread int is_engine;
 
 /* ------------------------------------------------------------------------------------------------ small parts */
 
@@ -274,6 +282,7 @@ static void *run(void *argument) {
 static Stream *make_stream(void) {
     Stream *stream = calloc(1, sizeof *stream);
     stream->alive = ALIVE;
+    stream->is_held = holds_new_streams;
     stream->random = draw(&seed) | 1;
     stream->next = streams;
     streams = stream;
@@ -297,7 +306,17 @@ static Event *event_of(CUevent handle) {
     return NULL;
 }
 
+static size_t length_of_queue(const Stream *stream) {
+    size_t length = 0;
+    for (const Op *op = stream->head; op; op = op->next) length++;
+    return length;
+}
+
 static void push(Stream *stream, Op op) {
+    if (stream->longest_queue && length_of_queue(stream) >= stream->longest_queue) {
+        counts.engine_waits += is_engine;
+        while (!broken && length_of_queue(stream) >= stream->longest_queue) pthread_cond_wait(&changed, &lock);
+    }
     Op *kept = malloc(sizeof *kept);
     *kept = op;
     if (op.event) op.event->users++;
@@ -308,6 +327,7 @@ static void push(Stream *stream, Op op) {
 }
 
 static CUresult drain(Stream *stream) {
+    if (stream->head || stream->is_busy) counts.engine_waits += is_engine;
     while (!broken && (stream->head || stream->is_busy)) pthread_cond_wait(&changed, &lock);
     return (CUresult)broken;
 }
@@ -343,6 +363,7 @@ static CUresult enqueue(CUstream handle, Copy *copies, size_t count, int order, 
             break;
         }
     counts.copies += (long)count;
+    counts.engine_copies += is_engine ? (long)count : 0;
     push(stream, (Op){.kind = COPY, .copies = copies, .count = count});
     return is_to_pageable ? drain(stream) : CUDA_SUCCESS;
 }
@@ -370,6 +391,10 @@ EXPORT CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *s
     int order = num_attributes == 1 ? (int)attributes->srcAccessOrder : 0;
     if (!stream || !count || num_attributes != 1 || *first || order < ORDER_STREAM || order > ORDER_ANY)
         return end(CUDA_ERROR_INVALID_VALUE);
+    if (count > largest_batch) return end(CUDA_ERROR_UNKNOWN);
+    for (size_t i = 0; i < count && !has_one_address; i++)
+        if (touches(registered, from[i], from[i] + 1) || touches(registered, to[i], to[i] + 1))
+            return end((CUresult)(broken = CUDA_ERROR_ILLEGAL_ADDRESS));
     Copy *copies = calloc(count, sizeof *copies);
     for (size_t i = 0; i < count; i++) copies[i] = (Copy){(char *)to[i], (char *)from[i], NULL, sizes[i]};
     counts.batches++;
@@ -513,6 +538,7 @@ EXPORT CUresult cuEventSynchronize(CUevent handle) {
     Event *event = event_of(handle);
     if (!event) return end(CUDA_ERROR_INVALID_HANDLE);
     event->users++;
+    if (event->done < event->recorded) counts.engine_waits += is_engine;
     while (!broken && event->done < event->recorded) pthread_cond_wait(&changed, &lock);
     event->users--;
     return end((CUresult)broken);
@@ -546,6 +572,12 @@ EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     return *device = ordinal, ordinal ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+    (void)device;
+    *value = attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM && has_one_address;
+    return CUDA_SUCCESS;
+}
+
 EXPORT CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
     (void)device;
     return snprintf(name, (size_t)size, "fake device"), CUDA_SUCCESS;
@@ -576,6 +608,7 @@ static const struct { const char *name; int since; void *function; } exported[] 
     ROW(cuInit, cuInit, 2000),
     ROW(cuDriverGetVersion, cuDriverGetVersion, 2020),
     ROW(cuDeviceGet, cuDeviceGet, 2000),
+    ROW(cuDeviceGetAttribute, cuDeviceGetAttribute, 2000),
     ROW(cuDeviceGetCount, cuDeviceGetCount, 2000),
     ROW(cuDeviceGetName, cuDeviceGetName, 2000),
     ROW(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId, 4010),
@@ -643,7 +676,8 @@ EXPORT void fake_reset(void) {
     forget_registrations();
     faults = broken = failing.code = 0;
     driver_version = 13000;
-    largest_registration = most_registered = SIZE_MAX;
+    largest_registration = most_registered = largest_batch = SIZE_MAX;
+    has_one_address = 1, holds_new_streams = 0;
     memset(&counts, 0, sizeof counts);
     pthread_mutex_unlock(&lock);
 }
@@ -665,6 +699,13 @@ EXPORT void fake_disown(uintptr_t address) {
 EXPORT void fake_hold(CUstream stream, int is_held) {
     pthread_mutex_lock(&lock);
     stream_of(stream)->is_held = is_held;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
+EXPORT void fake_let_all_go(void) {
+    pthread_mutex_lock(&lock);
+    for (Stream *stream = streams; stream; stream = stream->next) stream->is_held = 0;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
@@ -714,6 +755,19 @@ EXPORT void fake_trust(int trusts) {
     pthread_mutex_unlock(&lock);
 }
 
+EXPORT void fake_limit_queue(CUstream stream, size_t longest) { stream_of(stream)->longest_queue = longest; }
+EXPORT void fake_hold_new_streams(int holds) { holds_new_streams = holds; }
+EXPORT void fake_limit_batch(size_t largest) { largest_batch = largest; }
+EXPORT void fake_set_one_address(int has) { has_one_address = has; }
+
+/* What this thread pays from now on is counted. */
+EXPORT void fake_be_engine(int is) {
+    is_engine = is;
+    counts.engine_copies = counts.engine_waits = 0;
+}
+
+EXPORT long fake_num_engine_copies(void) { return counts.engine_copies; }
+EXPORT long fake_num_engine_waits(void) { return counts.engine_waits; }
 EXPORT void fake_set_version(int version) { driver_version = version; }
 EXPORT int fake_has_failed(void) { return !failing.code; }
 EXPORT long fake_num_faults(void) { return faults; }

@@ -2,7 +2,7 @@
 """The rules of the CUDA backend, each as a scenario that breaks without it. None depends on luck: streams are held
 where a wait is missing only if the other stream could run ahead, and everything else is let go as far as it can.
 
-``test_cuda.py`` runs them as they are, ``test_cuda_mutants.py`` with each rule taken out in turn.
+``test_cuda.py`` runs them.
 """
 
 from __future__ import annotations
@@ -169,9 +169,8 @@ def a_source_is_read_when_its_stream_comes_to_it(rig: CudaRig) -> None:
         rig.tensors[0][1] = round_ + 1
         rig.tensors[0][2] = round_ + 101
         with rig.cuda.held(rig.stream_of(rig.store)):
-            gpu, cpu = GPULoadStoreSpec([1, 2], [2, 0], [0, 0]), CPULoadStoreSpec([2, 5])
-            rig.store.transfer_async(2 * round_, (gpu, cpu))
-            rig.load.transfer_async(2 * round_ + 1, (cpu, GPULoadStoreSpec([7, 9], [2, 0], [0, 0])))
+            rig.submit(2 * round_, rig.store, [1, 2], [2, 5])
+            rig.submit(2 * round_ + 1, rig.load, [7, 9], [2, 5])
         collect(rig.load, [2 * round_ + 1])
         collect(rig.store, [2 * round_])
         assert (rig.in_block(7), rig.in_block(9)) == ({round_ + 1}, {round_ + 101})
@@ -237,7 +236,7 @@ def an_event_is_used_again_only_after_its_job(rig: CudaRig) -> None:
 def a_failed_job_is_reported_when_its_copies_have_ended(rig: CudaRig) -> None:
     rig.cuda.pace(seed=5, longest_pause_us=30_000)
     rig.tensors[0][1] = 5
-    rig.cuda.fail("cuEventRecord", after=2)  # that of the end, with the copies under way
+    rig.cuda.fail("cuEventRecord", after=3)  # that of the end, with the copies under way
     rig.start(1, rig.store, 1, 2)
     assert [result.success for result in rig.store.get_finished()] == [False]
     rig.slots[2] = 1  # somebody else's by now
@@ -249,7 +248,7 @@ def a_failed_job_is_reported_when_its_copies_have_ended(rig: CudaRig) -> None:
 def a_job_whose_end_cannot_be_seen_is_reported_when_its_copies_have_ended(rig: CudaRig) -> None:
     rig.cuda.pace(seed=6, longest_pause_us=30_000)
     rig.start(1, rig.store, 1, 2)
-    rig.cuda.fail("cuEventQuery")
+    rig.cuda.fail("cuEventQuery", code=1)
     assert [result.success for result in rig.store.get_finished()] == [False]
     rig.slots[2] = 1
     rig.cuda.settle()

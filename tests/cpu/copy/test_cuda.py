@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import time
 import weakref
 from collections.abc import Collection
 
@@ -22,7 +23,8 @@ from tests.sizes import by_size
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy import self_check
+from kvoffload.cpu.copy import cuda as backend
+from kvoffload.cpu.copy import lane, self_check
 from kvoffload.cpu.copy.cuda import CudaDevice, make_cuda_handlers
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef
 from kvoffload.errors import CapacityError, LayoutError, TransferError
@@ -118,7 +120,6 @@ def test_random_jobs_leave_what_a_serial_run_leaves(cuda: FakeCuda, seed: int) -
 @pytest.mark.parametrize(
     "call",
     [
-        "cuMemcpyBatchAsync",
         "cuStreamWaitEvent",
         "cuEventCreate",
         "cuEventRecord",
@@ -146,7 +147,7 @@ def test_an_error_of_a_wait_waits_all_the_same(cuda: FakeCuda) -> None:
     rig = make_rig(cuda)
     rig.tensors[0][1] = 5
     rig.start(1, rig.store, 1, 2)
-    cuda.fail("cuEventSynchronize")
+    cuda.fail("cuEventQuery")
     rig.store.wait([1])
     assert rig.in_slot(2) == {5}
     rig.tensors[0][1] = 6
@@ -228,19 +229,147 @@ def test_a_handler_that_is_closed_touches_the_device_no_more(cuda: FakeCuda) -> 
     rig.close()
 
 
+@pytest.mark.parametrize("code", [1, 801, 999])
 def test_batched_copies_that_the_machine_refuses_become_single_copies(
-    cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    cuda.fail("cuMemcpyBatchAsync", code=801)
+    cuda.fail("cuMemcpyBatchAsync", code=code)
     with caplog.at_level(logging.WARNING):
         rig = make_rig(cuda)
     assert not cuda.driver.has_batch
-    assert "does not support batched copies on this machine" in caplog.text
+    assert f"CUDA error {code}" in caplog.text
     rig.tensors[0][1] = 5
     rig.start(1, rig.store, 1, 2)
     assert collect(rig.store, [1])[1].success
     assert rig.in_slot(2) == {5}
     rig.close()
+
+
+def test_a_device_with_other_addresses_for_pinned_memory_gets_single_copies(cuda: FakeCuda) -> None:
+    cuda.calls.fake_set_one_address(0)
+    rig = make_rig(cuda)
+    rig.tensors[0][1] = 5
+    rig.start(1, rig.store, 1, 2)
+    assert collect(rig.store, [1])[1].success
+    assert rig.in_slot(2) == {5}
+    assert cuda.count("batches") == 0
+    rig.close()
+
+
+def test_a_graph_that_is_captured_meanwhile_fails_no_job(cuda: FakeCuda) -> None:
+    rig = make_rig(cuda)
+    rig.start(1, rig.store, 1, 2)
+    cuda.fail("cuEventQuery", code=900)
+    assert rig.store.get_finished() == []
+    assert collect(rig.store, [1])[1].success
+    rig.close()
+
+
+# ---------------------------------------------------------------------------------------------- the engine's thread
+
+
+def test_the_engine_pays_for_no_copy_and_waits_for_no_queue(cuda: FakeCuda) -> None:
+    rig = make_rig(cuda)
+    for handler in (rig.store, rig.load):
+        cuda.limit_queue(rig.stream_of(handler), 8)
+    everything = range(8)
+    with cuda.engine(), cuda.held(rig.compute):
+        rig.compute_fills(1, 3)
+        for job_id in range(20):
+            rig.put(2 * job_id, rig.store, everything, everything)
+            rig.put(2 * job_id + 1, rig.load, everything, everything)
+        assert rig.store.get_finished() == rig.load.get_finished() == []
+        assert (cuda.count("engine_copies"), cuda.count("engine_waits")) == (0, 0)
+    for handler, first in ((rig.store, 0), (rig.load, 1)):
+        assert all(result.success for result in collect(handler, range(first, 40, 2)).values())
+    rig.close()
+
+
+def test_a_flush_of_a_job_that_waits_for_compute_does_not_wait_for_it(cuda: FakeCuda) -> None:
+    rig = make_rig(cuda)
+    with cuda.held(rig.compute):
+        rig.compute_fills(1, 3)
+        rig.put(1, rig.store, [1], [2])
+        rig.put(2, rig.load, [5], [2])
+        rig.load.flush([2])  # and so the store before it
+        rig.store.flush([1])
+        rig.compute_fills(1, 9)
+        rig.compute_fills(5, 9)
+    rig.store.wait([1])
+    cuda.settle()
+    assert (rig.in_slot(2), rig.in_block(1), rig.in_block(5)) == ({3}, {9}, {9})
+    rig.close()
+
+
+def test_a_large_job_goes_in_pieces_and_few_at_a_time(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "PIECE_RUNS", 1)
+    rig = make_rig(cuda)
+    rig.fill(1)
+    blocks, slots = range(0, 16, 2), range(8)
+    before = cuda.count("batches")
+    with cuda.held(rig.stream_of(rig.store)):
+        rig.put(1, rig.store, blocks, slots)
+        deadline_s = time.monotonic() + 60
+        while cuda.count("batches") < before + lane.OPEN_PIECES and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        time.sleep(0.02)  # more would come now, if they were not held back
+        assert cuda.count("batches") == before + lane.OPEN_PIECES
+    assert collect(rig.store, [1])[1].success
+    assert cuda.count("batches") > before + 8
+    for block, slot in zip(blocks, slots, strict=True):
+        assert (rig.slots[slot, : rig.pages[0]] == rig.read_page(0, block)).all()
+    rig.close()
+
+
+# -------------------------------------------------------------------------------------------------- devices that hang
+
+
+def test_copies_that_hang_at_start_are_refused_and_not_waited_for_again(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(lane, "DRAIN_S", 1e9)
+    kept: list[object] = []
+    monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", kept)
+    made: list[FakeCuda] = []
+
+    def make(*arguments: object) -> dict[tuple[str, str], OffloadingHandler]:
+        cuda.calls.fake_hold_new_streams(1)
+        try:
+            return make_cuda_handlers(*arguments)  # type: ignore[arg-type]
+        finally:
+            cuda.calls.fake_hold_new_streams(0)
+            made.append(cuda)
+            assert cuda.count("registrations") > 0
+            assert kept
+            cuda.calls.fake_let_all_go()
+            cuda.settle()
+
+    with pytest.raises(TransferError, match="did not end within"):
+        make_rig(cuda, make=make)
+    assert made
+    cuda.calls.fake_forget_registrations()
+
+
+def test_a_device_that_hangs_is_given_up_and_its_memory_kept(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", kept)
+    rig = make_rig(cuda)
+    monkeypatch.setattr(lane, "DRAIN_S", 0.2)
+    cuda.calls.fake_hold(rig.stream_of(rig.store), 1)
+    rig.start(1, rig.store, 1, 2)
+    rig.store.wait([1])
+    assert not collect(rig.store, [1])[1].success
+    rig.put(2, rig.load, [3], [0])
+    assert not collect(rig.load, [2])[2].success
+    rig.store.shutdown()
+    rig.load.shutdown()
+    assert kept
+    assert cuda.count("registrations") > 0
+    cuda.calls.fake_let_all_go()
+    cuda.settle()
+    rig.close()
+    cuda.calls.fake_forget_registrations()
 
 
 # ------------------------------------------------------------------------------------------------------- the start
@@ -287,7 +416,7 @@ def test_the_check_at_start_leaves_the_bytes_of_other_ranks(cuda: FakeCuda, rank
 
 
 def test_a_failed_copy_at_start_is_refused_in_one_sentence(cuda: FakeCuda) -> None:
-    cuda.fail("cuMemcpyBatchAsync", after=3)
+    cuda.fail("cuStreamWaitEvent", after=3)
     with pytest.raises(TransferError, match="fail at start; serve without kvoffload, and report the error before"):
         make_rig(cuda)
 
@@ -329,7 +458,7 @@ class _OffByOne(OffloadingHandler):
 
 def test_memory_that_cannot_be_pinned_is_refused_before_anything_else(cuda: FakeCuda) -> None:
     cuda.limit_registrations(largest_bytes=1 << 30, most_bytes=0)
-    with pytest.raises(CapacityError, match=r"pinned 0 B of the .* refused the rest; lower cpu_bytes_to_use, or"):
+    with pytest.raises(CapacityError, match=r"pinned 0 B of the .* CUDA error 2 .* Lower cpu_bytes_to_use"):
         make_rig(cuda)
     assert cuda.count("registrations") == 0
 

@@ -50,6 +50,25 @@ def test_scattered_copies_take_one_call(cuda: FakeCuda) -> None:
     assert cuda.count("batches") == 1
 
 
+def test_no_call_takes_more_copies_than_drivers_take(cuda: FakeCuda) -> None:
+    cuda.limit_batch(4096)
+    driver, stream = cuda.driver, cuda.driver.create_stream()
+    source, target = driver.allocate(20_000), driver.allocate(20_000)
+    driver.fill(source, 7, 20_000, stream)
+    starts = np.arange(0, 20_000, 2, dtype=np.int64)
+    driver.copy_runs(target + starts, source + starts, np.ones(10_000, dtype=np.int64), stream)
+    driver.synchronize(stream)
+    assert cuda.count("batches") == 3
+    assert bytes((ctypes.c_char * 4).from_address(target + 19_996))[::2] == b"\7\7"
+    driver.destroy_stream(stream)
+
+
+def test_batches_of_one_are_single_copies(cuda: FakeCuda) -> None:
+    cuda.driver.copies_per_call = 1
+    _copy_scattered(cuda)
+    assert cuda.count("batches") == 0
+
+
 def _copy_scattered(cuda: FakeCuda) -> None:
     driver, stream = cuda.driver, cuda.driver.create_stream()
     source, target = driver.allocate(1000), driver.allocate(1000)
@@ -82,10 +101,11 @@ def test_events_order_streams_and_measure_time(cuda: FakeCuda) -> None:
         driver.fill(memory, 2, 8, second)
         cuda.settle()
         assert not driver.is_done(end)
-        assert driver.is_usable(first)
+        assert not driver.is_idle(first)
     driver.synchronize_event(end)
     driver.synchronize(second)
     assert driver.is_done(end)
+    assert driver.is_idle(second)
     assert driver.seconds_between(start, end) > 0
     assert ctypes.string_at(memory, 8) == b"\x02" * 8
     for event in (start, end):
@@ -107,6 +127,7 @@ def test_errors_name_the_call_and_the_code(cuda: FakeCuda) -> None:
     starts = np.array([memory, memory + 4], dtype=np.int64)
     with pytest.raises(CudaError, match=r"cuMemcpyBatchAsync \(copy 1 of 2\) failed with CUDA error 1"):
         cuda.driver.copy_runs(starts, starts, np.array([4, 8]), stream)
+    cuda.driver.synchronize(stream)  # the first was tried singly, and went
     cuda.driver.destroy_stream(stream)
     cuda.driver.free(memory)
 

@@ -49,7 +49,7 @@ def test_what_the_driver_refuses_for_good_is_refused_in_one_sentence_with_nothin
     region = SharedOffloadRegion.anonymous(100, 12 * KIB)
     with pytest.raises(
         CapacityError,
-        match=r"pinned 300 KiB of the 1\.17 MiB of host memory .*; lower cpu_bytes_to_use to 300 KiB, or raise",
+        match=r"pinned 300 KiB of the 1\.17 MiB of host memory .*CUDA error 2 .*\. Lower cpu_bytes_to_use to 300 KiB",
     ):
         PinnedRegion(cuda.driver, region.create_kv_memoryview())
     assert cuda.count("registrations") == 0

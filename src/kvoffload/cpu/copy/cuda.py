@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies runs between a CUDA device and the region, on a stream for each direction, in one call of the driver a job.
+"""Copies runs between a CUDA device and the region, on a lane for each direction (``lane.py``).
 
 Order is kept on the device's own timeline. There a job waits for the compute that wrote the blocks that it reads, or
 that may still read the blocks that it overwrites, and for every open job of the other direction that touches the same
-slots or GPU blocks. The stream itself orders the jobs of one direction. The host waits in ``wait`` and ``shutdown``
-alone, and after an error.
+slots or GPU blocks. The stream itself orders the jobs of one direction. The engine's thread waits in ``wait`` and
+``shutdown`` alone, and never without a bound.
 
 A failure ends a job, once its copies have. A broken device, on which nothing runs any more, ends all jobs at once, and
 all that come later: every block is a miss.
@@ -13,9 +13,10 @@ all that come later: every block is a miss.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +30,12 @@ from kvoffload.base import (
     TransferResult,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.driver import CudaError, Driver, Event, Stream, load_driver
+from kvoffload.cpu.copy.driver import CudaError, Driver, Stream, load_driver
+from kvoffload.cpu.copy.lane import DeviceHealth, EventPools, Job, Lane, Moment
 from kvoffload.cpu.copy.numa import node_of_device
 from kvoffload.cpu.copy.pinning import PinnedRegion
 from kvoffload.cpu.copy.plan import CopyLayout, Extent, Runs, plan_runs
-from kvoffload.cpu.copy.self_check import check_copies
+from kvoffload.cpu.copy.self_check import CopiesHang, check_copies
 from kvoffload.errors import LayoutError, TransferError
 from kvoffload.logs import RateLimitedLog
 
@@ -41,7 +43,8 @@ __all__ = ["CudaDevice", "CudaHandler", "make_cuda_handlers"]
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
+_MEMORY_OF_HUNG_DEVICES: list[object] = []
+"""Copies may still run, so it is neither freed nor unpinned before the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +83,15 @@ def make_cuda_handlers(
     store, load = CudaHandler(copies, Direction.STORE), CudaHandler(copies, Direction.LOAD)
     try:
         check_copies(store, load, kv_view, layout)
+    except CopiesHang:
+        copies.health.set_broken(is_hung=True)
+        _MEMORY_OF_HUNG_DEVICES.append(copies)
+        raise
     except BaseException:
         store.shutdown()
         load.shutdown()
         raise
     return {("GPU", "CPU"): store, ("CPU", "GPU"): load}
-
-
-@dataclass(eq=False, slots=True)
-class _SubmittedTransfer:
-    job_id: int
-    extent: Extent
-    num_bytes: int
-    start: Event
-    end: Event
 
 
 class _Copies:
@@ -107,104 +105,87 @@ class _Copies:
     ) -> None:
         self.layout = layout
         self.driver = device.driver
-        self.open: dict[Direction, deque[_SubmittedTransfer]] = {direction: deque() for direction in Direction}
-        self.is_broken = False
+        self.health = DeviceHealth()
+        self.pools = EventPools(self.driver)
+        self.open: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
         self.log = RateLimitedLog(logger)
         self._device = device
         self._keep_alive: object = (kv_caches, kv_view)
-        self._mark: Event | None = None
-        self._spare_events: list[Event] = []
-        self._streams: dict[Direction, Stream] = {}
+        self._mark: Moment | None = None
         self.use_device()
+        if not self.driver.has_one_address(device.number) and self.driver.has_batch:
+            logger.warning("This device has other addresses for pinned memory than the host; copies are made singly.")
+            self.driver.copies_per_call = 1
         node = node_of_device(self.driver.pci_bus_id(device.number))
         self.region = PinnedRegion(self.driver, kv_view, node)
+        self._spacer = self.driver.allocate(1)
+        self.lanes = {
+            direction: Lane(self.driver, device.number, direction, self.health, self.pools, self._spacer)
+            for direction in Direction
+        }
+        self.lanes[Direction.STORE].other = self.lanes[Direction.LOAD]
+        self.lanes[Direction.LOAD].other = self.lanes[Direction.STORE]
 
     def use_device(self) -> None:
         if not self.driver.has_context():
             self.driver.use_device(self._device.number)
 
-    def open_stream(self, direction: Direction) -> Stream:
-        self._streams[direction] = self.driver.create_stream()
-        return self._streams[direction]
-
     # ----------------------------------------------------------------------------------------------------- order
 
-    def conflicting(self, direction: Direction, extent: Extent) -> Iterator[_SubmittedTransfer]:
+    def conflicting(self, direction: Direction, extent: Extent) -> list[Job]:
         """Open jobs that must end before a job on ``extent`` starts. The stream orders the jobs of one direction."""
         other = Direction.LOAD if direction is Direction.STORE else Direction.STORE
-        for job in self.open[other]:
-            if not extent.slots.isdisjoint(job.extent.slots) or not extent.gpu_blocks.isdisjoint(job.extent.gpu_blocks):
-                yield job
+        return [
+            job
+            for job in self.open[other]
+            if not extent.slots.isdisjoint(job.extent.slots) or not extent.gpu_blocks.isdisjoint(job.extent.gpu_blocks)
+        ]
 
-    def wait_for_compute(self, direction: Direction, stream: Stream) -> None:
-        """``stream`` goes on after the compute submitted so far, or, for a load, after that before the mark."""
+    def compute_before(self, direction: Direction) -> Moment:
+        """The end of the compute submitted so far, or, for a load, of that before the mark."""
         if direction is Direction.LOAD and self._mark is not None:
-            self.driver.wait_event(stream, self._mark)
-            return
-        with self.borrowed_event() as now:
-            self.driver.record(now, self._device.compute_stream())
-            self.driver.wait_event(stream, now)
+            return self._mark.share()
+        now = self.pools.untimed.moment()
+        try:
+            self.driver.record(now.event, self._device.compute_stream())
+        except BaseException:
+            now.release()
+            raise
+        return now
 
     def mark_compute(self) -> None:
-        mark, self._mark = self._mark or self.take_event(), None
-        self.driver.record(mark, self._device.compute_stream())
+        before, self._mark = self._mark, None
+        if before is not None:
+            before.release()
+        mark = self.pools.untimed.moment()
+        self.driver.record(mark.event, self._device.compute_stream())
         self._mark = mark
 
-    def hold_compute(self, jobs: Iterable[_SubmittedTransfer]) -> None:
-        """Compute submitted from now on starts after ``jobs``."""
-        for job in jobs:
-            self.driver.wait_event(self._device.compute_stream(), job.end)
+    def hold_compute(self, job: Job) -> None:
+        """Compute submitted from now on starts after ``job``, which is submitted."""
+        if not job.failed:
+            self.driver.wait_event(self._device.compute_stream(), job.ended.event)
 
-    # ---------------------------------------------------------------------------------------------------- events
-
-    def take_event(self) -> Event:
-        return self._spare_events.pop() if self._spare_events else self.driver.create_event()
-
-    def give_back(self, *events: Event) -> None:
-        """Nothing will be asked of these any more. Streams that wait for them do so for what they meant so far."""
-        self._spare_events += events
-
-    @contextlib.contextmanager
-    def borrowed_event(self) -> Iterator[Event]:
-        event = self.take_event()
-        try:
-            yield event
-        finally:
-            self.give_back(event)
-
-    # -------------------------------------------------------------------------------------------------- failures
-
-    def drain(self, direction: Direction) -> None:
-        """Returns when nothing of this direction runs. Blocks; for errors and for the end."""
-        for _ in range(_ATTEMPTS):
-            if self.is_broken:
-                return
-            with contextlib.suppress(CudaError):
-                self.driver.synchronize(self._streams[direction])
-                return
-            self.check_device(direction)
-        self._set_broken()
-
-    def check_device(self, direction: Direction) -> None:
-        """After an error: is it that of one call, or is the device broken?"""
-        if not self.is_broken and not self.driver.is_usable(self._streams[direction]):
-            self._set_broken()
-
-    def _set_broken(self) -> None:
-        self.is_broken = True
-        logger.error("The CUDA device is broken; nothing is offloaded or loaded any more.")
+    def retire(self, job: Job) -> None:
+        """It has ended."""
+        if job.started is not None:
+            self.pools.timed.give_back(job.started)
+        job.ended.release()
 
     def close(self, direction: Direction) -> None:
         """The jobs of this direction have ended. With the second one all is given back."""
-        with contextlib.suppress(CudaError):
-            self.driver.destroy_stream(self._streams.pop(direction))
-        if self._streams:
+        lane = self.lanes.pop(direction)
+        if not lane.close():
+            _MEMORY_OF_HUNG_DEVICES.append((lane, self._keep_alive, self.region))
+        if self.lanes or self.health.is_hung:
             return
         self.region.unpin()
-        for event in (*self._spare_events, *([] if self._mark is None else [self._mark])):
-            with contextlib.suppress(CudaError):
-                self.driver.destroy_event(event)
-        self._spare_events, self._mark, self._keep_alive = [], None, None
+        if self._mark is not None:
+            self._mark.release()
+        self.pools.close()
+        with contextlib.suppress(CudaError):
+            self.driver.free(self._spacer)
+        self._mark = self._keep_alive = None
 
 
 class CudaHandler(OffloadingHandler):
@@ -214,7 +195,7 @@ class CudaHandler(OffloadingHandler):
         self._copies = copies
         self._driver = copies.driver
         self._direction = direction
-        self._stream = copies.open_stream(direction)
+        self._lane = copies.lanes[direction]
         self._finished: list[TransferResult] = []
         self._closed = False
 
@@ -222,51 +203,48 @@ class CudaHandler(OffloadingHandler):
         return f"CudaHandler({self._direction.value}, open={[job.job_id for job in self._open]})"
 
     @property
-    def _open(self) -> deque[_SubmittedTransfer]:
+    def _open(self) -> deque[Job]:
         return self._copies.open[self._direction]
 
     def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
         try:
-            self._submit(job_id, spec)
+            self._put(job_id, spec)
         except Exception as exc:
-            # The boundary to the engine's step: a transfer that cannot be submitted is a miss.
-            self._copies.log.exception(f"transfer {job_id} could not be submitted")
+            # The boundary to the engine's step: a transfer that cannot be started is a miss.
+            self._copies.log.exception(f"transfer {job_id} could not be started")
             if isinstance(exc, CudaError):
-                self._copies.check_device(self._direction)
+                self._lane.check()
             self._finished.append(TransferResult(job_id, success=False))
 
     def get_finished(self) -> list[TransferResult]:
         while self._open and (result := self._result_of(self._open[0])):
-            job = self._open.popleft()
-            self._copies.give_back(job.start, job.end)
+            self._copies.retire(self._open.popleft())
             self._finished.append(result)
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: Collection[int]) -> None:
         for job in self._named(job_ids):
-            if self._copies.is_broken:
-                return
-            try:
-                self._driver.synchronize_event(job.end)
-            except CudaError:
-                self._copies.drain(self._direction)
+            self._lane.wait(job)
 
     def flush(self, job_ids: Collection[int]) -> None:
+        jobs = self._named(job_ids)
         try:
-            self._copies.hold_compute(self._named(job_ids))
+            for job in jobs:
+                self._lane.hurry(job)
+                self._copies.hold_compute(job)
         except CudaError:
             self._copies.log.exception("compute could not be made to wait for transfers")
             self.wait(job_ids)
 
     def mark_compute(self) -> None:
         # Both directions share the mark, and only loads use it.
-        if self._direction is Direction.LOAD and not self._closed and not self._copies.is_broken:
+        if self._direction is Direction.LOAD and not self._closed and not self._copies.health.is_broken:
             try:
                 self._copies.mark_compute()
             except CudaError:
                 self._copies.log.exception("the start of compute could not be recorded")
-                self._copies.check_device(self._direction)
+                self._lane.check()
 
     def shutdown(self) -> None:
         if self._closed:
@@ -274,56 +252,47 @@ class CudaHandler(OffloadingHandler):
         self._closed = True
         with contextlib.suppress(CudaError):
             self._copies.use_device()
-        self._copies.drain(self._direction)
-        self._finished = self.get_finished()
         self._copies.close(self._direction)
+        self._finished = self.get_finished()
 
-    def _named(self, job_ids: Collection[int]) -> list[_SubmittedTransfer]:
+    def _named(self, job_ids: Collection[int]) -> list[Job]:
         return [job for job in self._open if job.job_id in job_ids]
 
-    def _result_of(self, job: _SubmittedTransfer) -> TransferResult | None:
+    def _result_of(self, job: Job) -> TransferResult | None:
         """``None`` while it runs."""
         failed = TransferResult(job.job_id, success=False)
-        if self._copies.is_broken:
+        if self._copies.health.is_broken:
+            return failed
+        if not job.is_submitted:
+            return None
+        if job.failed or job.started is None:
             return failed
         try:
-            if not self._driver.is_done(job.end):
+            if not self._driver.is_done(job.ended.event):
                 return None
-            return TransferResult(job.job_id, True, job.num_bytes, self._driver.seconds_between(job.start, job.end))
+            seconds = self._driver.seconds_between(job.started, job.ended.event)
+            return TransferResult(job.job_id, True, job.num_bytes, seconds)
         except CudaError:
             self._copies.log.exception(f"transfer {job.job_id} failed")
-            self._copies.drain(self._direction)  # it is reported as ended, so it must have
+            self._lane.drain()  # it is reported as ended, so it must have
             return failed
 
-    def _submit(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
+    def _put(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
         gpu, cpu = spec if self._direction is Direction.STORE else spec[::-1]
         assert isinstance(gpu, GPULoadStoreSpec)
         assert isinstance(cpu, CPULoadStoreSpec)
         if self._closed:
             raise TransferError("The handler is shut down.")
-        if self._copies.is_broken:
+        if self._copies.health.is_broken:
             raise TransferError("The device is broken.")
         extent = Extent(frozenset(cpu.block_ids.tolist()), frozenset(gpu.block_ids.tolist()))
-        runs = plan_runs(self._copies.layout, gpu, cpu, self._direction)
-        num_bytes = runs.num_bytes
-        runs = runs.cut_at(self._copies.region.borders)
-        start, end = self._copies.take_event(), self._copies.take_event()
-        try:
-            self._copies.wait_for_compute(self._direction, self._stream)
-            for job in self._copies.conflicting(self._direction, extent):
-                self._driver.wait_event(self._stream, job.end)
-            self._driver.record(start, self._stream)
-            self._copy(runs)
-            self._driver.record(end, self._stream)
-        except BaseException:
-            # Copies may run already. The failure may be reported only when they have ended.
-            self._copies.drain(self._direction)
-            self._copies.give_back(start, end)
-            raise
-        self._open.append(_SubmittedTransfer(job_id, extent, num_bytes, start, end))
+        blockers = self._copies.conflicting(self._direction, extent)
+        compute, ended = self._copies.compute_before(self._direction), self._copies.pools.timed.moment()
+        awaited = [compute, *(blocker.ended.share() for blocker in blockers)]
+        job = Job(job_id, extent, functools.partial(self._runs, gpu, cpu), awaited, blockers, ended)
+        self._lane.put(job)
+        self._open.append(job)
 
-    def _copy(self, runs: Runs) -> None:
-        if self._direction is Direction.STORE:
-            self._driver.copy_runs(runs.host, runs.device, runs.lengths, self._stream)
-        else:
-            self._driver.copy_runs(runs.device, runs.host, runs.lengths, self._stream)
+    def _runs(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Runs:
+        runs = plan_runs(self._copies.layout, gpu, cpu, self._direction)
+        return runs.cut_at(self._copies.region.borders)

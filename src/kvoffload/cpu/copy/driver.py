@@ -22,21 +22,28 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError, TransferError
 
-__all__ = ["LIBRARY", "CudaError", "Driver", "Event", "Stream", "load_driver"]
+__all__ = ["LIBRARY", "MAX_COPIES_PER_CALL", "CudaError", "Driver", "Event", "Stream", "load_driver"]
 
 logger = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 """What NVIDIA's driver installs. The dynamic loader finds it."""
 
+MAX_COPIES_PER_CALL = 4096
+"""A batch of 51,828 failed, and then hung, on the driver 580.159.04 (vLLM issue 49276)."""
+
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
 Int64s = npt.NDArray[np.int64]
 
-_NOT_SUPPORTED = 801
 _NOT_READY = 600
+_CAPTURING = range(900, 909)  # somebody captures a graph, and some calls are refused meanwhile
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC = 1  # a waiting thread sleeps; without it, it spins
+_EVENT_DISABLE_TIMING = 2
+_REGISTER_PORTABLE = 1  # for every context of the process
+_REGISTER_DEVICEMAP = 2
+_CAN_USE_HOST_POINTER = 91  # an attribute: registered memory has one address on both sides
 _ORDER_STREAM = 1  # a source is read when the stream comes to it; "any" order may read it before it was written
 
 
@@ -68,6 +75,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuInit": (_U,),
     "cuDriverGetVersion": (_P,),
     "cuDeviceGet": (_P, _I),
+    "cuDeviceGetAttribute": (_P, _I, _I),
     "cuDeviceGetCount": (_P,),
     "cuDeviceGetName": (_P, _I, _I),
     "cuDeviceGetPCIBusId": (_P, _I, _I),
@@ -111,6 +119,8 @@ class Driver:
 
     def __init__(self, library: str = LIBRARY) -> None:
         """``library`` is a file or a name for the dynamic loader."""
+        self.copies_per_call = MAX_COPIES_PER_CALL
+        """``copy_runs`` makes no larger batches. 1: each copy is a call."""
         try:
             self._library = ctypes.CDLL(library)
             find = self._library.cuGetProcAddress_v2
@@ -143,15 +153,11 @@ class Driver:
     @property
     def has_batch(self) -> bool:
         """Whether many copies take one call (driver 12.8 and newer)."""
-        return self._batch is not None
+        return self._batch is not None and self.copies_per_call > 1
 
     @property
     def copies_by(self) -> str:
         return "batched copies" if self.has_batch else "single copies"
-
-    def use_single_copies(self) -> None:
-        """From now on as with a driver that has no batched copies."""
-        self._batch = None
 
     # -------------------------------------------------------------------------------------------------- devices
 
@@ -172,6 +178,11 @@ class Driver:
             self._contexts[device] = self._get_handle("cuDevicePrimaryCtxRetain", self._get_int("cuDeviceGet", device))
         self._call("cuCtxSetCurrent", self._contexts[device])
 
+    def has_one_address(self, device: int) -> bool:
+        """Whether a batch may name registered host memory by its address on the host. Elsewhere (WSL 2) that is an
+        illegal address, which breaks the device; a single copy finds the memory all the same."""
+        return bool(self._get_int("cuDeviceGetAttribute", _CAN_USE_HOST_POINTER, self._get_int("cuDeviceGet", device)))
+
     def has_context(self) -> bool:
         """Whether this thread has a current context."""
         return bool(self._get_handle("cuCtxGetCurrent"))
@@ -181,7 +192,7 @@ class Driver:
     def register(self, address: int, num_bytes: int) -> None:
         """Page-locks host memory, some 10 GB in a second, and maps it for the device. Until ``unregister``, no copy may
         start in it and end outside, nor in two registrations."""
-        self._call("cuMemHostRegister", address, num_bytes, 0)
+        self._call("cuMemHostRegister", address, num_bytes, _REGISTER_PORTABLE | _REGISTER_DEVICEMAP)
 
     def unregister(self, address: int) -> None:
         """Of what was registered from ``address`` on. No copy may be running in it."""
@@ -212,13 +223,16 @@ class Driver:
         """Returns when all that was submitted to the stream has ended."""
         self._call("cuStreamSynchronize", stream)
 
-    def is_usable(self, stream: Stream) -> bool:
-        """``False`` once the device is broken: then every call fails, and nothing runs any more."""
-        return self._calls["cuStreamQuery"](stream) in (0, _NOT_READY)
+    def is_idle(self, stream: Stream) -> bool:
+        """Whether all that was submitted to the stream has ended. Does not block. Raises once the device is broken:
+        then every call fails, and nothing runs any more."""
+        return self._is_done("cuStreamQuery", stream)
 
-    def create_event(self) -> Event:
-        """With timing. A thread that waits for it sleeps."""
-        return Event(self._get_handle("cuEventCreate", _EVENT_BLOCKING_SYNC))
+    def create_event(self, is_timed: bool = True) -> Event:
+        """A thread that waits for it sleeps. Without timing it costs the device less."""
+        return Event(
+            self._get_handle("cuEventCreate", _EVENT_BLOCKING_SYNC | (0 if is_timed else _EVENT_DISABLE_TIMING))
+        )
 
     def destroy_event(self, event: Event) -> None:
         self._call("cuEventDestroy", event)
@@ -238,10 +252,13 @@ class Driver:
         self._call("cuEventSynchronize", event)
 
     def is_done(self, event: Event) -> bool:
-        code = self._calls["cuEventQuery"](event)
-        if code not in (0, _NOT_READY):
-            raise self._error("cuEventQuery", code)
-        return code == 0
+        return self._is_done("cuEventQuery", event)
+
+    def _is_done(self, call: str, handle: int) -> bool:
+        code = self._calls[call](handle)
+        if code and code != _NOT_READY and code not in _CAPTURING:
+            raise self._error(call, code)
+        return not code
 
     def seconds_between(self, start: Event, end: Event) -> float:
         """On the device's clock, to half a microsecond. Both are done."""
@@ -267,27 +284,39 @@ class Driver:
         assert {column.shape for column in columns} == {(len(lengths),)}, "as many sources as destinations and lengths"
         if not len(lengths):
             return
-        if self._batch is not None and self._copy_batch(self._batch, columns, stream):
-            return
+        for start in range(0, len(lengths), self.copies_per_call):
+            part = [column[start : start + self.copies_per_call] for column in columns]
+            batch = self._batch  # another thread may be the one that finds out that it is refused
+            if batch is None or self.copies_per_call == 1:
+                self._copy_singly(part, stream)
+            else:
+                self._copy_batch(batch, part, stream)
+
+    def _copy_singly(self, columns: list[Int64s], stream: Stream) -> None:
         for destination, source, length in zip(*(column.tolist() for column in columns), strict=True):
             self.copy(destination, source, length, stream)
 
-    def _copy_batch(self, batch: Callable[..., int], columns: list[Int64s], stream: Stream) -> bool:
-        """``False`` if the driver has the call and refuses it on this machine. Copies that it began all the same are
-        made again, which does no harm."""
+    def _copy_batch(self, batch: Callable[..., int], columns: list[Int64s], stream: Stream) -> None:
+        """A driver that refuses the batch and then takes its copies one by one is asked for single copies from now on.
+        Copies that it began all the same are made twice, which does no harm: nobody touches either side before all of
+        them have ended."""
         failed = _N(0)
         destinations, sources, lengths = (column.ctypes.data for column in columns)
         attributes, first, num_attributes = ctypes.addressof(self._attributes), ctypes.addressof(self._first_copy), 1
         num = len(columns[0])
         where = ctypes.addressof(failed)
         code = batch(destinations, sources, lengths, num, attributes, first, num_attributes, where, stream)
-        if code == _NOT_SUPPORTED:
-            logger.warning("The CUDA driver does not support batched copies on this machine; small pages copy slower.")
-            self.use_single_copies()
-            return False
-        if code:
-            raise self._error(f"cuMemcpyBatchAsync (copy {failed.value} of {num})", code)
-        return True
+        if not code:
+            return
+        error = self._error(f"cuMemcpyBatchAsync (copy {failed.value} of {num})", code)
+        try:
+            self._copy_singly(columns, stream)
+        except CudaError:
+            raise error from None
+        logger.warning(
+            "%s Single copies work on this machine, and are made from now on; small pages copy slower.", error
+        )
+        self._batch = None
 
     # ---------------------------------------------------------------------------------------------------- calls
 

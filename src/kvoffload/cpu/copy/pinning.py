@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from kvoffload.cpu.copy.driver import CudaError, Driver
 from kvoffload.cpu.copy.numa import prefer_node
+from kvoffload.cpu.memory_limits import available_bytes, limit_bytes
+from kvoffload.cpu.populate import populate
 from kvoffload.errors import CapacityError
 from kvoffload.units import format_bytes
 
@@ -48,6 +50,10 @@ class PinnedRegion:
         self.num_bytes = self._bytes.size
         if node is not None and prefer_node(self.address, self.num_bytes, node):
             logger.info("Host memory that is not in use yet is asked for from NUMA node %d, that of the device.", node)
+        started_s = time.monotonic()
+        if populate(self.address, self.num_bytes):
+            done = format_bytes(self.num_bytes)
+            logger.info("%s of host memory have their pages after %.1f s.", done, time.monotonic() - started_s)
         unit = math.lcm(shape[1], mmap.PAGESIZE)
         self._pieces: list[int] = []
         try:
@@ -80,7 +86,7 @@ class PinnedRegion:
             except CudaError as exc:
                 piece_bytes = length // 2 // unit * unit
                 if piece_bytes < smallest_piece_bytes:
-                    raise _refusal(pinned_bytes, self.num_bytes) from exc
+                    raise _refusal(pinned_bytes, self.num_bytes, exc) from exc
                 logger.info("Pinning %s at once failed (%s); trying half of it.", format_bytes(length), exc)
                 continue
             self._pieces.append(self.address + pinned_bytes)
@@ -89,10 +95,13 @@ class PinnedRegion:
             logger.info("Pinned %s of %s of host memory in %.1f s.", done, wanted, time.monotonic() - started_s)
 
 
-def _refusal(pinned_bytes: int, wanted_bytes: int) -> CapacityError:
-    advice = f"lower cpu_bytes_to_use to {format_bytes(pinned_bytes)}" if pinned_bytes else "lower cpu_bytes_to_use"
+def _refusal(pinned_bytes: int, wanted_bytes: int, error: CudaError) -> CapacityError:
+    limit, available = limit_bytes(), available_bytes()
+    memory = "" if available is None else f" {format_bytes(available)} of memory are available"
+    memory += "" if limit is None else f" of the container's {format_bytes(limit)}"
+    advice = f"Lower cpu_bytes_to_use to {format_bytes(pinned_bytes)}" if pinned_bytes else "Lower cpu_bytes_to_use"
     return CapacityError(
         f"The CUDA driver pinned {format_bytes(pinned_bytes)} of the {format_bytes(wanted_bytes)} of host memory for "
-        f"offloading and refused the rest; {advice}, or raise the limit on locked memory (ulimit -l; docker: --ulimit "
-        "memlock=-1)."
+        f"offloading and refused the rest: {error}{memory and memory + '.'} {advice}, or give the "
+        "container more memory."
     )

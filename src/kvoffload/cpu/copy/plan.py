@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,6 +164,16 @@ class Runs:
         cuts = np.linspace(0, total, parts + 1).astype(np.int64) & ~np.int64(4095)
         cuts[-1] = total
         return [self._slice(int(low), int(high), ends) for low, high in itertools.pairwise(cuts)]
+
+    def pieces(self, max_bytes: int, max_runs: int) -> Iterator[Runs]:
+        """The same bytes in order, at most so many at a time. Long runs are cut."""
+        ends = np.cumsum(self.lengths)
+        low, total = 0, int(ends[-1]) if len(ends) else 0
+        while low < total:
+            last = int(np.searchsorted(ends, low, side="right")) + max_runs - 1
+            high = min(low + max_bytes, total if last >= len(ends) else int(ends[last]))
+            yield self._slice(low, high, ends)
+            low = high
 
     def _slice(self, low: int, high: int, ends: Int64s) -> Runs:
         first = int(np.searchsorted(ends, low, side="right"))

@@ -14,11 +14,15 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout
 from kvoffload.errors import TransferError
 
-__all__ = ["check_copies"]
+__all__ = ["CopiesHang", "check_copies"]
 
 _SWAPS = 9  # odd: the slots end up swapped
 _MAX_BYTES = 256 << 20  # of one group's copies: some milliseconds
 _TIMEOUT_S = 30.0
+
+
+class CopiesHang(TransferError):
+    """Copies did not end. They may still run."""
 
 
 def check_copies(
@@ -130,7 +134,7 @@ class _Chain:
                     job_ids.discard(result.job_id)
                     yield result.success
                 if job_ids and time.monotonic() > deadline_s:
-                    raise TransferError(
+                    raise CopiesHang(
                         f"Copies between the device and host memory did not end within {_TIMEOUT_S:.0f} s at start; "
                         "serve without kvoffload, and report what `kvoffload doctor` says."
                     )
