@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.cpu.copy.fake_cuda import FakeCuda, build, cuda
 
-from kvoffload.cpu.copy.driver import CudaError, Driver
+from kvoffload.cpu.copy.driver import COPIES_PER_CALL, CudaError, Driver
 from kvoffload.errors import ConfigError
 
 __all__ = ["cuda"]
@@ -63,10 +63,17 @@ def test_no_call_takes_more_copies_than_drivers_take(cuda: FakeCuda) -> None:
     driver.destroy_stream(stream)
 
 
-def test_batches_of_one_are_single_copies(cuda: FakeCuda) -> None:
-    cuda.driver.copies_per_call = 1
+def test_the_environment_may_ask_for_single_copies(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COPIES_PER_CALL, "1")
+    cuda.reset()
     _copy_scattered(cuda)
     assert cuda.count("batches") == 0
+    for wrong in ("0", "5000", "many", "-1"):
+        monkeypatch.setenv(COPIES_PER_CALL, wrong)
+        with pytest.raises(ConfigError, match=COPIES_PER_CALL):
+            cuda.reset()
+    monkeypatch.delenv(COPIES_PER_CALL)
+    cuda.reset()
 
 
 def _copy_scattered(cuda: FakeCuda) -> None:

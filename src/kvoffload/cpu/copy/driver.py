@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, NewType
 
@@ -22,14 +23,17 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError, TransferError
 
-__all__ = ["LIBRARY", "MAX_COPIES_PER_CALL", "CudaError", "Driver", "Event", "Stream", "load_driver"]
+__all__ = ["COPIES_PER_CALL", "LIBRARY", "CudaError", "Driver", "Event", "Stream", "load_driver"]
 
 logger = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 """What NVIDIA's driver installs. The dynamic loader finds it."""
 
-MAX_COPIES_PER_CALL = 4096
+COPIES_PER_CALL = "KVOFFLOAD_COPIES_PER_CALL"
+"""The environment variable for drivers that want fewer; 1 makes each copy a call. It is of the machine, not of the
+model, so no configuration has it."""
+_COPIES_PER_CALL = 4096
 """A batch of 51,828 failed, and then hung, on the driver 580.159.04 (vLLM issue 49276)."""
 
 Stream = NewType("Stream", int)
@@ -119,7 +123,7 @@ class Driver:
 
     def __init__(self, library: str = LIBRARY) -> None:
         """``library`` is a file or a name for the dynamic loader."""
-        self.copies_per_call = MAX_COPIES_PER_CALL
+        self.copies_per_call = _copies_per_call()
         """``copy_runs`` makes no larger batches. 1: each copy is a call."""
         try:
             self._library = ctypes.CDLL(library)
@@ -366,6 +370,13 @@ class Driver:
         name = _S()
         self._calls["cuGetErrorName"](code, ctypes.addressof(name))
         return (name.value or b"unknown").decode()
+
+
+def _copies_per_call() -> int:
+    text = os.environ.get(COPIES_PER_CALL, str(_COPIES_PER_CALL))
+    if not text.isdecimal() or not 1 <= int(text) <= _COPIES_PER_CALL:
+        raise ConfigError(f"{COPIES_PER_CALL} must be a number from 1 to {_COPIES_PER_CALL}, not {text!r}.")
+    return int(text)
 
 
 @functools.cache
