@@ -473,27 +473,6 @@ class TestBadMedia:
             assert write(store, *KEYS[start : start + 10]) == [True] * 10
         assert len(here(store, *KEYS)) >= 97
 
-    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
-    @pytest.mark.parametrize("batch", [1, 10])
-    def test_slots_without_space_are_left_out_until_there_is_some(
-        self, open_store, broken: Broken, monkeypatch, number: int, batch: int
-    ) -> None:
-        """Where slabs are not preallocated, a disk may be full before all slots have been written to once."""
-        monkeypatch.setattr(file_module, "_libc_fallocate", None)
-        store, keys = open_store(max_bytes=slab_of(200)), keys_of(*range(800))
-        write(store, *keys[:100])
-        broken.slots, broken.error = set(range(100, 200)), number
-        for start in range(100, 300, batch):
-            assert write(store, *keys[start : start + batch]) == [True] * batch
-            store._quota.not_before_s -= 0.1  # some of the slots are tried again
-        assert right(store, *keys[210:300]) == set(keys[210:300])
-        assert 90 < len(here(store, *keys)) <= 100
-        broken.slots = set()
-        for start in range(300, 800, batch):
-            store._quota.not_before_s = 0.0
-            assert write(store, *keys[start : start + batch]) == [True] * batch
-        assert len(right(store, *keys)) > 190
-
     def test_blocks_are_not_written_over_in_vain_where_every_write_needs_space(
         self, open_store, broken: Broken
     ) -> None:
@@ -702,26 +681,6 @@ class TestRoot:
         store.close()
         store = DiskStore(small_disk, SMALL, "new", max_bytes=16 << 20)
         assert write(store, *keys[:100]) == [True] * 100
-        store.close()
-
-    @pytest.mark.parametrize("is_quota_above_disk", [False, True])
-    def test_a_full_disk_that_does_not_preallocate(
-        self, small_disk: Path, monkeypatch, is_quota_above_disk: bool
-    ) -> None:
-        """As ext2 and some network and FUSE file systems do not."""
-        monkeypatch.setattr(file_module, "_libc_fallocate", None)
-        store = DiskStore(small_disk, SMALL, max_bytes=(16 if is_quota_above_disk else 1) << 20)
-        keys = keys_of(*range(4000))
-        assert write(store, *keys[:100]) == [True] * 100
-        if not is_quota_above_disk:
-            with pytest.raises(OSError, match="No space left"):
-                (small_disk / "other").write_bytes(bytes(4 << 20))
-        for start in range(100, 4000, 10):
-            assert write(store, *keys[start : start + 10]) == [True] * 10
-        assert len(right(store, *keys)) > (2500 if is_quota_above_disk else 80)
-        assert store.stats().corrupt_blocks == 0
-        assert "corrupt" not in store.take_lost().values()
-        store.check_invariants()
         store.close()
 
     def test_a_disk_that_becomes_read_only(self, small_disk: Path) -> None:
@@ -977,22 +936,8 @@ class TestRoot:
         store._quota.not_before_s = 0.0
         assert write(store, KEYS[0]) == [True]
 
-    def test_a_slab_gets_its_size_alone_where_the_file_system_gives_no_space(
-        self, open_store, tmp_path: Path, monkeypatch
-    ) -> None:
-        def refuse(fd: int, offset: int, num_bytes: int) -> None:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-        monkeypatch.setattr(file_module, "_fallocate", refuse)
-        store = open_store(max_bytes=8 << 20)
-        assert write(store, *KEYS[:3]) == [True] * 3
-        (path,) = payloads(tmp_path)
-        assert path.stat().st_size > 500_000
-        assert path.stat().st_blocks * 512 <= 3 * 4096, "written nowhere but where the blocks are"
-        assert right(store, *KEYS[:3]) == set(KEYS[:3])
-
-    def test_ext2_knows_no_way_to_give_a_slab_its_space(self, tmp_path: Path) -> None:
-        """The C library's function writes to each page there."""
+    def test_a_file_system_that_cannot_preallocate_is_refused(self, tmp_path: Path) -> None:
+        """As ext2 cannot: a write there may lack space in the middle of a slab."""
         (tmp_path / "disk").mkdir()
         with (tmp_path / "image").open("wb") as image:
             image.truncate(32 << 20)
@@ -1000,14 +945,16 @@ class TestRoot:
         if os.geteuid() or subprocess.run(make, shell=True, capture_output=True, check=False).returncode:
             pytest.skip("mounting is not allowed here")
         try:
-            store = DiskStore(tmp_path / "disk", SMALL, max_bytes=16 << 20)
-            assert write(store, *KEYS[:3]) == [True] * 3
-            (path,) = payloads(tmp_path / "disk")
-            assert path.stat().st_size > 900_000
-            assert path.stat().st_blocks * 512 < 100_000
-            store.close()
+            with pytest.raises(ConfigError, match=r"cannot preallocate .*type 'fs'"):
+                DiskStore(tmp_path / "disk" / "kv", SMALL, max_bytes=16 << 20)
+            assert list((tmp_path / "disk" / "kv" / CONTROL_DIR).iterdir()) == []
         finally:
             subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)
+
+    def test_nor_is_it_written_to_page_by_page(self, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setattr(file_module, "_libc_fallocate", None)
+        with pytest.raises(ConfigError, match="cannot preallocate"):
+            DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
 
     def test_space_is_given_again_after_a_signal_and_in_parts(self, tmp_path: Path, monkeypatch) -> None:
         asked, real = list[tuple[int, int]](), file_module._fallocate

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import resource
+import secrets
 import stat
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.cpu.memory_limits import memory_file_system
-from kvoffload.errors import StoreError
+from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.direct_io import O_DIRECT, after, is_aligned
 from kvoffload.tiering.stores.disk.format import (
     ENTRY_BYTES,
@@ -29,9 +30,9 @@ from kvoffload.tiering.stores.disk.format import (
     TABLE_SUFFIX,
     SlabFormat,
 )
-from kvoffload.tiering.stores.root import SAFE, Access, make_file, try_lock
+from kvoffload.tiering.stores.root import SAFE, Access, make_file, open_control, try_lock
 
-__all__ = ["NO_SPACE", "TOO_MANY_FILES", "SlabFile", "SlabRefused", "most_slabs"]
+__all__ = ["NO_SPACE", "TOO_MANY_FILES", "SlabFile", "SlabRefused", "check_preallocation", "most_slabs"]
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 """No slab can be opened for now, whatever it is like."""
@@ -246,11 +247,6 @@ class SlabFile:
         self._memory = None
         return max(0, backed_bytes // self._block_bytes)
 
-    def num_holes(self) -> int:
-        """For about how many slots the disk has given no space."""
-        lacking_bytes = self.num_slots * self._block_bytes - os.fstat(self._payload_fd).st_blocks * 512
-        return max(0, -(-lacking_bytes // self._block_bytes))
-
     def sync(self) -> None:
         """Puts payloads and entries on the disk."""
         os.fdatasync(self._payload_fd)
@@ -304,6 +300,27 @@ class SlabFile:
         return done
 
 
+def check_preallocation(root: str, access: Access) -> None:
+    """Raises ``ConfigError`` if the file system of ``root`` cannot give files their space. That a disk is full or
+    read-only just now is no reason."""
+    control, name = open_control(root, access), f"{NEW_PREFIX}{secrets.token_hex(8)}"
+    try:
+        fd = make_file(name, control, access, os.O_EXCL)
+        try:
+            _allocate(fd, PAGE_BYTES)
+        finally:
+            os.close(fd)
+            os.unlink(name, dir_fd=control)
+    except OSError as exc:
+        if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise ConfigError(
+                f"The file system of {root} cannot preallocate files; choose a directory on another one (ext4, XFS, "
+                "Btrfs, a tmpfs), or use a tier of type 'fs'."
+            ) from exc
+    finally:
+        os.close(control)
+
+
 def most_slabs() -> int:
     """As many slabs as this process can have open beside all else, under the hard limit of its files."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -350,7 +367,7 @@ def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8] | None:
 
 
 def _allocate(fd: int, num_bytes: int) -> None:
-    """Gives a file its space, or only its size where the file system does not know how. Raises ``OSError``.
+    """Gives a file its space, so that no write to it lacks any. Raises ``OSError``.
 
     Not ``os.posix_fallocate``: where the file system does not know how, the C library writes to each page instead.
     """
@@ -361,11 +378,6 @@ def _allocate(fd: int, num_bytes: int) -> None:
             _fallocate(fd, done, count)
         except InterruptedError:
             continue
-        except OSError as exc:
-            if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-            os.ftruncate(fd, num_bytes)
-            return
         done += count
 
 

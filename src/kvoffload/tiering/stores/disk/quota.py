@@ -91,10 +91,6 @@ class Quota:
             errors.append(self._error)
         return False
 
-    def pause(self) -> None:
-        """Makes no slab for a moment, because there is no room for one."""
-        self.not_before_s = time.monotonic() + _GROW_S
-
     def shrink(self) -> bool:
         """Removes our slabs above the quota, the one with the oldest uses first. Returns whether the quota holds. Does
         not wait for the root's lock, or for other processes to remove theirs. Raises ``OSError``."""
@@ -147,7 +143,7 @@ class Quota:
     def _try_to_grow(self) -> bool:
         if self._lock.acquire(timeout=_GROW_S):
             try:
-                if self._slabs.num_free or self._slabs.free_full():
+                if self._slabs.num_free:
                     return True
                 # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
                 self.making = secrets.token_hex(8)
@@ -165,7 +161,7 @@ class Quota:
             finally:
                 self.making = ""
                 self._lock.release()
-        self.pause()
+        self.not_before_s = time.monotonic() + _GROW_S
         return False
 
     def _say_who_has_all(self) -> None:

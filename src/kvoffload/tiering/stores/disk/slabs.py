@@ -41,7 +41,6 @@ NS = 1_000_000_000
 _MAX_LOST = 1 << 18
 _KEYS_AT_ONCE = 1024
 _EVICTED_AT_ONCE = 16
-_FULL_AT_ONCE = 64
 _LAST_SLAB = (1 << 12) - 1
 
 
@@ -65,8 +64,6 @@ class Slab:
     """Of a slab that we gave away: until when it is others' to take. Belongs to the upkeep."""
     num_bad: int = 0
     """Slots that are out of use because the disk failed to read or write them."""
-    full: list[int] = field(default_factory=list)
-    """Slots that are out of use because the disk had no space for them."""
     users: int = 0
     """Calls that do I/O on ``file`` just now. The last of them closes a dropped slab."""
     is_dropped: bool = False
@@ -121,8 +118,6 @@ class NewRun(BusyRun):
     """Parts of ``blocks`` that are on the disk, entries included."""
     bad: list[int] = field(default_factory=list)
     """Blocks that the disk fails to write."""
-    num_holes: int | None = None
-    """If it had no space for them: for about how many slots of the slab it has none."""
 
 
 class Slabs:
@@ -214,27 +209,13 @@ class Slabs:
                 first += slots.count
         return runs
 
-    def record(self, runs: Sequence[NewRun]) -> list[NewBlock]:
-        """Adds the blocks that were written. The other slots of the runs are free again, or left out of use. Returns
-        the blocks of slots that the disk had no space for: they may go elsewhere."""
+    def record(self, runs: Sequence[NewRun]) -> None:
+        """Adds the blocks that were written. The other slots of the runs are free again, or left out of use."""
         with self._lock:
-            homeless = list[NewBlock]()
             for run in runs:
                 if not run.slab.is_dropped:
-                    homeless += self._record(run)
+                    self._record(run)
                 self._unpin(run.slab)
-            return homeless
-
-    def free_full(self) -> bool:
-        """Some of the slots that the disk had no space for are free, to be tried again. Returns whether any are."""
-        with self._lock:
-            for slab in self.open.values():
-                if slab.full:
-                    for slots in runs_of(sorted(slab.full[-_FULL_AT_ONCE:])):
-                        self._allocator.release(Run(slab.number * SLAB_STRIDE + slots.start, slots.count))
-                    del slab.full[-_FULL_AT_ONCE:]
-                    return True
-            return False
 
     def discard(self, keys: Sequence[HashedKey]) -> list[BusyRun]:
         """Forgets blocks. Returns slots of ours that are to be emptied. A neighbour's block may come back when its page
@@ -377,7 +358,6 @@ class Slabs:
                 return False
             self._allocator.drop_slabs([slab.number])
             slab.used_ns = None
-            slab.full.clear()
             slab.changed_pages.clear()  # to count them later would overwrite what its next owner counts
             return True
 
@@ -515,7 +495,7 @@ class Slabs:
         if slab.is_dropped and not slab.users:
             slab.file.close()
 
-    def _record(self, new: NewRun) -> list[NewBlock]:
+    def _record(self, new: NewRun) -> None:
         slab, start, first = new.slab, new.slots.start, new.slots.first
         for part in new.good:
             begin, end = part.start, part.stop
@@ -531,19 +511,12 @@ class Slabs:
                     self._long_keys[block.key.probe] = block.long_key
                 block.is_written = True
         if len(new.good) == 1 and new.good[0].count == new.slots.count:
-            return []
-        left, homeless = {at for at, block in enumerate(new.blocks) if not block.is_written}, list[NewBlock]()
-        if new.num_holes is not None:
-            # A few more, of which the file system's own blocks may have the space that the payloads lack.
-            if len(slab.full) + len(new.bad) <= new.num_holes + _few(slab):
-                slab.full += [first + at for at in new.bad]
-                left.difference_update(new.bad)
-                homeless = [new.blocks[at] for at in new.bad]
-        elif new.bad and self._may_leave_out(slab, len(new.bad), any_good=bool(new.good)):
+            return
+        left = {at for at, block in enumerate(new.blocks) if not block.is_written}
+        if new.bad and self._may_leave_out(slab, len(new.bad), any_good=bool(new.good)):
             left.difference_update(new.bad)
         for part in runs_of(sorted(left)):
             self._allocator.release(Run(start + part.start, part.count))
-        return homeless
 
     def _change(self, slab: Slab, first: int, count: int) -> None:
         slab.changed_pages.update(range(first // PAGE_SLOTS, (first + count - 1) // PAGE_SLOTS + 1))
@@ -569,7 +542,7 @@ class Slabs:
     def _may_leave_out(self, slab: Slab, count: int, *, any_good: bool) -> bool:
         """Whether slots that the disk cannot read or write are left out of use. If there are many, the slots are not
         what is bad."""
-        if not any_good or slab.num_bad + count > _few(slab):
+        if not any_good or slab.num_bad + count > max(1, slab.file.num_slots // 64):
             return False
         slab.num_bad += count
         return True
@@ -635,10 +608,6 @@ class Slabs:
                 if key is not None and self._index.find(_hashed_in(entry)) == slab.number * SLAB_STRIDE + index:
                     keys.append(key)
         return keys
-
-
-def _few(slab: Slab) -> int:
-    return max(1, slab.file.num_slots // 64)
 
 
 def _hashed_in(entry: bytes | bytearray) -> HashedKey:

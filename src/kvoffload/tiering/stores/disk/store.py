@@ -17,7 +17,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Run, runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory
-from kvoffload.tiering.stores.disk.file import NO_SPACE
+from kvoffload.tiering.stores.disk.file import NO_SPACE, check_preallocation
 from kvoffload.tiering.stores.disk.format import (
     EMPTY_ENTRY,
     ENTRY_BYTES,
@@ -95,6 +95,7 @@ class DiskStore(RootedStore):
         self._layout = layout = SlabFormat(directory_of(namespace, secret), block_bytes, secret)
         super().__init__(root, block_bytes, max_bytes, layout.slab_bytes(1), durability, mode)
         try:
+            check_preallocation(self._root, self._access)
             self._directory = SlabDirectory(self._root, layout, self._access, durable=self._durable)
         except OSError as exc:
             raise ConfigError(f"The store cannot use {self._root}: {exc}; choose another directory.") from exc
@@ -188,10 +189,8 @@ class DiskStore(RootedStore):
                 if self._durable:
                     self._sync({run.slab.number: run.slab for run in runs}.values(), errors)
             finally:
-                homeless = self._slabs.record(runs)
-            if homeless:
-                self._quota.pause()
-            new = homeless + new[sum(run.slots.count for run in runs) :]
+                self._slabs.record(runs)
+            new = new[sum(run.slots.count for run in runs) :]
 
     def _write_run(self, run: NewRun, errors: list[OSError]) -> None:
         """Writes blocks: payloads first, then their entries. So a process that dies in between leaves empty slots. If
@@ -205,9 +204,8 @@ class DiskStore(RootedStore):
         except OSError as exc:
             errors.append(exc)
             if exc.errno == errno.EIO or exc.errno in NO_SPACE:
-                good, run.bad = self._write_singly(run)
-            if exc.errno in NO_SPACE:
-                run.num_holes = slab.file.num_holes()
+                good, bad = self._write_singly(run)
+                run.bad = bad if exc.errno == errno.EIO else []
         run.entries = entries_of()
         try:
             for part in good:
