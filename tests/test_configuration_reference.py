@@ -22,6 +22,13 @@ def test_the_page_is_that_of_the_declarations(reference) -> None:
     )
 
 
+def test_the_table_of_series_is_that_of_the_metrics(reference) -> None:
+    assert (ROOT / "docs" / "operating.md").read_text() == reference["operating"](), (
+        "run scripts/configuration-reference"
+    )
+    assert "`hit_tokens` | counter |" in reference["operating"]()
+
+
 def test_a_key_without_a_word_on_its_default_is_refused(reference) -> None:
     import msgspec
 

@@ -63,10 +63,9 @@ def test_each_path_is_mounted() -> None:
     mounts = {mount["name"]: mount["mountPath"] for mount in SERVER["volumeMounts"]}
     assert CHECK["volumeMounts"] == SERVER["volumeMounts"]
     assert mounts.keys() == {volume["name"] for volume in POD["volumes"]} | {CLAIM["metadata"]["name"]}
-    transfer = json.loads(SERVER["args"][SERVER["args"].index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector_extra_config"] == {"config_file": f"{mounts['config']}/offload.yaml"}
+    variables = {each["name"]: each["value"] for each in SERVER["env"] if "value" in each}
+    assert variables["KVOFFLOAD_CONFIG"] == f"{mounts['config']}/offload.yaml"
     assert CHECK["command"] == ["kvoffload", "check-config", f"{mounts['config']}/offload.yaml"]
-    assert (transfer["kv_connector"], transfer["kv_load_failure_policy"]) == ("KVOffloadConnector", "recompute")
     assert [tier.directory for tier in parse_tiers(CONFIG.secondary_tiers)] == [mounts["kv"]]
     assert mounts["shm"] == "/dev/shm"
 
