@@ -8,6 +8,7 @@ from tests.tiering.rig import Rig, content, keys, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.cpu.policies.arc import ARCCachePolicy
+from kvoffload.tiering.waits import Waits
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
@@ -250,22 +251,22 @@ def test_tiny_primary_tiers_promote_too(cache_policy: str, num_blocks: int) -> N
 
 def test_promoting_a_long_prefix_does_not_step_over_its_head_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Half of the prefix is resident and would be evicted next; each eviction for the other half must not walk past it.
-    from kvoffload.tiering.claims import Claims
-
     asked = 0
-    contains = Claims.__contains__
 
-    def counted(self: Claims, key: object) -> bool:
-        nonlocal asked
-        asked += 1
-        return contains(self, key)
+    class Counted(frozenset[OffloadKey]):
+        def __contains__(self, key: object) -> bool:
+            nonlocal asked
+            asked += 1
+            return super().__contains__(key)
 
+    claimed = Waits.claimed.fget
+    assert claimed is not None
     rig = Rig(num_blocks=2000)
     writer = rig.start("w")
     rig.store(prefix(700), writer)
     rig.store(prefix(1300, of="q"), writer)
     rig.below(prefix(1400))
-    monkeypatch.setattr(Claims, "__contains__", counted)
+    monkeypatch.setattr(Waits, "claimed", property(lambda self: Counted(claimed(self))))
     answers = rig.manager.lookup_prefix(prefix(1400), rig.start("r"))
     assert answers.count(None) == 700
     assert asked < 20 * 1400

@@ -17,9 +17,9 @@ class Asking(Parts):
     def __init__(self) -> None:
         super().__init__()
         self.num_polls = 0
-        parts = self.claims, self.waits, self.promotions, self.planner()
+        parts = self.waits, self.promotions, self.planner()
         self.lookups = Lookups(self.primary, [self.tier], *parts, self.poll, self.clock)
-        self.places = Places(self.primary, [self.tier], self.claims, self.promotions)
+        self.places = Places(self.primary, [self.tier], self.waits, self.promotions)
 
     def poll(self) -> None:
         self.num_polls += 1

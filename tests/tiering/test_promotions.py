@@ -12,10 +12,9 @@ from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
 from kvoffload.testing import FakeTier
 from kvoffload.testing.clock import ManualClock
-from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import LoadAlways
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Prefix, Request
+from kvoffload.tiering.requests import Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 from kvoffload.tiering.waits import Waits
 
@@ -30,11 +29,10 @@ class Parts:
         self.tier = GuardedTier(0, self.fake)
         self.jobs = TierJobs()
         self.clock = ManualClock()
-        self.claims = Claims(8, claim_share=3 / 8, promotion_share=4 / 8, clock=self.clock)
-        self.waits = Waits(self.primary.slots, self.claims, self.clock)
+        self.waits = Waits(self.primary.slots, claim_share=3 / 8, promotion_share=4 / 8, clock=self.clock)
         self.requests: list[Request] = []
         self.promotions = Promotions(
-            self.primary, self.claims, self.waits, self.jobs, self.planner(), self.note_reservation
+            self.primary, self.waits, self.jobs, self.planner(), self.note_reservation
         )
         self.fake.put(keys(*range(10)), map(content, keys(*range(10))))
 
@@ -42,7 +40,7 @@ class Parts:
         return LoadAlways(["fake"], BLOCK_BYTES, self.clock)
 
     def note_reservation(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
-        self.claims.left(evicted)
+        self.waits.left(evicted)
 
     def request(self, name: str) -> Request:
         self.requests.append(Request(ReqContext(name), patience_s=1.0))
@@ -50,9 +48,7 @@ class Parts:
 
     def begin(self, request: Request, *numbers: int) -> int:
         """How many of these blocks are begun."""
-        prefix = Prefix(request, keys(*numbers))
-        self.waits.add(prefix)
-        begun = self.promotions.begin(self.tier, prefix, 0, len(numbers))
+        begun = self.promotions.begin(self.tier, self.waits.of(request), keys(*numbers), 0, len(numbers))
         self.check_invariants()
         return begun
 
@@ -64,8 +60,7 @@ class Parts:
 
     def check_invariants(self) -> None:
         self.promotions.check_invariants()
-        self.waits.check_invariants(self.requests)
-        self.claims.check_invariants(self.requests, set(self.promotions), self.primary.slots.get)
+        self.waits.check_invariants(self.requests, set(self.promotions))
 
 
 def test_one_batch_per_request_reserves_at_once_and_publishes_what_arrives() -> None:
@@ -83,7 +78,7 @@ def test_one_batch_per_request_reserves_at_once_and_publishes_what_arrives() -> 
     assert parts.memory.read(parts.primary.slots.pin(keys(2))[0]) == content(keys(2)[0])
     assert parts.promotions.outcomes == {"ok": 3, "failed": 0}
     assert first.wait is not None
-    assert [prefix.answers for prefix in first.wait.prefixes.values()] == [[True, True]]
+    assert first.wait.answers == dict.fromkeys(keys(1, 2), True)
     parts.clock.advance(9.0)
     assert first.wait.waited_s(parts.clock()) == 0.5, "it was answered when its blocks arrived"
 
@@ -105,7 +100,7 @@ def test_without_room_nothing_is_begun() -> None:
     assert parts.begin(request, 1) == 0
     assert parts.promotions.refused["no_room"] == 1
     assert request.wait is None
-    assert len(parts.promotions) == len(parts.claims) == 0
+    assert len(parts.promotions) == len(parts.waits.claimed) == 0
 
 
 def test_a_block_that_does_not_arrive_is_a_miss_for_every_waiter() -> None:
@@ -114,14 +109,11 @@ def test_a_block_that_does_not_arrive_is_a_miss_for_every_waiter() -> None:
     parts.begin(first, 1, 2)
     parts.begin(second, 3)
     assert second.wait is not None
-    joined = Prefix(second, keys(1))
-    parts.waits.add(joined)
-    joined.answers.append(None)
-    assert parts.claims.claim(second.wait, joined, 0)
+    assert parts.waits.found(second.wait, keys(1)) == [None]
     parts.promotions.submit()
     parts.finish(lose=keys(1), tear=True)
     assert first.verdicts == second.verdicts == {keys(1)[0]: Miss.PROMOTION_FAILED}
-    assert joined.answers == [False]
+    assert second.wait.answers == {keys(3)[0]: True}
     assert parts.primary.slots.num_in_flight == 0
     assert parts.primary.lookup(keys(1)[0], first.context) is False
 
@@ -130,10 +122,10 @@ def test_a_probe_has_no_waiter_and_what_it_brings_may_be_evicted() -> None:
     parts = Parts()
     parts.promotions.probe(parts.tier, keys(1, 2), parts.request("a"))
     parts.check_invariants()
-    assert len(parts.claims) == 2, "while it is in flight"
+    assert len(parts.waits.claimed) == 2, "while it is in flight"
     parts.promotions.submit()
     parts.finish()
-    assert len(parts.claims) == 0
+    assert len(parts.waits.claimed) == 0
     assert parts.primary.lookup(keys(1)[0], ReqContext("b")) is True
     parts.promotions.close()
     assert [call.req_id for call in parts.fake.calls("on_request_finished")] == ["kvoffload:probe"]
@@ -147,7 +139,6 @@ def test_a_reset_begins_nothing_that_was_queued_and_waits_for_what_was_submitted
     parts.begin(asking, 2)
     parts.waits.reset()
     parts.promotions.reset()
-    parts.claims.clear()
     parts.primary.reset_cache()
     parts.jobs.mark_stale()
     parts.promotions.submit()

@@ -27,7 +27,6 @@ from kvoffload.metrics import Stats, add_stats
 from kvoffload.miss import Miss
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
-from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import BlockWorth, LoadAlways, LoadByCost, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.promotions import Promotions
@@ -87,18 +86,15 @@ class TieringOffloadingManager(OffloadingManager):
         on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
         self._cascades = Cascades(primary_tier, self._jobs, on_store_tiers)
         self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades)
-        self._claims = Claims(primary_tier.num_blocks, claim_share, promotion_share, clock)
-        self._waits = Waits(primary_tier.slots, self._claims, clock)
+        self._waits = Waits(primary_tier.slots, claim_share, promotion_share, clock)
         names = [tier.name for tier in self._tiers]
         block_bytes = primary_tier.kv_view.shape[1] if primary_tier.kv_view.shape is not None else 0
         self._planner: LoadPlanner = LoadAlways(names, block_bytes, clock)
         if block_worth is not None:
             self._planner = LoadByCost(names, block_worth, clock)
-        self._promotions = Promotions(
-            primary_tier, self._claims, self._waits, self._jobs, self._planner, self._on_reserved
-        )
+        self._promotions = Promotions(primary_tier, self._waits, self._jobs, self._planner, self._on_reserved)
         self._lookups = Lookups(
-            primary_tier, self._tiers, self._claims, self._waits, self._promotions, self._planner, self._poll, clock
+            primary_tier, self._tiers, self._waits, self._promotions, self._planner, self._poll, clock
         )
         self._requests: dict[str, Request] = {}
 
@@ -165,7 +161,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._poll()
         self._waits.end(request)  # it runs
         keys = list(keys)
-        output = self.primary_tier.prepare_store(keys, req_context, self._claims)
+        output = self.primary_tier.prepare_store(keys, req_context, self._waits.claimed)
         if output is None:
             return None
         self._on_reserved(len(output.keys_to_store), output.evicted_keys)
@@ -221,7 +217,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._waits.reset()
         self._promotions.reset()
         self._jobs.mark_stale()
-        self._claims.clear()
         self._write_back.reset()
         touched = self._cascades.reset()
         self.primary_tier.reset_cache()
@@ -236,7 +231,7 @@ class TieringOffloadingManager(OffloadingManager):
         own["cascades", "dropped"] = self._write_back.dropped
         own[("cascades_parked",)] = self._cascades.num_parked
         own[("promotions_in_flight",)] = len(self._promotions)
-        own[("claimed_blocks",)] = len(self._claims)
+        own[("claimed_blocks",)] = len(self._waits.claimed)
         own |= self._waits.lengths.stats()
         own |= self._planner.get_stats()
         return add_stats([self.primary_tier.get_stats(), own, *(tier.get_stats() for tier in self._tiers)])
@@ -283,8 +278,7 @@ class TieringOffloadingManager(OffloadingManager):
         requests = self._requests.values()
         self._cascades.check_invariants(requests, set(self._promotions))
         self._write_back.check_invariants(self._jobs.in_flight.values())
-        self._waits.check_invariants(requests)
-        self._claims.check_invariants(requests, set(self._promotions), self.primary_tier.slots.get)
+        self._waits.check_invariants(requests, set(self._promotions))
 
     def _request(self, req_context: ReqContext) -> Request:
         request = self._requests.get(req_context.req_id)
@@ -316,16 +310,16 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
-        self._claims.left(evicted)  # a claim is not a pin
+        self._waits.left(evicted)  # a claim is not a pin
         self._write_back.on_reserved(num_blocks, evicted)
 
     def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: what is ready answers those that wait, and what was
         stored is cascaded."""
-        if self._claims:
+        if self._waits.claimed:
             blocks = self.primary_tier.slots.get_all(keys)
-            self._claims.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
-            self._claims.left([key for key, block in zip(keys, blocks) if block is None])
+            self._waits.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
+            self._waits.left([key for key, block in zip(keys, blocks) if block is None])
         for request in self._cascades.end_stores(keys):
             self._close_if_done(request)
 

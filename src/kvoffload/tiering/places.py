@@ -9,11 +9,11 @@ from typing import NamedTuple
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
-from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import HERE, Place, Segment
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Prefix, Request
+from kvoffload.tiering.requests import Question, Request
 from kvoffload.tiering.tier_jobs import GuardedTier
+from kvoffload.tiering.waits import Waits
 
 __all__ = ["Places", "Survey"]
 
@@ -42,12 +42,12 @@ class Places:
         self,
         primary: CPUPrimaryTierOffloadingManager,
         tiers: Sequence[GuardedTier],
-        claims: Claims,
+        waits: Waits,
         promotions: Promotions,
     ) -> None:
         self._primary = primary
         self._tiers = tiers
-        self._claims = claims
+        self._waits = waits
         self._promotions = promotions
         self._places = [(tier, Place(tier.index), Place(tier.index, is_unknown=True)) for tier in tiers]
         self._peeked: dict[OffloadKey, Place | None] = {}
@@ -75,8 +75,8 @@ class Places:
         Ends where the request could claim no more: what comes after may be evicted while it waits. Blocks before the
         first that must be waited for need no claims.
         """
-        own = request.wait.num_claims if request.wait is not None else 0
-        most = own + min(self._claims.room_of(request)) - first
+        own = len(request.wait.answers) if request.wait is not None else 0
+        most = own + min(self._waits.room_of(request)) - first
         segments: list[Segment] = []
         last, count = HERE, 0
         is_end = False
@@ -118,17 +118,17 @@ class Places:
                 unknown = unknown_place
         return unknown
 
-    def is_answered(self, prefix: Prefix) -> bool:
-        """Whether all untracked blocks of ``prefix`` have an answer by now, up to the first that is nowhere. Never
+    def is_answered(self, request: Request, question: Question) -> bool:
+        """Whether all untracked blocks of ``question`` have an answer by now, up to the first that is nowhere. Never
         for a prefetch: the time in which it gives way counts against its patience."""
-        if prefix.request.context.is_prefetch:
+        if request.context.is_prefetch:
             return False
-        for at in prefix.untracked:
-            block = self._primary.slots.get(prefix.keys[at])
+        for key in question.untracked:
+            block = self._primary.slots.get(key)
             if block is None:
                 is_known = True
                 for tier in self._tiers:
-                    if found := tier.lookup(prefix.keys[at], prefix.request.context):
+                    if found := tier.lookup(key, request.context):
                         break
                     is_known &= found is False
                 else:

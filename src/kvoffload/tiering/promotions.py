@@ -12,9 +12,8 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.cpu.policies.base import Union
 from kvoffload.miss import Miss
-from kvoffload.tiering.claims import Claims
 from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place
-from kvoffload.tiering.requests import Prefix, Request
+from kvoffload.tiering.requests import Request, Wait
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
 
@@ -49,14 +48,12 @@ class Promotions:
     def __init__(
         self,
         primary: CPUPrimaryTierOffloadingManager,
-        claims: Claims,
         waits: Waits,
         jobs: TierJobs,
         planner: LoadPlanner,
         on_reserved: OnReserved,
     ) -> None:
         self._primary = primary
-        self._claims = claims
         self._waits = waits
         self._jobs = jobs
         self._planner = planner
@@ -98,36 +95,32 @@ class Promotions:
 
     # ---------------------------------------------------------------------------------------------------- begin
 
-    def begin(self, tier: GuardedTier, prefix: Prefix, start: int, stop: int) -> int:
-        """Reserves slots for the blocks of ``prefix`` from ``start`` on, as many of the head as fit, and queues their
-        loads. ``prefix`` gets the answer ``None`` for each block that is begun. Returns where that ends; why the next
-        block was refused is its verdict.
+    def begin(self, tier: GuardedTier, wait: Wait, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
+        """Reserves slots for ``keys[start:stop]``, as many of the head as fit, and queues their loads. The request
+        waits for each block that is begun. Returns where that ends; why the next block was refused is its verdict.
         """
-        request = prefix.request
+        request = wait.request
         hits = self._waits.hits_of(request)
         at = start
         while at < stop:
-            own_room, total_room = self._claims.room_of(request, hits)
+            own_room, total_room = self._waits.room_of(request, hits)
             room = min(own_room, total_room)
             if room <= 0:
-                self._refuse(request, prefix.keys[at], Miss.CLAIM_SHARE if own_room <= 0 else Miss.PROMOTION_SHARE)
+                self._refuse(request, keys[at], Miss.CLAIM_SHARE if own_room <= 0 else Miss.PROMOTION_SHARE)
                 break
             # What is certain to find a slot is reserved in one go, and what may find one, block by block.
             count = max(1, min(self._certain_room(request, hits), room, stop - at, _READ_AT))
-            keys = prefix.keys[at : at + count]
-            slots = self._reserve(keys, request.context, hits)
+            portion = keys[at : at + count]
+            slots = self._reserve(portion, request.context, hits)
             if slots is None:
-                self._refuse(request, keys[0], Miss.NO_ROOM)
+                self._refuse(request, portion[0], Miss.NO_ROOM)
                 break
-            wait = self._waits.begin(prefix)
+            self._waits.begin(wait)
             if hits:
-                self._claims.take_new()  # they are the most recent already
+                self._waits.take_new()  # they are the most recent already
                 hits = ()
-            prefix.answers[at : at + count] = [None] * count
-            if prefix.head == at:
-                prefix.head += count
-            self._claims.begin_promotions(keys, wait, prefix, at)
-            self._queue(tier, keys, slots, request.context)
+            self._waits.promote(portion, wait)
+            self._queue(tier, portion, slots, request.context)
             at += count
             if count == _READ_AT and at < stop:
                 self.submit(request.context)
@@ -135,14 +128,14 @@ class Promotions:
 
     def probe(self, tier: GuardedTier, keys: Sequence[OffloadKey], asking: Request) -> None:
         """Promotes ``keys``, for which no request waits, if there is room beside what ``asking`` was answered."""
-        _, room = self._claims.room_of(None)
+        _, room = self._waits.room_of(None)
         keys = keys[: max(room, 0)]
         slots = self._reserve(keys, self.probe_context, self._waits.hits_of(asking)) if keys else None
         if slots is not None:
             if tier not in self._probed:
                 self._probed.add(tier)
                 tier.wants_whole_request(self.probe_context)  # announces it; the answer does not matter
-            self._claims.begin_promotions(keys, None, None, 0)
+            self._waits.promote(keys, None)
             self._queue(tier, keys, slots, self.probe_context)
 
     def _queue(self, tier: GuardedTier, keys: Sequence[OffloadKey], slots: list[int], context: ReqContext) -> None:
@@ -160,9 +153,10 @@ class Promotions:
         """Blocks that are certain to find a slot."""
         slots = self._primary.slots
         # A block that is being promoted is both busy and claimed, and is subtracted once.
-        num_claimed = len(self._claims) - len(self._batches)
+        claimed = self._waits.claimed
+        num_claimed = len(claimed) - len(self._batches)
         if request.wait is None:
-            num_claimed += sum(key not in self._claims for key in hits)
+            num_claimed += sum(key not in claimed for key in hits)
         return slots.num_blocks - slots.num_busy - num_claimed
 
     def _refuse(self, request: Request, key: OffloadKey, verdict: Miss) -> None:
@@ -176,14 +170,14 @@ class Promotions:
         """A slot for each of ``keys``, none of them a claimed block's or one of ``hits``."""
         # Each eviction steps over the claimed blocks that it meets. To keep them out of its way they become the most
         # recent when they are claimed, and again whenever a quarter of the tier has been replaced.
-        claimed = self._claims.take_new()
+        all_claimed, claimed = self._waits.claimed, self._waits.take_new()
         self._reserved_since_refresh += len(keys)
         if self._reserved_since_refresh > self._primary.num_blocks // 4:
-            self._reserved_since_refresh, claimed = 0, list(self._claims)
-        claimed += [key for key in hits if key not in self._claims]
+            self._reserved_since_refresh, claimed = 0, list(all_claimed)
+        claimed += [key for key in hits if key not in all_claimed]
         if claimed and not self._primary.slots.num_free:
             self._primary.slots.touch(claimed, counts=False)
-        protected = Union(self._claims, hits) if hits else self._claims
+        protected = Union(all_claimed, hits) if hits else all_claimed
         # A reservation inserts its last key first. Reversed, the first key is inserted first and gets the slot of the
         # first victim, as if the keys came one by one.
         reserved = self._primary.prepare_write(keys[::-1], context, protected)
@@ -230,9 +224,9 @@ class Promotions:
         blocks = self._primary.slots.get_all(job.succeeded)
         # Where a write from before a reset overlaps, a block is published when that has ended too.
         ready = [key for key, block in zip(job.succeeded, blocks) if block is not None and block.is_ready]
-        self._claims.arrived(ready, job.tier.name, job.ended_s)
-        self._claims.end_promotions(job.succeeded)
-        self._claims.left(job.failed, Miss.PROMOTION_FAILED, job.ended_s)
+        self._waits.arrived(ready, job.tier.name, job.ended_s)
+        self._waits.end_promotions(job.succeeded)
+        self._waits.left(job.failed, Miss.PROMOTION_FAILED, job.ended_s)
 
     def reset(self) -> None:
         """No request waits any more, and what is queued is not begun. The primary tier forgets the blocks; the slots of

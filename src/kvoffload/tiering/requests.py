@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request, one wait, one asked range of blocks. Scheduler thread only.
+"""One request, one wait, one question. Scheduler thread only.
 
-A *request* waits from its first answer ``None`` until it loads, runs, ends or has no patience left. Its ``Wait`` holds
-the ranges that it asked for, each a ``Prefix`` with its answers.
+A *request* waits from its first answer ``None`` until it loads, runs, ends or has no patience left. Its ``Wait`` has
+the answer to each block, and what was planned. ``Waits`` alone writes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import repeat
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.miss import Miss
 from kvoffload.tiering.tier_jobs import GuardedTier
 
-__all__ = ["Kept", "Prefix", "Request", "Wait"]
+__all__ = ["Question", "Request", "Wait"]
+
+_NO_ANSWER = object()
 
 
 @dataclass(slots=True, eq=False)
@@ -38,83 +40,91 @@ class Request:
     """It asks no more, and its tiers are not informed of that yet: something begun for it may still become a job."""
 
 
-class Kept(NamedTuple):
-    """The answers of a range, which hold until a tier knows more."""
+@dataclass(slots=True, eq=False)
+class Question:
+    """What a request asked for last, from one block on. Once it is noted, ``Waits`` alone writes it."""
 
-    progress: tuple[int, ...]
-    """Of the tiers, when they were asked."""
-    head: int
-    stop: int
-    untracked: Sequence[int]
-    """All of them blocks that no tier knows of yet."""
-
-
-class Prefix:
-    """One range of blocks of one group that a request asked for, with its answers before the first ``False``.
-
-    The claims on its first ``head`` blocks keep their answers up to date. All others were true when the range was asked
-    for last.
-    """
-
-    __slots__ = ("answers", "head", "kept", "keys", "request", "stop", "untracked")
-
-    def __init__(self, request: Request, keys: list[OffloadKey]) -> None:
-        self.request = request
-        self.keys = keys
-        self.answers: list[bool | None] = []
-        self.head = 0
-        """Leading blocks that are claimed. Derived from the claims it would cost more than the rest of an ask."""
-        self.untracked: Sequence[int] = ()
-        """Answers ``None`` that no claim keeps up to date: no tier has answered, or the request may claim no more."""
-        self.kept: Kept | None = None
-        self.stop: int | None = None
-        """Blocks from this one on are declined; ``None``: none."""
-
-    def __repr__(self) -> str:
-        return f"Prefix({len(self.keys)} blocks, {len(self.answers)} answers, head={self.head})"
+    keys: list[OffloadKey]
+    answers: list[bool | None]
+    """Up to the first ``False``, as they were then. ``Wait.answers_to`` has those of now."""
+    num_unknown: int = 0
+    """Answers ``None`` because no tier knows yet whether it has the block."""
+    progress: tuple[int, ...] | None = None
+    """Of the tiers. While it is the same, they know no more of the unknown blocks. ``None``: the request must ask."""
+    is_final: bool = False
+    """The wait keeps all of the answers up to date, and there are no others worth asking for."""
+    num_kept: int = 0
+    """Leading answers that the wait keeps up to date."""
+    untracked: list[OffloadKey] = field(default_factory=list)
+    """Blocks with the answer ``None`` that it does not: no tier has answered, or the request may claim no more, or
+    gives way."""
+    is_awaited: bool = False
+    """The request waits for the untracked ones, too."""
+    version: int = 0
+    num_arrived: int = 0
+    """Of the wait, when it asked."""
 
 
 class Wait:
-    """One wait of a request, from its first ``None`` to its end."""
+    """What a request was told since it asked first in a step; from its first ``None`` on, one wait, to its end."""
 
     __slots__ = (
         "answered_s",
+        "answers",
         "began_s",
         "deadline_s",
+        "declined",
         "expected_s",
+        "has_begun",
         "lost",
-        "num_claims",
+        "num_arrived",
         "num_open",
+        "plan_s",
         "planned_s",
-        "prefixes",
+        "questions",
+        "request",
         "sources",
+        "version",
     )
 
-    def __init__(self, now_s: float) -> None:
-        self.began_s = now_s
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.has_begun = False
+        """From then on each of ``answers`` is a claim."""
+        self.began_s = 0.0
         """Start of the wait, moved forward by any time it was fully answered."""
         self.answered_s: float | None = None
         """Since when all of it is answered. From then on it waits for the engine."""
-        self.prefixes: dict[OffloadKey, Prefix] = {}
+        self.answers: dict[OffloadKey, bool | None] = {}
+        """Blocks that are here or on their way. Until the wait begins: those that were here in this step."""
+        self.version = 0
+        """Another number whenever an answer is kept no longer, or a block is declined."""
+        self.num_arrived = 0
+        """Blocks that arrived while it waits."""
+        self.questions: dict[OffloadKey, Question] = {}
         """By the first key of each."""
         self.num_open = 0
-        """Answers ``None`` of all prefixes."""
-        self.num_claims = 0
-        """Blocks that it claims, each once."""
+        """Answers ``None``, those for unknown blocks of questions included."""
         self.sources: dict[OffloadKey, str] = {}
         """Blocks that were promoted while it waits for them, with the tier that they came from."""
         self.lost: set[OffloadKey] = set()
         """Blocks that arrived for it and were evicted again: to promote them once more would be a loop."""
+        self.declined: set[OffloadKey] = set()
+        """Blocks that are not loaded in this wait, wherever a question begins."""
+        self.plan_s: tuple[float, float] | None = None
+        """How long the plan expects to wait, and how long it is worth waiting; ``None``: nothing was weighed."""
         self.planned_s = self.expected_s = 0.0
-        """When it was planned, and how long it was expected to take from then on."""
+        """From when on it waits by its plan, and how long that was expected to take."""
         self.deadline_s: float | None = None
-        """From then on it takes what has arrived; ``None``: it was not planned."""
+        """From then on it takes what has arrived; ``None``: it has no plan."""
 
     def __repr__(self) -> str:
-        return f"Wait(open={self.num_open}, claims={self.num_claims}, prefixes={len(self.prefixes)})"
+        return f"Wait({self.request.context.req_id!r}, open={self.num_open}, answers={len(self.answers)})"
 
     def waited_s(self, now_s: float) -> float:
         """How long it has waited for answers."""
+        if not self.has_begun:
+            return 0.0
         return (now_s if self.answered_s is None else self.answered_s) - self.began_s
 
     def is_late(self, now_s: float) -> bool:
@@ -122,16 +132,31 @@ class Wait:
         waited_until_s = now_s if self.answered_s is None else self.answered_s
         return self.deadline_s is not None and waited_until_s >= self.deadline_s
 
-    def add_open(self, count: int, now_s: float) -> None:
-        """More answers are ``None`` than before, or with a negative ``count`` fewer."""
-        if not count:
-            return
-        if self.answered_s is not None:
-            paused_s, self.answered_s = now_s - self.answered_s, None
-            self.began_s += paused_s
-            self.planned_s += paused_s
-            if self.deadline_s is not None:
-                self.deadline_s += paused_s
-        self.num_open += count
-        if not self.num_open:
-            self.answered_s = max(now_s, self.began_s)  # its last block may have arrived before it was asked for
+    def kept(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """The answers for the leading ones of ``keys`` that the wait keeps up to date, whatever they were asked
+        with."""
+        if not self.has_begun:
+            return []
+        question = self.questions.get(keys[0])
+        if question is not None and question.version == self.version and question.keys == keys:
+            return self.answers_to(question)[: question.num_kept]
+        found = [*map(self.answers.get, keys, repeat(_NO_ANSWER))]
+        return found[: found.index(_NO_ANSWER)] if _NO_ANSWER in found else found  # type: ignore[return-value]
+
+    def answers_to(self, question: Question) -> list[bool | None]:
+        """Of now. ``question`` was asked in this version of the wait."""
+        if question.num_arrived == self.num_arrived or not self.has_begun:
+            return [*question.answers]
+        kept = map(self.answers.__getitem__, question.keys[: question.num_kept])
+        return [*kept, *question.answers[question.num_kept :]]
+
+    def stop_of(self, keys: Sequence[OffloadKey]) -> int:
+        """The first of ``keys`` that is declined."""
+        if not self.declined or not self.has_begun:
+            return len(keys)
+        return next((at for at, key in enumerate(keys) if key in self.declined), len(keys))
+
+    def num_open_of(self, keys: Sequence[OffloadKey]) -> int:
+        """How many of ``keys`` have the answer ``None``."""
+        untracked = {key for question in self.questions.values() for key in question.untracked}
+        return sum(self.answers.get(key, True) is None or key in untracked for key in keys)

@@ -1,112 +1,336 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests wait, and for how long they still may. Scheduler thread only."""
+"""The waits of requests, and what they claim. Scheduler thread only.
+
+What arrives, fails or leaves changes the answers of each wait where they are, so that a request that asks again gets
+what has not changed without another look. ``Waits`` alone writes a ``Wait``; others say what happened.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from math import inf
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from math import ceil, inf
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import SlotTable
 from kvoffload.metrics import Histogram
 from kvoffload.miss import Miss
-from kvoffload.tiering.claims import Claims
-from kvoffload.tiering.requests import Prefix, Request, Wait
+from kvoffload.tiering.requests import Question, Request, Wait
 
 __all__ = ["Waits"]
 
 
+class _Claim:
+    """One claimed block: the waits that claim it, and whether its promotion is in flight."""
+
+    __slots__ = ("is_arriving", "waits")
+
+    def __init__(self, is_arriving: bool = False) -> None:
+        self.waits: dict[Wait, None] = {}
+        self.is_arriving = is_arriving
+
+
 class Waits:
-    """Which requests wait, and for how long they still may.
+    """Which requests wait, for which blocks, and for how long they still may.
+
+    A block is *claimed* while a waiting request has hit it or has it promoted, and while its promotion is in flight,
+    even if no request waits for it any more. Each request that waits for a shared block claims it; it counts once.
+    There are two limits, in blocks: ``max_per_request`` on the claims of one request, ``max_total`` on all claimed
+    blocks. A claim is not a pin: when a running request's store finds no other room it may evict a claimed block, since
+    waiting requests must never starve running ones. So each wait makes progress: blocks that a request has hit stay
+    until it has its whole prefix or meets a limit, beyond which the answer is ``False``.
 
     Patience is one budget for the whole life of a request: each wait for answers is taken off it. Once it has its
     answers, it waits for the engine, which costs no patience. Its claims end all the same when the wait has lasted as
     long as it had patience for, and it may wait for answers again.
     """
 
-    def __init__(self, slots: SlotTable, claims: Claims, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, slots: SlotTable, claim_share: float, promotion_share: float, clock: Callable[[], float]
+    ) -> None:
+        # Rounded up, or little could be promoted into a tiny tier. One block is left for running requests, unless the
+        # share says that all may be claimed, or there is only one.
+        num_blocks, left = slots.num_blocks, 0 if promotion_share >= 1 else 1
+        self.max_total = max(1, min(ceil(num_blocks * promotion_share), num_blocks - left))
+        self.max_per_request = max(1, min(ceil(num_blocks * claim_share), self.max_total))
         self._slots = slots
-        self._claims = claims
         self._clock = clock
+        self._claims: dict[OffloadKey, _Claim] = {}
+        self._new: dict[OffloadKey, None] = {}
+        """What ``take_new`` will return."""
         self._waiting: dict[Request, Wait] = {}
-        self._untracked: dict[Prefix, None] = {}
-        """The ranges that wait for answers which no claim keeps up to date."""
+        self._asking: dict[Request, Wait] = {}
+        """Of requests that asked in this step and do not wait."""
+        self._untracked: dict[Question, Wait] = {}
+        """The questions that wait for answers which no claim keeps up to date."""
         self._due_s = inf
         """Before this time, no wait becomes as long as its request has patience."""
-        self._surveyed: dict[Request, dict[OffloadKey, Prefix]] = {}
-        """What requests that do not wait asked for in this step."""
         self.lengths = Histogram("promotion_wait_seconds")
         """How long the waits that have ended were."""
         self.num_expired = 0
         """Requests that gave up blocks because they had waited too long."""
 
     def __repr__(self) -> str:
-        return f"Waits({len(self._waiting)})"
+        return f"Waits({len(self._waiting)} requests, {len(self._claims)} of {self.max_total} blocks claimed)"
 
-    def add(self, prefix: Prefix) -> None:
-        """The request of ``prefix`` asks for it. If it begins to wait in this step, the hits become claims."""
-        wait = prefix.request.wait
-        prefixes = self._surveyed.setdefault(prefix.request, {}) if wait is None else wait.prefixes
-        prefixes[prefix.keys[0]] = prefix
+    # -------------------------------------------------------------------------------------------------- questions
 
-    def hits_of(self, request: Request) -> Collection[OffloadKey]:
-        """Blocks that the request was answered ``True`` in this step, while it did not wait. Each once, in order."""
-        surveyed = self._surveyed.get(request, {}).values()
-        return dict.fromkeys(key for prefix in surveyed for key, answer in zip(prefix.keys, prefix.answers) if answer)
+    @property
+    def claimed(self) -> Collection[OffloadKey]:
+        """The claimed blocks, in the order of the claims; `in` is O(1)."""
+        return self._claims.keys()
 
-    def open_keys(self) -> Iterator[OffloadKey]:
-        """Blocks that requests other than prefetches wait for."""
-        for request, wait in self._waiting.items():
-            if wait.num_open and not request.context.is_prefetch:
-                for prefix in wait.prefixes.values():
-                    yield from (key for key, answer in zip(prefix.keys, prefix.answers) if answer is None)
-
-    def begin(self, prefix: Prefix) -> Wait:
-        """The request of ``prefix`` waits from now on, if it does not yet, and its hits of this step become claims."""
-        request = prefix.request
-        wait = request.wait
+    def of(self, request: Request) -> Wait:
+        """Its wait, or what may become one in this step."""
+        if request.wait is not None:
+            return request.wait
+        wait = self._asking.get(request)
         if wait is None:
-            now_s = self._clock()
-            wait = request.wait = self._waiting[request] = Wait(now_s)
-            self._due_s = min(self._due_s, now_s + request.patience_s)
-            wait.prefixes = self._surveyed.pop(request, {})
-            for surveyed in wait.prefixes.values():
-                blocks = self._slots.get_all(surveyed.keys[: len(surveyed.answers)])
-                for at, (block, answer) in enumerate(zip(blocks, surveyed.answers)):
-                    if answer and (block is None or not block.is_ready):
-                        del surveyed.answers[at:]  # another request evicted it meanwhile
-                        break
-                    if self._claims.claim(wait, surveyed, at) and surveyed.head == at:
-                        surveyed.head += 1
+            wait = self._asking[request] = Wait(request)
         return wait
-
-    def set_untracked(self, prefix: Prefix, untracked: Sequence[int]) -> None:
-        """These answers of ``prefix``, whose request waits, are ``None`` and no claim keeps them up to date."""
-        wait, before, prefix.untracked = prefix.request.wait, prefix.untracked, untracked
-        if not before and not untracked:
-            return
-        assert wait is not None
-        wait.add_open(len(untracked) - len(before), self._clock())
-        if untracked:
-            self._untracked[prefix] = None
-        else:
-            del self._untracked[prefix]
 
     def is_over(self, request: Request) -> bool:
         """Whether ``request`` has no patience left: it may neither begin to wait nor go on."""
         waited_s = 0.0 if request.wait is None else request.wait.waited_s(self._clock())
         return waited_s >= request.patience_s
 
+    def hits_of(self, request: Request) -> Collection[OffloadKey]:
+        """Blocks that the request was answered ``True`` in this step, while it did not wait. In order."""
+        wait = self._asking.get(request)
+        return () if wait is None else wait.answers.keys()
+
+    def room_of(self, request: Request | None, hits: Collection[OffloadKey] = ()) -> tuple[int, int]:
+        """How many unclaimed blocks may be promoted for ``request``: (by its own limit, by the limit of all). ``hits``
+        are the ready blocks that it will claim when it begins to wait. ``None``: no request waits for them."""
+        total = self.max_total - len(self._claims)
+        if request is None:
+            return self.max_total, total
+        if request.wait is not None:
+            return self.max_per_request - len(request.wait.answers), total
+        return self.max_per_request - len(hits), total - sum(key not in self._claims for key in hits)
+
+    def open_keys(self) -> Iterator[OffloadKey]:
+        """Blocks on their way to requests other than prefetches."""
+        for request, wait in self._waiting.items():
+            if wait.num_open and not request.context.is_prefetch:
+                yield from (key for key, answer in wait.answers.items() if answer is None)
+
+    def take_new(self) -> list[OffloadKey]:
+        """Blocks claimed since the last call, in that order, but for those that were claimed when their promotion
+        began: these are the most recent already."""
+        new = list(self._new)
+        self._new.clear()
+        return new
+
+    # ------------------------------------------------------------------------------------- what a request is told
+
+    def begin(self, wait: Wait) -> None:
+        """The request waits from now on, if it does not yet, and its hits of this step become claims."""
+        if wait.has_begun:
+            return
+        request, now_s = wait.request, self._clock()
+        wait.has_begun, wait.began_s = True, now_s
+        request.wait = self._waiting[request] = wait
+        self._asking.pop(request, None)
+        self._due_s = min(self._due_s, now_s + request.patience_s)
+        hits, wait.answers = wait.answers, {}
+        for key, block in zip(hits, self._slots.get_all(hits), strict=True):
+            if block is not None and block.is_ready:  # else another request evicted it meanwhile
+                self.claim(wait, key, True)
+        self._set_deadline(wait)
+
+    def found(self, wait: Wait, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """The answers for blocks that are here, ready or on their way, up to the first that is not. Those of a wait
+        that has begun are claimed as far as limits allow. It begins with the first that is not ready."""
+        answers: list[bool | None] = []
+        for key, block in zip(keys, self._slots.get_all(keys), strict=True):
+            if block is None:
+                break
+            answer = True if block.pins >= 0 else None
+            answers.append(answer)
+            if answer and not wait.has_begun:
+                wait.answers[key] = True
+            else:
+                self.begin(wait)
+                self.claim(wait, key, answer)
+        return answers
+
+    def claim(self, wait: Wait, key: OffloadKey, answer: bool | None) -> bool:
+        """Claims a block that is here or on its way; ``False`` beyond a limit, which leaves it unprotected."""
+        if key in wait.answers:
+            return True
+        if len(wait.answers) >= self.max_per_request:
+            return False
+        claim = self._claims.get(key)
+        if claim is None:
+            if len(self._claims) >= self.max_total:
+                return False
+            claim = self._claims[key] = _Claim()
+            self._new[key] = None
+        claim.waits[wait] = None
+        wait.answers[key] = answer
+        if answer is None:
+            self._add_open(wait, 1, self._clock())
+        return True
+
+    def promote(self, keys: Sequence[OffloadKey], wait: Wait | None) -> None:
+        """Promotions of ``keys`` begin, for ``wait`` or, with ``None``, for nobody. The caller checked the limits, and
+        that no request claims them yet."""
+        claims = self._claims
+        for key in keys:
+            claims[key] = claim = _Claim(is_arriving=True)
+            if wait is not None:
+                claim.waits[wait] = None
+        if wait is not None:
+            wait.answers.update(dict.fromkeys(keys))
+            self._add_open(wait, len(keys), self._clock())
+
+    def note(self, wait: Wait, question: Question, *, is_complete: bool) -> None:
+        """The request was given these answers; ``is_complete``: no others are worth asking for."""
+        if not wait.has_begun:
+            return
+        answers, kept = question.answers, [key in wait.answers for key in question.keys[: len(question.answers)]]
+        question.num_kept = kept.index(False) if False in kept else len(kept)
+        question.untracked = [
+            key for key, answer, is_kept in zip(question.keys, answers, kept) if answer is None and not is_kept
+        ]
+        question.is_final = is_complete and question.num_kept == len(answers)
+        if not is_complete or kept.count(False) != question.num_unknown:
+            question.progress = None
+        question.version, question.num_arrived = wait.version, wait.num_arrived
+        if (before := wait.questions.get(question.keys[0])) is not None:
+            self._await(wait, before, False)
+        wait.questions[question.keys[0]] = question
+        self._await(wait, question, True)
+
+    def ask_again(self, wait: Wait, question: Question) -> None:
+        """The request is given the same answers again."""
+        self._await(wait, question, True)
+
+    def forget_untracked(self, request: Request) -> None:
+        """The request asks anew. What it does not ask for again in this step it does not wait for."""
+        if request.wait is not None:
+            for question in request.wait.questions.values():
+                self._await(request.wait, question, False)
+
+    def plan(self, wait: Wait, expected_s: float, worth_s: float) -> None:
+        """A plan weighed the request's blocks: waiting for them takes ``expected_s``, and is worth ``worth_s``."""
+        wait.plan_s = expected_s, worth_s
+        if wait.has_begun:
+            self._set_deadline(wait)
+
+    def _set_deadline(self, wait: Wait) -> None:
+        if wait.plan_s is not None and wait.deadline_s is None:
+            wait.planned_s = self._clock()
+            wait.expected_s, worth_s = wait.plan_s
+            wait.deadline_s = wait.planned_s + worth_s
+
+    def decline(self, wait: Wait, keys: Sequence[OffloadKey], stop: int) -> None:
+        """Of ``keys`` those from ``stop`` on are not loaded in this wait. What it claims of them it claims no more."""
+        wait.declined.difference_update(keys[:stop])
+        declined = keys[stop:]
+        wait.declined.update(declined)
+        wait.version += 1
+        if wait.has_begun:
+            self._release(wait, [key for key in dict.fromkeys(declined) if key in wait.answers])
+
+    def _release(self, wait: Wait, keys: Iterable[OffloadKey]) -> None:
+        num_open = 0
+        for key in keys:
+            num_open += wait.answers.pop(key) is None
+            claim = self._claims[key]
+            del claim.waits[wait]
+            self._drop_if_unclaimed(key, claim)
+        wait.version += 1
+        self._add_open(wait, -num_open, self._clock())
+
+    def _await(self, wait: Wait, question: Question, is_awaited: bool) -> None:
+        if not question.untracked or question.is_awaited == is_awaited:
+            return
+        question.is_awaited = is_awaited
+        self._add_open(wait, len(question.untracked) * (1 if is_awaited else -1), self._clock())
+        if is_awaited:
+            self._untracked[question] = wait
+        else:
+            del self._untracked[question]
+
+    def _add_open(self, wait: Wait, count: int, now_s: float) -> None:
+        """More answers are ``None`` than before, or with a negative ``count`` fewer."""
+        if not count:
+            return
+        if wait.answered_s is not None:
+            paused_s, wait.answered_s = now_s - wait.answered_s, None
+            wait.began_s += paused_s
+            wait.planned_s += paused_s
+            if wait.deadline_s is not None:
+                wait.deadline_s += paused_s
+        wait.num_open += count
+        if not wait.num_open:
+            wait.answered_s = max(now_s, wait.began_s)  # its last block may have arrived before it was asked for
+
+    # --------------------------------------------------------------------------- what happens to claimed blocks
+
+    def arrived(self, keys: Iterable[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
+        """Blocks became ready: promoted from ``source``, or stored; at ``ended_s``, if that is known."""
+        if not self._claims:
+            return
+        now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
+        for key in keys:
+            claim = self._claims.get(key)
+            if claim is None:
+                continue
+            for wait in claim.waits:
+                if wait.answers[key] is None:
+                    wait.answers[key] = True
+                    wait.num_arrived += 1
+                    self._add_open(wait, -1, now_s)
+                if source is not None:
+                    wait.sources[key] = source
+
+    def end_promotions(self, keys: Iterable[OffloadKey]) -> None:
+        """The promotions of ``keys`` are no longer in flight."""
+        for key in keys:
+            claim = self._claims[key]
+            claim.is_arriving = False
+            self._drop_if_unclaimed(key, claim)
+
+    def left(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
+        """Blocks were evicted, or did not arrive: no request claims them any more. With a ``verdict`` they are misses
+        for each request that waited for them. A block that had arrived for a wait is not promoted for it again."""
+        if not self._claims:
+            return
+        now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
+        for key in keys:
+            claim = self._claims.pop(key, None)
+            if claim is None:
+                continue
+            self._new.pop(key, None)
+            for wait in claim.waits:
+                was_open = wait.answers.pop(key) is None
+                wait.version += 1
+                self._add_open(wait, -was_open, now_s)
+                if verdict is not None:
+                    wait.request.verdicts[key] = verdict
+                elif wait.sources.pop(key, None) is not None:
+                    wait.lost.add(key)
+
+    def _drop_if_unclaimed(self, key: OffloadKey, claim: _Claim) -> None:
+        if not claim.waits and not claim.is_arriving:
+            del self._claims[key]
+            self._new.pop(key, None)
+
+    # ------------------------------------------------------------------------------------------------------- ends
+
     def end(self, request: Request) -> None:
         """Ends the wait and its claims, if it waits. Its hits of this step become no claims."""
         wait = request.wait
         if wait is None:
-            self._surveyed.pop(request, None)
+            self._asking.pop(request, None)
             return
         waited_s = wait.waited_s(self._clock())
         self.lengths.observe(waited_s)
         request.patience_s -= waited_s
-        self._release_all(wait)
+        self.forget_untracked(request)
+        self._release(wait, [*wait.answers])
         request.wait = None
         del self._waiting[request]
 
@@ -115,35 +339,24 @@ class Waits:
         ``key``, which is on its way. A request that gives up any block counts once."""
         given_up = [] if key is None else [key]
         if request.wait is not None:
-            for prefix in request.wait.prefixes.values():
-                given_up += [key for key, answer in zip(prefix.keys, prefix.answers) if answer is None]
+            given_up += [key for key, answer in request.wait.answers.items() if answer is None]
+            for question in request.wait.questions.values():
+                given_up += question.untracked if question.is_awaited else ()
         request.verdicts.update(dict.fromkeys(given_up, Miss.OUT_OF_PATIENCE))
         self.num_expired += bool(given_up) and not request.has_given_up
         request.has_given_up |= bool(given_up)
         self.end(request)
         request.patience_s = 0.0
 
-    def reset(self) -> None:
-        """The cache was reset: every wait ends. Until its request asks again, nothing is on its way to it."""
-        self._surveyed.clear()
-        for request in list(self._waiting):
-            self.end(request)
-
-    def _release_all(self, wait: Wait) -> None:
-        for prefix in wait.prefixes.values():
-            self.set_untracked(prefix, ())
-            self._claims.release(wait, prefix, 0)
-        wait.prefixes.clear()
-
-    def end_step(self, is_answered: Callable[[Prefix], bool]) -> None:
+    def end_step(self, is_answered: Callable[[Request, Question], bool]) -> None:
         """Ends the waits that have lasted as long as their requests have patience. ``is_answered`` says whether
-        all untracked answers of a range are known by now: an engine may not ask for many steps."""
-        self._surveyed.clear()
+        all untracked blocks of a question are known by now: an engine may not ask for many steps."""
+        self._asking.clear()
         if not self._waiting:
             return
-        if self._untracked:
-            for prefix in [prefix for prefix in self._untracked if is_answered(prefix)]:
-                self.set_untracked(prefix, ())
+        for question, wait in [*self._untracked.items()]:
+            if is_answered(wait.request, question):
+                self._await(wait, question, False)
         now_s = self._clock()
         if now_s < self._due_s:
             return
@@ -156,11 +369,40 @@ class Waits:
             else:
                 self.end(request)
 
-    def check_invariants(self, requests: Collection[Request]) -> None:
-        """``requests``: all there are."""
+    def reset(self) -> None:
+        """The cache was reset: every wait ends, and no block is claimed. Until a request asks again, nothing is on its
+        way to it."""
+        self._asking.clear()
+        for request in list(self._waiting):
+            self.end(request)
+        self._claims.clear()
+        self._new.clear()
+
+    def check_invariants(self, requests: Collection[Request], arriving: set[OffloadKey]) -> None:
+        """Recomputes the claims from ``requests``, all there are, the promotions in flight, and the blocks that are
+        here."""
         assert {id(request) for request in self._waiting} == {id(r) for r in requests if r.wait is not None}
+        assert {key for key, claim in self._claims.items() if claim.is_arriving} == arriving
+        assert self._new.keys() <= self._claims.keys()
+        assert len(self._claims) <= self.max_total
+        for key, claim in self._claims.items():
+            assert claim.waits or claim.is_arriving
+            assert all(key in wait.answers for wait in claim.waits)
         for request, wait in self._waiting.items():
             assert request.wait is wait
+            assert wait.has_begun
+            assert wait.request is request
             assert (wait.answered_s is None) or not wait.num_open
-        waiting = [prefix for wait in self._waiting.values() for prefix in wait.prefixes.values()]
-        assert self._untracked.keys() == {prefix for prefix in waiting if prefix.untracked}
+            assert len(wait.answers) <= self.max_per_request
+            for key, answer in wait.answers.items():
+                assert wait in self._claims[key].waits
+                block = self._slots.get(key)
+                assert block is not None
+                assert answer == (block.is_ready or None), f"{key!r} is answered {answer}"
+            untracked = [key for each in wait.questions.values() if each.is_awaited for key in each.untracked]
+            assert wait.num_open == len(untracked) + [*wait.answers.values()].count(None), wait
+        for request, wait in self._asking.items():
+            assert request.wait is None
+            assert not wait.has_begun
+        waiting = [question for wait in self._waiting.values() for question in wait.questions.values()]
+        assert self._untracked.keys() == {question for question in waiting if question.is_awaited}
