@@ -12,7 +12,7 @@ from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
 from kvoffload.testing import FakeTier
 from kvoffload.testing.clock import ManualClock
-from kvoffload.tiering.load_policy import LoadAlways
+from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
@@ -31,13 +31,11 @@ class Parts:
         self.clock = ManualClock()
         self.waits = Waits(self.primary.slots, claim_share=3 / 8, promotion_share=4 / 8, clock=self.clock)
         self.requests: list[Request] = []
-        self.promotions = Promotions(
-            self.primary, self.waits, self.jobs, self.planner(), self.note_reservation
-        )
+        self.promotions = Promotions(self.primary, self.waits, self.jobs, self.planner(), self.note_reservation)
         self.fake.put(keys(*range(10)), map(content, keys(*range(10))))
 
-    def planner(self) -> LoadAlways:
-        return LoadAlways(["fake"], BLOCK_BYTES, self.clock)
+    def planner(self) -> LoadPlanner:
+        return LoadPlanner(["fake"], BlockWorth(BLOCK_BYTES), self.clock)
 
     def note_reservation(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         self.waits.left(evicted)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which hits in lower tiers are loaded: ``plan`` decides, a pure function of what was measured.
 
-``LoadAlways`` and ``LoadByCost`` are the two load policies. They measure the tiers, and plan for the lookups.
+``LoadPlanner`` measures the tiers and the engine, and plans for the lookups.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,8 +25,6 @@ __all__ = [
     "HERE",
     "BlockWorth",
     "LinkState",
-    "LoadAlways",
-    "LoadByCost",
     "LoadPlanner",
     "LoadPolicy",
     "Place",
@@ -214,7 +211,7 @@ def _declined(survey: Sequence[Segment], stop: int, speeds: Speeds) -> list[tupl
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------- policies
+# -------------------------------------------------------------------------------------------------------- measurements
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +220,7 @@ class BlockWorth:
 
     num_bytes: int
     """Of every block."""
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     """By KV group: the tokens that one block saves computing. 0 for groups whose blocks are not weighed, because a hit
     needs only some of them (windows and states): they are loaded if the other groups' blocks are."""
     prefill_tokens_per_s: float | None = None
@@ -232,71 +229,11 @@ class BlockWorth:
     """By tier, until it was measured. ``None``, or left out at the end: not known."""
 
 
-class LoadPlanner(ABC):
-    """A load policy: plans what to load, from what it is informed of. One for a manager, on its thread."""
+class LoadPlanner:
+    """Measures the tiers and the engine, and plans what to load. One for a manager, on its thread.
 
-    @abstractmethod
-    def plan(self, survey: Sequence[Segment], key: OffloadKey, ends: Sequence[int] | None) -> Plan:
-        """For the blocks of ``survey``, of whose group ``key`` is one; ``ends`` as in ``plan``."""
-
-    def weighs(self, key: OffloadKey) -> bool:
-        """Whether a plan for blocks of this one's group can leave some out."""
-        return False
-
-    def note_step(self, work: StepWork) -> None:
-        """The engine computes a step."""
-
-    @abstractmethod
-    def link(self, tier: int) -> Link:
-        """Which records the reads of the tier."""
-
-    def end_poll(self) -> None:
-        """All jobs that have ended were recorded."""
-
-    def portion_blocks(self, tier: int) -> int:
-        """Blocks per job of a promotion."""
-        return 1 << 60
-
-    def probe_blocks(self, tier: int) -> int:
-        """Declined blocks of the tier to read all the same, so that it is measured; 0: none."""
-        return 0
-
-    def count_declined(self, tier: int | None, reason: Declined, num_blocks: int) -> None:
-        """Blocks of a tier, or with ``None`` of host memory, were found and not loaded."""
-
-    def count_wait(self, expected_s: float, waited_s: float) -> None:
-        """A wait has ended with its blocks."""
-
-    def get_stats(self) -> Stats:
-        return {}
-
-    def check_invariants(self, queued: Counter[int], reading: Counter[int]) -> None:
-        """``queued`` and ``reading``: blocks of promotions under way, by tier."""
-
-
-class LoadAlways(LoadPlanner):
-    """``load_policy="always"``: every hit is loaded, up to a block in a read that is overdue."""
-
-    def __init__(self, tiers: Sequence[str], block_bytes: int, clock: Callable[[], float]) -> None:
-        self._links = tuple(Link(name, block_bytes, None, clock) for name in tiers)
-
-    def plan(self, survey: Sequence[Segment], key: OffloadKey, ends: Sequence[int] | None) -> Plan:
-        return _plan_all(survey)
-
-    def link(self, tier: int) -> Link:
-        return self._links[tier]
-
-    def end_poll(self) -> None:
-        for link in self._links:
-            link.measure()
-
-    def check_invariants(self, queued: Counter[int], reading: Counter[int]) -> None:
-        for tier, link in enumerate(self._links):
-            link.check_invariants(queued[tier], reading[tier])
-
-
-class LoadByCost(LoadPlanner):
-    """``load_policy="cost"``: a hit is loaded as far as that is expected to be faster than computing it.
+    A hit is loaded as far as that is expected to be faster than computing it (``load_policy="cost"``). Blocks that are
+    not weighed are all loaded; with ``load_policy="always"`` none is.
 
     Speeds are those measured in this process; until there are any, those that the user expects (``BlockWorth``). Of a
     tier without either, ``PROBE_BYTES`` (at least one block) may be outstanding, whatever they cost. Before the
@@ -316,15 +253,17 @@ class LoadByCost(LoadPlanner):
         self._wait_ratios = Histogram("promotion_wait_ratio")
 
     def __repr__(self) -> str:
-        return f"LoadByCost(prefill={self._prefill.tokens_per_s}, {self._links})"
+        return f"LoadPlanner(prefill={self._prefill.tokens_per_s}, {self._links})"
 
     # ------------------------------------------------------------------------------------------------- planning
 
     def weighs(self, key: OffloadKey) -> bool:
+        """Whether a plan for blocks of this one's group can leave some out."""
         group = get_offload_group_idx(key)
         return group < len(self._tokens) and bool(self._tokens[group])
 
     def plan(self, survey: Sequence[Segment], key: OffloadKey, ends: Sequence[int] | None) -> Plan:
+        """For the blocks of ``survey``, of whose group ``key`` is one; ``ends`` as in ``plan``."""
         if not self.weighs(key):
             return _plan_all(survey)
         is_below = any(segment.place.tier is not None for segment in survey)
@@ -360,10 +299,12 @@ class LoadByCost(LoadPlanner):
         return max(1, int(num_bytes / self._block_bytes))
 
     def portion_blocks(self, tier: int) -> int:
+        """Blocks per job of a promotion."""
         speed = self._links[tier].speed
         return self._num_blocks(max(LEAST_PORTION_BYTES, PORTION_S / speed.byte_s if speed is not None else 0.0))
 
     def probe_blocks(self, tier: int) -> int:
+        """Declined blocks of the tier to read all the same, so that it is measured; 0: none."""
         link = self._links[tier]
         if link.num_due or self._clock() - link.estimator.measured_s < PROBE_INTERVAL_S:
             return 0
@@ -372,12 +313,15 @@ class LoadByCost(LoadPlanner):
     # --------------------------------------------------------------------------------------------- measurements
 
     def note_step(self, work: StepWork) -> None:
+        """The engine computes a step."""
         self._prefill.note_step(work)
 
     def link(self, tier: int) -> Link:
+        """Which records the reads of the tier."""
         return self._links[tier]
 
     def end_poll(self) -> None:
+        """All jobs that have ended were recorded."""
         for tier, link in enumerate(self._links):
             is_sure = link.measure() and link.estimator.num_samples >= _SURE_SAMPLES
             if is_sure and tier not in self._reported_slow and self._slowness(link) >= TOO_SLOW:
@@ -398,10 +342,12 @@ class LoadByCost(LoadPlanner):
     # -------------------------------------------------------------------------------------------------- metrics
 
     def count_declined(self, tier: int | None, reason: Declined, num_blocks: int) -> None:
+        """Blocks of a tier, or with ``None`` of host memory, were found and not loaded."""
         if num_blocks:
             self._declined[HOST if tier is None else self._links[tier].name, reason] += num_blocks
 
     def count_wait(self, expected_s: float, waited_s: float) -> None:
+        """A wait has ended with its blocks."""
         if expected_s > 0:
             self._wait_ratios.observe(max(0.0, waited_s) / expected_s)
 
@@ -419,5 +365,6 @@ class LoadByCost(LoadPlanner):
         return stats
 
     def check_invariants(self, queued: Counter[int], reading: Counter[int]) -> None:
+        """``queued`` and ``reading``: blocks of promotions under way, by tier."""
         for tier, link in enumerate(self._links):
             link.check_invariants(queued[tier], reading[tier])

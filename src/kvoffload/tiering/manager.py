@@ -27,7 +27,7 @@ from kvoffload.metrics import Stats, add_stats
 from kvoffload.miss import Miss
 from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
-from kvoffload.tiering.load_policy import BlockWorth, LoadAlways, LoadByCost, LoadPlanner
+from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Request
@@ -88,10 +88,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades)
         self._waits = Waits(primary_tier.slots, claim_share, promotion_share, clock)
         names = [tier.name for tier in self._tiers]
-        block_bytes = primary_tier.kv_view.shape[1] if primary_tier.kv_view.shape is not None else 0
-        self._planner: LoadPlanner = LoadAlways(names, block_bytes, clock)
-        if block_worth is not None:
-            self._planner = LoadByCost(names, block_worth, clock)
+        if block_worth is None:
+            block_worth = BlockWorth(primary_tier.kv_view.nbytes // primary_tier.num_blocks)  # nothing is weighed
+        self._planner = LoadPlanner(names, block_worth, clock)
         self._promotions = Promotions(primary_tier, self._waits, self._jobs, self._planner, self._on_reserved)
         self._lookups = Lookups(
             primary_tier, self._tiers, self._waits, self._promotions, self._planner, self._poll, clock
