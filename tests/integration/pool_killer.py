@@ -3,8 +3,7 @@
 
 Two processes at a time work on the pool, and are killed at random times. Each says which blocks it has stored. Then
 another process looks for all of them. After KILLS kills this goes on until more than half of the blocks were stored;
-where processes store nothing, later ones live longer. Exit code 0: no wrong byte, and at least 0.95 of
-the blocks were found again.
+where processes store nothing, later ones live longer. Exit code 0: no wrong byte, and each block was found again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from kvoffload.tiering.stores.disk.store import DiskStore
 SIZE = 16 << 10
 KEYS = keys_of(*range(400))
 MAX_BYTES = 16 * SlabFormat("", SIZE).slab_bytes(200)
-"""Room for all blocks of both processes, so that none gives way."""
 BLOCKS = [memoryview(block_of(key, SIZE)) for key in KEYS]
 
 
@@ -45,6 +43,9 @@ def load(store: DiskStore, numbers: list[int]) -> list[int]:
 
 def work(root: Path, seed: float, report: int) -> None:
     rng, parent, store = random.Random(seed), os.getppid(), open_store(root)
+    # There is room for all blocks. But a store that cannot make a slab just now, since the other process is making one,
+    # would evict blocks, and only kills are to lose some here.
+    store._slabs.evict = lambda count, before_ns: []  # type: ignore[method-assign]
     while os.getppid() == parent:  # who ends the script ends its processes
         numbers = rng.sample(range(len(KEYS)), rng.randrange(1, 9))
         if rng.randrange(2):
@@ -90,7 +91,7 @@ def reported(reader: int) -> list[int]:
 
 
 def main(root: Path, kills: int) -> None:
-    rng, stored, shares = random.Random(3), set[int](), list[float]()
+    rng, stored = random.Random(3), set[int]()
     longest_s, num_kills = 0.2, 0
     while num_kills < kills or len(stored) <= len(KEYS) // 2:
         num_before = len(stored)
@@ -107,10 +108,8 @@ def main(root: Path, kills: int) -> None:
         pid, reader = start(partial(look, root, stored))
         (num_found,) = reported(reader)
         assert os.waitpid(pid, 0)[1] == 0
-        if stored:
-            shares.append(num_found / len(stored))
-    assert min(shares) >= 0.95, f"only {min(shares)} of the stored blocks were found"
-    print(f"{num_kills} kills, {len(stored)} blocks stored, at least {min(shares):.3f} found after each two kills")
+        assert num_found == len(stored), f"{len(stored) - num_found} of {len(stored)} stored blocks are gone"
+    print(f"{num_kills} kills, {len(stored)} blocks stored, all found after each two kills")
 
 
 if __name__ == "__main__":
