@@ -124,7 +124,7 @@ def paged_attention(
     ``query`` is (1, heads, tokens, head_dim), ``key`` and ``value`` are (1, kv_heads, tokens, head_dim), all with
     positions applied.
     """
-    layer = paged_step.layer_positions[int(module.layer_idx)]  # type: ignore[arg-type]
+    layer = paged_step.layer_positions[int(module.layer_idx)]
     group = paged_step.groups[layer.group]
     keys, values = group.pool[:, 0, layer.index], group.pool[:, 1, layer.index]
     keys[group.write_blocks, group.write_offsets] = key[0].transpose(0, 1)

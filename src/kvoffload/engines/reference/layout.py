@@ -44,10 +44,10 @@ class StateShape:
 
     @property
     def recurrent_bytes(self) -> int:
-        return self.layers * math.prod(self.recurrent) * torch.float32.itemsize
+        return self.layers * math.prod(self.recurrent) * int(torch.float32.itemsize)
 
     def convolution_bytes(self, dtype: torch.dtype) -> int:
-        return self.layers * math.prod(self.convolution) * dtype.itemsize
+        return self.layers * math.prod(self.convolution) * int(dtype.itemsize)
 
     def page_bytes(self, dtype: torch.dtype) -> int:
         """All layers together, in a whole number of float32."""

@@ -63,7 +63,7 @@ class ModelRunner:
             references.append([CanonicalKVCacheRef(index, view.shape[1])])
         return CanonicalKVCaches(tensors, references)
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
         """Runs the model over the scheduled tokens, which writes their keys and values to the pools.
 

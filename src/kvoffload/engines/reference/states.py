@@ -83,7 +83,7 @@ def plan_states(scheduled: Sequence[Scheduled], group: int, block_tokens: int, v
     return StateStep(views, tuple(segments))
 
 
-class PagedMixer(torch.nn.Module):
+class PagedMixer(torch.nn.Module):  # type: ignore[misc]
     """A mixer of transformers that computes each segment of the packed row from its own state."""
 
     def __init__(self, mixer: torch.nn.Module) -> None:
@@ -92,7 +92,7 @@ class PagedMixer(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *, paged_states: StateStep, **_: Any) -> torch.Tensor:
         """``hidden_states`` is (1, tokens, hidden). Writes the states to the pool."""
-        layer = int(self.mixer.layer_idx)  # type: ignore[arg-type]
+        layer = int(self.mixer.layer_idx)
         output = torch.empty_like(hidden_states)
         for segment in paged_states.segments:
             views = paged_states.views
