@@ -3,6 +3,8 @@ SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.kvoffload-dev
+# Without bytecode on the disk each process of the tests compiles everything again, half a minute of its time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-remote test-vllm test-sglang test-everything soak mutants lint advice format bench docs dist clean
 help:            ## this list
