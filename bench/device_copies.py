@@ -23,6 +23,7 @@ from kvoffload.cli.doctor import Effort, examine
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, plan_runs
 from kvoffload.doctor.copies import DevicePlace
+from kvoffload.doctor.findings import least_ratio
 from kvoffload.doctor.report import PageSpeed
 
 _JOB = "64 scattered blocks of 64 layers"
@@ -110,7 +111,7 @@ def _views_s(repeats: int) -> float:
 
 def _rows_of(page: PageSpeed) -> list[Row]:
     size = page.page_bytes >> 10
-    one_way = ">= 0.9" if page.page_bytes >= 64 << 10 else ">= 0.5"
+    one_way = f">= {least_ratio(page.page_bytes, has_device=True)}"
     return [
         _row(
             f"{name}, {size} KiB pages, scattered ids",

@@ -10,10 +10,14 @@ from enum import IntEnum
 from kvoffload.doctor.report import Device, Host, PageSpeed, Report
 from kvoffload.units import format_bytes
 
-__all__ = ["Finding", "Severity", "findings", "verdict"]
+__all__ = ["LEAST_RATIOS", "Finding", "Severity", "findings", "least_ratio", "verdict"]
 
-_LARGE_PAGE_BYTES = 64 << 10
-_LARGE_RATIO, _SMALL_RATIO, _BOTH_RATIO = 0.9, 0.5, 0.85
+LEAST_RATIOS = {4 << 10: 0.08, 16 << 10: 0.1, 32 << 10: 0.5, 64 << 10: 0.7, 256 << 10: 0.9}
+"""By size of page, what scattered pages reach of one large copy on a healthy H100 or H200 over PCIe 5 (vLLM issues
+42212 and 48434). Copy engines fall off a cliff below 28 KiB."""
+_LEAST_HOST_RATIOS = {64 << 10: 0.9}
+_SMALL_PAGE_BYTES = 64 << 10
+_BOTH_RATIO = 0.85
 _JOB_S = 1e-3
 _SLOWDOWN = 0.03
 _LINK_SHARE = 0.6
@@ -95,16 +99,16 @@ def _of_memory(host: Host, cpu_bytes: int | None) -> Iterator[Finding]:
 
 def _of_speed(report: Report) -> Iterator[Finding]:
     where = "the device" if report.device is not None else "host memory"
-    slow = [page for page in report.pages if page.page_bytes >= _LARGE_PAGE_BYTES and _least(page) < _LARGE_RATIO]
+    slow = [page for page in report.pages if _least(page) < least_ratio(page.page_bytes, report.device is not None)]
     if slow:
-        page = min(slow, key=_least)
+        page = max(slow, key=lambda page: page.page_bytes)
         yield Finding(
             Severity.WARNING,
             f"pages of {format_bytes(page.page_bytes)} reach {_least(page):.2f} of a large copy to or from {where}, "
-            f"below {_LARGE_RATIO}",
+            f"below {least_ratio(page.page_bytes, report.device is not None)}",
             "run the doctor again on an idle machine; if it stays so, report this output",
         )
-    small = [page for page in report.pages if page.page_bytes < _LARGE_PAGE_BYTES and _least(page) < _SMALL_RATIO]
+    small = [page for page in report.pages if page.page_bytes < _SMALL_PAGE_BYTES and _least(page) < 0.5]
     if small:
         page = min(small, key=_least)
         yield Finding(
@@ -119,6 +123,12 @@ def _of_speed(report: Report) -> Iterator[Finding]:
             f"this process may use {report.host.cores} core(s), which the engine, copies and tiers share",
             f"give it {_LEAST_CORES} or more",
         )
+
+
+def least_ratio(page_bytes: int, has_device: bool) -> float:
+    """What pages of this size should reach of one large copy."""
+    ratios = LEAST_RATIOS if has_device else _LEAST_HOST_RATIOS
+    return max((ratio for size, ratio in ratios.items() if size <= page_bytes), default=0.0)
 
 
 def _least(page: PageSpeed) -> float:
@@ -143,9 +153,7 @@ def _of_device(device: Device, report: Report) -> Iterator[Finding]:
                 f"look at its slot and at what else uses it (now: {device.link or 'unknown'}), and run on the cores of "
                 f"its socket{'' if device.numa_node is None else f', NUMA node {device.numa_node}'}",
             )
-    slow_both = [
-        page for page in report.pages if page.page_bytes >= _LARGE_PAGE_BYTES and page.both.ratio < _BOTH_RATIO
-    ]
+    slow_both = [page for page in report.pages if page.page_bytes >= 256 << 10 and page.both.ratio < _BOTH_RATIO]
     if slow_both:
         page = min(slow_both, key=lambda page: page.both.ratio)
         yield Finding(

@@ -1,0 +1,526 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first minutes on a GPU: what the fake driver cannot tell. ``python -m bench.gpu_probe --out FILE``
+
+Each part is a process of its own under a time limit, and its findings are written line by line, as JSON: a part that
+hangs or crashes costs itself. The last lines are a table of what was expected, what was seen and what to change. What
+would stop everything comes first, then speed, then what is good to know. Needs NVIDIA's driver and kvoffload's own
+packages, no torch.
+
+``--small`` is for a rehearsal over the fake driver of the tests: its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.cpu.copy.driver import CudaError, Driver, Event, Stream, load_driver
+from kvoffload.cpu.memory_limits import available_bytes
+from kvoffload.cpu.populate import populate
+from kvoffload.doctor.findings import least_ratio
+
+MIB = 1 << 20
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is copied: of a real device, or of a rehearsal."""
+
+    large_bytes: int = 256 * MIB
+    compute_fills: int = 400
+    compute_bytes: int = 1 << 30
+    """Some 150 ms of a device's time, together."""
+    pinned_bytes: int = 8 << 30
+    counts: tuple[int, ...] = (1024, 4096, 8192, 16_384, 51_828, 131_072)
+    pages: tuple[int, ...] = tuple(kib << 10 for kib in (4, 8, 16, 28, 32, 64, 128, 256, 1024))
+    repeats: int = 5
+
+
+SMALL = Sizes(4 * MIB, 8, MIB, 8 * MIB, (16, 64), (4 << 10, 64 << 10), 2)
+
+
+class Probe:
+    """One part's process: the driver, and what it says."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.driver: Driver = load_driver()
+        self.driver.use_device(0)
+        self.stream = self.driver.create_stream()
+        self._kept: list[mmap.mmap] = []
+
+    def say(self, **found: Any) -> None:
+        print(json.dumps(found), flush=True)
+
+    def host(self, num_bytes: int, register: bool = True, huge: bool = True) -> tuple[int, npt.NDArray[np.uint8]]:
+        """Anonymous memory that was touched: its address and its bytes."""
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+        self._kept.append(memory)
+        array: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+        array[:] = 1
+        address: int = array.ctypes.data
+        if register:
+            self.driver.register(address, num_bytes)
+        return address, array
+
+    def compute(self, stream: Stream, memory: int) -> None:
+        """Work that takes a while, and copies nothing."""
+        for _ in range(self.sizes.compute_fills):
+            self.driver.fill(memory, 0, self.sizes.compute_bytes, stream)
+
+    def seconds(self, submit: Callable[[], None]) -> tuple[float, float, float]:
+        """Medians: processor time of submitting, time until all has ended, and the device's own time."""
+        start, end = self.driver.create_event(), self.driver.create_event()
+        rows = []
+        for _ in range(self.sizes.repeats):
+            self.driver.synchronize(self.stream)
+            self.driver.record(start, self.stream)
+            began_s, began_processor_s = time.perf_counter(), time.thread_time()
+            submit()
+            processor_s = time.thread_time() - began_processor_s
+            self.driver.record(end, self.stream)
+            self.driver.synchronize(self.stream)
+            rows.append((processor_s, time.perf_counter() - began_s, self.driver.seconds_between(start, end)))
+        processor_s, total_s, device_s = (statistics.median(column) for column in zip(*rows, strict=True))
+        return processor_s, total_s, device_s
+
+
+def scattered(device: int, host: int, page: int, count: int, pool: int, seed: int = 0) -> tuple[Int64s, Int64s, Int64s]:
+    """Addresses on both sides and lengths. ``pool`` pages lie on each side."""
+    random = np.random.default_rng(seed)
+    on_device, on_host = (random.permutation(pool)[:count].astype(np.int64) * page for _ in range(2))
+    return device + on_device, host + on_host, np.full(count, page, dtype=np.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def facts(probe: Probe) -> None:
+    driver = probe.driver
+    bus = driver.pci_bus_id(0)
+    found: dict[str, Any] = {
+        "name": driver.device_name(0),
+        "cuda": driver.version,
+        "copies": driver.copies_by,
+        "one_address": driver.has_one_address(0),
+        "cores": len(os.sched_getaffinity(0)),
+        "available_bytes": available_bytes(),
+        "locked_limit": resource.getrlimit(resource.RLIMIT_MEMLOCK),
+        "kernel": os.uname().release,
+    }
+    for name in ("enabled", "shmem_enabled"):
+        found[f"huge_pages_{name}"] = _read(f"/sys/kernel/mm/transparent_hugepage/{name}")
+    for name in ("current_link_speed", "max_link_speed", "current_link_width", "numa_node"):
+        found[name] = _read(f"/sys/bus/pci/devices/{bus}/{name}")
+    probe.say(**found)
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def bytes_are_right(probe: Probe) -> None:
+    """Both ways, batched and singly, pages of odd sizes too; and behind compute that still writes."""
+    driver, size = probe.driver, probe.sizes.large_bytes // 4
+    source, sent = probe.host(size)
+    target, back = probe.host(size)
+    device = driver.allocate(size)
+    sent[:] = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+    for page, count in ((4096, 512), (65_536, 32), (4097, 100), (8, 1000)):
+        for copies_per_call in (4096, 1):
+            driver.copies_per_call = copies_per_call
+            back[:] = 0
+            on_device, on_host, lengths = scattered(device, source, page, min(count, size // page), size // page)
+            driver.copy_runs(on_device, on_host, lengths, probe.stream)
+            driver.copy_runs(on_host - source + target, on_device, lengths, probe.stream)
+            driver.synchronize(probe.stream)
+            starts = on_host - source
+            wrong = sum(not np.array_equal(back[at : at + page], sent[at : at + page]) for at in starts.tolist())
+            probe.say(page=page, copies=driver.copies_by, wrong=wrong)
+    driver.copies_per_call = 4096
+    other, done = driver.create_stream(), driver.create_event(is_timed=False)
+    scratch = driver.allocate(probe.sizes.compute_bytes)
+    driver.fill(device, 1, MIB, other)
+    probe.compute(other, scratch)
+    driver.fill(device, 2, MIB, other)
+    driver.record(done, other)
+    driver.wait_event(probe.stream, done)
+    one = np.array([MIB], dtype=np.int64)
+    driver.copy_runs(np.array([target]), np.array([device]), one, probe.stream)
+    driver.synchronize(probe.stream)
+    probe.say(behind_compute=True, wrong=int((back[:MIB] != 2).sum()))
+
+
+def limits(probe: Probe) -> None:
+    """How many copies a call takes. Each count in a process of its own: a driver may hang."""
+    for count in probe.sizes.counts:
+        found = run_child("limit", [str(count)], probe.sizes is SMALL, 20.0)
+        said = [json.loads(line) for line in found.lines]
+        probe.say(count=count, ended=found.ended, **(said[-1] if said else {}))
+
+
+def limit(probe: Probe, count: str) -> None:
+    num, page = int(count), 8192
+    host, _ = probe.host(2 * num * page)
+    device = probe.driver.allocate(2 * num * page)
+    probe.driver.copies_per_call = num
+    for is_store in (True, False):
+        for seed in range(10):
+            on_device, on_host, lengths = scattered(device, host, page, num, 2 * num, seed)
+            to, source = (on_host, on_device) if is_store else (on_device, on_host)
+            processor_s, total_s, _ = probe.seconds(lambda: probe.driver.copy_runs(to, source, lengths, probe.stream))  # noqa: B023
+        assert probe.driver.has_batch, "the batch was refused"
+    probe.say(processor_us=round(processor_s * 1e6), gb_per_s=round(num * page / total_s / 1e9, 1))
+
+
+def behind_compute(probe: Probe) -> None:
+    """Whether submitting waits while the stream waits for compute."""
+    driver, page = probe.driver, 65_536
+    pool = probe.sizes.large_bytes // page
+    host, _ = probe.host(probe.sizes.large_bytes)
+    device, scratch = driver.allocate(probe.sizes.large_bytes), driver.allocate(probe.sizes.compute_bytes)
+    compute, done = driver.create_stream(), driver.create_event(is_timed=False)
+    for copies_per_call in (4096, 1):
+        driver.copies_per_call = copies_per_call
+        for num_jobs in (1, 16, 64):
+            driver.synchronize(compute)
+            driver.synchronize(probe.stream)
+            probe.compute(compute, scratch)
+            driver.record(done, compute)
+            driver.wait_event(probe.stream, done)
+            began_s = time.perf_counter()
+            for job in range(num_jobs):
+                on_device, on_host, lengths = scattered(device, host, page, min(256, pool), pool, job)
+                driver.copy_runs(on_host, on_device, lengths, probe.stream)
+            took_s = time.perf_counter() - began_s
+            probe.say(copies=driver.copies_by, jobs=num_jobs, ms=round(took_s * 1e3, 2), still=not driver.is_done(done))
+            driver.synchronize(probe.stream)
+
+
+def beside(probe: Probe) -> None:
+    """A small copy of the engine's, while a large job runs the same way: whole, and in pieces with and without a tiny
+    operation between two."""
+    driver, page, size = probe.driver, 65_536, probe.sizes.large_bytes
+    host, _ = probe.host(size)
+    device, spacer, small = driver.allocate(size), driver.allocate(1), driver.allocate(4096)
+    small_host, _ = probe.host(4096)
+    engine = driver.create_stream()
+    on_device, on_host, lengths = scattered(device, host, page, size // page, size // page)
+    for is_store in (True, False):
+        to, source = (on_host, on_device) if is_store else (on_device, on_host)
+        small_to, small_from = (small_host, small) if is_store else (small, small_host)
+        for piece_bytes in (size, 32 * MIB, 16 * MIB, 8 * MIB, 2 * MIB):
+            for has_spacer in (False, True):
+                step, waits = max(1, piece_bytes // page), []
+                for _ in range(probe.sizes.repeats):
+                    for low in range(0, len(to), step):
+                        part = slice(low, low + step)
+                        driver.copy_runs(to[part], source[part], lengths[part], probe.stream)
+                        if has_spacer:
+                            driver.fill(spacer, 0, 1, probe.stream)
+                    began_s = time.perf_counter()
+                    driver.copy(small_to, small_from, 4096, engine)
+                    driver.synchronize(engine)
+                    waits.append(time.perf_counter() - began_s)
+                    driver.synchronize(probe.stream)
+                us = round(statistics.median(waits) * 1e6)
+                way = "store" if is_store else "load"
+                probe.say(way=way, piece_mib=piece_bytes / MIB, spacer=has_spacer, small_copy_us=us)
+
+
+def speed(probe: Probe) -> None:
+    """Scattered pages against one large copy, by size of page."""
+    driver, size = probe.driver, probe.sizes.large_bytes
+    host, _ = probe.host(2 * size)
+    device = driver.allocate(2 * size)
+    for is_store in (True, False):
+        way, (to, source) = ("store", (host, device)) if is_store else ("load", (device, host))
+        large_s = probe.seconds(lambda: driver.copy(to, source, size, probe.stream))[2]  # noqa: B023
+        probe.say(way=way, page="large", gb_per_s=round(size / large_s / 1e9, 1))
+        for page in probe.sizes.pages:
+            count = min(4096, size // page)
+            on_device, on_host, lengths = scattered(device, host, page, count, 2 * size // page)
+            ends = (on_host, on_device) if is_store else (on_device, on_host)
+            for copies_per_call in (4096, 1):
+                driver.copies_per_call = copies_per_call
+                processor_s, total_s, _ = probe.seconds(lambda: driver.copy_runs(*ends, lengths, probe.stream))  # noqa: B023
+                per_s = count * page / total_s
+                ratio = round(per_s / (size / large_s), 2)
+                us = round(processor_s * 1e6 / count, 2)
+                probe.say(way=way, page=page, copies=driver.copies_by, ratio=ratio, processor_us_per_copy=us)
+
+
+def pinning(probe: Probe) -> None:
+    """Seconds per GiB: of pages that are there and of pages that are not, huge and small, and of shared memory."""
+    available = available_bytes()
+    size = min(probe.sizes.pinned_bytes, (available or probe.sizes.pinned_bytes) // 4) // (2 * MIB) * 2 * MIB
+    gib = size / (1 << 30)
+    for huge in (True, False):
+        for num_threads in (0, 1, 8):
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+            view = ctypes.c_char.from_buffer(memory)
+            began_s = time.perf_counter()
+            if num_threads:
+                populate(ctypes.addressof(view), size, num_threads)
+            populated_s = time.perf_counter() - began_s
+            _pin(
+                probe,
+                ctypes.addressof(view),
+                size,
+                huge=huge,
+                threads=num_threads,
+                populate_s_per_gib=round(populated_s / gib, 3),
+            )
+            del view
+            memory.close()
+    name = Path(f"/dev/shm/kvoffload-probe-{os.getpid()}")
+    try:
+        with name.open("w+b") as file:
+            began_s = time.perf_counter()
+            os.posix_fallocate(file.fileno(), 0, size)
+            allocated_s = time.perf_counter() - began_s
+            shared = mmap.mmap(file.fileno(), size)
+        view = ctypes.c_char.from_buffer(shared)
+        _pin(probe, ctypes.addressof(view), size, shared=True, populate_s_per_gib=round(allocated_s / gib, 3))
+    except OSError as exc:
+        probe.say(shared=True, error=exc.strerror)
+    finally:
+        name.unlink(missing_ok=True)
+
+
+def _pin(probe: Probe, address: int, size: int, **what: Any) -> None:
+    gib = size / (1 << 30)
+    began_s = time.perf_counter()
+    try:
+        probe.driver.register(address, size)
+    except CudaError as exc:
+        probe.say(**what, error=str(exc))
+        return
+    registered_s = time.perf_counter() - began_s
+    probe.driver.unregister(address)
+    probe.say(**what, gib=round(gib, 2), register_s_per_gib=round(registered_s / gib, 3))
+
+
+def events(probe: Probe) -> None:
+    """Microseconds of a call, by kind of event."""
+    other = probe.driver.create_stream()
+    for is_timed in (True, False):
+        event: Event = probe.driver.create_event(is_timed)
+        began_s = time.perf_counter()
+        for _ in range(1000):
+            probe.driver.record(event, probe.stream)
+            probe.driver.wait_event(other, event)
+        ordered_s = time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        for _ in range(1000):
+            probe.driver.is_done(event)
+        asked_s = time.perf_counter() - began_s
+        probe.say(timed=is_timed, record_and_wait_us=round(ordered_s * 1e3, 2), query_us=round(asked_s * 1e3, 2))
+
+
+def leaving(probe: Probe) -> None:
+    """Whether a process ends whose copies still run."""
+    found = run_child("leave", [], probe.sizes is SMALL, 30.0)
+    probe.say(ended=found.ended)
+
+
+def leave(probe: Probe) -> None:
+    host, _ = probe.host(probe.sizes.large_bytes)
+    device = probe.driver.allocate(probe.sizes.large_bytes)
+    for _ in range(8):
+        probe.driver.copy(host, device, probe.sizes.large_bytes, probe.stream)
+
+
+PARTS: dict[str, tuple[Callable[..., None], float]] = {
+    "facts": (facts, 40),
+    "bytes": (bytes_are_right, 40),
+    "limits": (limits, 130),
+    "behind": (behind_compute, 40),
+    "beside": (beside, 60),
+    "speed": (speed, 90),
+    "pinning": (pinning, 60),
+    "events": (events, 20),
+    "leaving": (leaving, 40),
+}
+"""In this order, each with its seconds at the most."""
+_CHILDREN: dict[str, Callable[..., None]] = {"limit": limit, "leave": leave}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    lines: list[str]
+    ended: str
+    """How the process ended."""
+
+
+def run_child(
+    name: str, arguments: list[str], is_small: bool, limit_s: float, on_line: Callable[[str], None] | None = None
+) -> Ended:
+    """A part in a process of its own, with all that it starts."""
+    command = [sys.executable, "-m", "bench.gpu_probe", "--child", name, *arguments, *(["--small"] if is_small else [])]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        os.killpg(child.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit_s, end)
+    timer.start()
+    errors: list[str] = []
+    reader = threading.Thread(target=lambda: errors.extend(child.stderr))  # type: ignore[arg-type]
+    reader.start()
+    lines = []
+    for line in child.stdout:
+        lines.append(line)
+        if on_line is not None:
+            on_line(line)
+    code = child.wait()
+    timer.cancel()
+    reader.join()
+    ended = (
+        "well"
+        if not code
+        else f"did not end in {limit_s:.0f} s"
+        if is_late.is_set()
+        else f"with {code}: {''.join(errors)[-300:]}"
+    )
+    return Ended(lines, ended)
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, str, str]]:
+    """What, expected, seen, what to change. Expectations: note 2, from reports of others."""
+    rows = found.get("bytes", [])
+    if rows:
+        wrong = sum(row.get("wrong", 0) for row in rows)
+        yield "wrong bytes", "0", str(wrong), "" if not wrong else "serve without kvoffload; report this file"
+    good = [row["count"] for row in found.get("limits", []) if row["ended"] == "well"]
+    bad = [row["count"] for row in found.get("limits", []) if row["ended"] != "well"]
+    if good or bad:
+        largest = max(good, default=0)
+        advice = "" if largest >= 4096 else f"KVOFFLOAD_COPIES_PER_CALL={max(largest, 1)}"
+        yield (
+            "copies in a call",
+            "4,096 and more",
+            f"{largest:,} go, {min(bad, default=0):,} does not" if bad else f"{largest:,} go",
+            advice,
+        )
+    for row in found.get("behind", []):
+        if row["jobs"] == 64:
+            is_slow = row["ms"] > 50 and not row["still"]
+            seen = f"{row['ms']} ms for 64 jobs" + (", until compute ended" if is_slow else "")
+            yield f"submitting behind compute, {row['copies']}", "any: a thread pays", seen, ""
+    for way in ("store", "load"):
+        rows = [row for row in found.get("beside", []) if row["way"] == way]
+        if rows:
+            best = min(rows, key=lambda row: row["small_copy_us"])
+            ours = next((row for row in rows if row["piece_mib"] == 16 and row["spacer"]), best)
+            advice = (
+                ""
+                if ours["small_copy_us"] <= 2 * best["small_copy_us"]
+                else f"lane.py: PIECE_BYTES of {best['piece_mib']} MiB, spacer {best['spacer']}"
+            )
+            yield (
+                f"a small copy beside a {way}",
+                "under 1,000 us",
+                f"{ours['small_copy_us']} us; best {best['small_copy_us']}",
+                advice,
+            )
+    for row in found.get("speed", []):
+        if row["page"] != "large" and row["copies"] == "batched copies":
+            least = least_ratio(row["page"], has_device=True)
+            advice = "" if row["ratio"] >= least else "kv_cache_layout, so that a block's layers lie side by side"
+            yield (
+                f"{row['way']}, pages of {row['page'] >> 10} KiB",
+                f">= {least} of a large copy",
+                str(row["ratio"]),
+                advice,
+            )
+    for row in found.get("pinning", []):
+        if "register_s_per_gib" in row:
+            what = "shared" if row.get("shared") else f"huge={row['huge']}, {row['threads']} threads"
+            yield (
+                f"pinning, {what}",
+                "0.1 s/GiB",
+                f"{row['populate_s_per_gib']} + {row['register_s_per_gib']} s/GiB",
+                "",
+            )
+    for row in found.get("leaving", []):
+        yield "a process ends amid copies", "well", row["ended"], "" if row["ended"] == "well" else "report this file"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--out", type=Path, default=Path("probe.jsonl"), help="gets a line of JSON for each finding")
+    parser.add_argument("--seconds", type=float, default=400.0, help="for all parts together")
+    parser.add_argument("--small", action="store_true", help="a rehearsal")
+    parser.add_argument("--child", metavar="NAME", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = SMALL if options.small else Sizes()
+    if options.child:
+        function = _CHILDREN[options.child] if options.child in _CHILDREN else PARTS[options.child][0]
+        function(Probe(sizes), *options.parts)
+        return
+    deadline_s = time.monotonic() + options.seconds
+    found: dict[str, list[dict[str, Any]]] = {}
+    failed = []
+    with options.out.open("a") as file:
+        for name in options.parts or [name for name in PARTS if name != "leaving" or not options.small]:
+            rows = found.setdefault(name, [])
+
+            def keep(line: str, name: str = name, rows: list[dict[str, Any]] = rows) -> None:
+                rows.append(json.loads(line))
+                file.write(json.dumps({"part": name, **rows[-1]}) + "\n")
+                file.flush()
+
+            left_s = deadline_s - time.monotonic()
+            if left_s < 1:
+                failed.append(f"{name}: no time was left")
+                continue
+            ended = run_child(name, [], options.small, min(PARTS[name][1], left_s), keep)
+            file.write(json.dumps({"part": name, "ended": ended.ended}) + "\n")
+            file.flush()
+            print(f"{name}: {len(rows)} findings, ended {ended.ended}", flush=True)
+            if ended.ended != "well":
+                failed.append(f"{name}: {ended.ended}")
+    lines = [("what", "expected", "seen", "what to change"), *table(found)]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    print()
+    for line in lines:
+        print("  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]).rstrip())
+    for line in failed:
+        print(f"not known: {line}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
