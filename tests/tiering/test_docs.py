@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code on tiers in ``docs/authors.md`` runs, and the metrics of tiers in ``docs/operating.md`` exist."""
+"""The code of ``docs/authors.md`` on bookkeeping and tiers runs; the metrics of tiers in ``docs/operating.md`` exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 from tests.doc_commands import section
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_example_runs() -> None:
-    (code,) = re.findall(
-        r"^```python\n(.*?)^```", section(DOCS / "authors.md", "Tiers in code"), re.MULTILINE | re.DOTALL
-    )
-    exec(compile(code, "docs/authors.md", "exec"), {})
+@pytest.mark.parametrize("part", ["bookkeeping", "tiers"])
+def test_the_example_runs(part: str) -> None:
+    page = DOCS / "authors.md"
+    text = page.read_text().partition("\n## ")[0] if part == "bookkeeping" else section(page, "Tiers in code")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    exec(compile(code, str(page), "exec"), {})
 
 
 def test_every_metric_it_names_exists() -> None:
