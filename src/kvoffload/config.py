@@ -78,8 +78,11 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Names the weights: text, or ``{"file": path}``, which is read at the start and again at every reset. Blocks in
     ``secondary_tiers`` are found under the name that they were stored under. A reset that reads another name goes on
     with the blocks of that name. Any other begins an epoch of the engine's own: it finds no older block in any tier,
-    and no other engine or later process finds its blocks. Without a name, engines with the same configuration count as
-    engines with the same weights until their first reset. Default: none."""
+    and no other engine or later process finds its blocks. Without a name, samples of the weights' files tell weights
+    apart, until the first reset. Default: none."""
+    adapters_never_change: bool = False
+    """No LoRA adapter is ever replaced under its name and path. Without this promise requests with an adapter are
+    computed without kvoffload wherever a tier's blocks outlive the process, since keys have the path alone."""
     reset_tiers: bool = True
     """A reset of the cache is about the tiers too. With false they keep their blocks as long as ``weights_version``
     stays the same, so that only host memory is reset."""

@@ -14,7 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-__all__ = ["WEIGHT_FILES", "fingerprint", "local_directory"]
+from kvoffload.config import OffloadingConfig
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.options import parse_tiers
+
+__all__ = ["WEIGHT_FILES", "fingerprint", "local_directory", "outliving_tier"]
 
 WEIGHT_FILES = (
     "*.safetensors",
@@ -24,6 +28,7 @@ WEIGHT_FILES = (
     "*.gguf",
     "*.index.json",  # which of them are read
     "*quant*.json",  # how they are read
+    "*processor_config.json",  # what images and sounds become before they meet them
 )
 """Which of them an engine reads depends on the engine, its version and its options. So all count."""
 
@@ -36,6 +41,15 @@ _LEAST_SAMPLES = 16
 
 _THREADS = 16
 _SAMPLES_OF_A_TASK = 64
+
+
+def outliving_tier(config: OffloadingConfig) -> str | None:
+    """The first of ``secondary_tiers`` whose blocks others, or later processes, read; ``None`` if there is none. One
+    that only a spec of the user's own knows counts, too."""
+    try:
+        return next((tier.label for tier in parse_tiers(config.secondary_tiers) if tier.is_persistent), None)
+    except ConfigError:
+        return str(config.secondary_tiers[0].get("type"))
 
 
 def local_directory(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
@@ -55,11 +69,11 @@ def fingerprint(directory: Path, patterns: Sequence[str] = WEIGHT_FILES) -> str:
     """Of the files in ``directory`` and its subdirectories whose names fit one of ``patterns``: their names, sizes, and
     samples of their bytes at fixed places.
 
-    Links are followed. Reads some 16 MiB. Raises ``OSError`` if there is no such file or one cannot be read.
+    Links are followed. Reads some 16 MiB. Raises ``OSError`` if there is no file of weights or one cannot be read.
     """
     found = {path for pattern in patterns for depth in ("", "*/") for path in directory.glob(depth + pattern)}
     files = sorted((path.relative_to(directory).as_posix(), path) for path in found if not path.is_dir())
-    if not files:
+    if all(path.suffix == ".json" for _, path in files):
         raise FileNotFoundError(f"{str(directory)!r} has no file of weights")
     num_samples = max(_LEAST_SAMPLES, _SAMPLES // len(files))
     digest = hashlib.sha256()

@@ -7,7 +7,10 @@ that have what kvoffload reads.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,8 @@ import pytest
 import torch
 from tests.engines.vllm.harness import HAS_VLLM, hash_block_size
 
-from kvoffload.engines.vllm import identity, layout, slices, versions
+from kvoffload.engines.vllm import layout, slices, versions
+from kvoffload.engines.vllm.fields import FIELDS
 
 PAGE_BYTES = 2 * 16 * 2 * 8 * 4
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
@@ -24,7 +28,7 @@ SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.flo
 def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32."""
     if not HAS_VLLM:
-        for module in (identity, layout, slices):
+        for module in (layout, slices):
             monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)
         monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
@@ -53,33 +57,55 @@ def know_plain_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
 
 
-class HFConfig:
-    def __init__(self, theta: float = 1.0) -> None:
-        self.theta = theta
+@functools.cache
+def _plain_class(name: str) -> Any:
+    row = FIELDS[name]
+    fields = [(each, Any, None) for reason in row for each in row[reason].split()]
+    return dataclasses.make_dataclass(name, fields, eq=False, repr=False)
 
-    def to_json_string(self, use_diff: bool) -> str:
-        return f"theta {self.theta}, {use_diff}"
+
+def stub(name: str, **values: Any) -> Any:
+    """An object of a dataclass that has all fields of ``FIELDS`` for vLLM's class ``name``, ``None`` unless ``values``
+    has them. What else is in ``values`` are attributes."""
+    config = _plain_class(name)()
+    for attribute, value in values.items():
+        setattr(config, attribute, value)
+    return config
+
+
+class HFConfig:
+    """A model's configuration, as transformers has it."""
+
+    def __init__(self, theta: float = 1.0, **more: Any) -> None:
+        self.values = {"model_type": "small", "rope_theta": theta, "transformers_version": "5.19.0", **more}
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.values)
 
 
 def heads(total: int, **more: Any) -> dict[str, Any]:
     """What a model's configuration says of its KV heads."""
-    text = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": total, **more})
+    text = HFConfig(num_key_value_heads=total, **more)
     return {"get_total_num_kv_heads": lambda: total, "hf_text_config": text}
 
 
 def model_config(total_heads: int, **more: Any) -> Any:
     """``more``: what else the text part of the model's configuration says."""
-    return SimpleNamespace(
-        model="small",
-        revision=None,
-        quantization=None,
-        dtype="torch.float32",
-        hf_config=HFConfig(),
-        use_mla=False,
-        is_hybrid=False,
-        get_total_num_hidden_layers=lambda: 12,
-        **heads(total_heads, **more),
-    )
+    values = {
+        "model": "small",
+        "model_weights": "",
+        "dtype": "torch.float32",
+        "seed": 0,
+        "trust_remote_code": False,
+        "hf_config": HFConfig(),
+        "original_max_model_len": None,
+        "override_generation_config": {},
+        "try_get_generation_config": dict,
+        "use_mla": False,
+        "is_hybrid": False,
+        "get_total_num_hidden_layers": lambda: 12,
+    }
+    return stub("ModelConfig", **values | heads(total_heads, **more))
 
 
 def vllm_config(**changes: Any) -> Any:
@@ -111,13 +137,23 @@ def vllm_config(**changes: Any) -> Any:
             "enable_prefix_caching": True,
             "use_replayssm": False,
         },
-        "model_config": vars(model_config(2)),
-        "scheduler_config": {"async_scheduling": False},
-        "attention_config": {"hisparse_config": None},
+        "device_config": {"device_type": "cpu"},
+        "load_config": {"load_format": "auto"},
+        "attention_config": {},
+        "mamba_config": {},
+        "compilation_config": {},
     }
-    config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})
-    config.kv_events_config = config.speculative_config = config.lora_config = None
-    config.use_v2_model_runner = False
+    kinds = {name: "".join(word.capitalize() for word in name.split("_")) for name in parts}
+    stubs = {name: stub(kinds[name], **values) for name, values in parts.items() if kinds[name] in FIELDS}
+    others = {name: SimpleNamespace(**values) for name, values in parts.items() if name not in stubs}
+    scheduler = SimpleNamespace(async_scheduling=False)
+    config = stub(
+        "VllmConfig",
+        **stubs | others,
+        model_config=model_config(2),
+        scheduler_config=scheduler,
+        use_v2_model_runner=False,
+    )
     for path, value in changes.items():
         part, _, attribute = path.partition("__")
         if attribute:
@@ -147,7 +183,7 @@ def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **change
     else:
         config = SimpleNamespace(
             num_blocks=num_blocks,
-            kv_cache_tensors=[SimpleNamespace(size=size) for _ in names],
+            kv_cache_tensors=[SimpleNamespace(size=size, layers=each) for each in names],
             kv_cache_groups=[
                 SimpleNamespace(layer_names=each, kv_cache_spec=spec, is_eagle_group=False)
                 for each, spec in zip(names, specs, strict=True)
@@ -163,14 +199,43 @@ def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **change
     return config
 
 
+_BASES = {
+    "AttentionSpec": "KVCacheSpec",
+    "FullAttentionSpec": "AttentionSpec",
+    "MLAAttentionSpec": "FullAttentionSpec",
+    "RSWASpec": "FullAttentionSpec",
+    "ChunkedLocalAttentionSpec": "AttentionSpec",
+    "CircularBufferSpec": "AttentionSpec",
+    "SlidingWindowSpec": "AttentionSpec",
+    "SlidingWindowMLASpec": "SlidingWindowSpec",
+    "MambaSpec": "KVCacheSpec",
+}
+
+
+@functools.cache
+def _plain_spec(name: str) -> Any:
+    """A dataclass with the fields of vLLM's class ``name``, by ``FIELDS``."""
+    base = [_plain_spec(_BASES[name])] if name in _BASES else []
+    row = FIELDS.get(name, {})
+    fields = [(field, Any, None) for reason in row for field in row[reason].split()]
+    return dataclasses.make_dataclass(name, fields, bases=tuple(base))
+
+
+class _Mode(Enum):
+    NONE = 0
+    is_per_token_head = property(lambda self: False)
+
+
 def _spec(name: str, kind: str, **values: Any) -> Any:
     if not HAS_VLLM:
-        plain = {
-            "dcp_sharded": kind != "mamba",
-            "num_head_slots": None,
-            "kv_quant_mode": SimpleNamespace(is_per_token_head=False),
-        }
-        return SimpleNamespace(kind=kind, **plain | values)
+        plain: dict[str, Any] = {"dcp_sharded": kind != "mamba"}
+        if kind != "mamba":
+            plain |= {"kv_quant_mode": _Mode.NONE}
+        if "sliding_window" in values:
+            plain |= {"extra_retained_tokens": 0}
+        spec = _plain_spec(name)(**plain | values)
+        spec.kind = kind
+        return spec
     from vllm.v1 import kv_cache_interface
 
     return getattr(kv_cache_interface, name)(**values)
@@ -210,7 +275,7 @@ def mamba(mamba_type: str = "MAMBA2", **changes: Any) -> Any:
 
         backend: Any = MambaAttentionBackendEnum[mamba_type]
     else:
-        backend = SimpleNamespace(name=mamba_type)
+        backend = Enum("MambaAttentionBackendEnum", ["MAMBA2", "SHORT_CONV"])[mamba_type]
     values = {"block_size": 16, "shapes": ((2, 3), (4,)), "dtypes": (torch.float32, torch.bfloat16)}
     values |= {"mamba_cache_mode": "align", "page_size_padded": PAGE_BYTES, "mamba_type": backend}
     return _spec("MambaSpec", "mamba", **values | changes)
@@ -218,9 +283,10 @@ def mamba(mamba_type: str = "MAMBA2", **changes: Any) -> Any:
 
 def speculative(**changes: Any) -> Any:
     """vLLM's ``SpeculativeConfig`` in plain words."""
-    draft = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig(), **heads(2))
+    draft = model_config(2)
+    draft.model = "draft"
     values = {"method": "eagle", "parallel_drafting": False, "draft_model_config": draft, "drop": True, "modules": 1}
-    config = SimpleNamespace(**values | changes)
+    config = stub("SpeculativeConfig", **values | changes)
     config.use_eagle_block_drop = lambda: config.drop
     config.use_multi_module_mtp = lambda: config.modules > 1
     return config

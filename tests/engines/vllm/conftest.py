@@ -8,6 +8,10 @@ scenarios, and the tests look at what it wrote down.
 from __future__ import annotations
 
 import fcntl
+import importlib.util
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +20,13 @@ from tests.engines.greedy import Baseline
 from tests.engines.models import SEED, SmallModel, write_falcon_h1, write_gemma3, write_llama
 from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import HAS_VLLM, run_child, states_baseline
+from tests.engines.vllm.interface import Sources
 from tests.engines.vllm.server import Server
 
-from kvoffload.engines.vllm.versions import drafters_are_proven
+from kvoffload.engines.vllm.versions import NEWEST, drafters_are_proven, vllm_release
+
+NEXT = "0.33.0"
+"""The version whose sources are read beside those of the lane's own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,6 +108,40 @@ def proven_drafts(drafts: dict[str, Speculation]) -> dict[str, Speculation]:
 def drafts_baseline(drafts: dict[str, Speculation]) -> Baseline:
     """What the target answers without drafts and without a connector."""
     return Baseline(run_child("baseline", model=drafts["eagle"].target, family="llama"))
+
+
+def next_sources() -> Path:
+    """The next version's Python files, fetched on first use."""
+    home = Path(sys.prefix) / f"vllm-{NEXT}-sources"
+    if not (home / "complete").exists():
+        home.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--only-binary=:all:"]
+        done = subprocess.run(
+            [*command, "--dest", str(home), f"vllm=={NEXT}"], capture_output=True, text=True, check=False
+        )
+        wheels = list(home.glob("*.whl"))
+        if done.returncode or not wheels:
+            pytest.skip(f"the wheel of vllm {NEXT} cannot be downloaded here: {done.stderr.strip()[-300:]}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extractall(home, [name for name in wheel.namelist() if name.endswith(".py")])
+        wheels[0].unlink()  # hundreds of megabytes
+        (home / "complete").touch()
+    return home
+
+
+@pytest.fixture(scope="module", params=["installed", NEXT])
+def release(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return vllm_release() if request.param == "installed" else NEWEST
+
+
+@pytest.fixture(scope="module")
+def sources(release: tuple[int, int]) -> Sources:
+    if release == NEWEST:
+        return Sources(next_sources())
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return Sources(Path(found.origin).parents[1])
 
 
 @pytest.fixture(autouse=True)

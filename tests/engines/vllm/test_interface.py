@@ -8,20 +8,16 @@ environment; where that is impossible the test is skipped and says so.
 from __future__ import annotations
 
 import ast
-import importlib.util
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from tests.engines.vllm.conftest import NEXT
 from tests.engines.vllm.interface import Sources, imports_of_vllm, method_of
 
-from kvoffload.engines.vllm.versions import NEWEST, vllm_release
+from kvoffload.engines.vllm.versions import NEWEST
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-NEXT = "0.33.0"
 SINCE = {
     "vllm.v1.core.kv_cache_utils.to_event_extra_keys": (0, 31),
     "vllm.v1.kv_cache_interface.KVCacheConfig.kv_tp_replicas": (0, 31),
@@ -61,7 +57,7 @@ ATTRIBUTES = {
         "num_blocks kv_cache_tensors kv_cache_groups hash_block_size kv_cache_layout prefix_cacheable_group_ids "
         "needs_kv_cache_zeroing kv_tp_replicas"
     ),
-    ("vllm.v1.kv_cache_interface", "KVCacheTensor"): "size",
+    ("vllm.v1.kv_cache_interface", "KVCacheTensor"): "size layers",
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): "layer_names kv_cache_spec is_eagle_group",
     ("vllm.v1.kv_cache_interface", "KVCacheSpec"): "block_size dcp_sharded",
     ("vllm.v1.kv_cache_interface", "AttentionSpec"): "num_kv_heads kv_quant_mode num_head_slots",
@@ -82,17 +78,20 @@ ATTRIBUTES = {
     ),
     ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype use_replayssm",
     ("vllm.config.model", "ModelConfig"): (
-        "model revision quantization dtype hf_config hf_text_config use_mla is_hybrid get_total_num_kv_heads "
+        "model model_weights revision dtype seed trust_remote_code hf_config hf_text_config multimodal_config "
+        "override_generation_config try_get_generation_config use_mla is_hybrid get_total_num_kv_heads "
         "get_total_num_hidden_layers"
     ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
-        "method draft_model_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
+        "method draft_model_config draft_load_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
     ),
     ("vllm.config.vllm", "VllmConfig"): (
         "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config "
-        "attention_config use_v2_model_runner num_hash_lookahead_tokens"
+        "attention_config load_config weight_transfer_config use_v2_model_runner num_hash_lookahead_tokens"
     ),
     ("vllm.config.attention", "AttentionConfig"): "hisparse_config",
+    ("vllm.config.load", "LoadConfig"): "load_format download_dir",
+    ("vllm.config.multimodal", "MultiModalConfig"): "mm_encoder_attn_dtype mm_encoder_fp8_scale_path",
     ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config kv_transfer_config kv_offloading_size",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
@@ -116,40 +115,6 @@ OVERRIDES = [
     ("stats.py", "OffloadStats", [(METRICS, "KVConnectorStats")]),
     ("stats.py", "OffloadPromMetrics", [(METRICS, "KVConnectorPromMetrics")]),
 ]
-
-
-def next_sources() -> Path:
-    """The next version's Python files, fetched on first use."""
-    home = Path(sys.prefix) / f"vllm-{NEXT}-sources"
-    if not (home / "complete").exists():
-        home.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--only-binary=:all:"]
-        done = subprocess.run(
-            [*command, "--dest", str(home), f"vllm=={NEXT}"], capture_output=True, text=True, check=False
-        )
-        wheels = list(home.glob("*.whl"))
-        if done.returncode or not wheels:
-            pytest.skip(f"the wheel of vllm {NEXT} cannot be downloaded here: {done.stderr.strip()[-300:]}")
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            wheel.extractall(home, [name for name in wheel.namelist() if name.endswith(".py")])
-        wheels[0].unlink()  # hundreds of megabytes
-        (home / "complete").touch()
-    return home
-
-
-@pytest.fixture(scope="module", params=["installed", NEXT])
-def release(request: pytest.FixtureRequest) -> tuple[int, int]:
-    return vllm_release() if request.param == "installed" else NEWEST
-
-
-@pytest.fixture(scope="module")
-def sources(release: tuple[int, int]) -> Sources:
-    if release == NEWEST:
-        return Sources(next_sources())
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    return Sources(Path(found.origin).parents[1])
 
 
 def test_the_next_version_is_the_newest_that_is_supported() -> None:
@@ -217,6 +182,11 @@ def test_no_connector_of_vllm_asks_for_another_layout(sources: Sources) -> None:
     others = {file for file, names in asked.items() if not names <= {"LBHNC"}}
     # For HiSparse, and for hidden states as drafts. We refuse both.
     assert others <= {"hisparse/connector.py", "offloading_connector.py", "example_hidden_states_connector.py"}
+
+
+def test_the_limit_as_it_was_asked_for_is_kept(sources: Sources) -> None:
+    """vLLM assigns it after its fields are read, so it is none of them."""
+    assert "self.original_max_model_len = self.max_model_len" in (sources.root / "vllm/config/model.py").read_text()
 
 
 def test_the_kinds_of_groups_are_still_called_so(sources: Sources) -> None:

@@ -7,7 +7,6 @@ Marked ``vllm(elsewhere=True)``: in the lane with vLLM's own KV groups, elsewher
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,8 @@ import pytest
 import torch
 from tests.engines.vllm.configs import (
     PAGE_BYTES,
-    HFConfig,
     attention,
     chunked,
-    heads,
     know_plain_specs,
     kv_cache_config,
     mamba,
@@ -195,28 +192,6 @@ def test_mistakes_in_the_users_keys_need_no_engine_to_be_found(extra: dict[str, 
         check_engine(vllm_config(kv_transfer_config__kv_connector_extra_config=extra))
 
 
-@pytest.mark.parametrize("release", [(0, 30), (0, 31)])
-def test_before_0_31_adapters_over_persistent_tiers_are_refused(
-    release: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(versions, "vllm_release", lambda: release)
-
-    def config(*tiers: dict[str, Any], adapters: bool = True) -> Any:
-        extra = EXTRA | TIERING | {"secondary_tiers": tiers}
-        return vllm_config(
-            lora_config=object() if adapters else None, kv_transfer_config__kv_connector_extra_config=extra
-        )
-
-    passing, lasting = {"type": "memory"}, {"type": "fs", "path": str(tmp_path), "max_bytes": "unlimited"}
-    for works in (config(), config(passing), config(passing, lasting, adapters=False)):
-        check_engine(works)
-    if release < (0, 31):
-        with pytest.raises(ConfigError, match=r"path of a LoRA adapter, .* tier 'fs' .* vLLM 0\.31 or newer"):
-            check_engine(config(passing, lasting))
-    else:
-        check_engine(config(passing, lasting))
-
-
 @pytest.mark.vllm
 def test_hashes_have_the_path_of_an_adapter_since_0_31() -> None:
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -262,7 +237,6 @@ def test_groups_outside_the_prefix_cache_are_left_out() -> None:
     refuse_kv_cache(vllm_config(), caches)
     layout = layout_of(vllm_config(), caches, CONFIG)
     assert [group.kind for group in layout.groups] == [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW]
-    assert "full_attention:16:3,sliding_window:16:3" in layout.identity["groups"]
     with pytest.raises(LayoutError, match="No KV group of this model is in vLLM's prefix cache"):
         refuse_kv_cache(vllm_config(), kv_cache_config(ring()))
 
@@ -388,75 +362,6 @@ def test_the_scheduler_maps_host_memory_on_the_first_node() -> None:
     assert [layout.num_processes for layout in layouts] == [3, 3, 2, 2]
     assert [layout.slice for layout in layouts] == [RankSlice(0, 2), RankSlice(1, 2)] * 2
     assert {layout.num_ranks for layout in layouts} == {4}
-
-
-@BOTH
-def test_stability_of_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    caches = kv_cache_config(attention())
-    assert layout_of(vllm_config(), caches, CONFIG).hashes_are_stable
-    other = vllm_config(cache_config__prefix_caching_hash_algo="xxhash")
-    layout = layout_of(other, caches, CONFIG)
-    assert not layout.hashes_are_stable
-    assert "PYTHONHASHSEED" in layout.unstable_hash_hint
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert layout_of(other, caches, CONFIG).hashes_are_stable
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model_config__model": "other"},
-        {"model_config__revision": "v2"},
-        {"model_config__dtype": "torch.bfloat16"},
-        {"model_config__quantization": "fp8"},
-        {"model_config__hf_config": HFConfig(2.0)},
-        {"cache_config__cache_dtype": "fp8"},
-        {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
-        {"speculative_config": speculative()},
-    ],
-)
-def test_identity_tells_engines_apart_whose_blocks_differ(change: dict[str, Any]) -> None:
-    caches = kv_cache_config(attention())
-    same, other = vllm_config(kv_transfer_config__engine_id="another"), vllm_config(**change)
-    identity = layout_of(vllm_config(), caches, CONFIG).identity
-    assert layout_of(same, caches, CONFIG).identity == identity
-    assert layout_of(other, caches, CONFIG).identity != identity
-    assert all(isinstance(value, str) for value in identity.values())
-
-
-@BOTH
-def test_identity_covers_the_drafter_if_it_has_kv() -> None:
-    def identity(config: Any) -> Any:
-        return layout_of(vllm_config(speculative_config=config), kv_cache_config(attention()), CONFIG).identity
-
-    other = SimpleNamespace(model="draft", revision=None, quantization=None, hf_config=HFConfig(2.0), **heads(2))
-    drafters = [speculative(), speculative(method="eagle3"), speculative(draft_model_config=other)]
-    assert len({identity(each)["drafter"] for each in drafters}) == 3
-    assert identity(speculative(method="ngram")) == identity(None)
-
-
-@BOTH
-def test_identity_covers_the_cache_itself() -> None:
-    identities = [
-        layout_of(vllm_config(), caches, CONFIG).identity
-        for caches in (
-            kv_cache_config(attention()),
-            kv_cache_config(attention(), layers=4),
-            kv_cache_config(attention(), sliding(64)),
-            kv_cache_config(attention(), kv_cache_layout="BLHNC"),
-        )
-    ]
-    assert all(identities[0] != other for other in identities[1:])
-    with_states = [
-        layout_of(vllm_config(), kv_cache_config(attention(), mamba(**change)), CONFIG).identity["groups"]
-        for change in ({}, {"shapes": ((3, 2), (4,))}, {"dtypes": (torch.float32, torch.float32)})
-    ]
-    assert with_states[0] == "full_attention:16:3,mamba:16:3:2x3:float32+4:bfloat16"
-    assert len(set(with_states)) == 3
-    more_blocks = layout_of(vllm_config(), kv_cache_config(attention(), num_blocks=20), CONFIG).identity
-    assert more_blocks == identities[0]
 
 
 # ------------------------------------------------------------------------------------------------------- steps

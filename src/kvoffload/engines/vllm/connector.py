@@ -42,6 +42,7 @@ from kvoffload.connector import (
 from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
+from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
 from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, preferred_layout, refuse_kv_cache
 from kvoffload.engines.vllm.log import log_with_vllm
@@ -49,6 +50,7 @@ from kvoffload.engines.vllm.slices import offloaded_groups, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
 from kvoffload.engines.vllm.versions import has_wrong_hashes, hash_lookahead_tokens, hit_source
+from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import make_spec
 from kvoffload.tiering.options import parse_tiers
@@ -119,8 +121,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log_with_vllm()
         config = check_engine(vllm_config)
         refuse_kv_cache(vllm_config, kv_cache_config)
-        rank = vllm_config.parallel_config.rank if role is KVConnectorRole.WORKER else 0
-        layout = layout_of(vllm_config, kv_cache_config, config, rank)
+        is_worker = role is KVConnectorRole.WORKER
+        rank = vllm_config.parallel_config.rank if is_worker else 0
+        layout = layout_of(vllm_config, kv_cache_config, config, rank, is_worker)
         self._shared_spec = _SharedSpec.of(config, layout)
         spec = self._shared_spec.spec
         self._scheduler: _SchedulerSide | None = None
@@ -130,11 +133,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if config.secondary_tiers and not layout.rank_free:
                 reason = why_not_rank_free(vllm_config, kv_cache_config)
                 logger.info("kvoffload's tiers serve engines with as many ranks alone: %s", reason)
+            if outliving_tier(config) is not None:
+                _log_who_finds_blocks(vllm_config, config, layout)
             group_ids = kv_cache_config.prefix_cacheable_group_ids
             self._scheduler = _SchedulerSide(
                 spec,
                 layout,
                 config,
+                keeps_adapters=config.adapters_never_change or outliving_tier(config) is None,
                 blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=group_ids if len(group_ids) < len(kv_cache_config.kv_cache_groups) else None,
@@ -294,6 +300,21 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return series
 
 
+def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig, layout: EngineLayout) -> None:
+    logger.info("kvoffload's tiers serve engines with the same options and weights (%s)", layout.identity["weights"])
+    unknown = unknown_options(vllm_config, config)
+    if unknown:
+        logger.warning(
+            "kvoffload does not know these options of vLLM, so its tiers serve engines alone that have them alike: %s",
+            ", ".join(unknown),
+        )
+    if vllm_config.lora_config is not None and not config.adapters_never_change:
+        logger.warning(
+            "kvoffload neither stores nor loads for requests with a LoRA adapter, because one may be replaced at its "
+            "path: set adapters_never_change if none ever is, or leave out the tiers that outlive the process"
+        )
+
+
 def _tiers_of(config: OffloadingConfig) -> tuple[StoreOptions, ...]:
     """The tiers below host memory. Empty for those of a spec of the user's own, which show with their first report."""
     try:
@@ -310,14 +331,23 @@ class _SchedulerSide:
         spec: OffloadingSpec,
         layout: EngineLayout,
         config: OffloadingConfig,
+        keeps_adapters: bool = True,
         blocks_are_written_early: bool = False,
         can_describe: bool = True,
         group_ids: Sequence[int] | None = None,
     ) -> None:
-        """``can_describe``: a block's hash covers its tokens and those before, so that events can say what it is of.
-        ``group_ids``: vLLM's numbers of the groups that are offloaded; ``None``: all are."""
+        """``keeps_adapters``: a key tells LoRA adapters apart for as long as its block lasts. ``can_describe``: a
+        block's hash covers its tokens and those before, so that events can say what it is of. ``group_ids``: vLLM's
+        numbers of the groups that are offloaded; ``None``: all are."""
         manager = GuardedManager(spec.get_manager())
-        self.core = OffloadingConnectorScheduler(manager, layout, config, leaves_out=has_wrong_hashes)
+        self.core = OffloadingConnectorScheduler(
+            manager,
+            layout,
+            config,
+            leaves_out=lambda request: (
+                has_wrong_hashes(request) or (not keeps_adapters and request.lora_request is not None)  # type: ignore[attr-defined]
+            ),
+        )
         self._group_ids = group_ids
         self._steps = StepTranslator(group_ids)
         self._has_states = layout.has_states

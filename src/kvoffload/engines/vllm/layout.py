@@ -7,14 +7,13 @@ configuration. Both must compute the same layout, but for ``rank``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.config_file import with_config_file
 from kvoffload.cpu.memory_limits import SHM, check_all_engines
-from kvoffload.engines.vllm.identity import DRAFTERS_WITH_KV, identity_of
+from kvoffload.engines.vllm.identity import identity_of
 from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, slice_of, why_not_rank_free
 from kvoffload.engines.vllm.versions import (
     drafters_are_proven,
@@ -24,9 +23,10 @@ from kvoffload.engines.vllm.versions import (
     names_states,
     says_what_is_sharded,
 )
+from kvoffload.engines.vllm.weights import DRAFTERS_WITH_KV, refuse_unnamed_weights
+from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import read_config
-from kvoffload.tiering.options import parse_tiers
 
 __all__ = ["check_engine", "config_of", "layout_of", "preferred_layout", "refuse_kv_cache"]
 
@@ -39,7 +39,9 @@ _KINDS = {
 }
 """vLLM's kinds of KV groups that can be restored from block hashes alone, by ``KVCacheSpecKind`` value."""
 
-_STABLE_ALGORITHMS = ("sha256", "sha256_cbor")
+_CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
+"""Values of ``--prefix-caching-hash-algo`` under which nobody can make two prefixes with one key. They are the same in
+every process, too."""
 
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Those without KV of their own. To a connector they only mean tokens that are scheduled and may be rejected."""
@@ -63,7 +65,16 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
         _refuse_speculation(vllm_config.speculative_config)
     if vllm_config.attention_config.hisparse_config is not None:
         raise ConfigError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
-    _refuse_adapters(vllm_config, config)
+    tier = outliving_tier(config)
+    if tier is not None:
+        _refuse_hashes(vllm_config.cache_config.prefix_caching_hash_algo, tier)
+        _refuse_measured_scales(vllm_config, tier)
+        refuse_unnamed_weights(vllm_config, config)
+        if config.adapters_never_change and not hashes_have_adapter_paths():
+            raise ConfigError(
+                "vLLM 0.30 hashes the name of a LoRA adapter and not its path: use vLLM 0.31 or newer, or leave out "
+                "adapters_never_change."
+            )
     if vllm_config.scheduler_config.async_scheduling and not loaded_requests_go_first():
         raise ConfigError(
             "vLLM 0.30 may wait for ever when it schedules asynchronously and preempts a request while others have "
@@ -245,21 +256,38 @@ def _unproven_drafter(what: str) -> ConfigError:
     )
 
 
-def _refuse_adapters(vllm_config: Any, config: OffloadingConfig) -> None:
-    """LoRA over persistent tiers, where a block's key does not tell adapters of one name apart."""
-    if vllm_config.lora_config is None or hashes_have_adapter_paths():
+def _refuse_hashes(algorithm: str, tier: str) -> None:
+    if algorithm not in _CRYPTOGRAPHIC_HASHES:
+        raise ConfigError(
+            f"Two prompts can be made that have one {algorithm!r} hash, and the secondary tier {tier!r} would serve "
+            "the KV of one for the other to all of its readers: set --prefix-caching-hash-algo to one of "
+            f"{', '.join(_CRYPTOGRAPHIC_HASHES)}, or leave out the tier."
+        )
+
+
+def _refuse_measured_scales(vllm_config: Any, tier: str) -> None:
+    """Scales that a process measures while it serves: to another one, its KV means something else."""
+    images = vllm_config.model_config.multimodal_config
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        option = "--calculate-kv-scales"
+    elif images is not None and images.mm_encoder_attn_dtype == "fp8" and images.mm_encoder_fp8_scale_path is None:
+        option = "--mm-encoder-attn-dtype fp8 without --mm-encoder-fp8-scale-path"
+    else:
         return
-    for tier in parse_tiers(config.secondary_tiers):
-        if tier.is_persistent:
-            raise ConfigError(
-                "vLLM 0.30 does not hash the path of a LoRA adapter, so after a restart the secondary tier "
-                f"{tier.label!r} could serve the KV of another adapter of the same name: use vLLM 0.31 or newer, or "
-                "serve without LoRA or without this tier."
-            )
+    raise ConfigError(
+        f"With {option} each process measures scales of its own, so the secondary tier {tier!r} could serve no other "
+        "process: leave out the option or the tier."
+    )
 
 
-def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, rank: int = 0) -> EngineLayout:
-    """The engine's KV cache as kvoffload describes it. Call ``check_engine`` and ``refuse_kv_cache`` first."""
+def layout_of(
+    vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, rank: int = 0, is_worker: bool = False
+) -> EngineLayout:
+    """The engine's KV cache as kvoffload describes it. Call ``check_engine`` and ``refuse_kv_cache`` first.
+
+    The layout of a worker whose scheduler is another process has no identity, since it is the scheduler that names
+    blocks in tiers.
+    """
     page_bytes = _bytes_per_gpu_block(kv_cache_config)
     offloaded = offloaded_groups(kv_cache_config)
     lookahead = _lookahead_tokens(vllm_config.speculative_config, offloaded)
@@ -267,13 +295,13 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, 
         _group_layout(group.kv_cache_spec, page_bytes, ahead, vllm_config.parallel_config)
         for group, ahead in zip(offloaded, lookahead, strict=True)
     )
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     # Without a tier no other engine finds the blocks, and whole slices are copied in fewer pieces.
     is_rank_free = bool(config.secondary_tiers) and why_not_rank_free(vllm_config, kv_cache_config) is None
     parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
     # vLLM's single-process executor runs the one worker on the scheduler's own thread.
     ranks_per_node = parallel.world_size // parallel.nnodes_within_dp
     one_process = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
+    names_blocks = one_process or not is_worker
     return EngineLayout(
         groups=groups,
         hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
@@ -284,12 +312,8 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, 
         rank_free=is_rank_free,
         num_processes=1 if one_process else ranks_per_node + (rank < ranks_per_node),
         events_enabled=events is not None and events.enable_kv_cache_events,
-        identity=identity_of(vllm_config, kv_cache_config, config, is_rank_free),
-        hashes_are_stable=algorithm in _STABLE_ALGORITHMS or os.environ.get("PYTHONHASHSEED") is not None,
-        unstable_hash_hint=(
-            f"vLLM's --prefix-caching-hash-algo {algorithm} gives other hashes in every process: use sha256, or set "
-            "the environment variable PYTHONHASHSEED to the same number for all of them."
-        ),
+        identity=identity_of(vllm_config, kv_cache_config, config, is_rank_free) if names_blocks else {},
+        hashes_are_stable=vllm_config.cache_config.prefix_caching_hash_algo in _CRYPTOGRAPHIC_HASHES,
         device_tokens=(
             _device_tokens(kv_cache_config.num_blocks, groups) if vllm_config.cache_config.enable_prefix_caching else 0
         ),

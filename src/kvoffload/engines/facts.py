@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of an engine's configuration changes the bytes of a block, in a closed world: what a table does not call
+harmless counts.
+
+Loads neither an engine nor torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fractions
+import json
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, cast
+
+__all__ = ["COUNTS", "Table", "UnclearError", "facts_of", "is_known", "unknown_fields"]
+
+COUNTS = "changes bytes"
+"""The reason in a ``Table`` under which the fields stand that count."""
+
+Table = Mapping[str, Mapping[str, str]]
+"""By name of a class: reasons, each with the names of its fields. Under ``COUNTS`` stand those that change bytes, under
+any other reason those that do not, and why."""
+
+_NOT_OF_A_MODEL = frozenset({"transformers_version", "_name_or_path", "_commit_hash", "_auto_class"})
+"""What transformers adds to a model's configuration: where it lay and who read it. Nothing else is left out."""
+
+
+class UnclearError(ValueError):
+    """A value has no text that is the same in each process."""
+
+
+def facts_of(part: Any, table: Table, prefix: str = "") -> dict[str, str]:
+    """The fields of ``part`` that count, as text by ``prefix`` and name.
+
+    A field counts that ``table`` says changes bytes; so does one that the table lacks and that is not at its default.
+    Raises ``UnclearError`` for a value that cannot be told from others in another process.
+    """
+    facts = {}
+    for name, value in _counted(part, table):
+        try:
+            facts[prefix + name] = json.dumps(_plain(value, table), sort_keys=True)
+        except UnclearError as exc:
+            raise UnclearError(f"{prefix}{name} {exc}") from exc
+    return facts
+
+
+def unknown_fields(part: Any, table: Table, prefix: str = "") -> list[str]:
+    """Fields that count because the table lacks them, those of the parts within ``part`` too."""
+    names = []
+    for name, value in _counted(part, table):
+        if not is_known(type(part), name, table):
+            names.append(prefix + name)
+        elif dataclasses.is_dataclass(value):
+            names += unknown_fields(value, table, f"{prefix}{name}.")
+    return names
+
+
+def is_known(kind: type, name: str, table: Table) -> bool:
+    """Whether the table has the field ``name`` of the class ``kind`` or of one that it derives from."""
+    return _reason(kind, name, table) is not None
+
+
+def _reason(kind: type, name: str, table: Table) -> str | None:
+    for each in kind.__mro__:
+        for reason, names in table.get(each.__name__, {}).items():
+            if name in names.split():
+                return reason
+    return None
+
+
+def _counted(part: Any, table: Table) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name, None)
+        reason = _reason(type(part), field.name, table)
+        if reason == COUNTS or (reason is None and not _is_default(field, value, table)):
+            yield field.name, value
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any, table: Table) -> bool:
+    default = cast(Any, field.default)
+    try:
+        if hasattr(default, "get_default"):  # pydantic's FieldInfo
+            default = default.get_default(call_default_factory=True)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        return default is value or bool(_plain(default, table) == _plain(value, table))
+    except Exception:  # noqa: BLE001 - of a factory that is not ours; then it is not known to be the default
+        return False
+
+
+def _plain(value: Any, table: Table) -> Any:
+    """``value`` in what JSON can express, the same in each process."""
+    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, (float, fractions.Fraction, PurePath, range)):
+        return str(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        pairs = [[_plain(key, table), _plain(each, table)] for key, each in value.items()]
+        return sorted(pairs, key=json.dumps)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, table) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(each, table) for each in value), key=json.dumps)
+    return _plain_object(value, table)
+
+
+def _plain_object(value: Any, table: Table) -> Any:
+    kind = type(value)
+    if f"{kind.__module__}.{kind.__name__}" in ("torch.dtype", "torch.device"):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [kind.__name__, *([name, _plain(each, table)] for name, each in _counted(value, table))]
+    if hasattr(value, "to_dict"):  # a model's configuration
+        return _plain(_of_model(value.to_dict()), table)
+    name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    if callable(value) and name.replace(".", "").isidentifier() and not name.startswith(("__main__.", ".")):
+        return name  # a class or function that every process imports by this name
+    raise UnclearError(f"has a value of type {kind.__name__}, which other processes cannot tell from another")
+
+
+def _of_model(config: Any) -> Any:
+    """A model's configuration, its parts too, without what is not of the model."""
+    if isinstance(config, Mapping):
+        return {name: _of_model(value) for name, value in config.items() if name not in _NOT_OF_A_MODEL}
+    if isinstance(config, (list, tuple)):
+        return [_of_model(value) for value in config]
+    return _of_model(config.to_dict()) if hasattr(config, "to_dict") else config

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every field of vLLM's configuration (0.30 to 0.33), and whether it changes the bytes of a block.
+
+A field that stands nowhere counts as soon as it is not at its default. ``test_fields`` reads the dataclasses of the
+installed vLLM, and fails for one that stands nowhere. *Bytes* means what KV stands for. What changes rounding alone
+(kernels, batches, compiled graphs, the number of ranks) does not count, as engines of other sizes share blocks.
+"""
+
+from __future__ import annotations
+
+from kvoffload.engines.facts import COUNTS, Table
+
+__all__ = ["FIELDS"]
+
+_ROUNDING = "another kernel or order for the same computation"
+_SCHEDULING = "which tokens are computed together, and when"
+_MEMORY = "where something lies, or how much of it"
+_SAMPLING = "what is made of hidden states, after the KV"
+_TOKENS = "how tokens are made; those are in the key"
+_RANKS = "the division of pages counts (identity.py)"
+_SPECS = "what comes of it is in the spec of each layer, which counts"
+_KEYS = "what block hashes are of, which the layout says"
+_WATCHING = "metrics, logs, profiles"
+_SERVING = "names, access and processes"
+_DERIVED = "made from fields that count"
+
+FIELDS: Table = {
+    "VllmConfig": {
+        COUNTS: "model_config cache_config parallel_config device_config load_config attention_config mamba_config "
+        "diffusion_config compilation_config ec_transfer_config ec_manager_config additional_config",
+        "counts where adapters may be in tiers (identity.py)": "lora_config",
+        "counts where the drafter has KV (identity.py)": "speculative_config",
+        "refused, or the weights have a name (layout.py)": "weight_transfer_config",
+        _SCHEDULING: "scheduler_config",
+        _MEMORY: "offload_config engram_config",
+        _ROUNDING: "kernel_config",
+        _SAMPLING: "structured_outputs_config watermark_config reasoning_config aux_output_config",
+        _DERIVED: "quant_config optimization_level performance_mode",
+        _WATCHING: "observability_config logging_config profiler_config kv_events_config watchdog_config",
+        _SERVING: "kv_transfer_config instance_id shutdown_timeout",
+    },
+    "ModelConfig": {
+        COUNTS: "model model_weights runner convert dtype hf_config hf_text_config revision code_revision "
+        "quantization quantization_config disable_sliding_window model_class_overrides model_impl multimodal_config",
+        "counts where positions depend on it (identity.py)": "max_model_len",
+        "counts with weights that are made up (identity.py)": "seed",
+        "hf_config is what comes of it": "hf_config_path hf_overrides config_format trust_remote_code",
+        _DERIVED: "is_submodel_config spec_target_max_model_len allow_deprecated_quantization "
+        "word_embeddings_untied_by_checkpoint",
+        _TOKENS: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin",
+        "hashed into the key": "enable_prompt_embeds",
+        _SAMPLING: "enable_return_routed_experts return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel "
+        "enable_trace_replay logits_processors pooler_config",
+        "sampling, and what Llama 4 reads of it (identity.py)": "generation_config override_generation_config",
+        _ROUNDING: "enforce_eager disable_cascade_attn",
+        _MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
+        "enable_nccl_comm_suspend enable_cumem_allocator renderer_num_workers",
+        _SERVING: "allowed_local_media_path allowed_media_domains served_model_name hf_token",
+    },
+    "QuantizationConfigArgs": {COUNTS: "linear moe ignore targets"},
+    "QuantSpec": {COUNTS: "weight activation"},
+    "MultiModalConfig": {
+        COUNTS: "language_model_only media_io_kwargs mm_processor_kwargs mm_device_do_normalize mm_hasher_algorithm "
+        "mm_encoder_only mm_encoder_attn_dtype mm_encoder_fp8_scale_path video_pruning_rate video_pruning_method "
+        "allow_missing_mm_embeddings",
+        "hashed into the key": "enable_mm_embeds",
+        _TOKENS: "interleave_mm_strings",
+        _ROUNDING: "mm_encoder_attn_backend mm_encoder_tp_mode",
+        _MEMORY: "limit_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb "
+        "skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb",
+        _WATCHING: "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin",
+    },
+    "CacheConfig": {
+        COUNTS: "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm "
+        "replayssm_buffer_len use_kda_recoverssm kv_sharing_fast_prefill swa_bounded_replay",
+        "counts by the name that is the same in all processes (identity.py)": "cache_dtype",
+        "refused with tiers that outlive the process (layout.py)": "calculate_kv_scales",
+        "counts as hash_algorithm and layout (identity.py)": "prefix_caching_hash_algo kv_cache_layout",
+        _SPECS: "block_size user_specified_block_size _block_size_resolved sliding_window is_attention_free "
+        "mamba_page_size_padded skip_page_size_padded mamba_block_size user_specified_mamba_block_size "
+        "mamba_cache_mode effective_attention_block_size",
+        _KEYS: "prefix_match_unit hash_block_size cache_hit_alignment_tokens enable_prefix_caching",
+        "which states are kept": "prefix_cache_retention_interval enable_mamba_shared_prefix_checkpoint "
+        "enable_mamba_fine_grained_prefix_cache",
+        _MEMORY: "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks kv_cache_size_tokens "
+        "kv_cache_max_concurrency kv_cache_memory_bytes kv_offloading_size kv_offloading_backend "
+        "simple_cpu_offload_num_blocks",
+    },
+    "ParallelConfig": {
+        COUNTS: "worker_cls worker_extension_cls",
+        _RANKS: "pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size world_size rank "
+        "decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size "
+        "_allow_auto_resolve_cp_interleave_size",
+        _ROUNDING: "dcp_comm_backend dcp_q_replicate enable_expert_parallel enable_ep_weight_filter enable_eplb "
+        "eplb_config expert_placement_strategy all2all_backend disable_custom_all_reduce enable_hc_sp enable_dbo "
+        "ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold",
+        _SAMPLING: "enable_batch_sharded_sampling",
+        _DERIVED: "is_moe_model",
+        _MEMORY: "numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids max_parallel_loading_workers "
+        "enable_shm_tensor_arena",
+        _SERVING: "data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local "
+        "data_parallel_master_ip data_parallel_rpc_port dp_sync_interval data_parallel_master_port "
+        "data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb enable_elastic_ep "
+        "elastic_ep_max_dp_size disable_nccl_for_dp_synchronization ray_workers_use_nsight ray_runtime_env "
+        "placement_group distributed_executor_backend sd_worker_cls master_addr master_port node_rank nnodes "
+        "distributed_timeout_seconds cpu_distributed_timeout_seconds _data_parallel_master_port_list "
+        "_coord_store_port data_parallel_index _api_process_count _api_process_rank enable_fault_tolerance "
+        "fault_tolerance_config",
+    },
+    "DeviceConfig": {COUNTS: "device_type", _MEMORY: "device"},
+    "LoadConfig": {
+        COUNTS: "load_format model_loader_extra_config ignore_patterns",
+        _MEMORY: "download_dir safetensors_load_strategy safetensors_prefetch_num_threads "
+        "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location",
+    },
+    "AttentionConfig": {
+        COUNTS: "backend backend_per_kind disable_flashinfer_q_quantization use_prefill_query_quantization "
+        "indexer_kv_dtype hisparse_config use_non_causal indexer_sparse_logits minimax_m3_indexer_cp",
+        _ROUNDING: "minimax_m3_msa_decode_backend flash_attn_version flash_attn_max_num_splits_for_cuda_graph "
+        "tq_max_kv_splits_for_cuda_graph use_trtllm_attention mla_prefill_backend sparse_mla_force_mqa "
+        "flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size "
+        "tokenspeed_mla_min_split_kv trtllm_ragged_backend indexer_tp_shard_min_rows",
+        _MEMORY: "sparse_mla_prefill_workspace_factor",
+    },
+    "HiSparseConfig": {COUNTS: "device_buffer_size eager_host_mirror"},
+    "MambaConfig": {
+        COUNTS: "backend enable_stochastic_rounding stochastic_rounding_philox_rounds",
+        _ROUNDING: "ssu_algorithm",
+    },
+    "DiffusionConfig": {COUNTS: "canvas_length max_denoising_steps"},
+    "CompilationConfig": {
+        COUNTS: "inductor_passes",
+        _ROUNDING: "mode backend custom_ops ir_enable_torch_wrap splitting_ops compile_mm_encoder "
+        "cudagraph_mm_encoder encoder_cudagraph_token_budgets encoder_cudagraph_max_vision_items_per_batch "
+        "encoder_cudagraph_max_frames_per_batch compile_sizes compile_ranges_endpoints inductor_compile_config "
+        "cudagraph_mode cudagraph_num_of_warmups cudagraph_capture_sizes cudagraph_copy_inputs "
+        "cudagraph_specialize_lora use_inductor_graph_partition pass_config max_cudagraph_capture_size "
+        "dynamic_shapes_config fast_moe_cold_start cudagraph_decoder_replay decoder_replay_cudagraph_capture_sizes "
+        "decoder_replay_trim_threshold",
+        _MEMORY: "debug_dump_path cache_dir compile_cache_save_format local_cache_dir",
+        "what compiling has found": "enabled_custom_ops disabled_custom_ops traced_files compilation_time "
+        "encoder_compilation_time static_forward_context static_all_moe_layers",
+    },
+    "ECTransferConfig": {
+        COUNTS: "ec_connector ec_connector_module_path",
+        _SERVING: "engine_id ec_buffer_device ec_buffer_size ec_role ec_rank ec_parallel_size ec_ip ec_port "
+        "ec_connector_extra_config mm_encoder_output_widths",
+    },
+    "EncoderCacheManagerConfig": {COUNTS: "encoder_cache_manager_cls", _MEMORY: "manager_config"},
+    "LoRAConfig": {
+        COUNTS: "lora_dtype target_modules default_mm_loras enable_tower_connector_lora enable_mixed_moe_lora_format "
+        "enable_moe_shared_loras",
+        _MEMORY: "max_lora_rank max_loras fully_sharded_loras max_cpu_loras max_lora_cls_labels",
+        _ROUNDING: "specialize_active_lora",
+    },
+    "SpeculativeConfig": {
+        COUNTS: "method kv_cache_dtype draft_model_config draft_load_config attention_backend parallel_drafting "
+        "index_share_for_mtp_iteration use_heterogeneous_vocab disable_lookahead_block_hashes",
+        "draft_model_config is what comes of it": "model quantization revision code_revision max_model_len "
+        "target_model_config target_parallel_config",
+        _RANKS: "draft_tensor_parallel_size tensor_parallel_size draft_parallel_config",
+        _KEYS: "disable_eagle_block_drop",
+        _ROUNDING: "enforce_eager moe_backend disable_padded_drafter_batch use_local_argmax_reduction",
+        "which drafts are made or taken": "num_speculative_tokens prompt_lookup_max prompt_lookup_min "
+        "num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
+        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method "
+        "synthetic_acceptance_rates synthetic_acceptance_length enable_adaptive_verification draft_sample_method "
+        "dspark_draft_topk draft_lm_head_quantization xpress_topc fly_window_size fly_entropy_threshold "
+        "fly_entropy_top_k",
+    },
+    # The KV cache's spec of a layer.
+    "KVCacheSpec": {
+        COUNTS: "block_size dcp_sharded is_draft",
+        "the worker's views end before padding": "block_stride_alignment page_size_padded",
+    },
+    "AttentionSpec": {
+        COUNTS: "num_kv_heads head_size dtype head_size_v kv_quant_mode num_head_slots state_content_bytes "
+        "tokens_per_state",
+        _RANKS: "max_tp_shards",
+    },
+    "FullAttentionSpec": {COUNTS: "sliding_window attention_chunk_size non_causal"},
+    "MLAAttentionSpec": {
+        COUNTS: "cache_dtype_str alignment model_version cache_role is_index_group_leader storage_block_size "
+        "non_causal_multi_token_decode topk_buffer_width",
+    },
+    "RSWASpec": {COUNTS: "rswa_window"},
+    "ChunkedLocalAttentionSpec": {COUNTS: "attention_chunk_size"},
+    "SlidingWindowSpec": {COUNTS: "sliding_window", "how long blocks are kept": "extra_retained_tokens"},
+    "SlidingWindowMLASpec": {COUNTS: "cache_dtype_str alignment model_version bounded_replay"},
+    "SinkFullAttentionSpec": {COUNTS: "sink_len"},
+    "MambaSpec": {
+        COUNTS: "shapes dtypes mamba_type mamba_cache_mode num_heads tokens_per_state tp_replicated",
+        "how many states are kept": "num_speculative_blocks num_prefill_checkpoint_blocks prefill_checkpoint_alignment",
+    },
+    "HiSparseHotSpec": {COUNTS: "page_size blocks_per_request"},
+    "HiSparseResidentSpec": {COUNTS: "page_size"},
+    "UniformTypeKVCacheSpecs": {"the scheduler sees its first spec alone (identity.py)": "kv_cache_specs"},
+}

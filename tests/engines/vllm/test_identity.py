@@ -1,0 +1,593 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of engines that must share the blocks of a store, and pairs that must not.
+
+Marked ``vllm(elsewhere=True)``: in the lane with vLLM's own KV groups, elsewhere with plain objects (``configs.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engines.vllm.configs import (
+    HFConfig,
+    attention,
+    know_plain_specs,
+    kv_cache_config,
+    mamba,
+    sliding,
+    speculative,
+    stub,
+    vllm_config,
+)
+
+from kvoffload.config import parse_config
+from kvoffload.engines.facts import COUNTS
+from kvoffload.engines.vllm.fields import FIELDS
+from kvoffload.engines.vllm.identity import unknown_options
+from kvoffload.engines.vllm.layout import check_engine, layout_of
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.spec import persistent_namespace
+
+pytestmark = pytest.mark.vllm(elsewhere=True)
+
+DISK = {"type": "disk", "path": "/blocks", "max_bytes": "1GiB"}
+NAMED = {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [DISK], "weights_version": "one"}
+UNNAMED = {name: value for name, value in NAMED.items() if name != "weights_version"}
+
+
+@pytest.fixture(autouse=True)
+def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
+    know_plain_specs(monkeypatch)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is unlike ``vllm_config()`` with one KV group."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    caches: Callable[[], Any] = lambda: kv_cache_config(attention())
+    extra: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Of a newer vLLM: name, and whether it is at its default."""
+
+    def namespace(self) -> str:
+        extra = NAMED | self.extra
+        config = parse_config(extra)
+        engine = vllm_config(kv_transfer_config__kv_connector_extra_config=extra, **self.changes)
+        for part, value in self.fields.items():
+            setattr(engine, part, of_newer_vllm(getattr(engine, part), value))
+        check_engine(engine)
+        return persistent_namespace(layout_of(engine, self.caches(), config), config.block_size or 1)
+
+
+def of_newer_vllm(part: Any, value: Any) -> Any:
+    """The same with a field that kvoffload does not know, whose default is 1."""
+    kind = dataclasses.make_dataclass(
+        type(part).__name__,
+        [("invented", Any, dataclasses.field(default=1, kw_only=True))],
+        bases=(type(part),),
+        frozen=type(part).__dataclass_params__.frozen,
+    )
+    newer = kind.__new__(kind)
+    for name, each in (vars(part) | {"invented": value}).items():
+        object.__setattr__(newer, name, each)  # vLLM's specs are frozen
+    return newer
+
+
+def engine(**changes: Any) -> Engine:
+    return Engine(changes)
+
+
+def over(*specs: Callable[[], Any], extra: dict[str, Any] | None = None, **caches: Any) -> Engine:
+    return Engine({}, lambda: kv_cache_config(*(spec() for spec in specs), **caches), extra or {})
+
+
+def model(**hf: Any) -> Any:
+    """Changes that give the model's configuration ``hf``; ``limit`` is the longest request."""
+    limit = hf.pop("limit", None)
+    return {
+        "model_config__hf_config": HFConfig(**hf),
+        "model_config__original_max_model_len": limit,
+        "model_config__max_model_len": limit if limit and limit > 0 else 4096,
+    }
+
+
+def rope(kind: str, limit: int | None, **more: Any) -> Engine:
+    return Engine(model(rope_parameters={"rope_type": kind, "rope_theta": 1e4, **more}, limit=limit))
+
+
+def adapters(**changes: Any) -> Engine:
+    return Engine({"lora_config": stub("LoRAConfig", **changes)}, extra={"adapters_never_change": True})
+
+
+def drafter(**changes: Any) -> Engine:
+    config = speculative()
+    for name, value in changes.items():
+        setattr(config.draft_model_config if name != "method" else config, name, value)
+    return engine(speculative_config=config)
+
+
+def ranks(number: int, kv_heads: int = 2) -> Engine:
+    """Tensor parallel, in the layout that lets all numbers of ranks share."""
+    changes: dict[str, Any] = {
+        "parallel_config__tensor_parallel_size": number,
+        "parallel_config__world_size": number,
+        "parallel_config__distributed_executor_backend": "mp",
+    }
+    return Engine(changes, lambda: kv_cache_config(attention(num_kv_heads=kv_heads)))
+
+
+def tensors(*records: list[str]) -> Engine:
+    """One group of four layers, with a tensor record for each set of layers that are alike."""
+
+    def caches() -> Any:
+        config = kv_cache_config(attention(), layers=4)
+        (tensor,) = config.kv_cache_tensors
+        config.kv_cache_tensors = [
+            dataclasses.replace(tensor, layers=[f"group0.layer{n}" for n in record])
+            if dataclasses.is_dataclass(tensor)
+            else type(tensor)(size=tensor.size, layers=[f"group0.layer{n}" for n in record])
+            for record in records
+        ]
+        return config
+
+    return Engine({}, caches)
+
+
+def two_groups(first: list[str], second: list[str]) -> Engine:
+    def caches() -> Any:
+        config = kv_cache_config(attention(), sliding(64))
+        for group, names in zip(config.kv_cache_groups, (first, second), strict=True):
+            group.layer_names = names
+        return config
+
+    return Engine({}, caches)
+
+
+class Backend(Enum):
+    FLASH = 1
+    TRITON = 2
+
+
+class Mode(Enum):
+    FP8 = 1
+    is_per_token_head = property(lambda self: False)
+
+
+PLAIN = Engine()
+LLAMA_4 = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+QUANTIZED = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}
+
+APART: dict[str, tuple[Engine, Engine]] = {
+    "model": (PLAIN, engine(model_config__model="other")),
+    "revision": (PLAIN, engine(model_config__revision="v2")),
+    "revision of the code": (PLAIN, engine(model_config__code_revision="v2")),
+    "dtype": (PLAIN, engine(model_config__dtype="torch.bfloat16")),
+    "dtype of torch": (engine(model_config__dtype=torch.float16), engine(model_config__dtype=torch.bfloat16)),
+    "quantization": (PLAIN, engine(model_config__quantization="fp8")),
+    "quantization's options": (PLAIN, engine(model_config__quantization_config={"linear": "fp8"})),
+    "a field of the model": (PLAIN, Engine(model(theta=2.0))),
+    "a nested field of the model": (
+        Engine(model(vision_config={"depth": 2})),
+        Engine(model(vision_config={"depth": 3})),
+    ),
+    "a field that the model lacks": (PLAIN, Engine(model(invented=1))),
+    "quantization of the checkpoint": (PLAIN, Engine(model(quantization_config=QUANTIZED))),
+    "text part of the model": (PLAIN, engine(model_config__hf_text_config=HFConfig(3.0, num_key_value_heads=2))),
+    "window switched off": (PLAIN, engine(model_config__disable_sliding_window=True)),
+    "implementation": (PLAIN, engine(model_config__model_impl="transformers")),
+    "runner": (PLAIN, engine(model_config__runner="pooling")),
+    "class of the model": (PLAIN, engine(model_config__model_class_overrides={"A": "m:B"})),
+    "images processed otherwise": (
+        engine(model_config__multimodal_config=stub("MultiModalConfig", mm_processor_kwargs={"size": 1})),
+        engine(model_config__multimodal_config=stub("MultiModalConfig", mm_processor_kwargs={"size": 2})),
+    ),
+    "tokens of videos left out": (
+        engine(model_config__multimodal_config=stub("MultiModalConfig", video_pruning_rate=0.5)),
+        engine(model_config__multimodal_config=stub("MultiModalConfig")),
+    ),
+    "KV dtype": (PLAIN, engine(cache_config__cache_dtype="fp8")),
+    "two formats of 8 bits": (
+        engine(cache_config__cache_dtype="fp8_e4m3"),
+        engine(cache_config__cache_dtype="fp8_e5m2"),
+    ),
+    "skipped layers": (
+        engine(cache_config__kv_cache_dtype_skip_layers=["0"]),
+        engine(cache_config__kv_cache_dtype_skip_layers=["1"]),
+    ),
+    "dtype of states as an option": (PLAIN, engine(cache_config__mamba_ssm_cache_dtype="float32")),
+    "prefill that skips layers": (PLAIN, engine(cache_config__kv_sharing_fast_prefill=True)),
+    "worker of a plug-in": (PLAIN, engine(parallel_config__worker_extension_cls="mine.Worker")),
+    "platform": (PLAIN, engine(device_config__device_type="cuda")),
+    "files left out": (PLAIN, engine(load_config__ignore_patterns=["*.bin"])),
+    "made-up weights": (PLAIN, engine(load_config__load_format="dummy")),
+    "attention backend": (
+        engine(attention_config__backend=Backend.FLASH),
+        engine(attention_config__backend=Backend.TRITON),
+    ),
+    "attention backend of a kind": (PLAIN, engine(attention_config__backend_per_kind={"mla": Backend.FLASH})),
+    "dtype of an indexer": (PLAIN, engine(attention_config__indexer_kv_dtype="fp8")),
+    "random rounding of states": (PLAIN, engine(mamba_config__enable_stochastic_rounding=True)),
+    "passes of a compiler": (PLAIN, engine(compilation_config__inductor_passes={"post": "mine.pass"})),
+    "a platform's options": (PLAIN, engine(additional_config={"graph": {"enabled": True}})),
+    "encodings from elsewhere": (
+        PLAIN,
+        engine(ec_transfer_config=stub("ECTransferConfig", ec_connector="Mine")),
+    ),
+    "dtype of adapters": (adapters(lora_dtype="float16"), adapters(lora_dtype="float32")),
+    "modules with adapters": (adapters(), adapters(target_modules=["q_proj"])),
+    "a drafter": (PLAIN, drafter()),
+    "method of drafting": (drafter(), drafter(method="eagle3")),
+    "model of the drafter": (drafter(), drafter(model="other")),
+    "revision of the drafter": (drafter(), drafter(revision="v2")),
+    "a field of the drafter": (drafter(), drafter(hf_config=HFConfig(2.0))),
+    "quantization of the drafter": (drafter(), drafter(quantization="fp8")),
+    "a number of layers": (PLAIN, over(attention, layers=4)),
+    "a second group": (PLAIN, over(attention, lambda: sliding(64))),
+    "order of groups": (over(attention, lambda: sliding(64)), over(lambda: sliding(64), attention)),
+    "size of a window": (over(lambda: sliding(64)), over(lambda: sliding(128))),
+    "dtype of a layer": (PLAIN, over(lambda: attention(dtype=torch.float16))),
+    "size of heads": (PLAIN, over(lambda: attention(head_size=16))),
+    "tokens of a block": (PLAIN, over(lambda: attention(block_size=32))),
+    "quantization of a layer": (PLAIN, over(lambda: attention(kv_quant_mode=Mode.FP8))),
+    "which layers are alike": (tensors(["1", "2", "3"], ["0"]), tensors(["0", "2", "3"], ["1"])),
+    "order of layers": (tensors(["0", "1", "2", "3"]), tensors(["1", "0", "2", "3"])),
+    "layers of two groups exchanged": (
+        two_groups(["a", "b", "c"], ["d", "e", "f"]),
+        two_groups(["a", "b", "d"], ["c", "e", "f"]),
+    ),
+    "dtypes of states": (
+        over(attention, mamba),
+        over(attention, lambda: mamba(dtypes=(torch.float32, torch.float32))),
+    ),
+    "shapes of states": (over(attention, mamba), over(attention, lambda: mamba(shapes=((3, 2), (4,))))),
+    "layout": (PLAIN, over(attention, kv_cache_layout="BLHNC")),
+    "tokens of an offloaded block": (PLAIN, Engine(extra={"block_size": 32})),
+    "stages": (
+        over(attention, kv_cache_layout="BLNHC"),
+        Engine(
+            {"parallel_config__cp_kv_cache_interleave_size": 2},
+            lambda: kv_cache_config(attention(), kv_cache_layout="BLNHC"),
+        ),
+    ),
+    "ranks with too few heads": (ranks(1), ranks(4, kv_heads=2)),
+    "hash": (PLAIN, engine(cache_config__prefix_caching_hash_algo="sha256_cbor")),
+    "LongRoPE at two limits": (rope("longrope", 1024), rope("longrope", 4096)),
+    "LongRoPE at its own limit": (rope("longrope", None), rope("longrope", 4096)),
+    "LongRoPE that vLLM fits to memory": (rope("longrope", -1), rope("longrope", 4096)),
+    "LongRoPE by its old name": (
+        Engine(model(rope_scaling={"type": "su"}, limit=1024)),
+        Engine(model(rope_scaling={"type": "su"}, limit=4096)),
+    ),
+    "LongRoPE's own length": (
+        rope("longrope", 1024, original_max_position_embeddings=512),
+        rope("longrope", 1024, original_max_position_embeddings=2048),
+    ),
+    "LongRoPE of some layers": tuple(
+        Engine(
+            model(
+                rope_parameters={
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "longrope"},
+                },
+                limit=limit,
+            )
+        )
+        for limit in (1024, 4096)
+    ),
+    "LongRoPE of the text part": tuple(
+        Engine(model(text_config={"rope_parameters": {"rope_type": "longrope"}}, limit=limit)) for limit in (1024, 4096)
+    ),
+    "LongRoPE of a drafter": tuple(
+        drafter(hf_config=HFConfig(rope_parameters={"rope_type": "longrope"}), original_max_model_len=limit)
+        for limit in (1024, 4096)
+    ),
+    "a rope that grows": (rope("dynamic", 1024), rope("dynamic", 4096)),
+    "a rope that nobody knows": (rope("invented", 1024), rope("invented", 4096)),
+    "factor of a rope": (rope("linear", 1024, factor=2.0), rope("linear", 1024, factor=4.0)),
+    "Llama 4 at two limits": (Engine(model(**LLAMA_4, limit=8192)), Engine(model(**LLAMA_4, limit=65536))),
+    "Llama 4 tuned otherwise": (
+        Engine(model(**LLAMA_4)),
+        Engine(model(**LLAMA_4) | {"model_config__override_generation_config": {"attn_temperature_tuning": True}}),
+    ),
+    "an option of a newer vLLM": (PLAIN, Engine(fields={"cache_config": 2})),
+    "an option of a newer vLLM's layers": (
+        PLAIN,
+        over(lambda: of_newer_vllm(attention(), 2)),
+    ),
+    "two values of a newer vLLM's option": (
+        Engine(fields={"attention_config": 2}),
+        Engine(fields={"attention_config": 3}),
+    ),
+    "a part of a newer vLLM": (PLAIN, engine(mamba_config=of_newer_vllm(stub("MambaConfig"), Backend.FLASH))),
+}
+
+SHARED: dict[str, tuple[Engine, Engine]] = {
+    "another process": (PLAIN, engine(kv_transfer_config__engine_id="another")),
+    "memory of the GPU": (PLAIN, engine(cache_config__gpu_memory_utilization=0.5)),
+    "number of blocks": (PLAIN, over(attention, num_blocks=20)),
+    "host memory": (PLAIN, Engine(extra={"cpu_bytes_to_use": "2MiB"})),
+    "size of the disk": (PLAIN, Engine(extra={"secondary_tiers": [DISK | {"max_bytes": "2GiB"}]})),
+    "no graphs": (PLAIN, engine(model_config__enforce_eager=True)),
+    "graphs of other sizes": (PLAIN, engine(compilation_config__cudagraph_capture_sizes=[1, 2])),
+    "what compiling found": (PLAIN, engine(compilation_config__static_forward_context={"layer": object()})),
+    "name of the model": (PLAIN, engine(model_config__served_model_name="mine")),
+    "tokenizer": (PLAIN, engine(model_config__tokenizer="other")),
+    "seed": (PLAIN, engine(model_config__seed=7)),
+    "log probabilities": (PLAIN, engine(model_config__max_logprobs=5)),
+    "sampling": (PLAIN, engine(model_config__override_generation_config={"temperature": 0.5})),
+    "version of transformers": (PLAIN, Engine(model(transformers_version="5.24.0"))),
+    "version of transformers in a part": (
+        Engine(model(text_config={"transformers_version": "5.19.0"})),
+        Engine(model(text_config={"transformers_version": "5.24.0"})),
+    ),
+    "where the configuration lay": (PLAIN, Engine(model(_name_or_path="/elsewhere"))),
+    "order of fields": (Engine(model(a={"x": 1, "y": 2})), Engine(model(a={"y": 2, "x": 1}))),
+    "how the configuration was changed": (PLAIN, engine(model_config__hf_overrides={"rope_theta": 1.0})),
+    "a limit": (rope("default", 1024), rope("default", 4096)),
+    "a limit with YaRN": (rope("yarn", 1024), rope("yarn", 4096)),
+    "a limit with Llama's rope": (rope("llama3", 1024), rope("llama3", 4096)),
+    "a limit without a rope": (Engine(model(limit=1024)), Engine(model(limit=4096))),
+    "LongRoPE at one limit": (rope("longrope", 4096), rope("longrope", 4096)),
+    "LongRoPE in less memory": (
+        Engine(rope("longrope", -1).changes | {"model_config__max_model_len": 3000}),
+        Engine(rope("longrope", -1).changes | {"model_config__max_model_len": 2000}),
+    ),
+    "rewritten dtype": (engine(cache_config__cache_dtype="fp8"), engine(cache_config__cache_dtype="fp8_ds_mla")),
+    "several processes": (PLAIN, engine(parallel_config__distributed_executor_backend="mp")),
+    "ranks": (ranks(1), ranks(2, kv_heads=1)),
+    "more ranks than heads": (ranks(2, kv_heads=1), ranks(4, kv_heads=1)),
+    "replicas of the engine": (PLAIN, engine(parallel_config__data_parallel_size=4)),
+    "experts in parallel": (PLAIN, engine(parallel_config__enable_expert_parallel=True)),
+    "ports": (PLAIN, engine(parallel_config__master_port=1234)),
+    "where a library is": (PLAIN, engine(load_config__download_dir="/elsewhere")),
+    "threads that load": (PLAIN, engine(load_config__safetensors_prefetch_num_threads=1)),
+    "batches": (PLAIN, engine(scheduler_config=type(vllm_config().scheduler_config)(async_scheduling=True))),
+    "kernels": (PLAIN, engine(kernel_config={"moe_backend": "triton"})),
+    "logs": (PLAIN, engine(observability_config={"kv_cache_metrics": True})),
+    "adapters that are left out": (PLAIN, engine(lora_config=stub("LoRAConfig", lora_dtype="float16"))),
+    "adapters that lie elsewhere": (adapters(), adapters(max_cpu_loras=7)),
+    "drafts from the prompt": (PLAIN, engine(speculative_config=speculative(method="ngram"))),
+    "number of drafts": (
+        drafter(),
+        engine(speculative_config=speculative(num_speculative_tokens=7)),
+    ),
+    "size of the cache of images": (
+        engine(model_config__multimodal_config=stub("MultiModalConfig", mm_processor_cache_gb=1)),
+        engine(model_config__multimodal_config=stub("MultiModalConfig", mm_processor_cache_gb=2)),
+    ),
+    "how long windows are kept": (
+        over(lambda: sliding(64, extra_retained_tokens=0)),
+        over(lambda: sliding(64, extra_retained_tokens=0)),
+    ),
+    "padding of states": (over(attention, mamba), over(attention, lambda: mamba(page_size_padded=9216))),
+    "an option of a newer vLLM at its default": (PLAIN, Engine(fields={"cache_config": 1})),
+    "an option of a newer vLLM that is set alike": (
+        Engine(fields={"cache_config": {"a": {3, 1, 2}}}),
+        Engine(fields={"cache_config": {"a": {2, 3, 1}}}),
+    ),
+}
+
+
+def test_there_are_sixty_pairs() -> None:
+    assert len(APART) + len(SHARED) >= 60
+
+
+@pytest.mark.parametrize("pair", APART.values(), ids=APART)
+def test_engines_whose_blocks_differ_are_apart(pair: tuple[Engine, Engine]) -> None:
+    one, other = pair
+    assert one.namespace() != other.namespace()
+
+
+@pytest.mark.parametrize("pair", SHARED.values(), ids=SHARED)
+def test_engines_whose_blocks_are_the_same_share(pair: tuple[Engine, Engine]) -> None:
+    one, other = pair
+    assert one.namespace() == other.namespace()
+
+
+PARTS = {
+    "ModelConfig": "model_config",
+    "CacheConfig": "cache_config",
+    "ParallelConfig": "parallel_config",
+    "DeviceConfig": "device_config",
+    "LoadConfig": "load_config",
+    "AttentionConfig": "attention_config",
+    "MambaConfig": "mamba_config",
+    "CompilationConfig": "compilation_config",
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_each_field_does_what_the_table_says(kind: str) -> None:
+    """But for those of which the table says that code looks at them."""
+    identity = layout_of(vllm_config(), kv_cache_config(attention()), parse_config(NAMED)).identity
+    for reason, names in FIELDS[kind].items():
+        for name in names.split():
+            if "(" in reason or name in ("model", "dtype", "hf_config", "hf_text_config", "multimodal_config"):
+                continue
+            changed = vllm_config(**{f"{PARTS[kind]}__{name}": "changed"})
+            other = layout_of(changed, kv_cache_config(attention()), parse_config(NAMED)).identity
+            assert (other != identity) is (reason == COUNTS), name
+
+
+# ----------------------------------------------------------------------------------------------------- weights
+
+
+def write_model(directory: Path, content: bytes = b"weights") -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / "model.safetensors").write_bytes(content)
+    return str(directory)
+
+
+def weights(extra: dict[str, Any], **changes: Any) -> str:
+    from kvoffload.engines.vllm import weights
+
+    weights._of_files.cache_clear()  # of another process
+    return layout_of(vllm_config(**changes), kv_cache_config(attention()), parse_config(extra)).identity["weights"]
+
+
+def test_weights_replaced_at_their_path_are_others(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model")
+    before = weights(UNNAMED, model_config__model=path)
+    assert before == weights(UNNAMED, model_config__model=path)
+    write_model(tmp_path / "model", b"trained")
+    assert weights(UNNAMED, model_config__model=path) != before
+    assert weights(NAMED, model_config__model=path) == weights(NAMED), "a name wins, and nothing is read"
+
+
+def test_a_file_of_weights_is_itself(tmp_path: Path) -> None:
+    (tmp_path / "one.gguf").write_bytes(b"one")
+    (tmp_path / "two.gguf").write_bytes(b"two")
+    one = weights(UNNAMED, model_config__model=str(tmp_path / "one.gguf"))
+    (tmp_path / "two.gguf").write_bytes(b"other")
+    assert weights(UNNAMED, model_config__model=str(tmp_path / "one.gguf")) == one
+    (tmp_path / "one.gguf").write_bytes(b"other")
+    assert weights(UNNAMED, model_config__model=str(tmp_path / "one.gguf")) != one
+
+
+def test_a_drafter_s_weights_count_if_it_has_kv(tmp_path: Path) -> None:
+    target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft")
+
+    def of(method: str) -> str:
+        config = speculative(method=method)
+        config.draft_model_config.model = draft
+        return weights(UNNAMED, model_config__model=target, speculative_config=config)
+
+    before = {method: of(method) for method in ("eagle", "ngram")}
+    write_model(tmp_path / "draft", b"trained")
+    assert of("eagle") != before["eagle"]
+    assert of("ngram") == before["ngram"]
+
+
+def test_a_model_s_own_code_counts_if_it_runs(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model")
+    changes = {"model_config__model": path}
+    trusting = changes | {"model_config__trust_remote_code": True}
+    (tmp_path / "model" / "modeling.py").write_text("a")
+    before = weights(UNNAMED, **changes), weights(UNNAMED, **trusting)
+    (tmp_path / "model" / "modeling.py").write_text("b")
+    assert weights(UNNAMED, **changes) == before[0]
+    assert weights(UNNAMED, **trusting) != before[1]
+
+
+def test_scales_in_a_file_count(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    images = stub("MultiModalConfig", mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales))
+    changes = {"model_config__model": write_model(tmp_path / "model"), "model_config__multimodal_config": images}
+    scales.write_text("1")
+    before = weights(UNNAMED, **changes)
+    scales.write_text("2")
+    assert weights(UNNAMED, **changes) != before
+
+
+def test_made_up_weights_are_named_by_their_seed_and_ranks() -> None:
+    dummy = {"load_config__load_format": "dummy"}
+    names = [
+        weights(UNNAMED, **dummy, **change)
+        for change in ({}, {"model_config__seed": 1}, {"parallel_config__tensor_parallel_size": 2})
+    ]
+    assert len(set(names)) == 3
+    assert weights(UNNAMED, **dummy) == names[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_config__model": "no/such-model"},
+        {"model_config__model_weights": "s3://bucket/model"},
+        {"load_config__load_format": "tensorizer"},
+        {"load_config__load_format": "of a plug-in"},
+        {"weight_transfer_config": object()},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_weights_without_a_name_are_refused_where_blocks_outlive_them(change: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"model_config__model": write_model(tmp_path / "model")} | change
+    with pytest.raises(ConfigError, match=r"cannot tell these weights .* 'disk' .* set weights_version"):
+        weights(UNNAMED, **changes)
+    assert weights(NAMED, **changes) == "by weights_version"
+    assert weights({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}, **changes) == ""
+    assert weights({"cpu_bytes_to_use": "1MiB"}, **changes) == ""
+
+
+def test_weights_from_elsewhere_are_refused_before_an_engine_starts() -> None:
+    for change in ({"load_config__load_format": "tensorizer"}, {"weight_transfer_config": object()}):
+        changes = {"kv_transfer_config__kv_connector_extra_config": UNNAMED, **change}
+        with pytest.raises(ConfigError, match="weights_version"):
+            check_engine(vllm_config(**changes))
+
+
+def test_the_scheduler_alone_reads_weights_where_workers_are_other_processes(tmp_path: Path) -> None:
+    config = vllm_config(parallel_config__distributed_executor_backend="mp", model_config__model="no/such-model")
+    worker = layout_of(config, kv_cache_config(attention()), parse_config(UNNAMED), is_worker=True)
+    assert worker.identity == {}
+    alone = vllm_config(model_config__model=write_model(tmp_path / "model"))
+    both = [
+        layout_of(alone, kv_cache_config(attention()), parse_config(UNNAMED), is_worker=each) for each in (False, True)
+    ]
+    assert both[0].identity == both[1].identity, "whichever comes first names the blocks"
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor", "builtin", "of a newer vLLM"])
+def test_hashes_that_can_collide_are_refused_where_others_read(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    for extra in ({"cpu_bytes_to_use": "1MiB"}, {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}):
+        check_engine(
+            vllm_config(
+                cache_config__prefix_caching_hash_algo=algorithm, kv_transfer_config__kv_connector_extra_config=extra
+            )
+        )
+    with pytest.raises(ConfigError, match=rf"'{algorithm}' .* --prefix-caching-hash-algo to one of sha256"):
+        engine(cache_config__prefix_caching_hash_algo=algorithm).namespace()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache_config__calculate_kv_scales": True},
+        {"model_config__multimodal_config": stub("MultiModalConfig", mm_encoder_attn_dtype="fp8")},
+    ],
+    ids=["KV", "images"],
+)
+def test_scales_that_a_process_measures_are_refused_where_blocks_outlive_it(change: dict[str, Any]) -> None:
+    check_engine(vllm_config(**change))
+    with pytest.raises(ConfigError, match="measures scales of its own"):
+        engine(**change).namespace()
+
+
+class Unlike:
+    """Two of these cannot be told apart in another process."""
+
+
+def test_a_value_without_a_text_is_refused_where_blocks_outlive_the_process() -> None:
+    for part in ("cache_config", "attention_config"):
+        with pytest.raises(ConfigError, match=rf"{part} has a value of type Unlike.*'disk'.*leave out the option"):
+            Engine(fields={part: Unlike()}).namespace()
+    alone = {"cpu_bytes_to_use": "1MiB"}
+    config = vllm_config(additional_config={"hook": Unlike()})
+    identities = [layout_of(config, kv_cache_config(attention()), parse_config(alone)).identity for _ in range(2)]
+    assert identities[0] != identities[1], "nothing finds such blocks"
+
+
+def test_what_kvoffload_does_not_know_is_named() -> None:
+    config = vllm_config()
+    assert unknown_options(config, parse_config(NAMED)) == []
+    config.cache_config = of_newer_vllm(config.cache_config, 2)
+    assert unknown_options(config, parse_config(NAMED)) == ["cache_config.invented"]
+
+
+def test_an_adapter_s_path_is_not_in_vllm_0_30_s_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.engines.vllm.versions.vllm_release", lambda: (0, 30))
+    with pytest.raises(ConfigError, match=r"use vLLM 0\.31 or newer, or leave out adapters_never_change"):
+        adapters().namespace()
