@@ -376,6 +376,26 @@ def disk(
     return result
 
 
+def adapter(model: str, extra: dict[str, Any] | None, path: str, prompts: int = 2) -> dict[str, Any]:
+    """The first long prompts with the LoRA adapter at ``path``, one after the other; without ``extra`` vLLM alone."""
+    from vllm.lora.request import LoRARequest
+
+    engine = Engine(model, extra=extra, gpu_blocks=100, enable_lora=True, max_lora_rank=8)
+    result: dict[str, Any] = {"tokens": {}, "cached": {}}
+    for prompt in long_prompts()[:prompts]:
+        (output,) = engine.llm.generate(
+            [{"prompt_token_ids": list(prompt.token_ids)}],
+            engine.parameters(prompt),
+            lora_request=LoRARequest("tuned", 1, path),
+            use_tqdm=False,
+        )
+        result["tokens"][prompt.name] = list(output.outputs[0].token_ids)
+        result["cached"][prompt.name] = int(output.num_cached_tokens or 0)
+        engine.drain()
+    engine.close()
+    return result
+
+
 def passes(model: str, extra: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
     """Prompts of the Llama family by name, those of a pass at once; vLLM's own cache is forgotten between passes."""
     prompts = {prompt.name: prompt for prompt in _family("llama")}
