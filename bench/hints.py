@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients' hints are worth to ``density``: true ones, and wrong ones of every kind, each against the same cell
 without hints. A cell is a trace and a cache of a share of its distinct blocks. Replays are flat
-(``kvoffload.sim.policy_replay``), so the hit rates are the same on every machine. Two more rows of each trace have the
+(``bench.policy_replay``), so the hit rates are the same on every machine. Two more rows of each trace have the
 time and the memory that hints cost.
 
 ``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), ``KVOFFLOAD_BENCH_REQUESTS`` the
@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.core import Row
+from bench.policy_replay import replay_policy
 from kvoffload.base import NextUse
 from kvoffload.sim.hints import true_hints, wrong_hints
 from kvoffload.sim.optimum import optimum
-from kvoffload.sim.policy_replay import replay_policy
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hit rates of the default policy on mixed traffic, against the better of LRU and ARC on the same cell: a trace, and a
-cache of a share of its distinct blocks. Replays are flat (``kvoffload.sim.policy_replay``), so the figures are the same
+cache of a share of its distinct blocks. Replays are flat (``bench.policy_replay``), so the figures are the same
 on every machine.
 
 Its two constants, how long a use is waited for and how much evidence a class needs, are chosen by the tuning half of
@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from bench.core import Row
+from bench.policy_replay import replay_policy
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.cpu.policies.density import DensityCachePolicy
 from kvoffload.cpu.policies.density.model import HitDensity
-from kvoffload.sim.policy_replay import replay_policy
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import NO_SESSION, Trace, numbered
 from kvoffload.sim.trace_files import load_trace

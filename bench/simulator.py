@@ -8,9 +8,9 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from bench.core import Row, interleaved_medians
+from bench.policy_replay import replay_policy
 from kvoffload.base import OffloadKey
 from kvoffload.sim.driver import SimConfig, simulate
-from kvoffload.sim.policy_replay import replay_policy
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 

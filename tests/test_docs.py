@@ -198,7 +198,9 @@ def inputs(tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> A
                 path.mkdir()
                 (path / "config.json").write_text(json.dumps(MODEL))
             elif word.endswith(".yaml"):
-                (text,) = [fence.text for fence in fences(command.page) if fence.language == "yaml"]
+                texts = [fence.text for fence in fences(command.page) if fence.language == "yaml"]
+                texts = [text for text in texts if text.startswith(f"# {path.name}\n")] or texts
+                (text,) = texts
                 path.write_text(text.replace("GiB", "MiB").replace("/mnt/", f"{tmp_path}/"))
             words.append(str(path) if word.startswith("/") else word)
         return words
@@ -262,7 +264,7 @@ def configurations() -> list[tuple[str, dict[str, Any]]]:
             texts += [word for word in command.words if word.startswith("{") and "kv_connector" in word]
         for text in texts:
             values = yaml.safe_load(text)
-            if isinstance(values, dict) and "apiVersion" not in values:
+            if isinstance(values, dict) and "apiVersion" not in values and not {"servers", "hints"} & values.keys():
                 found.append((f"{page.name}: {text[:40]!r}", values))
     return found
 

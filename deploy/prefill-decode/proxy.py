@@ -1,23 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode apart: each prompt goes to PREFILL for one token, then to DECODE, which loads what it computed.
 
-``python deploy/prefill-decode/proxy.py PREFILL_URL DECODE_URL PORT``, for servers that share a tier:
-docs/fleet.md.
+``python deploy/prefill-decode/proxy.py PREFILL_URL DECODE_URL PORT``, for servers that share a tier: docs/fleet.md.
+When a client leaves, the request to DECODE ends.
 """
 
+import contextlib
+import http.client
 import json
+import socket
 import sys
-import urllib.error
-import urllib.request
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 PREFILL, DECODE, PORT = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=600)
+def post(url: str, path: str, body: dict[str, Any], client: socket.socket) -> http.client.HTTPResponse:
+    """The beginning of the answer. It breaks off when ``client`` leaves."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.netloc, timeout=600)
+    connection.request("POST", parts.path + path, json.dumps(body), {"Content-Type": "application/json"})
+    threading.Thread(target=follow, args=(client, connection.sock), daemon=True).start()
+    return connection.getresponse()
+
+
+def follow(client: socket.socket, server: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # of a request that has ended
+        if not client.recv(1, socket.MSG_PEEK):
+            server.shutdown(socket.SHUT_RDWR)
 
 
 class Proxy(BaseHTTPRequestHandler):
@@ -27,18 +41,21 @@ class Proxy(BaseHTTPRequestHandler):
         for key in ("max_completion_tokens", "stream_options"):
             short.pop(key, None)
         try:
-            post(PREFILL + self.path, short).read()
-        except OSError:
+            post(PREFILL, self.path, short, self.connection).read()
+        except (OSError, http.client.HTTPException):
             pass  # DECODE computes the prompt, or says what is wrong with it
         try:
-            answer = post(DECODE + self.path, body)
-        except urllib.error.HTTPError as error:
-            answer = error
-        self.send_response(answer.status)
-        self.send_header("Content-Type", answer.headers["Content-Type"])
-        self.end_headers()
-        while chunk := answer.read1(65536):  # as it comes, for streams
-            self.wfile.write(chunk)
+            answer = post(DECODE, self.path, body, self.connection)
+        except (OSError, http.client.HTTPException) as error:
+            with contextlib.suppress(OSError):
+                self.send_error(502, f"DECODE does not answer: {error}")
+            return
+        with answer, contextlib.suppress(OSError, http.client.HTTPException):  # either side has gone
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.headers["Content-Type"])
+            self.end_headers()
+            while chunk := answer.read1(65536):  # as it comes, for streams
+                self.wfile.write(chunk)
 
 
 ThreadingHTTPServer(("127.0.0.1", PORT), Proxy).serve_forever()

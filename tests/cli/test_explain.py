@@ -29,9 +29,7 @@ def explain(*arguments: str) -> int:
 
 def test_in_text_in_json_and_as_a_page(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, plots, figures = tmp_path / "page.html", tmp_path / "plots.png", tmp_path / "figures.json"
-    code = explain(
-        *(str(trace), "--processes", "1"), *("--html", str(page), "--plot", str(plots), "--json", str(figures))
-    )
+    code = explain(*(str(trace), "--processes", "1"), *("--out", str(page), "--out", str(plots), "--out", str(figures)))
     assert code == 0
     text = capsys.readouterr().out
     for words in ("Where the tokens came from", "host memory", "disk", "new", "twice the disk", "as it was"):
@@ -49,7 +47,7 @@ def test_in_text_in_json_and_as_a_page(trace: Path, tmp_path: Path, capsys: pyte
 
 def test_the_machine_may_be_another(trace: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    options = ("--cpu", "64KiB", "--disk", "0", "--processes", "1", "--json", str(figures))
+    options = ("--cpu", "64KiB", "--disk", "0", "--processes", "1", "--out", str(figures))
     assert explain(str(trace), *options) == 0
     (as_it_was, *_) = json.loads(figures.read_text())["what_if"]
     assert (as_it_was["cpu_blocks"], as_it_was["disk_blocks"]) == (16, 0)
@@ -61,7 +59,7 @@ def test_a_server_with_an_unbounded_disk_is_not_told_to_buy_one(trace: Path, tmp
     line["machine"]["tiers"][0] = {"type": "disk"}  # as older versions wrote it
     recorded, page, figures = tmp_path / "t.jsonl", tmp_path / "page.html", tmp_path / "figures.json"
     recorded.write_text("".join([json.dumps(line) + "\n", *others]))
-    assert explain(str(recorded), "--processes", "1", "--html", str(page), "--json", str(figures)) == 0
+    assert explain(str(recorded), "--processes", "1", "--out", str(page), "--out", str(figures)) == 0
     as_it_was, *changes = json.loads(figures.read_text())["what_if"]
     assert as_it_was["disk_hit_tokens"] > 0
     assert not [each["change"] for each in changes if "disk" in each["change"]]
@@ -78,13 +76,13 @@ def test_how_much_a_servers_memory_holds_is_asked_for(
     recorded.write_text("".join([json.dumps(line) + "\n", *others]))
     assert explain(str(recorded), "--processes", "1") == 2
     assert "how much the servers of its 'redis' tier keep: give --disk" in capsys.readouterr().err
-    assert explain(str(recorded), "--processes", "1", "--disk", "64KiB", "--json", str(figures)) == 0
+    assert explain(str(recorded), "--processes", "1", "--disk", "64KiB", "--out", str(figures)) == 0
     assert "twice the disk" in [each["change"] for each in json.loads(figures.read_text())["what_if"]]
 
 
 def test_mistakes_are_one_sentence(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain(str(trace), "--html", str(tmp_path / "page.png")) == 2
-    assert "--html is a .html file" in capsys.readouterr().err
+    assert explain(str(trace), "--out", str(tmp_path / "page.pdf")) == 2
+    assert "'page.pdf' does not" in capsys.readouterr().err
     other = tmp_path / "other.jsonl"
     other.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n')
     assert explain(str(other)) == 2

@@ -12,6 +12,7 @@ from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig, simulate
 from kvoffload.sim.optimum import optimum
+from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 
 MachineTimes = SimConfig(
@@ -170,3 +171,10 @@ def test_a_neighbour_slows_the_disk_for_a_while(trace_of: Callable[..., Trace]) 
     simulate(trace, disk, on_first_token=found.__setitem__)
     fast_s = 1.25 + 0.6 + 1 / 16
     assert found == pytest.approx({0: 17 / 16, 1: 17 / 16, 2: 17 / 16, 3: fast_s, 4: fast_s + 3, 5: fast_s})
+
+
+def test_a_device_that_is_said_to_be_gigantic_has_room_for_everything() -> None:
+    trace = synthesize("chat", 60, 3).whole_blocks()
+    large = simulate(trace, SimConfig(10, 1 << 20, gpu_blocks=100_000))
+    gigantic = simulate(trace, SimConfig(10, 1 << 20, gpu_blocks=1 << 60))
+    assert replace(gigantic, gpu_blocks=100_000) == large

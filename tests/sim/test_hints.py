@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.policy_replay import replay_policy
 from tests.sizes import by_size
 
 from kvoffload.base import NextUse, OffloadKey
@@ -18,7 +19,6 @@ from kvoffload.cpu.policies.density.score import HintScore
 from kvoffload.errors import ConfigError
 from kvoffload.sim.hints import hinter, true_hints, wrong_hints
 from kvoffload.sim.optimum import optimum
-from kvoffload.sim.policy_replay import replay_policy
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 

@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import SimConfig, simulate
-from kvoffload.sim.plan import Goal, Prices, make_plan
+from kvoffload.sim.driver import SimConfig, SimResult, simulate
+from kvoffload.sim.fleet.config import Prices
+from kvoffload.sim.plan import Goal, make_plan
 from kvoffload.sim.synthetic import synthesize
 
 BASE = SimConfig(1, 2**20, prefill_tokens_per_s=60_000.0, policy="lru")
-PRICES = Prices(cpu_per_gib=4.0, disk_per_gib=0.1)
+PRICES = Prices()
 TRACE = synthesize("chat", requests=300, seed=1)
+
+
+def price(run: SimResult) -> float:
+    return PRICES.of_tiers(run.cpu_blocks, run.disk_blocks, BASE.block_bytes)
 
 
 def test_the_cheapest_run_that_meets_the_goal_is_chosen() -> None:
     goal = Goal(hit_rate=0.3)
     plan = make_plan(TRACE, BASE, goal, PRICES, max_disk_blocks=0, processes=1)
     assert plan.chosen is not None and goal.is_met(plan.chosen)
-    assert plan.price == PRICES.of(plan.chosen, BASE.block_bytes)
-    assert plan.price == min(PRICES.of(run, BASE.block_bytes) for run in plan.report.results if goal.is_met(run))
+    assert plan.price == price(plan.chosen)
+    assert plan.price == min(price(run) for run in plan.report.results if goal.is_met(run))
     assert {run.disk_blocks for run in plan.report.results} == {0}
     assert len(plan.report.results) == len(plan.report.optimum_rates)
     again = simulate(TRACE.whole_blocks(), replace(BASE, cpu_blocks=plan.chosen.cpu_blocks))
@@ -58,6 +64,7 @@ def test_nothing_is_bought_where_the_device_reaches_the_goal() -> None:
     assert plan.chosen is plan.report.without
     assert plan.chosen is not None and plan.chosen.cpu_blocks == plan.price == 0
     assert plan.chosen.hit_rate == plan.chosen.gpu_hit_blocks / plan.chosen.accesses >= 0.3
+    assert plan.report.results == (), "nothing else was tried"
 
 
 @pytest.mark.parametrize(
@@ -68,10 +75,10 @@ def test_goals_that_make_no_sense(goal: dict[str, float]) -> None:
         Goal(**goal)
 
 
-@pytest.mark.parametrize("prices", [(-1.0, 1.0), (1.0, -1.0), (0.0, 0.0)])
-def test_prices_that_make_no_sense(prices: tuple[float, float]) -> None:
+@pytest.mark.parametrize("prices", [{"cpu": -1.0}, {"link": math.nan}, {"disk": math.inf}])
+def test_prices_that_make_no_sense(prices: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
-        Prices(*prices)
+        Prices(**prices)
 
 
 def test_a_disk_that_does_not_pay_is_not_bought() -> None:

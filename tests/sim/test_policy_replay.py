@@ -8,10 +8,10 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
+from bench.policy_replay import replay_policy
 
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.sim.optimum import optimum
-from kvoffload.sim.policy_replay import replay_policy
 from kvoffload.sim.trace import Trace
 
 PERCENT = (1, 5, 10, 20, 50)

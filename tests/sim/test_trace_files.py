@@ -117,8 +117,8 @@ def without(field: str) -> dict[str, Any]:
         (without("hash_ids"), "line 2: missing required field 'hash_ids'"),
         (without("input_length"), "line 2: missing required field 'input_length'"),
         (line(timestamp=-1), "line 2: timestamp must be 0 or later"),
-        (line(input_length=-4), "line 2: input_length must not be negative"),
-        (line(output_length=-4), "line 2: output_length must not be negative"),
+        (line(input_length=-4), "line 2: input_length must be a number of tokens, not -4"),
+        (line(output_length=-4), "line 2: output_length must be a number of tokens, not -4"),
         (line(output_length="many"), "line 2: .*'int', got 'str' in 'output_length'"),
         (line(hash_ids=[1.5]), "line 2: .*hash_ids"),
         (line(hash_ids=[9, 7]), r"line 2: hash_ids\[0\] has another predecessor"),
@@ -232,3 +232,30 @@ def test_shared_traces_are_what_their_readme_says(shared_trace: Callable[..., Tr
     coding = shared_trace("weka_cc_64_s60", max_requests=50)
     assert coding.block_tokens == 64
     assert coding.sessions.min() >= 0
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        line(hash_ids=[7, -1]),
+        line(hash_ids=[7, 1 << 64]),
+        line(hash_ids=[7, int("9" * 400)]),
+        line(input_length=1 << 62),
+        line(output_length=1 << 62),
+        line(input_length=int("9" * 400)),
+        line(block_tokens=1 << 62),
+        line(timestamp=1e300),
+        line(session=int("9" * 400)),
+        {**line(), "chat_id": 1 << 70, "parent_chat_id": -1},
+    ],
+    ids=range(10),
+)
+def test_what_no_server_could_have_served_is_one_sentence(tmp_path: Path, second: dict[str, Any]) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in (line(), second)))
+    if "session" in second:  # a name is taken as it is
+        assert len(load_trace(path)) == 2
+        return
+    with pytest.raises(TraceError, match="line 2") as caught:
+        load_trace(path)
+    assert len(str(caught.value)) < len(str(path)) + 200

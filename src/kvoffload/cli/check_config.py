@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
+from kvoffload.cli.kv_size import ModelKV, model_kv
 from kvoffload.cli.output import Json, print_json
 from kvoffload.config import OffloadingConfig
 from kvoffload.config_file import ENVIRONMENT, load_config_file
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
 from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError
-from kvoffload.sim.kv_size import ModelKV, model_kv
 from kvoffload.specs import read_config
 from kvoffload.tiering.options import DiskOptions, SealedOptions, StoreOptions, parse_tiers
 from kvoffload.tiering.stores.remote import RemoteOptions

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from kvoffload.cli.machine import GpuBlocks, GpuKVTokens, device_blocks, model_sizes
-from kvoffload.cli.output import check_out, positive, progress, write_json
-from kvoffload.errors import ConfigError
+from kvoffload.cli.output import DrawnOut, Json, check_drawn, positive, print_json, print_table, progress, write_drawn
+from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks, model_sizes
 from kvoffload.sim.driver import SPEEDS
 from kvoffload.sim.explain import (
     Explanations,
@@ -24,11 +22,9 @@ from kvoffload.sim.explain import (
     percentiles,
     read_explanations,
     what_ifs,
-    where_names,
 )
-from kvoffload.sim.explain_page import what_if_text, write_explanation
-from kvoffload.sim.page import check_target
-from kvoffload.sim.report import format_seconds
+from kvoffload.sim.page import draw_explanation
+from kvoffload.sim.report import NO_FORECAST, counted, explanation_tables, format_seconds
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.units import parse_bytes
 
@@ -44,32 +40,23 @@ def explain(
     cpu: Annotated[str | None, typer.Option(help="Host memory of the server, if the trace does not say it.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk of the server, if the trace does not say it; 0: none.")] = None,
     gpu_kv_tokens: GpuKVTokens = None,
-    gpu_blocks: GpuBlocks = None,
     model: Annotated[
         str | None, typer.Option(help="The model, if the trace does not say the size of its blocks.")
     ] = None,
     kv_bytes: Annotated[
         str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, if the trace does not say them.")
     ] = None,
-    prefill_speed: Annotated[
-        float, typer.Option(help="Tokens that the device prefills per second.")
-    ] = SPEEDS.prefill_tokens_per_s,
-    processes: Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")] = None,
-    page: Annotated[Path | None, typer.Option("--html", help="File to write the same to as a web page.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File to draw the plots to: .png.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File to write all figures to.")] = None,
+    prefill_speed: PrefillSpeed = SPEEDS.prefill_tokens_per_s,
+    processes: Processes = None,
+    as_json: Json = False,
+    out: DrawnOut = None,
 ) -> None:
     """Say why prompts of a recorded trace were computed.
 
     Sums up what was found where, why the rest was computed, and what would save most.
     """
     positive(prefill_speed, "--prefill-speed")
-    check_out(json_file)
-    for path, option, suffix in ((page, "--html", ".html"), (plot, "--plot", ".png")):
-        if path is not None:
-            if path.suffix.lower() != suffix:
-                raise ConfigError(f"{option} is a {suffix} file, not {path.name!r}.")
-            check_target(path)
+    check_drawn(out)
     sizes = None if model is None and kv_bytes is None else model_sizes(model, kv_bytes)
     summary = read_explanations(trace)
     loaded = load_trace(trace)
@@ -78,7 +65,7 @@ def explain(
         cpu_bytes=None if cpu is None else parse_bytes(cpu, "--cpu"),
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),
         block_bytes=None if sizes is None else sizes.bytes_per_token * loaded.block_tokens,
-        gpu_blocks=device_blocks(loaded, gpu_blocks, gpu_kv_tokens),
+        gpu_blocks=device_blocks(loaded, gpu_kv_tokens),
         footprint_blocks=loaded.whole_blocks().num_unique,
         prefill_tokens_per_s=prefill_speed,
     )
@@ -86,11 +73,12 @@ def explain(
     changes = what_ifs(base, has_unbounded_disk=has_unbounded_disk)
     with progress({loaded.name: len(changes)}, "runs") as advance:
         asked = ask_what_if(loaded, changes, processes, lambda _: advance(loaded.name))
-    _print(loaded.name, summary, asked, prefill_speed)
-    write_json(_as_json(summary, asked), json_file)
-    for path in (page, plot):
-        if path is not None:
-            write_explanation(path, loaded.name, summary, asked, prefill_speed)
+    figures = _as_json(summary, asked)
+    if as_json:
+        print_json(figures)
+    else:
+        _print(loaded.name, summary, asked, prefill_speed)
+    write_drawn(out, figures, lambda is_page: draw_explanation(loaded.name, summary, asked, prefill_speed, is_page))
 
 
 def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
@@ -114,48 +102,19 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
 
 
 def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed: float) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-
-    def percent(tokens: int) -> str:
-        return f"{100 * tokens / summary.tokens:.1f} %"
-
-    console.print(
-        f"{name}: {summary.requests:,} requests, {summary.explained:,} explained; {summary.tokens:,} prompt tokens.",
-        highlight=False,
+    print(
+        f"{name}: {counted(summary.requests, 'request')}, {summary.explained:,} explained; "
+        f"{summary.tokens:,} prompt tokens."
     )
-    where = Table(title="Where the tokens came from", title_justify="left")
-    for heading in ("", "tokens", "share", ""):
-        where.add_column(heading, justify="right" if heading else "left")
-    rows = [(word, summary.found[key]) for key, word in where_names(summary.found)]
-    for word, tokens in (*rows, ("computed", sum(summary.missed.values()))):
-        where.add_row(word, f"{tokens:,}", percent(tokens), "█" * round(40 * tokens / summary.tokens))
-    console.print(where)
     if summary.hints_text:
-        console.print(summary.hints_text, highlight=False)
-    why = Table(title="Why the rest was computed", title_justify="left")
-    for heading in ("cause", "tokens", "share", "lost before", "what it means"):
-        why.add_column(heading, justify="left" if heading in ("cause", "what it means") else "right")
-    for cause, tokens in summary.missed.items():
-        lost = f"{summary.lost_s[cause]:,.0f} s" if cause in summary.lost_s else ""
-        why.add_row(cause, f"{tokens:,}", percent(tokens), lost, advice_on(cause))
-    console.print(why)
-    console.print(
-        f"{summary.avoidable:,} of these tokens could have been found: {summary.avoidable / prefill_speed:,.0f} s of "
-        f"prefill at {prefill_speed:,.0f} tokens/s.",
-        highlight=False,
+        print(summary.hints_text)
+    for title, table in explanation_tables(summary, asked).items():
+        sentences = "what it means"
+        print_table(table.without([sentences])._replace(left_out=()), f"\n{title}")
+        for cause in summary.missed if sentences in table.headings else ():
+            print(fill(f"{cause}: {advice_on(cause)}", 80, subsequent_indent="  "))
+    print(
+        f"\n{summary.avoidable:,} computed tokens could have been found: "
+        f"{format_seconds(summary.avoidable / prefill_speed)} of prefill at {prefill_speed:,.0f} tokens/s."
     )
-    save = Table(title="What would have saved most, by the simulator on this trace", title_justify="left")
-    for heading in ("change", "found", "more tokens", "saved prefill", "machine"):
-        save.add_column(heading, justify="left" if heading in ("change", "machine") else "right")
-    for each in asked:
-        save.add_row(*what_if_text(each, summary.tokens))
-    console.print(save)
-    waits = Table(title="What requests waited for", title_justify="left")
-    for heading in ("for", "requests", "p50", "p90", "longest"):
-        waits.add_column(heading, justify="left" if heading == "for" else "right")
-    for phase, seconds in sorted(summary.waits_s.items(), key=lambda item: -sum(item[1])):
-        shown = [format_seconds(value) for value in percentiles(seconds).values()]
-        waits.add_row(phase, f"{len(seconds):,}", *shown)
-    console.print(waits)
+    print(NO_FORECAST)

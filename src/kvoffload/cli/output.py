@@ -1,26 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the subcommands write: progress on stderr, JSON on stdout, files of figures."""
+"""What the subcommands write: tables and JSON on stdout, progress on stderr, files."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.page import check_folder, whole_file
 
-__all__ = ["Json", "Out", "check_out", "positive", "print_json", "progress", "write_json"]
+if TYPE_CHECKING:
+    from kvoffload.sim.report import Table
+
+__all__ = [
+    "DrawnOut",
+    "Json",
+    "Out",
+    "check_drawn",
+    "check_out",
+    "positive",
+    "print_json",
+    "print_table",
+    "progress",
+    "write_drawn",
+    "write_json",
+]
 
 Json = Annotated[bool, typer.Option("--json", help="Print all figures as JSON instead.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all figures to this file, as JSON.")]
+DrawnOut = Annotated[
+    list[Path] | None,
+    typer.Option("--out", metavar="FILE", help="Also write to this file: .json, .html or .png. Repeat for several."),
+]
 
 _LINES = 10
 """Lines per task where the output is not a terminal."""
@@ -82,22 +102,89 @@ def positive(value: float, option: str) -> float:
     return value
 
 
-def check_out(path: Path | None) -> None:
-    """Raises ``ConfigError`` if the file of ``--out`` could not be written. Creates nothing."""
+def check_out(*paths: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Raises ``ConfigError`` if a file of ``--out`` could not be written, or ends with none of ``suffixes``. Creates
+    nothing."""
+    for path in filter(None, paths):
+        folder = path.resolve().parent
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise ConfigError(f"--out is a file that ends with {', '.join(suffixes)}; {path.name!r} does not.")
+        if not folder.is_dir():
+            raise ConfigError(f"--out: There is no folder {str(folder)!r} to write {path.name!r} to.")
+        if path.is_dir():
+            raise ConfigError(f"--out: {str(path)!r} is a folder; name a file in it.")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out: This user may not write to the folder {str(folder)!r}.")
+
+
+def check_drawn(paths: Sequence[Path] | None) -> None:
+    """``check_out`` for ``DrawnOut``. Raises ``MissingExtraError`` if drawings are asked for that cannot be made."""
+    check_out(*paths or (), suffixes=(".json", ".html", ".png"))
+    if any(path.suffix.lower() != ".json" for path in paths or ()):
+        from kvoffload.sim.page import pyplot
+
+        pyplot()
+
+
+def write_drawn(paths: Sequence[Path] | None, figures: Any, draw: Callable[[bool], bytes]) -> None:
+    """Writes each of the files: ``figures`` as JSON, or what ``draw`` makes, a page if that is asked for or else a
+    PNG."""
+    for path in paths or ():
+        suffix = path.suffix.lower()
+        _write(path, _as_json(figures) if suffix == ".json" else draw(suffix == ".html"))
+
+
+def write_json(value: Any, path: Path | None) -> None:
+    """Writes the file of ``--out``, if there is to be one."""
+    if path is not None:
+        _write(path, _as_json(value))
+
+
+def _as_json(value: Any) -> bytes:
+    return f"{json.dumps(value, indent=1)}\n".encode()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The whole file or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if path is not None:
-            check_folder(path)
-    except ConfigError as exc:
-        raise ConfigError(f"--out: {exc}") from exc
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 
 
-def write_json(value: Any, path: Path | None) -> None:
-    """Writes the file of ``--out``, if there is to be one: the whole of it or nothing."""
-    if path is None:
-        return
-    with whole_file(path) as file:
-        file.write_text(json.dumps(value, indent=1) + "\n")
+def print_table(table: Table, title: str = "", *, is_wide: bool = False) -> None:
+    """Prints a table that the terminal holds, or 80 columns where there is none. Its last columns go first. A line
+    says what was left out."""
+    if title:
+        print(title)
+    if not is_wide:
+        kept, most = len(table.headings), shutil.get_terminal_size().columns
+        while kept > 2 and sum(_widths(table)[:kept]) + 2 * (kept - 1) > most:
+            kept -= 1
+        table = table.without(table.headings[kept:])
+    widths = _widths(table)
+    for at, line in enumerate([table.headings, *table.rows]):
+        cells = [
+            cell.ljust(width) if number == 0 or not _is_number(table, number) else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+        if at == 0:
+            print("  ".join("─" * width for width in widths))
+    if table.left_out:
+        print(f"Not shown: {', '.join(dict.fromkeys(table.left_out))}. --json has all.")
+
+
+def _widths(table: Table) -> list[int]:
+    return [max(map(len, column)) for column in zip(table.headings, *table.rows, strict=True)]
+
+
+def _is_number(table: Table, column: int) -> bool:
+    """Whether a column has sizes and figures, which stand at the right."""
+    return all(row[column][:1] in "-+0123456789" for row in table.rows)

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvoffload.base import OffloadingEvent, OffloadKey
-from kvoffload.events import NO_EVENTS, PendingEvents
+from kvoffload.base import OffloadKey
 
 __all__ = ["DeviceCache"]
 
@@ -22,14 +21,13 @@ class DeviceCache:
     Call ``find_prefix`` and ``admit``, then ``fill`` and ``grow`` while the request computes, then ``release``.
     """
 
-    def __init__(self, num_blocks: int, enable_events: bool = False) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._key_of: dict[int, OffloadKey] = {}
         self._block_of: dict[OffloadKey, int] = {}
         self._table: list[int] = []
         self._states: list[int] = []
         self._num_named = 0
-        self._events = PendingEvents("GPU") if enable_events else NO_EVENTS
 
     def __repr__(self) -> str:
         return f"DeviceCache({len(self._queue)} free, {len(self._block_of)} cached)"
@@ -67,7 +65,6 @@ class DeviceCache:
                 self._states.append(block)
                 if key not in self._block_of:
                     self._block_of[key], self._key_of[block] = block, key
-                    self._events.add([key], removed=False)
 
     def fill(self, path: Sequence[OffloadKey], num_blocks: int) -> None:
         """The first ``num_blocks`` blocks of ``path`` are computed or loaded."""
@@ -80,7 +77,6 @@ class DeviceCache:
         }
         self._block_of.update(named)
         self._key_of.update(zip(named.values(), named))
-        self._events.add([*named], removed=False)
 
     def grow(self, num_blocks: int) -> None:
         """Gives the request ``num_blocks`` blocks in all, or as many as there are, without making them findable."""
@@ -94,12 +90,7 @@ class DeviceCache:
         lost = [named.pop(block) for block in taken if block in named]
         for key in lost:
             del self._block_of[key]
-        self._events.add(lost, removed=True)
         return taken
-
-    def take_events(self) -> list[OffloadingEvent]:
-        """Events since the last call; none without ``enable_events``."""
-        return self._events.take()
 
     def release(self) -> None:
         """Ends the request."""

@@ -213,7 +213,7 @@ class Machine:
     """One server: its device cache, host memory, the tiers below, and a clock of its own.
 
     ``contents`` is what its disk holds at first, by default nothing. ``shared`` makes the tiers below the disk, over
-    the machine's clock. With ``enable_events`` its managers record what they gain and lose, for ``take_events``.
+    the machine's clock.
     """
 
     def __init__(
@@ -224,7 +224,6 @@ class Machine:
         *,
         contents: Contents | None = None,
         shared: Callable[[VirtualClock], Sequence[SimDisk]] = lambda _: (),
-        enable_events: bool = False,
     ) -> None:
         self.config, self.trace = config, trace
         self.clock = VirtualClock()
@@ -249,7 +248,6 @@ class Machine:
                 VirtualMemory(),
                 config.policy,
                 store_threshold=config.store_threshold,
-                enable_events=enable_events,
             )
             self.manager = TieringOffloadingManager(
                 primary,
@@ -263,11 +261,14 @@ class Machine:
             )
         elif config.cpu_blocks:
             self.manager = CPUOffloadingManager(
-                config.cpu_blocks, config.policy, store_threshold=config.store_threshold, enable_events=enable_events
+                config.cpu_blocks, config.policy, store_threshold=config.store_threshold
             )
         else:
             self.manager = _NoTiers()
-        self.device = DeviceCache(config.gpu_blocks, enable_events) if config.gpu_blocks else None
+        # A pool that has room for everything never evicts, however large it is said to be.
+        tokens = (trace.input_tokens + trace.output_tokens).sum()
+        everything = (int(tokens) // trace.block_tokens + 2 * len(trace)) * (1 + config.state_slots)
+        self.device = DeviceCache(min(config.gpu_blocks, everything)) if config.gpu_blocks else None
         self._server = Server(
             trace,
             keys,

@@ -1,34 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of figures: HTML pages that need nothing else, for screens of any width, and drawings. Each is written whole or
-not at all."""
+"""Drawings and HTML pages of sweeps, fleets and explanations. A page needs nothing else, for screens of any width."""
 
 from __future__ import annotations
 
 import html
 import importlib
 import io
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.errors import MissingExtraError
+from kvoffload.sim.explain import Explanations, WhatIf, where_names
+from kvoffload.sim.fleet.config import Prices
+from kvoffload.sim.fleet.result import FleetResult
+from kvoffload.sim.report import (
+    NO_FORECAST,
+    Table,
+    best_policy,
+    counted,
+    curve,
+    explanation_tables,
+    fleet_table,
+    format_seconds,
+    frontier,
+    handovers,
+    knee_of,
+    names_of,
+    outage_table,
+    server_table,
+    sweep_table,
+)
+from kvoffload.sim.sweep import Report
+from kvoffload.sim.trace import Trace
+from kvoffload.units import format_bytes
 
-__all__ = [
-    "COLOURS",
-    "check_folder",
-    "check_target",
-    "page",
-    "pyplot",
-    "save_small_png",
-    "svg_of",
-    "table",
-    "whole_file",
-    "write_drawing",
-]
+__all__ = ["draw_explanation", "draw_fleets", "draw_sweeps", "pyplot"]
 
-COLOURS = ("#1f6fb4", "#d9730d", "#2f9e44", "#8b5cf6", "#c2255c", "#0b7285", "#868e96")
+_COLOURS = ("#1f6fb4", "#d9730d", "#2f9e44", "#8b5cf6", "#c2255c", "#0b7285", "#868e96")
+_GREY, _LINES, _COMPUTED = "#495057", "#e9ecef", "#ced4da"
 _STYLE = """
 :root{color-scheme:light dark;--ink:#212529;--soft:#6c757d;--line:#dee2e6;--paper:#fff;--card:#f8f9fa}
 @media(prefers-color-scheme:dark){:root{--ink:#e9ecef;--soft:#adb5bd;--line:#495057;--paper:#16191d;--card:#212529}}
@@ -49,55 +58,8 @@ border-radius:.5em}summary{padding:.3em 0}
 """
 
 
-# --------------------------------------------------------------------------------------------------------------- files
-
-
-def check_target(path: Path) -> None:
-    """Raises ``ConfigError`` or ``MissingExtraError`` if no drawing could be written to ``path``. Call it first."""
-    if path.suffix.lower() not in {".png", ".html"}:
-        raise ConfigError(f"A plot is a .png or .html file, not {path.name!r}.")
-    check_folder(path)
-    pyplot()
-
-
-def check_folder(path: Path) -> None:
-    """Raises ``ConfigError`` if the file ``path`` could not be written. Creates nothing."""
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise ConfigError(f"There is no folder {str(folder)!r} to write {path.name!r} to.")
-    if path.is_dir():
-        raise ConfigError(f"{str(path)!r} is a folder; name a file in it.")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"This user may not write to the folder {str(folder)!r}.")
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A file to write, which becomes ``path`` at the end. After an exception ``path`` is as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_drawing(figure: Any, path: Path, page_of: Callable[[str], str]) -> None:
-    """Writes ``figure`` as a PNG, or the page that ``page_of`` makes of its SVG, and closes it."""
-    try:
-        with whole_file(path) as file:
-            if path.suffix.lower() == ".png":
-                save_small_png(figure, file)
-            else:
-                file.write_text(page_of(svg_of(figure)))
-    finally:
-        pyplot().close(figure)
-
-
-# ------------------------------------------------------------------------------------------------------------ drawings
-
-
 def pyplot() -> Any:
+    """Raises ``MissingExtraError`` without matplotlib."""
     try:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")
@@ -105,41 +67,337 @@ def pyplot() -> Any:
         raise MissingExtraError("Plots need kvoffload's extra 'sim': pip install matplotlib.") from exc
 
 
-def save_small_png(figure: Any, path: Path) -> None:
-    """Saves with a palette, which takes a third of the bytes."""
+def _png(figure: Any) -> bytes:
+    """With a palette, which takes a third of the bytes."""
     image = importlib.import_module("PIL.Image")  # matplotlib needs it too
-    drawn = io.BytesIO()
+    drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=130)
-    image.open(drawn).convert("RGB").quantize(128).save(path, format="PNG", optimize=True)
+    image.open(drawn).convert("RGB").quantize(128).save(small, format="PNG", optimize=True)
+    pyplot().close(figure)
+    return small.getvalue()
 
 
-def svg_of(figure: Any) -> str:
+def _svg(figure: Any) -> str:
     """As an element of a page."""
     text = io.StringIO()
     figure.savefig(text, format="svg")
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+    pyplot().close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-# --------------------------------------------------------------------------------------------------------------- pages
-
-
-def page(title: str, *parts: str) -> str:
-    """A whole page of elements."""
+def _page(title: str, parts: Sequence[str]) -> bytes:
     head = (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
     )
-    return "".join([head, *parts, "</body></html>\n"])
+    return "".join([head, *parts, "</body></html>\n"]).encode()
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], sentences: str = "") -> str:
+def _table(table: Table, sentences: str = "") -> str:
     """``sentences``: the heading of a column that has some."""
-    kinds = [" class=text" if heading == sentences else "" for heading in headings]
+    kinds = [" class=text" if heading == sentences else "" for heading in table.headings]
 
     def line(cells: Sequence[str], tag: str) -> str:
         filled = (f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
         return f"<tr>{''.join(filled)}</tr>"
 
-    return f"<div class=wide><table>{line(headings, 'th')}{''.join(line(row, 'td') for row in rows)}</table></div>"
+    rows = "".join(line(row, "td") for row in table.rows)
+    return f"<div class=wide><table>{line(table.headings, 'th')}{rows}</table></div>"
+
+
+def _bare(axis: Any, title: str) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color=_LINES, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+
+
+# -------------------------------------------------------------------------------------------------------------- sweeps
+
+
+def draw_sweeps(reports: Sequence[Report], is_page: bool) -> bytes:
+    """Hit rate, bytes moved and prefill saved over host memory: as a PNG, or as a page with the tables."""
+    figure, grid = pyplot().subplots(
+        len(reports), 3, figsize=(15, 4.4 * len(reports)), squeeze=False, layout="constrained", width_ratios=(1.3, 1, 1)
+    )
+    for axes, report in zip(grid, reports, strict=True):
+        _draw_hits(axes[0], report)
+        _draw_bytes(axes[1], report)
+        _draw_saved(axes[2], report)
+    if not is_page:
+        return _png(figure)
+    parts = [f"<p class=lead>{NO_FORECAST}</p>", _svg(figure)]
+    for report in reports:
+        parts += [f"<h2>{html.escape(report.trace.name)}</h2>", _table(sweep_table(report))]
+    return _page("kvoffload simulate", parts)
+
+
+def _policies(report: Report) -> list[str]:
+    return list(dict.fromkeys(result.policy for result in report.results))
+
+
+def _sizes_gib(report: Report, policy: str) -> list[float]:
+    return [run.cpu_blocks * report.block_bytes / 2**30 for run, _ in curve(report, policy)]
+
+
+def _size_axis(axis: Any, report: Report, policy: str) -> None:
+    ticker = importlib.import_module("matplotlib.ticker")
+    sizes = _sizes_gib(report, policy)
+    axis.set_xscale("log")
+    shown = [size for at, size in enumerate(sizes) if at == 0 or size > 1.4 * sizes[at - 1]]
+    axis.set_xticks(shown, [format_bytes(size * 2**30) for size in shown], rotation=30, ha="right")
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
+    axis.set_xlabel("host memory for KV blocks (logarithmic)")
+
+
+def _draw_hits(axis: Any, report: Report) -> None:
+    best = best_policy(report)
+    _bare(axis, f"{report.trace.name}: hit rate")
+    for colour, policy in zip(_COLOURS * 9, _policies(report)):
+        rates = [100 * run.hit_rate for run, _ in curve(report, policy)]
+        axis.plot(_sizes_gib(report, policy), rates, "o-", color=colour, markersize=4, label=policy)
+    bounds = [100 * bound for _, bound in curve(report, best)]
+    axis.plot(_sizes_gib(report, best), bounds, "--", color=_GREY, label="optimum (knows the future)")
+    axis.axhline(100 * report.reachable_rate, color="#adb5bd", linewidth=1)
+    axis.annotate(
+        f"everything kept: {100 * report.reachable_rate:.1f} %",
+        (1, 100 * report.reachable_rate),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        color=_GREY,
+        fontsize=9,
+    )
+    bend = knee_of(report, best)
+    point = bend.cpu_blocks * report.block_bytes / 2**30, 100 * bend.hit_rate
+    axis.plot(*point, "o", markersize=13, markerfacecolor="none", markeredgecolor=_GREY)
+    axis.annotate(
+        f"knee: {format_bytes(bend.cpu_blocks * report.block_bytes)}, {point[1]:.1f} %",
+        point,
+        xytext=(14, -22),
+        textcoords="offset points",
+        color=_GREY,
+        fontsize=9,
+    )
+    _size_axis(axis, report, best)
+    axis.set_ylim(0, min(105, 115 * max(report.reachable_rate, 0.01)))
+    axis.set_ylabel("blocks hit, %")
+    axis.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _draw_bytes(axis: Any, report: Report) -> None:
+    best = best_policy(report)
+    _bare(axis, f"bytes moved ({best})")
+    runs = [run for run, _ in curve(report, best)]
+    kinds: list[tuple[str, list[int]]] = [
+        ("loaded to the device", [run.loaded_bytes for run in runs]),
+        ("stored from the device", [run.stored_bytes for run in runs]),
+    ]
+    if any(run.disk_blocks for run in runs):
+        kinds.append(("read from disk", [run.disk_read_bytes for run in runs]))
+        kinds.append(("written to disk", [run.disk_written_bytes for run in runs]))
+    unit, name = (2**40, "TiB") if max(max(values) for _, values in kinds) >= 2**40 else (2**30, "GiB")
+    for colour, (label, values) in zip(_COLOURS, kinds):
+        shown = [value / unit for value in values]
+        axis.plot(_sizes_gib(report, best), shown, "o-", color=colour, markersize=4, label=label)
+    _size_axis(axis, report, best)
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel(f"{name} over the whole trace")
+    axis.legend(frameon=False, fontsize=9)
+
+
+def _draw_saved(axis: Any, report: Report) -> None:
+    _bare(axis, "prefill saved")
+    for colour, policy in zip(_COLOURS * 9, _policies(report)):
+        shares = [
+            100 * run.saved_prefill_s / (run.saved_prefill_s + run.prefill_s or 1) for run, _ in curve(report, policy)
+        ]
+        axis.plot(_sizes_gib(report, policy), shares, "o-", color=colour, markersize=4, label=policy)
+    _size_axis(axis, report, best_policy(report))
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("% of the prefill time without offloading")
+
+
+# -------------------------------------------------------------------------------------------------------------- fleets
+
+
+def draw_fleets(replayed: Sequence[tuple[Trace, Sequence[FleetResult]]], prices: Prices, is_page: bool) -> bytes:
+    """First tokens against cost, of each trace: as a PNG, or as a page with the tables."""
+    height = 5.4 * len(replayed)
+    figure, grid = pyplot().subplots(len(replayed), 1, figsize=(9, height), squeeze=False, layout="constrained")
+    for (axis,), (trace, results) in zip(grid, replayed, strict=True):
+        _draw_costs(axis, trace, results, prices)
+    if not is_page:
+        return _png(figure)
+    parts = [f"<p class=lead>{NO_FORECAST}</p>", _svg(figure)]
+    for trace, results in replayed:
+        parts += [f"<h2>{html.escape(trace.name)}</h2>", _table(fleet_table(results, prices))]
+        parts += [f"<p>{html.escape(text)}</p>" for text in handovers(results)]
+        if outages := outage_table(results):
+            parts += ["<h2>Outages: before / during / after</h2>", _table(outages)]
+        parts.append("<h2>Servers</h2>")
+        for name, result in zip(names_of(results), results, strict=True):
+            title = html.escape(name)
+            parts.append(f"<details><summary>{title}</summary>{_table(server_table(result))}</details>")
+    return _page("kvoffload simulate", parts)
+
+
+def _draw_costs(axis: Any, trace: Trace, results: Sequence[FleetResult], prices: Prices) -> None:
+    """Fleets at one place are rings around each other, with one label."""
+    _bare(axis, f"{trace.name}: {len(trace):,} requests; numbers are servers")
+
+    def place(result: FleetResult) -> tuple[float, float]:
+        return result.cost_per_million_tokens(prices), result.ttft_s["p90"]
+
+    routers = dict(zip(dict.fromkeys(result.config.router for result in results), _COLOURS * 9))
+    places: dict[tuple[str, ...], tuple[tuple[float, float], list[str]]] = {}
+    kinds = set[str]()
+    for result in results:
+        at = place(result)
+        _, here = places.setdefault(tuple(f"{value:.2g}" for value in at), (at, []))
+        is_shared = result.config.shared is not None
+        kind = f"{result.config.router}, {'shared tier' if is_shared else 'no shared tier'}"
+        axis.scatter(
+            *at,
+            s=30 * (1 + 2 * len(here)),
+            facecolors="none",
+            edgecolors=routers[result.config.router],
+            marker="o" if is_shared else "s",
+            label=None if kind in kinds else kind,
+        )
+        kinds.add(kind)
+        here.append(str(result.config.servers))
+    for at, here in places.values():
+        axis.annotate(", ".join(dict.fromkeys(here)), at, xytext=(7, 5), textcoords="offset points", fontsize=8)
+    best = frontier(results, prices)
+    if best:
+        costs, firsts = zip(*map(place, best))
+        axis.plot(costs, firsts, color=_GREY, linewidth=1, drawstyle="steps-post", label="frontier")
+    ticker = importlib.import_module("matplotlib.ticker")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_minor_locator(ticker.LogLocator(subs="all"))
+    axis.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axis.grid(which="minor", axis="y", color=_LINES, linewidth=0.4)
+    axis.set_xlabel("cost of a million prompt tokens")
+    axis.set_ylabel("first token, p90 (logarithmic)")
+    axis.legend(fontsize=8)
+
+
+# -------------------------------------------------------------------------------------------------------- explanations
+
+
+def draw_explanation(
+    name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_speed: float, is_page: bool
+) -> bytes:
+    """The plots side by side as a PNG, or the whole page."""
+    plots: list[Callable[[Any], None]] = [
+        lambda axis: _draw_course(axis, summary),
+        lambda axis: _draw_causes(axis, summary),
+        lambda axis: _draw_what_ifs(axis, summary, asked),
+    ]
+    if is_page:
+        return _explanation_page(name, summary, asked, prefill_speed, [_svg(_drawn([draw])) for draw in plots])
+    return _png(_drawn(plots))
+
+
+def _drawn(plots: Sequence[Callable[[Any], None]]) -> Any:
+    figure, ((*axes,),) = pyplot().subplots(
+        1, len(plots), figsize=(6.2 * len(plots), 3.8), squeeze=False, layout="constrained"
+    )
+    for axis, draw in zip(axes, plots, strict=True):
+        draw(axis)
+    return figure
+
+
+def _explanation_page(
+    name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_speed: float, svgs: Sequence[str]
+) -> bytes:
+    best = next((each for each in asked[1:] if each.more_tokens > 0), None)
+    cards = [
+        (f"{100 * sum(summary.found.values()) / summary.tokens:.1f} %", "of the prompt tokens were found"),
+        (f"{summary.tokens:,}", f"prompt tokens of {counted(summary.explained, 'request')}"),
+        (f"{summary.avoidable:,}", "computed tokens that could have been found"),
+        (
+            format_seconds(summary.avoidable / prefill_speed),
+            f"of prefill they cost, at {prefill_speed:,.0f} tokens/s",
+        ),
+    ]
+    if best is not None:
+        cards.append((f"+{100 * best.more_tokens / summary.tokens:.1f} %", f"most, with {best.change}"))
+    lead = (
+        f"{counted(summary.requests, 'request')}, {summary.explained:,} explained. What was found came from the "
+        f"device, host memory or a tier; the rest was computed. {html.escape(summary.hints_text)} {NO_FORECAST}"
+    )
+    parts = [
+        f"<p class=lead>{lead}</p><div class=cards>",
+        *(f"<div class=card><b>{html.escape(big)}</b><span>{html.escape(small)}</span></div>" for big, small in cards),
+        "</div>",
+        *_bar(summary),
+    ]
+    for title, table in explanation_tables(summary, asked).items():
+        parts += [f"<h2>{title}</h2>", _table(table, sentences="what it means")]
+    parts += ["<h2>Plots</h2><div class=plots>", *(f"<div>{svg}</div>" for svg in svgs), "</div>"]
+    return _page(f"Why prompts were computed: {name}", parts)
+
+
+def _bar(summary: Explanations) -> list[str]:
+    pieces = [
+        (word, summary.found[key], colour) for (key, word), colour in zip(where_names(summary.found), _COLOURS * 3)
+    ]
+    pieces.append(("computed", sum(summary.missed.values()), _COMPUTED))
+    parts = ["<div class=bar role=img aria-label='shares of the prompt tokens'>"]
+    parts += [
+        f'<i style="width:{100 * tokens / summary.tokens:.4f}%;background:{colour}"></i>'
+        for _, tokens, colour in pieces
+    ]
+    parts.append("</div><div class=legend>")
+    parts += [
+        f'<span><i style="background:{colour}"></i>{html.escape(word)} {100 * tokens / summary.tokens:.1f} %</span>'
+        for word, tokens, colour in pieces
+    ]
+    return [*parts, "</div>"]
+
+
+def _draw_course(axis: Any, summary: Explanations) -> None:
+    _bare(axis, "where tokens came from")
+    keys = where_names(summary.found)
+    ends = [end_s for end_s, _ in summary.course]
+    unit, name = (3600.0, "hours") if ends[-1] >= 7200 else (60.0, "minutes") if ends[-1] >= 120 else (1.0, "seconds")
+    totals = [max(sum(tokens.values()), 1) for _, tokens in summary.course]
+    shares = [
+        [100 * tokens.get(key, 0) / total for (_, tokens), total in zip(summary.course, totals, strict=True)]
+        for key in (*(key for key, _ in keys), "computed")
+    ]
+    axis.stackplot(
+        [end / unit for end in ends],
+        shares,
+        colors=[*(_COLOURS * 3)[: len(keys)], _COMPUTED],
+        labels=[*(word for _, word in keys), "computed"],
+        step="pre",
+    )
+    axis.set_ylim(0, 100)
+    axis.set_xlim(0, ends[-1] / unit)
+    axis.set_xlabel(f"{name} since the first request")
+    axis.set_ylabel("% of the prompt tokens")
+    axis.legend(fontsize=8, loc="lower right")
+
+
+def _draw_causes(axis: Any, summary: Explanations) -> None:
+    _bare(axis, "why the rest was computed")
+    shown = list(summary.missed.items())[:9][::-1]
+    axis.barh([cause for cause, _ in shown], [100 * tokens / summary.tokens for _, tokens in shown], color=_COLOURS[1])
+    axis.set_xlabel("% of the prompt tokens")
+
+
+def _draw_what_ifs(axis: Any, summary: Explanations, asked: Sequence[WhatIf]) -> None:
+    _bare(axis, "what would have saved most")
+    shown = list(asked[1:])[::-1]
+    values = [100 * each.more_tokens / summary.tokens for each in shown]
+    colours = [_COLOURS[2] if value >= 0 else _COLOURS[4] for value in values]
+    axis.barh([each.change for each in shown], values, color=colours)
+    axis.axvline(0, color=_GREY, linewidth=0.8)
+    axis.set_xlabel("more tokens found, % of the prompt tokens")

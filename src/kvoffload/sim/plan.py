@@ -12,10 +12,11 @@ import numpy as np
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig, SimResult
+from kvoffload.sim.fleet.config import Prices
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Goal", "Outcome", "Plan", "Prices", "machines", "make_plan"]
+__all__ = ["Goal", "Outcome", "Plan", "machines", "make_plan"]
 
 _GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
 _DISK_GRID = (0.1, 0.25, 0.5, 1.0)
@@ -64,25 +65,6 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices per GiB, in any currency: only their ratio decides. Raises ``ConfigError`` for negative prices
-    and what is not a number."""
-
-    cpu_per_gib: float
-    disk_per_gib: float
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.cpu_per_gib) and math.isfinite(self.disk_per_gib)):
-            raise ConfigError("Prices must be finite numbers.")
-        if min(self.cpu_per_gib, self.disk_per_gib) < 0 or not self.cpu_per_gib + self.disk_per_gib:
-            raise ConfigError("Prices must not be negative, nor both be 0.")
-
-    def of(self, result: SimResult, block_bytes: int) -> float:
-        cpu, disk = result.cpu_blocks * self.cpu_per_gib, result.disk_blocks * self.disk_per_gib
-        return (cpu + disk) * block_bytes / 2**30
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """The chosen run, its price, and every run it was chosen from."""
 
@@ -107,23 +89,29 @@ def make_plan(
 ) -> Plan:
     """The cheapest machine that meets ``goal``.
 
-    Tries a grid of sizes, shares of the trace's footprint (its blocks and states) within the limits, then lowers the
-    host memory of the cheapest that meets the goal by bisection. The device alone is one of the machines tried.
+    Stops at the device alone if that meets it. Else tries a grid of sizes, shares of the trace's footprint (its blocks
+    and states) within the limits, then lowers the host memory of the cheapest that meets the goal by bisection.
     ``base`` has everything of the machine but its sizes. A ``max_disk_blocks`` of 0 leaves disks out.
     """
+    alone = sweep(trace, [replace(base, cpu_blocks=0, disk_blocks=0)], 1, progress)
+    without = alone.without
+    assert without is not None
+    if goal.is_met(without):
+        return Plan(without, 0.0, alone, without)
     footprint = _footprint(trace, base.state_slots)
     cpu_sizes = _sizes(footprint, _GRID, max_cpu_blocks)
     disk_sizes = [0, *_sizes(footprint, _DISK_GRID, max_disk_blocks)]
     grid = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes]
-    report = sweep(trace, [replace(base, cpu_blocks=0, disk_blocks=0), *grid], processes, progress)
-    assert report.without is not None
-    best = max([*report.results, report.without], key=goal.reached)
-    if goal.is_met(report.without):
-        return Plan(report.without, 0.0, report, best)
+    report = replace(sweep(trace, grid, processes, progress), without=without)
+    best = max([*report.results, without], key=goal.reached)
+
+    def price(result: SimResult) -> float:
+        return prices.of_tiers(result.cpu_blocks, result.disk_blocks, base.block_bytes)
+
     meeting = [result for result in report.results if goal.is_met(result)]
     if not meeting:
         return Plan(None, 0.0, report, best)
-    chosen = min(meeting, key=lambda result: prices.of(result, base.block_bytes))
+    chosen = min(meeting, key=price)
     smaller = [size for size in cpu_sizes if size < chosen.cpu_blocks]
     low, results, bounds = (smaller[-1] if smaller else 0), list(report.results), list(report.optimum_rates)
     for _ in range(_REFINEMENTS):
@@ -138,7 +126,7 @@ def make_plan(
         else:
             low = middle
     all_runs = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
-    return Plan(chosen, prices.of(chosen, base.block_bytes), all_runs, best)
+    return Plan(chosen, price(chosen), all_runs, best)
 
 
 def machines(trace: Trace, base: SimConfig, max_cpu_blocks: int | None, max_disk_blocks: int | None) -> list[SimConfig]:

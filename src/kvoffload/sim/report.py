@@ -1,92 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a sweep as rows, JSON and an HTML page."""
+"""The figures of sweeps and of fleets as tables of text, as sentences and as plain values."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvoffload.sim import page
 from kvoffload.sim.driver import SimResult
+from kvoffload.sim.explain import Explanations, WhatIf, advice_on, percentiles, where_names
+from kvoffload.sim.fleet.config import FleetConfig, Prices, SharedStore
+from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.sweep import Report, knee
+from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
-__all__ = ["as_json", "as_page", "best_policy", "curve", "format_seconds", "knee_of", "saturation", "table"]
+__all__ = [
+    "NO_FORECAST",
+    "Table",
+    "best_policy",
+    "common_of",
+    "counted",
+    "curve",
+    "explanation_tables",
+    "fleet_table",
+    "fleets_as_json",
+    "format_seconds",
+    "frontier",
+    "handovers",
+    "knee_of",
+    "names_of",
+    "outage_table",
+    "saturation",
+    "server_table",
+    "sweep_as_json",
+    "sweep_table",
+]
 
-_HEADINGS = (
-    "policy",
-    "memory",
-    "disk",
-    "hits %",
-    "gpu %",
-    "cpu %",
-    "disk %",
-    "declined %",
-    "optimum %",
-    "loaded",
-    "stored",
-    "disk written",
-    "saved prefill",
-    "TTFT p50",
-    "p99",
-    "gained",
-    "busy %",
-)
-_NARROW = ("policy", "memory", "disk", "hits %", "TTFT p50", "gained")
+NO_FORECAST = "Times compare configurations; they are no forecast."
+"""What ``driver.py`` says of its times, for all who read them."""
 SATURATED = 0.9
-"""The utilisation above which times only say that the server is too slow."""
+"""The utilisation above which times only say that a server is too slow."""
 
 
-def table(report: Report, is_wide: bool = True) -> tuple[list[str], list[list[str]]]:
-    """The headings and one row per run, the one without offloading first, without the columns of tiers that no run has.
+class Table(NamedTuple):
+    """Figures for people. The first column has names."""
 
-    *gained* is the mean time to first token that the run saves against the one without offloading. Otherwise than
-    ``is_wide`` a terminal of 80 columns holds the table.
-    """
-    runs = list(zip(report.results, report.optimum_rates, strict=True))
-    full = [_row(report, result, bound) for result, bound in runs]
-    if report.without is not None:
-        full.insert(0, _row(report, report.without, None))
-    unused = set() if is_wide else {*_HEADINGS} - {*_NARROW}
-    if report.without is None:
-        unused.add("gained")
-    if not any(result.gpu_blocks for result in report.results):
-        unused.add("gpu %")
-    if not any(result.disk_blocks for result in report.results):
-        unused |= {"disk", "disk %", "declined %", "disk written"}
-        if "gpu %" in unused:
-            unused.add("cpu %")  # all hits are
-    kept = [at for at, heading in enumerate(_HEADINGS) if heading not in unused]
-    return [_HEADINGS[at] for at in kept], [[row[at] for at in kept] for row in full]
+    headings: list[str]
+    rows: list[list[str]]
+    left_out: tuple[str, ...] = ()
+    """Headings of columns that there are, too."""
+
+    def without(self, headings: Iterable[str]) -> Table:
+        """The table without these columns. Those that have nothing but ``-`` are not worth a mention."""
+        dropped = {*headings}
+        kept = [at for at, heading in enumerate(self.headings) if heading not in dropped]
+        some = [
+            heading
+            for at, heading in enumerate(self.headings)
+            if heading in dropped and any(row[at] != "-" for row in self.rows)
+        ]
+        rows = [[row[at] for at in kept] for row in self.rows]
+        return Table([self.headings[at] for at in kept], rows, (*self.left_out, *some))
+
+    def without_empty(self) -> Table:
+        """The table without columns that have nothing but ``-``."""
+        empty = [heading for at, heading in enumerate(self.headings) if all(row[at] == "-" for row in self.rows)]
+        return self.without(empty)
 
 
-def _row(report: Report, result: SimResult, bound: float | None) -> tuple[str, ...]:
-    def percent(blocks: int) -> str:
-        return f"{100 * blocks / max(result.accesses, 1):.2f}"
-
-    without = report.without
-    policy = f"{result.policy}, {result.cascade}" if result.disk_blocks else result.policy
-    return (
-        policy if result.cpu_blocks else "none",
-        format_bytes(result.cpu_blocks * report.block_bytes) if result.cpu_blocks else "-",
-        format_bytes(result.disk_blocks * report.block_bytes) if result.disk_blocks else "-",
-        f"{100 * result.hit_rate:.2f}",
-        percent(result.gpu_hit_blocks),
-        percent(result.cpu_hit_blocks),
-        percent(result.disk_hit_blocks),
-        percent(result.declined_blocks),
-        f"{100 * bound:.2f}" if bound is not None else "-",
-        format_bytes(result.loaded_bytes),
-        format_bytes(result.stored_bytes),
-        format_bytes(result.disk_written_bytes) if result.disk_blocks else "-",
-        format_seconds(result.saved_prefill_s),
-        format_seconds(result.ttft_s["p50"]),
-        format_seconds(result.ttft_s["p99"]),
-        format_seconds(without.ttft_s["mean"] - result.ttft_s["mean"]) if without and result is not without else "-",
-        f"{100 * result.utilisation:.0f}",
-    )
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def format_seconds(value: float) -> str:
@@ -96,42 +81,90 @@ def format_seconds(value: float) -> str:
     return f"{value:,.0f} s" if abs(value) >= 100 else f"{value:.3g} s"
 
 
-def saturation(results: Iterable[SimResult]) -> str:
-    """What to say of runs whose server cannot keep up; empty if there is none."""
+def _size(blocks: int, block_bytes: int) -> str:
+    return format_bytes(blocks * block_bytes) if blocks else "-"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / max(whole, 1):.2f}"
+
+
+def saturation(results: Sequence[SimResult] | Sequence[FleetResult]) -> str:
+    """What to say of runs whose busiest server cannot keep up; empty if there is none."""
     busy = [result.utilisation for result in results if result.utilisation > SATURATED]
     if not busy:
         return ""
     return (
-        f"{len(busy)} of the runs cannot keep up with this trace: their one server is busy {100 * min(busy):.0f} % of "
-        "the time or more, and requests queue. Their hit rates hold; their times only say that the server is too slow. "
-        "--stretch of simulate, or a higher --prefill-speed, gives a load that one server can carry."
+        f"{len(busy)} of {counted(len(results), 'run')} cannot keep up with this trace: a server is busy "
+        f"{100 * min(busy):.0f} % of the time or more, and requests queue. Hit rates hold; times only say that "
+        "there is too little to serve it. A higher --prefill-speed, more servers, or stretch in the file of --fleet "
+        "gives a load that can be carried."
     )
 
 
-def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """All figures in plain values."""
-    return [
-        {
-            "trace": report.trace.name,
-            "requests": len(report.trace),
-            "accesses": report.trace.num_accesses,
-            "unique_blocks": report.trace.num_unique,
-            "block_tokens": report.trace.block_tokens,
-            "block_bytes": report.block_bytes,
-            "reachable_hit_rate": report.reachable_rate,
-            "without_offloading": None if report.without is None else asdict(report.without),
-            "runs": [
-                asdict(result)
-                | {
-                    "hit_rate": result.hit_rate,
-                    "token_hit_rate": result.token_hit_rate,
-                    "optimum_hit_rate": bound,
-                }
-                for result, bound in zip(report.results, report.optimum_rates, strict=True)
-            ],
-        }
-        for report in reports
-    ]
+# -------------------------------------------------------------------------------------------------------- one server
+
+_NARROW = {"policy", "memory", "disk", "hits %", "TTFT p50", "gained"}
+
+
+def sweep_table(report: Report, is_wide: bool = True) -> Table:
+    """A row for each run, the one without offloading first.
+
+    *gained* is the mean time to first token that the run saves against the one without offloading. Otherwise than
+    ``is_wide`` a terminal of 80 columns holds the table.
+    """
+    runs: list[tuple[SimResult, float | None]] = list(zip(report.results, report.optimum_rates, strict=True))
+    if report.without is not None:
+        runs.insert(0, (report.without, None))
+    cells = [_cells(report, result, bound) for result, bound in runs]
+    table = Table([*cells[0]], [[*row.values()] for row in cells]).without_empty()
+    return table if is_wide else table.without({*table.headings} - _NARROW)
+
+
+def _cells(report: Report, result: SimResult, bound: float | None) -> dict[str, str]:
+    without, size = report.without, report.block_bytes
+    has_gpu = any(each.gpu_blocks for each in report.results)
+    has_disk = any(each.disk_blocks for each in report.results)
+    policy = f"{result.policy}, {result.cascade}" if result.disk_blocks else result.policy
+    return {
+        "policy": policy if result.cpu_blocks else "none",
+        "memory": _size(result.cpu_blocks, size),
+        "disk": _size(result.disk_blocks, size),
+        "hits %": f"{100 * result.hit_rate:.2f}",
+        "gpu %": _percent(result.gpu_hit_blocks, result.accesses) if has_gpu else "-",
+        "cpu %": _percent(result.cpu_hit_blocks, result.accesses) if has_gpu or has_disk else "-",
+        "disk %": _percent(result.disk_hit_blocks, result.accesses) if has_disk else "-",
+        "declined %": _percent(result.declined_blocks, result.accesses) if has_disk else "-",
+        "optimum %": f"{100 * bound:.2f}" if bound is not None else "-",
+        "loaded": format_bytes(result.loaded_bytes),
+        "stored": format_bytes(result.stored_bytes),
+        "disk written": format_bytes(result.disk_written_bytes) if result.disk_blocks else "-",
+        "saved prefill": format_seconds(result.saved_prefill_s),
+        "TTFT p50": format_seconds(result.ttft_s["p50"]),
+        "p99": format_seconds(result.ttft_s["p99"]),
+        "gained": format_seconds(without.ttft_s["mean"] - result.ttft_s["mean"])
+        if without and result is not without
+        else "-",
+        "busy %": f"{100 * result.utilisation:.0f}",
+    }
+
+
+def sweep_as_json(report: Report) -> dict[str, Any]:
+    return {
+        "trace": report.trace.name,
+        "requests": len(report.trace),
+        "accesses": report.trace.num_accesses,
+        "unique_blocks": report.trace.num_unique,
+        "block_tokens": report.trace.block_tokens,
+        "block_bytes": report.block_bytes,
+        "reachable_hit_rate": report.reachable_rate,
+        "without_offloading": None if report.without is None else asdict(report.without),
+        "runs": [
+            asdict(result)
+            | {"hit_rate": result.hit_rate, "token_hit_rate": result.token_hit_rate, "optimum_hit_rate": bound}
+            for result, bound in zip(report.results, report.optimum_rates, strict=True)
+        ],
+    }
 
 
 def curve(report: Report, policy: str) -> list[tuple[SimResult, float]]:
@@ -161,9 +194,233 @@ def knee_of(report: Report, policy: str) -> SimResult:
     return runs[knee([run.cpu_blocks for run in runs], [run.hit_rate for run in runs])]
 
 
-def as_page(reports: Sequence[Report], svg: str) -> str:
-    """A self-contained HTML page: the plot, then the tables."""
-    parts = [svg]
-    for report in reports:
-        parts += [f"<h2>{html.escape(report.trace.name)}</h2>", page.table(*table(report))]
-    return page.page("kvoffload simulate", *parts)
+# ------------------------------------------------------------------------------------------------------------- fleets
+
+_TIERS = ("device", "host", "disk", "pool", "shared", "?")
+
+
+def _identity(config: FleetConfig) -> dict[str, str]:
+    """What a fleet is, by the heading of its column; ``-`` for nothing."""
+    server, apart = config.server, config.prefill_servers
+    found = {
+        "servers": f"{apart}+{config.servers - apart}" if apart else str(config.servers),
+        "router": config.router,
+        "policy": server.policy,
+        "memory": _size(server.cpu_blocks, server.block_bytes),
+        "disk": _size(server.disk_blocks, server.block_bytes),
+        "cascade": server.cascade_mode if server.disk_blocks else "-",
+    }
+    for name, store in (("pool", config.pool), ("shared", config.shared)):
+        found |= {
+            name: _size(store.blocks, server.block_bytes) if store else "-",
+            f"{name} link": f"{store.server_bytes_per_s / 1e9:g} GB/s" if store else "-",
+            f"{name} store": f"{store.store_bytes_per_s / 1e9:g} GB/s" if store else "-",
+            f"{name} latency": format_seconds(store.latency_s) if store else "-",
+            f"{name} ttl": _ttl(store) if store else "-",
+            f"{name} away": "; ".join(f"{begin:g}-{end:g} s" for begin, end in store.away) or "never" if store else "-",
+        }
+    return found
+
+
+def _ttl(store: SharedStore) -> str:
+    return f"{store.ttl_s:g} s" if store.ttl_s < math.inf else "endless"
+
+
+def _identities(results: Sequence[FleetResult]) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """What distinguishes each fleet from the others, servers and routers at least; and what all are."""
+    every = [_identity(result.config) for result in results]
+    common: dict[str, str] = {}
+    for name in every[0].keys() - {"servers", "router"}:
+        texts = {each[name] for each in every}
+        if name not in ("policy", "memory", "disk", "pool", "shared") and len(texts) > 1:
+            texts -= {"-"}  # a detail of what not all fleets have
+        if len(texts) == 1:
+            (common[name],) = texts
+    common = {name: common[name] for name in every[0] if name in common}
+    return [{name: text for name, text in each.items() if name not in common} for each in every], common
+
+
+def names_of(results: Sequence[FleetResult]) -> list[str]:
+    """A name for each fleet, among the others."""
+    found = []
+    for each in _identities(results)[0]:
+        servers, router = each.pop("servers"), each.pop("router")
+        parts = [f"{name} {text}" for name, text in each.items() if text != "-"]
+        found.append(", ".join([f"{servers} server{'' if servers == '1' else 's'}", router, *parts]))
+    return found
+
+
+def common_of(results: Sequence[FleetResult]) -> str:
+    """What all fleets have, in a line."""
+    usual = ("-", "never", "endless")
+    return ", ".join(f"{name} {text}" for name, text in _identities(results)[1].items() if text not in usual)
+
+
+def fleet_table(results: Sequence[FleetResult], prices: Prices, is_wide: bool = True) -> Table:
+    """A row for each fleet. Otherwise than ``is_wide`` with the columns that decide."""
+    tiers = [tier for tier in _TIERS if any(result.hit_blocks[tier] for result in results)]
+    rows = []
+    for identity, result in zip(_identities(results)[0], results, strict=True):
+        row = identity | {
+            "hits %": f"{100 * result.hit_rate:.2f}",
+            "p50": format_seconds(result.ttft_s["p50"]),
+            "p90": format_seconds(result.ttft_s["p90"]),
+            "cost/M": f"{result.cost_per_million_tokens(prices):.3g}",
+        }
+        row |= {f"{tier} %": _percent(result.hit_blocks[tier], result.accesses) for tier in tiers}
+        row |= {
+            "p99": format_seconds(result.ttft_s["p99"]),
+            "tokens/s": f"{result.computed_tokens_per_s:,.0f}",
+            "busiest %": f"{100 * result.utilisation:.0f}",
+            "imbalance": f"{result.imbalance:.2f}",
+            "read": _link_bytes(result, "read"),
+            "written": _link_bytes(result, "written"),
+            "cost/h": f"{prices.of_fleet(result.config):,.2f}",
+        }
+        rows.append(row)
+    table = Table([*rows[0]], [[*row.values()] for row in rows]).without_empty()
+    if is_wide:
+        return table
+    return table.without(table.headings[table.headings.index("cost/M") + 1 :])
+
+
+def _link_bytes(result: FleetResult, direction: str) -> str:
+    """Bytes that crossed the servers' links to what is shared."""
+    if result.config.shared is None and result.config.pool is None:
+        return "-"
+    sides = [server.read_bytes if direction == "read" else server.written_bytes for server in result.servers]
+    return format_bytes(sum(side.get(tier, 0) for side in sides for tier in ("shared", "pool")))
+
+
+def outage_table(results: Sequence[FleetResult]) -> Table | None:
+    """A row for each outage of each fleet; ``None`` without outages."""
+
+    def course(figures: Sequence[float | None], shown: Callable[[float], str]) -> str:
+        return " / ".join("-" if figure is None else shown(figure) for figure in figures)
+
+    rows = [
+        [
+            name,
+            outage.what,
+            course(outage.hit_rates, lambda rate: f"{100 * rate:.1f}"),
+            course(outage.ttft_p90_s, format_seconds),
+            "-" if outage.recovery_s is None else format_seconds(outage.recovery_s),
+        ]
+        for name, result in zip(names_of(results), results, strict=True)
+        for outage in result.outages
+    ]
+    return Table(["fleet", "away", "hits %", "p90", "recovered after"], rows) if rows else None
+
+
+def server_table(result: FleetResult) -> Table:
+    """Each server's share."""
+    tiers = [tier for tier in _TIERS if any(server.hit_blocks.get(tier) for server in result.servers)]
+    rows = [
+        [
+            str(number),
+            f"{server.requests:,}",
+            _percent(sum(server.hit_blocks.values()), server.accesses),
+            *(_percent(server.hit_blocks.get(tier, 0), server.accesses) for tier in tiers),
+            f"{100 * server.busy_s / max(result.duration_s, 1e-9):.0f}",
+        ]
+        for number, server in enumerate(result.servers)
+    ]
+    return Table(["server", "requests", "hits %", *(f"{tier} %" for tier in tiers), "busy %"], rows)
+
+
+def handovers(results: Sequence[FleetResult]) -> list[str]:
+    """What to say of fleets that prefill apart."""
+    return [
+        f"{name}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and computes those that have "
+        f"not arrived. That takes {format_seconds(result.handover_s['p50'])} (p50), "
+        f"{format_seconds(result.handover_s['p99'])} (p99) after the first token."
+        for name, result in zip(names_of(results), results, strict=True)
+        if result.handover_s
+    ]
+
+
+def frontier(results: Sequence[FleetResult], prices: Prices) -> list[FleetResult]:
+    """Of the fleets that keep up, those of which no cheaper one has its first token (p90) sooner, by price."""
+    best: list[FleetResult] = []
+    keeping_up = [result for result in results if result.utilisation <= SATURATED]
+    for result in sorted(keeping_up, key=lambda each: (each.cost_per_million_tokens(prices), each.ttft_s["p90"])):
+        if not best or result.ttft_s["p90"] < best[-1].ttft_s["p90"]:
+            best.append(result)
+    return best
+
+
+def fleets_as_json(trace: Trace, results: Sequence[FleetResult], prices: Prices) -> dict[str, Any]:
+    return {
+        "trace": trace.name,
+        "requests": len(trace),
+        "block_tokens": trace.block_tokens,
+        "prices": asdict(prices),
+        "fleets": [
+            asdict(result)
+            | {
+                "accesses": result.accesses,
+                "hit_rate": result.hit_rate,
+                "handed_over": result.handed_over,
+                "hit_blocks": dict(result.hit_blocks),
+                "computed_tokens_per_s": result.computed_tokens_per_s,
+                "utilisation": result.utilisation,
+                "imbalance": result.imbalance,
+                "cost_per_hour": prices.of_fleet(result.config),
+                "cost_per_million_tokens": result.cost_per_million_tokens(prices),
+            }
+            for result in results
+        ],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- explanations
+
+
+def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[str, Table]:
+    """The tables of an explained trace, by their titles."""
+
+    def share(tokens: int) -> str:
+        return f"{100 * tokens / summary.tokens:.1f} %"
+
+    where = [(word, summary.found[key]) for key, word in where_names(summary.found)]
+    where.append(("computed", sum(summary.missed.values())))
+    causes = [
+        [
+            cause,
+            f"{tokens:,}",
+            share(tokens),
+            format_seconds(summary.lost_s[cause]) if cause in summary.lost_s else "-",
+            advice_on(cause),
+        ]
+        for cause, tokens in summary.missed.items()
+    ]
+    waits = [
+        [phase, f"{len(seconds):,}", *map(format_seconds, percentiles(seconds).values())]
+        for phase, seconds in sorted(summary.waits_s.items(), key=lambda item: -sum(item[1]))
+    ]
+    return {
+        "Where the tokens came from": Table(
+            ["where", "tokens", "share"], [[word, f"{tokens:,}", share(tokens)] for word, tokens in where]
+        ),
+        "Why the rest was computed": Table(["cause", "tokens", "share", "lost before", "what it means"], causes),
+        "What would have saved most, by the simulator": Table(
+            ["change", "found", "more tokens", "saved prefill", "machine"],
+            [_what_if(each, summary.tokens) for each in asked],
+        ),
+        "What requests waited for": Table(["for", "requests", "p50", "p90", "longest"], waits),
+    }
+
+
+def _what_if(asked: WhatIf, tokens: int) -> list[str]:
+    config = asked.config
+    sizes = _size(config.cpu_blocks, config.block_bytes)
+    if config.disk_blocks:
+        sizes += f" + {_size(config.disk_blocks, config.block_bytes)} disk"
+    more = f"{asked.more_tokens:+,} ({100 * asked.more_tokens / max(tokens, 1):+.1f} %)" if asked.more_tokens else "-"
+    return [
+        asked.change,
+        f"{100 * asked.result.token_hit_rate:.1f} %",
+        more,
+        format_seconds(asked.saved_s) if asked.more_tokens else "-",
+        f"{sizes}, {config.policy}",
+    ]

@@ -58,11 +58,12 @@ def sweep(
     done = tuple(result for result in results if result is not None)
     assert len(done) == len(configs)
     without = next((result for result in done if not result.cpu_blocks), None)
+    block_bytes = configs[0].block_bytes if configs else 0
     done, configs = tuple(each for each in done if each.cpu_blocks), [each for each in configs if each.cpu_blocks]
     totals = [config.gpu_blocks + config.cpu_blocks + config.disk_blocks for config in configs]
     bounds = optimum(trace, [*totals, max(trace.num_unique, 1)])
     rates = [bound.hit_blocks / max(trace.num_accesses, 1) for bound in bounds]
-    return Report(trace, configs[0].block_bytes if configs else 0, done, tuple(rates[:-1]), rates[-1], without)
+    return Report(trace, block_bytes, done, tuple(rates[:-1]), rates[-1], without)
 
 
 def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:

@@ -18,7 +18,7 @@ import contextlib
 import gzip
 import importlib
 import io
-import math
+import reprlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,10 @@ __all__ = ["lines_of", "load_trace"]
 _MAX_LINE_BYTES = 64 << 20
 _MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
 _BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
-_WIDEST = 1 << 63
+_WIDEST = 1 << 64
+"""Ids are numbers that 64 bits hold."""
+_MOST_TOKENS, _MOST_TIMESTAMP = 1 << 31, 1 << 40
+"""No prompt is as long, and no trace: 34 years of milliseconds."""
 
 
 class _Line(msgspec.Struct):
@@ -92,7 +95,7 @@ class _Reader:
         self._sessions = array("q")
         self._next_uses = array("b")
         self._counts = array("q")
-        self._hashes = array("q")
+        self._hashes = array("Q")
 
     def add(self, number: int, text: bytes) -> None:
         try:
@@ -116,19 +119,20 @@ class _Reader:
         self._next_uses.append(NextUse.UNKNOWN if line.next_use is None else NextUse.named(line.next_use) or 0)
         self._counts.append(len(line.hash_ids))
         hashes = [item if isinstance(item, int) else _hash(item.encode()) for item in line.hash_ids]
-        if self._is_bailian:
-            hashes = _chained(hashes)
         try:
-            self._hashes += array("q", hashes)
-        except OverflowError:
-            self._hashes += array("q", [item if -_WIDEST <= item < _WIDEST else _hash(b"%d" % item) for item in hashes])
+            ids = array("Q", hashes)
+        except OverflowError as exc:
+            wrong = next(item for item in hashes if not 0 <= item < _WIDEST)
+            raise self._error(number, f"hash_ids must be from 0 to 2**64 - 1, not {reprlib.repr(wrong)}") from exc
+        self._hashes += array("Q", _chained(hashes)) if self._is_bailian else ids
 
     def _check(self, number: int, line: _Line) -> None:
-        if not math.isfinite(line.timestamp) or line.timestamp < 0:
+        if not 0 <= line.timestamp < _MOST_TIMESTAMP:
             raise self._error(number, f"timestamp must be 0 or later, not {line.timestamp:g}")
-        for field in ("input_length", "output_length"):
-            if getattr(line, field) < 0:
-                raise self._error(number, f"{field} must not be negative, and is {getattr(line, field)}")
+        for field in ("input_length", "output_length", "block_tokens"):
+            value = getattr(line, field)
+            if value is not None and not 0 <= value < _MOST_TOKENS:
+                raise self._error(number, f"{field} must be a number of tokens, not {reprlib.repr(value)}")
         if line.next_use is not None and NextUse.named(line.next_use) is None:
             raise self._error(number, f"next_use is soon, later or never, not {line.next_use!r}")
         if line.block_tokens is not None and line.block_tokens < 1:
@@ -163,7 +167,7 @@ class _Reader:
         if not len(self._hashes):
             raise TraceError(f"{self._path}: hash_ids is empty in every line, so there is nothing to replay.")
         offsets = np.concatenate(([0], np.cumsum(counts)))
-        ids = numbered(np.frombuffer(self._hashes, dtype=np.int64))
+        ids = numbered(np.frombuffer(self._hashes, dtype=np.uint64))
         self._check_chained(offsets, ids)
         return Trace(
             name=self._path.name.split(".")[0],

@@ -233,7 +233,7 @@ def test_the_device_in_the_trace_is_the_one_that_served(tmp_path: Path, make: Ma
     assert 3 * WHOLE <= on_device < 7 * WHOLE
     figures = tmp_path / "figures.json"
     with pytest.raises(SystemExit) as ended:
-        main(["explain", str(recorded.path), "--processes", "1", "--json", str(figures)])
+        main(["explain", str(recorded.path), "--processes", "1", "--out", str(figures)])
     assert not ended.value.code
     (as_it_was, *others) = json.loads(figures.read_text())["what_if"]
     assert (as_it_was["gpu_blocks"], as_it_was["gpu_hit_tokens"]) == (GPU_BLOCKS, on_device)

@@ -77,7 +77,7 @@ def one_by_one(model: str, place: Path, url: str) -> Iterator[OneByOne]:
         process.wait()
 
 
-@pytest.mark.parametrize("router", ["round-robin", "prefix-tree"])
+@pytest.mark.parametrize("router", ["round-robin", "prefix"])
 def test_hit_tokens_of_two_engines(router: str, llama: SmallModel, tmp_path: Path) -> None:
     trace = conversations(40, seed=3)
     lengths = trace.offsets[1:] - trace.offsets[:-1]

@@ -264,37 +264,6 @@ def test_a_prefill_server_generates_one_token_and_hand_overs_are_no_hits(trace_o
     assert together.hit_blocks == {"device": 1, "host": 1}
 
 
-def test_events_reach_a_router_late_or_never(trace_of: Callable[..., Trace]) -> None:
-    trace = paths(trace_of, [[0, 1, 2, 3], [9], [0, 1, 2, 3]])
-    server = replace(SERVER, gpu_blocks=0)
-
-    def third(**more: float) -> int:
-        numbers: list[int] = []
-        simulate_fleet(
-            trace,
-            FleetConfig(server, 2, "dynamo", **more),  # type: ignore[arg-type]
-            router=_Avoiding(),
-            on_request=lambda _, number, __: numbers.append(number),
-        )
-        return numbers[2]
-
-    assert third() == 1
-    assert third(event_delay_s=1000.0) == 0
-    assert third(event_loss=1.0) == 0
-
-
-class _Avoiding:
-    """Sends the first requests to the last server, and later ones to where their head is, by events."""
-
-    wants_events = True
-
-    def __call__(self, asked: Asked, fleet: Fleet) -> int:
-        if asked.time_s < 150.0:
-            return len(fleet.servers) - 1
-        overlaps = fleet.overlaps(asked.path)
-        return overlaps.index(max(overlaps))
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -303,9 +272,9 @@ class _Avoiding:
         ({"servers": 2, "prefill_servers": 2, "shared": FAST}, "one to decode"),
         ({"servers": 2, "prefill_servers": 1}, "needs a shared tier"),
         ({"router": "round"}, "round-robin"),
-        ({"deaths": (Death(3, 0.0, 1.0),)}, "names no server"),
-        ({"deaths": (Death(0, 9.0, 12.0), Death(0, 1.0, 9.0))}, "before server 0 is back"),
-        ({"event_loss": 2.0}, "a share"),
+        ({"deaths": (Death(3, 0.0, 1.0),)}, "The death of server 3 from 0 s to 1 s names none of the 1 servers"),
+        ({"deaths": (Death(0, 2.0, 1.0),)}, "The death of server 0 from 2 s to 1 s must end after it begins"),
+        ({"deaths": (Death(0, 9.0, 12.0), Death(0, 1.0, 9.0))}, "before the server is back"),
     ],
 )
 def test_a_fleet_that_cannot_exist_is_refused(change: dict[str, object], said: str) -> None:

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvoffload.cli.fleet import fleet_configs, server_numbers, server_range
 from kvoffload.errors import ConfigError
 from kvoffload.sim import sweep
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.fleet.cluster import simulate_fleet
-from kvoffload.sim.fleet.config import FleetConfig, SharedStore
+from kvoffload.sim.fleet.config import FleetConfig, Prices, SharedStore
 from kvoffload.sim.fleet.plan import FleetPlan, make_fleet_plan
-from kvoffload.sim.fleet.report import FleetPrices, frontier, table
 from kvoffload.sim.plan import Goal
+from kvoffload.sim.report import SATURATED, fleet_table, frontier
 from kvoffload.sim.synthetic import synthesize
 
 SERVER = SimConfig(cpu_blocks=200, block_bytes=1 << 20, prefill_tokens_per_s=2000.0)
@@ -26,18 +25,18 @@ SERVER = SimConfig(cpu_blocks=200, block_bytes=1 << 20, prefill_tokens_per_s=200
 def test_the_price_of_an_hour() -> None:
     shared = SharedStore(4096, server_bytes_per_s=2e9)
     config = FleetConfig(replace(SERVER, cpu_blocks=1024, disk_blocks=2048), 3, shared=shared)
-    prices = FleetPrices(server=10, cpu_per_gib=1, disk_per_gib=0.5, shared_per_gib=2, link_per_gbyte_s=0.25)
-    assert prices.per_hour(config) == pytest.approx(3 * (10 + 1 + 1) + 4 * 2 + 3 * 2 * 0.25)
+    prices = Prices(server=10, cpu=1, disk=0.5, shared=2, link=0.25)
+    assert prices.of_fleet(config) == pytest.approx(3 * (10 + 1 + 1) + 4 * 2 + 3 * 2 * 0.25)
     with pytest.raises(ConfigError):
-        FleetPrices(server=-1)
+        Prices(server=-1)
 
 
 def test_the_cheapest_fleet_that_meets_a_goal_is_the_smallest_where_servers_decide() -> None:
     trace = synthesize("chat", 120, 2).whole_blocks().stretched(0.02)
-    goal, prices = Goal(ttft_s=6.0), FleetPrices()
-    made = make_fleet_plan(trace, [FleetConfig(SERVER, router="least-tokens")], goal, prices, 1, 16, 1)
+    goal, prices = Goal(ttft_s=6.0), Prices()
+    made = make_fleet_plan(trace, [FleetConfig(SERVER, router="least-load")], goal, prices, 1, 16, 1)
     by_count = {
-        count: goal.is_met(simulate_fleet(trace, FleetConfig(SERVER, count, "least-tokens"))) for count in range(1, 17)
+        count: goal.is_met(simulate_fleet(trace, FleetConfig(SERVER, count, "least-load"))) for count in range(1, 17)
     }
     assert made.chosen is not None
     assert made.chosen.config.servers == min(count for count, met in by_count.items() if met)
@@ -57,16 +56,24 @@ def test_the_advice_names_what_was_not_needed() -> None:
 
 def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:
     trace = synthesize("chat", 80, 2).whole_blocks()
-    results = [simulate_fleet(trace, FleetConfig(SERVER, count, "least-tokens")) for count in (1, 2, 4, 8)]
-    prices = FleetPrices()
+    results = [simulate_fleet(trace, FleetConfig(SERVER, count, "least-load")) for count in (1, 2, 4, 8)]
+    prices = Prices()
     best = frontier(results, prices)
-    assert best[0] is min(results, key=prices.per_million_tokens)
+    keeping_up = [result for result in results if result.utilisation <= SATURATED]
+    assert best[0] is min(keeping_up, key=lambda each: each.cost_per_million_tokens(prices))
     for one in best:
-        for other in results:
-            is_dearer = prices.per_million_tokens(one) > prices.per_million_tokens(other)
+        for other in keeping_up:
+            is_dearer = one.cost_per_million_tokens(prices) > other.cost_per_million_tokens(prices)
             assert not (is_dearer and one.ttft_s["p90"] > other.ttft_s["p90"])
-    headings, rows = table(results, prices)
-    assert {len(row) for row in rows} == {len(headings)}
+    table = fleet_table(results, prices)
+    assert {len(row) for row in table.rows} == {len(table.headings)}
+
+
+def test_a_fleet_that_cannot_keep_up_is_not_on_the_frontier() -> None:
+    trace = synthesize("chat", 80, 2).whole_blocks().stretched(0.01)
+    results = [simulate_fleet(trace, FleetConfig(SERVER, count)) for count in (1, 2)]
+    assert min(result.utilisation for result in results) > SATURATED
+    assert frontier(results, Prices()) == []
 
 
 def test_all_waves_of_a_plan_run_in_the_same_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,20 +86,6 @@ def test_all_waves_of_a_plan_run_in_the_same_processes(monkeypatch: pytest.Monke
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", make)
     trace = synthesize("chat", 20, 2).whole_blocks()
     goal = Goal(ttft_s=1e-9)
-    in_pool = make_fleet_plan(trace, [FleetConfig(SERVER)], goal, FleetPrices(), 1, 8, 2)
+    in_pool = make_fleet_plan(trace, [FleetConfig(SERVER)], goal, Prices(), 1, 8, 2)
     assert len(pools) == 1
-    assert in_pool == make_fleet_plan(trace, [FleetConfig(SERVER)], goal, FleetPrices(), 1, 8, 1)
-
-
-def test_the_servers_of_a_plan_are_a_number_or_a_range() -> None:
-    assert (server_range("4"), server_range(" 1:64 ")) == ((4, 4), (1, 64))
-    for text in ("4,6,8", "8:4", "0:4", "4:", "many"):
-        with pytest.raises(ConfigError, match="a number, or a range such as 1:64"):
-            server_range(text)
-
-
-def test_combinations_are_not_repeated() -> None:
-    trace = synthesize("chat", 30, 2).whole_blocks()
-    servers = [SERVER, replace(SERVER, cpu_blocks=0)]
-    found = fleet_configs(trace, servers, "session", ["none", "50%"], None, 1, 0, None, "", server_numbers("2,4"))
-    assert len(found) == len({*found}) == 2 * 3
+    assert in_pool == make_fleet_plan(trace, [FleetConfig(SERVER)], goal, Prices(), 1, 8, 1)

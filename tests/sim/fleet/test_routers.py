@@ -7,17 +7,13 @@ import random
 
 import pytest
 
-from kvoffload.base import OffloadingEvent, OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.sim.fleet.routers import (
     ROUTERS,
     Asked,
-    Dynamo,
     Fleet,
-    KnownBlocks,
-    LeastTokens,
-    LlmD,
-    PrefixTree,
+    LeastLoad,
+    PrefixAffinity,
     RoundRobin,
     ServerState,
     Session,
@@ -30,12 +26,10 @@ def asked(*numbers: int, session: int = -1, tokens: int = 0) -> Asked:
     return Asked(0.0, tokens or 16 * len(numbers), session, keys(*numbers))
 
 
-def fleet(*requests: int, tokens: tuple[int, ...] = (), blocks: tuple[int, ...] = ()) -> Fleet:
+def fleet(*requests: int, tokens: tuple[int, ...] = ()) -> Fleet:
     states = [ServerState(requests=count) for count in requests]
     for state, count in zip(states, tokens, strict=False):
         state.tokens = count
-    for state, count in zip(states, blocks, strict=False):
-        state.blocks = count
     return Fleet(states)
 
 
@@ -46,8 +40,8 @@ def test_round_robin_leaves_out_who_is_gone() -> None:
     assert {route(asked(1), servers) for _ in range(4)} == {0, 2}
 
 
-def test_least_tokens() -> None:
-    assert LeastTokens()(asked(1), fleet(1, 9, 5, tokens=(300, 200, 250))) == 1
+def test_least_load() -> None:
+    assert LeastLoad()(asked(1), fleet(1, 9, 5, tokens=(300, 200, 250))) == 1
 
 
 def test_a_session_stays_and_only_those_of_a_server_that_goes_move() -> None:
@@ -60,59 +54,53 @@ def test_a_session_stays_and_only_those_of_a_server_that_goes_move() -> None:
     after = {session: route(asked(1, session=session), servers) for session in range(400)}
     moved = {session for session in before if before[session] != after[session]}
     assert moved == {session for session, number in before.items() if number == 2}
-    assert route(asked(1), fleet(3, 1, 2)) == 1
+    assert route(asked(1), fleet(0, 0, 0, tokens=(3, 1, 2))) == 1
 
 
-def test_the_tree_follows_prefixes_until_the_load_is_uneven() -> None:
-    route = PrefixTree()
+def test_prefixes_are_followed_until_others_have_less_to_compute() -> None:
+    route = PrefixAffinity()
     idle = fleet(0, 0, 0)
     first = route(asked(1, 2, 3, 4), idle)
     other = route(asked(7, 8), idle)
-    assert other != first, "new prompts go where the tree is smallest"
+    assert other != first, "new prompts go where the least was sent"
     assert route(asked(1, 2, 3, 9), idle) == first
-    assert route(asked(1, 5, 6, 9), idle) not in (first,), "a match of a quarter is none"
+    assert route(asked(1, 5, 6, 9), idle) not in (first, other), "less than half of a prompt decides nothing"
     busy = fleet(0, 0, 0)
-    busy.servers[first].requests = 65
-    assert route(asked(1, 2, 3, 4), busy) != first
-    busy.servers[first].requests = 64
-    assert route(asked(7, 8, 9), busy) == other
+    busy.servers[first].tokens = 4 * 16 - 1
+    assert route(asked(1, 2, 3, 9), busy) == first
+    busy.servers[first].tokens = 4 * 16 + 1
+    assert route(asked(1, 2, 3, 9), busy) != first
 
 
-def test_dynamo_weighs_blocks_to_compute_against_blocks_at_work() -> None:
-    servers = fleet(0, 0, blocks=(0, 3))
-    servers.known.apply(1, [OffloadingEvent(keys(1, 2, 3, 4), "CPU", False)])
-    assert Dynamo()(asked(1, 2, 3, 4), servers) == 1
-    servers.servers[1].blocks = 5
-    assert Dynamo()(asked(1, 2, 3, 4), servers) == 0
+def test_a_server_that_returns_is_not_taken_to_have_what_it_had() -> None:
+    route, servers = PrefixAffinity(), fleet(0, 0)
+    first = route(asked(1, 2, 3, 4), servers)
+    servers.servers[first].is_alive = False
+    assert route(asked(1, 2, 3, 4), servers) == 1 - first
+    servers.servers[first].is_alive = True
+    servers.servers[1 - first].tokens = 1
+    assert route(asked(1, 2, 3, 4), servers) == 1 - first
 
 
-def test_llm_d_weighs_the_share_of_the_prompt_against_the_queue() -> None:
-    servers = fleet(0, 4)
-    servers.known.apply(1, [OffloadingEvent(keys(1, 2, 3), "GPU", False)])
-    assert LlmD()(asked(1, 2, 3, 4), servers) == 1, "3 * 0.75 against 2"
-    assert LlmD()(asked(1, 2, 5, 6), servers) == 0, "3 * 0.5 against 2"
-
-
-def test_what_events_say_equals_sets() -> None:
-    chance = random.Random(5)
-    known, truth = KnownBlocks(), [{medium: set[OffloadKey]() for medium in ("GPU", "CPU")} for _ in range(5)]
-    pool = keys(*range(40))
-    for _ in range(3000):
-        server, medium = chance.randrange(5), chance.choice(("GPU", "CPU"))
-        some, removed = chance.sample(pool, 5), chance.random() < 0.5
-        known.apply(server, [OffloadingEvent(some, medium, removed)])
-        held = truth[server][medium]
-        held.difference_update(some) if removed else held.update(some)
-        if chance.random() < 0.01:
-            known.forget(server)
-            for held in truth[server].values():
-                held.clear()
-        path = chance.sample(pool, 8)
-        expected = []
-        for media in truth:
-            everything = media["GPU"] | media["CPU"]
-            expected.append(next((at for at, key in enumerate(path) if key not in everything), len(path)))
-        assert known.overlaps(path, 5) == expected
+def test_prefix_affinity_equals_sets() -> None:
+    chance, route, servers = random.Random(5), PrefixAffinity(), fleet(0, 0, 0)
+    sent: list[set[int]] = [set(), set(), set()]
+    tokens = [0, 0, 0]
+    for _ in range(500):
+        for server in servers.servers:
+            server.tokens = chance.randrange(100)
+        path = [chance.randrange(3) + 10 * at for at in range(chance.randrange(1, 7))]
+        known = []
+        for held in sent:
+            matched = next((at for at, number in enumerate(path) if number not in held), len(path))
+            known.append(16 * matched if 2 * matched >= len(path) else 0)
+        costs = [
+            (server.tokens - saved, total) for server, saved, total in zip(servers.servers, known, tokens, strict=True)
+        ]
+        chosen = route(asked(*path), servers)
+        assert costs[chosen] == min(costs)
+        sent[chosen].update(path)
+        tokens[chosen] += 16 * len(path)
 
 
 def mine(asked: Asked, fleet: Fleet) -> int:

@@ -6,14 +6,13 @@ happens first: an arrival, which the router sends to a server; a server that goe
 So what servers share is at any time what they have written by then.
 
 Limits, beside those of ``sim/driver.py``: the network knows no congestion but that of a server's own link and of the
-store's; a lookup costs nothing; a router's own time is nothing; events come in order.
+store's; a lookup costs nothing; a router's own time is nothing.
 """
 
 from __future__ import annotations
 
 import gc
 import heapq
-import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvoffload.base import OffloadingEvent, OffloadKey
+from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock
 from kvoffload.sim.driver import Machine, SimConfig, quantiles
@@ -115,7 +114,6 @@ class _Replay:
         stages = 2 if config.prefill_servers else 1
         self._routers = [router or router_of(config.router) for _ in range(stages)]
         self._is_own_router = router is not None or config.router not in ROUTERS
-        self._wants_events = any(getattr(each, "wants_events", False) for each in self._routers)
         self._store = _Store(config.shared) if config.shared else None
         self._pools = [_Store(config.pool) for _ in range(config.machines)] if config.pool else []
         self._members: list[_Member] = []
@@ -127,8 +125,6 @@ class _Replay:
         self._parts = [(0, Fleet(states[:cut])), (cut, Fleet(states[cut:]))] if cut else [(0, Fleet(states))]
         self._heap: list[tuple[float, int, _Kind, int, int]] = []
         self._order = 0
-        self._events: deque[tuple[float, int, list[OffloadingEvent]]] = deque()
-        self._chance = random.Random(config.seed)
         self._ttfts = np.zeros(len(trace))
         self._found = np.zeros(len(trace), dtype=np.int64)
         self._first_token_s = np.full(len(trace), -1.0)
@@ -150,14 +146,7 @@ class _Replay:
             backlog = default_max_backlog(config.cpu_blocks)
             return [store.tier(label, config, clock, backlog) for label, store in stores]
 
-        return Machine(
-            self._trace,
-            config,
-            self._keys,
-            contents=disk,
-            shared=shared,
-            enable_events=self._wants_events,
-        )
+        return Machine(self._trace, config, self._keys, contents=disk, shared=shared)
 
     # ----------------------------------------------------------------------------------------------- time
 
@@ -225,7 +214,6 @@ class _Replay:
         if not any(server.is_alive for server in fleet.servers):
             self._stranded.append((request, stage))
             return
-        self._deliver(time_s)
         asked = self._asked(request, time_s)
         chosen = self._routers[stage](asked, fleet)
         if not (0 <= chosen < len(fleet.servers) and fleet.servers[chosen].is_alive):
@@ -234,7 +222,6 @@ class _Replay:
         member = self._members[number]
         member.state.requests += 1
         member.state.tokens += asked.tokens
-        member.state.blocks += len(asked.path)
         member.queue.append(request)
         if member.running is None and len(member.queue) == 1:
             self._push(time_s, "step", number, member.life)
@@ -255,8 +242,6 @@ class _Replay:
             self._handovers.append(time_s - float(self._first_token_s[request]))
         if number in self._mortal:
             member.shares.append((time_s, hit.blocks / max(int(self._num_whole[request]), 1)))
-        if self._wants_events:
-            self._publish(number, time_s)
         if self._on_request is not None:
             self._on_request(request, number, hit)
         if is_first and self._config.prefill_servers:
@@ -267,24 +252,6 @@ class _Replay:
     def _leave(self, member: _Member, request: int) -> None:
         member.state.requests -= 1
         member.state.tokens -= int(self._trace.input_tokens[request])
-        member.state.blocks -= int(self._num_whole[request])
-
-    # --------------------------------------------------------------------------------------------- events
-
-    def _publish(self, number: int, time_s: float) -> None:
-        machine = self._members[number].machine
-        events = [*machine.manager.take_events()]
-        if machine.device is not None:
-            events += machine.device.take_events()
-        if events and self._chance.random() >= self._config.event_loss:
-            self._events.append((time_s + self._config.event_delay_s, number, events))
-
-    def _deliver(self, time_s: float) -> None:
-        while self._events and self._events[0][0] <= time_s:
-            _, number, events = self._events.popleft()
-            for first, fleet in self._parts:
-                if first <= number < first + len(fleet.servers):
-                    fleet.known.apply(number - first, events)
 
     # -------------------------------------------------------------------------------------- death and return
 
@@ -300,10 +267,6 @@ class _Replay:
         member.past.append(self._server_result(member))
         member.running, member.requests = None, 0
         member.queue.clear()
-        self._events = deque(event for event in self._events if event[1] != number)
-        for first, fleet in self._parts:
-            if first <= number < first + len(fleet.servers):
-                fleet.known.forget(number - first)
         for request in left:
             self._leave(member, request)
             is_decoding = bool(self._config.prefill_servers) and self._first_token_s[request] >= 0

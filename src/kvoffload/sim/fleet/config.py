@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fleet is: its servers, what they share, and what fails when."""
+"""What a fleet is: its servers, what they share, what fails when, and what it costs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.fleet.routers import router_of
 
-__all__ = ["Death", "FleetConfig", "SharedStore"]
+__all__ = ["Death", "FleetConfig", "Prices", "SharedStore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,11 @@ class SharedStore:
     def __post_init__(self) -> None:
         if self.blocks < 1:
             raise ConfigError("A shared tier needs room for a block.")
-        if min(self.server_bytes_per_s, self.store_bytes_per_s, self.ttl_s) <= 0 or self.latency_s < 0:
+        if not min(self.server_bytes_per_s, self.store_bytes_per_s, self.ttl_s) > 0 or not self.latency_s >= 0:
             raise ConfigError("Speeds and ttl of a shared tier must be positive, and its latency not negative.")
+        for begin_s, end_s in self.away:
+            if not begin_s < end_s:
+                raise ConfigError(f"A shared tier is away from {begin_s:g} s to {end_s:g} s: end it after it begins.")
 
 
 class Death(NamedTuple):
@@ -43,6 +47,9 @@ class Death(NamedTuple):
     server: int
     at_s: float
     back_s: float
+
+    def __str__(self) -> str:
+        return f"The death of server {self.server} from {self.at_s:g} s to {self.back_s:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +69,6 @@ class FleetConfig:
     """Servers, the first ones, that only prefill: the others then decode, and find the KV in what is shared. 0: each
     server does both."""
     deaths: tuple[Death, ...] = ()
-    event_delay_s: float = 0.0
-    """Seconds until a router knows of an event."""
-    event_loss: float = 0.0
-    """Share of messages of events, one for each request of a server, that never arrive."""
-    seed: int = 0
 
     @property
     def machines(self) -> int:
@@ -82,13 +84,46 @@ class FleetConfig:
             raise ConfigError("Prefill apart needs at least one server to prefill, and one to decode.")
         if self.prefill_servers and not (self.shared or self.pool):
             raise ConfigError("Prefill apart needs a shared tier, through which the KV goes.")
-        if not 0 <= self.event_loss <= 1 or self.event_delay_s < 0:
-            raise ConfigError("The loss of events is a share, and their delay not negative.")
         router_of(self.router)
         for death in self.deaths:
-            if not 0 <= death.server < self.servers or not death.at_s < death.back_s:
-                raise ConfigError(f"{death} names no server from 0 to {self.servers - 1}, or ends before it begins.")
+            if not 0 <= death.server < self.servers:
+                raise ConfigError(f"{death} names none of the {self.servers} servers, which count from 0.")
+            if not death.at_s < death.back_s:
+                raise ConfigError(f"{death} must end after it begins.")
         ordered = sorted(self.deaths, key=lambda death: (death.server, death.at_s))
         for one, other in pairwise(ordered):
             if one.server == other.server and other.at_s <= one.back_s:
-                raise ConfigError(f"{other} begins before server {one.server} is back from the one before.")
+                raise ConfigError(f"{other} begins before the server is back from the death before.")
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of an hour, in any currency: only their ratios decide. Raises ``ConfigError`` for negative prices."""
+
+    server: float = 10.0
+    cpu: float = 0.004
+    """Of a GiB, as those of ``disk`` and ``shared``."""
+    disk: float = 0.0001
+    shared: float = 0.005
+    link: float = 0.05
+    """Of each server's link to what is shared, by GB/s."""
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(price) and price >= 0 for price in asdict(self).values()):
+            raise ConfigError("Prices must be finite numbers, and not negative.")
+
+    def of_tiers(self, cpu_blocks: int, disk_blocks: int, block_bytes: int) -> float:
+        """Of one server's host memory and disk."""
+        return (cpu_blocks * self.cpu + disk_blocks * self.disk) * block_bytes / 2**30
+
+    def of_fleet(self, config: FleetConfig) -> float:
+        server, gib = config.server, config.server.block_bytes / 2**30
+        total = config.servers * (
+            self.server + self.of_tiers(server.cpu_blocks, server.disk_blocks, server.block_bytes)
+        )
+        if config.shared is not None:
+            total += gib * config.shared.blocks * self.shared
+            total += config.servers * config.shared.server_bytes_per_s / 1e9 * self.link
+        if config.pool is not None:
+            total += gib * config.pool.blocks * self.cpu * config.machines
+        return total

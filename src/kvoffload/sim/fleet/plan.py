@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvoffload.sim.fleet.cluster import simulate_fleet
-from kvoffload.sim.fleet.config import FleetConfig
-from kvoffload.sim.fleet.report import FleetPrices
+from kvoffload.sim.fleet.config import FleetConfig, Prices
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.plan import Goal
 from kvoffload.sim.sweep import num_processes, runner
@@ -49,7 +48,7 @@ def make_fleet_plan(
     trace: Trace,
     fleets: Sequence[FleetConfig],
     goal: Goal,
-    prices: FleetPrices,
+    prices: Prices,
     least: int,
     most: int,
     processes: int | None = None,
@@ -63,7 +62,7 @@ def make_fleet_plan(
     numbers = sorted({least, most, *(1 << bits for bits in range(12) if least < 1 << bits < most)})
     cells = sorted(
         (replace(fleet, servers=number) for fleet in fleets for number in numbers),
-        key=lambda cell: prices.per_hour(cell),
+        key=prices.of_fleet,
     )
     results: list[FleetResult] = []
     chosen: FleetResult | None = None

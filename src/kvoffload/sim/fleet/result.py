@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.sim.fleet.config import FleetConfig
+from kvoffload.sim.fleet.config import FleetConfig, Prices
 
 __all__ = ["FleetResult", "Outage", "RequestFigures", "ServerResult", "total"]
 
@@ -96,6 +96,10 @@ class FleetResult:
     def computed_tokens_per_s(self) -> float:
         """Prompt tokens that were prefilled, by second of the replay."""
         return self.prefill_s * self.config.server.prefill_tokens_per_s / max(self.duration_s, 1e-9)
+
+    def cost_per_million_tokens(self, prices: Prices) -> float:
+        """Of prompts, whether computed or found."""
+        return prices.of_fleet(self.config) * self.duration_s / 3600 / max(self.input_tokens / 1e6, 1e-9)
 
     @property
     def utilisation(self) -> float:

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is simulated: the options that ``simulate``, ``plan`` and ``explain`` share, and the file of ``--fleet``."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from kvoffload.cli.kv_size import ModelKV, model_kv
+from kvoffload.cli.output import positive
+from kvoffload.config import DEFAULTS, parse_struct
+from kvoffload.config_file import load_config_file
+from kvoffload.cpu.policies.base import POLICIES
+from kvoffload.errors import ConfigError, UnknownNameError, suggest
+from kvoffload.sim.driver import SPEEDS, SimConfig
+from kvoffload.sim.fleet.config import Death, FleetConfig, Prices, SharedStore
+from kvoffload.sim.fleet.traffic import crowd
+from kvoffload.sim.hints import hinter
+from kvoffload.sim.report import NO_FORECAST
+from kvoffload.sim.synthetic import synthesize
+from kvoffload.sim.trace import Trace
+from kvoffload.sim.trace_files import load_trace
+from kvoffload.tiering.base import CascadeMode
+from kvoffload.tiering.load_policy import LoadPolicy
+from kvoffload.units import format_bytes, parse_bytes
+
+__all__ = [
+    "TRACE_HELP",
+    "Fleet",
+    "GpuKVTokens",
+    "KVBytes",
+    "MaxRequests",
+    "Model",
+    "PrefillSpeed",
+    "Processes",
+    "Scenario",
+    "assumptions",
+    "capacities",
+    "device_blocks",
+    "model_sizes",
+    "without_advice",
+]
+
+TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
+_DEFAULT_KV_BYTES = 131_072
+"""Per token: a dense model of some 8 billion parameters with grouped-query attention in 16 bits."""
+
+GpuKVTokens = Annotated[int | None, typer.Option(min=0, help="Tokens of the GPU's own cache, as in vLLM's log.")]
+Model = Annotated[
+    str | None, typer.Option(help="Sizes of blocks and states: a config.json, its folder, or a name on the Hub.")
+]
+KVBytes = Annotated[str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")]
+PrefillSpeed = Annotated[float, typer.Option(help="Tokens that the device prefills per second.")]
+MaxRequests = Annotated[int | None, typer.Option(min=1, help="Requests to read of a trace, from the first on.")]
+Processes = Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")]
+Fleet = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON or YAML with all else: speeds, cascade, hints, prices, and a fleet's servers, routers, shared tiers "
+        "and outages.",
+    ),
+]
+
+
+class _Store(msgspec.Struct, frozen=True, kw_only=True):
+    size: int | str
+    link: int | str | None = None
+    """Bytes per second of each server, and of the ``store`` itself."""
+    store: int | str | None = None
+    latency_s: float | None = None
+    ttl_s: float | None = None
+    away: tuple[tuple[float, float], ...] = ()
+    """From and to, in seconds."""
+
+
+class _Death(msgspec.Struct, frozen=True, kw_only=True):
+    server: int
+    from_s: float
+    to_s: float
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of the file of ``--fleet``."""
+
+    policy: str | None = None
+    load_speed: int | str | None = None
+    disk_read_speed: int | str | None = None
+    disk_write_speed: int | str | None = None
+    cascade: CascadeMode | tuple[CascadeMode, ...] | None = None
+    load_policy: LoadPolicy = DEFAULTS.load_policy
+    store_threshold: int = DEFAULTS.store_threshold
+    kv_dtype: str | None = None
+    hints: str | None = None
+    block_tokens: int | None = None
+    stretch: float = 1.0
+    copies: int = 1
+    prices: dict[str, float] = {}
+    servers: int | str | tuple[int, ...] | None = None
+    routers: str | tuple[str, ...] | None = None
+    shared: dict[str, Any] | tuple[dict[str, Any] | str | None, ...] | None = None
+    pool: dict[str, Any] | None = None
+    servers_per_machine: int = 1
+    prefill_servers: int = 0
+    deaths: tuple[dict[str, Any], ...] = ()
+
+
+_OF_A_FLEET = ("routers", "shared", "pool", "servers_per_machine", "prefill_servers", "deaths")
+_WHAT = "the file of --fleet"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """The options and the file of a simulation, checked. Raises ``ConfigError``."""
+
+    sizes: ModelKV
+    is_kv_given: bool
+    gpu_kv_tokens: int | None
+    prefill_tokens_per_s: float
+    max_requests: int | None
+    prices: Prices
+    _file: _File
+
+    @classmethod
+    def read(
+        cls,
+        fleet: Path | None,
+        model: str | None,
+        kv_bytes: str | None,
+        gpu_kv_tokens: int | None,
+        prefill_speed: float,
+        max_requests: int | None,
+    ) -> Scenario:
+        values = {} if fleet is None else load_config_file(fleet)
+        file: _File = parse_struct(_File, values, _WHAT)
+        given = [name for name in _OF_A_FLEET if name in values]
+        if file.servers is None and given:
+            raise ConfigError(f"{_WHAT[0].upper()}{_WHAT[1:]} has {', '.join(given)} and no fleet: give servers, too.")
+        for name, least in (("store_threshold", 0), ("copies", 1), ("servers_per_machine", 1), ("prefill_servers", 0)):
+            if getattr(file, name) < least:
+                raise ConfigError(f"{name} of {_WHAT} must be at least {least}, not {getattr(file, name)}.")
+        positive(file.stretch, f"stretch of {_WHAT}")
+        names = [field.name for field in fields(Prices)]
+        for name in file.prices:
+            if name not in names:
+                raise UnknownNameError(f"Unknown key {name!r} in prices of {_WHAT}.{suggest(name, names)}")
+        return cls(
+            model_sizes(model, kv_bytes, file.kv_dtype),
+            model is not None or kv_bytes is not None,
+            gpu_kv_tokens,
+            positive(prefill_speed, "--prefill-speed"),
+            max_requests,
+            Prices(**file.prices),
+            file,
+        )
+
+    @property
+    def is_fleet(self) -> bool:
+        return self._file.servers is not None
+
+    def load(self, path: Path) -> Trace:
+        """The trace in a file, or a synthetic one for the name ``synthetic:KIND`` or ``synthetic:KIND:SEED``."""
+        file = self._file
+        hinted = hinter(file.hints) if file.hints is not None else None
+        word, _, rest = str(path).partition(":")
+        if word != "synthetic":
+            trace = load_trace(path, file.block_tokens, self.max_requests)
+        elif file.block_tokens is not None:
+            raise ConfigError(f"block_tokens is for traces in files; {path} has blocks of its own size.")
+        else:
+            kind, _, seed = rest.partition(":")
+            if not seed.isdecimal() and seed:
+                raise ConfigError(f"{path}: the seed is a number, as in 'synthetic:chat:7'.")
+            trace = synthesize(kind, self.max_requests or 4000, int(seed or 0))
+        trace = crowd(trace.stretched(file.stretch), file.copies)
+        return trace if hinted is None else hinted(trace)
+
+    def block_bytes(self, trace: Trace) -> int:
+        return self.sizes.bytes_per_token * trace.block_tokens
+
+    def alone(self, trace: Trace) -> SimConfig:
+        """The machine without host memory and disk."""
+        file, block_bytes = self._file, self.block_bytes(trace)
+
+        def speed(name: str, default: float) -> float:
+            given = getattr(file, name)
+            return default if given is None else float(parse_bytes(given, f"{name} of {_WHAT}"))
+
+        return SimConfig(
+            cpu_blocks=0,
+            block_bytes=block_bytes,
+            gpu_blocks=device_blocks(trace, self.gpu_kv_tokens),
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            store_threshold=file.store_threshold,
+            load_policy=file.load_policy,
+            state_slots=self.sizes.state_slots(block_bytes),
+            load_bytes_per_s=speed("load_speed", SPEEDS.load_bytes_per_s),
+            disk_read_bytes_per_s=speed("disk_read_speed", SPEEDS.disk_read_bytes_per_s),
+            disk_write_bytes_per_s=speed("disk_write_speed", SPEEDS.disk_write_bytes_per_s),
+        )
+
+    def policies(self, text: str | None) -> list[str]:
+        """Those of ``text``, else that of the file."""
+        names = [name for name in map(str.strip, (text or self._file.policy or "").split(",")) if name]
+        for name in names:
+            if name not in POLICIES.names():
+                raise UnknownNameError(f"Unknown cache policy: {name!r}.{suggest(name, POLICIES.names())}")
+        if not names and text:
+            raise ConfigError("--policy needs at least one policy.")
+        return list(dict.fromkeys(names))
+
+    def cascades(self) -> Sequence[CascadeMode | None]:
+        """The modes to try; ``None`` is the default, which depends on the sizes."""
+        cascade = self._file.cascade
+        return [cascade] if isinstance(cascade, str) else [*dict.fromkeys(cascade)] if cascade else [None]
+
+    def server_numbers(self) -> list[int]:
+        """The fleets to simulate."""
+        servers = self._file.servers
+        numbers = [servers] if isinstance(servers, int) else [*servers] if isinstance(servers, tuple) else []
+        if not numbers or min(numbers) < 1:
+            raise ConfigError(f"servers of {_WHAT} is a number or a list such as [4, 8]; a range is for plan.")
+        return numbers
+
+    def server_range(self) -> tuple[int, int]:
+        """The smallest and the largest fleet that a plan may name."""
+        servers = self._file.servers
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", servers if isinstance(servers, str) else str(servers))
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= least <= most:
+            raise ConfigError(f"servers of {_WHAT} is a number, or to plan a range such as 1:64.")
+        if self._file.prefill_servers or self._file.deaths:
+            raise ConfigError(f"prefill_servers and deaths of {_WHAT} are for simulate; a plan has none of them.")
+        return least, most
+
+    def fleets(
+        self, trace: Trace, servers: Sequence[SimConfig], numbers: Sequence[int], router: str
+    ) -> list[FleetConfig]:
+        """Every combination, one after the other. ``router`` is used where the file names none."""
+        file, block_bytes = self._file, self.block_bytes(trace)
+        routers = router if file.routers is None else file.routers
+        shared = file.shared if isinstance(file.shared, tuple) else (file.shared,)
+        stores = [_store(values, "shared", trace, block_bytes) for values in shared]
+        pool = _store(file.pool, "pool", trace, block_bytes)
+        deaths = tuple(
+            Death(death.server, death.from_s, death.to_s)
+            for death in (parse_struct(_Death, values, f"deaths of {_WHAT}") for values in file.deaths)
+        )
+        found = [
+            FleetConfig(
+                server,
+                number,
+                name,
+                store if server.cpu_blocks else None,
+                pool if server.cpu_blocks else None,
+                file.servers_per_machine,
+                file.prefill_servers,
+                deaths,
+            )
+            for number in numbers
+            for name in ([routers] if isinstance(routers, str) else routers)
+            for store in stores
+            for server in servers
+        ]
+        if not found:
+            raise ConfigError(f"routers and shared of {_WHAT} must name at least one.")
+        return [*dict.fromkeys(found)]  # servers without host memory have no shared tier
+
+
+def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, block_bytes: int) -> SharedStore | None:
+    if values is None or values == "none":
+        return None
+    if isinstance(values, str):
+        raise ConfigError(f"{name} of {_WHAT} must be a mapping with a size, or none, not {values!r}.")
+    store: _Store = parse_struct(_Store, values, f"{name} of {_WHAT}")
+    [blocks, *more] = capacities(str(store.size), f"size of {name}", trace, block_bytes)
+    if more:
+        raise ConfigError(f"size of {name} of {_WHAT} is one size; write several stores as a list.")
+    changes: dict[str, Any] = {"away": store.away}
+    for target, speed in (("server_bytes_per_s", store.link), ("store_bytes_per_s", store.store)):
+        if speed is not None:
+            changes[target] = float(parse_bytes(speed, f"{'link' if speed is store.link else 'store'} of {name}"))
+    changes |= {key: getattr(store, key) for key in ("latency_s", "ttl_s") if getattr(store, key) is not None}
+    return SharedStore(blocks, **changes)
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Advice to operators is of use for machines that exist."""
+    log = logging.getLogger("kvoffload.tiering.load_policy")
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def device_blocks(trace: Trace, gpu_kv_tokens: int | None) -> int:
+    """Blocks of ``trace`` that the device's own cache holds: by the option, else what the trace says, else 0."""
+    return trace.device_blocks if gpu_kv_tokens is None else gpu_kv_tokens // trace.block_tokens
+
+
+def model_sizes(model: str | None, kv_bytes: str | None, dtype: str | None = None) -> ModelKV:
+    """Of ``model``, its KV cache in ``dtype``; or ``kv_bytes`` per token, or a default, and no states."""
+    if model is not None and kv_bytes is not None:
+        raise ConfigError("--model and --kv-bytes-per-token both give the KV size; choose one of them.")
+    if model is not None:
+        return model_kv(_config_file(model), dtype)
+    if dtype is not None:
+        raise ConfigError("kv_dtype belongs to --model; --kv-bytes-per-token gives the size as it is.")
+    return ModelKV(parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES)
+
+
+def _config_file(model: str) -> Path:
+    """The file of a path, or that of a name such as ``Qwen/Qwen3-8B`` in the Hub's cache or on the Hub."""
+    if Path(model).exists() or model.endswith(".json") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return Path(model)
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as exc:
+        raise ConfigError(
+            f"There is no file {model}. A name on the Hub needs huggingface_hub: install it, or give a config.json."
+        ) from exc
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"There is no file {model}, and no config.json of that name can be had from the Hub: give a config.json."
+        ) from exc
+
+
+def assumptions(base: SimConfig, trace: Trace, is_kv_given: bool) -> str:
+    """What a simulation takes for granted of the machine, and what its advice is worth."""
+    per_token = format_bytes(base.block_bytes // trace.block_tokens)
+    guess = "" if is_kv_given else ", a guess for a dense model of 8B parameters (--model)"
+    tokens = base.gpu_blocks * trace.block_tokens
+    lines = [
+        "Assumptions",
+        f"  KV per token   {per_token}{guess}",
+        f"  GPU's cache    {f'{tokens:,} tokens' if tokens else 'none'} (--gpu-kv-tokens)",
+        f"  prefill        {base.prefill_tokens_per_s:,.0f} tokens/s (--prefill-speed)",
+        f"  loads          {format_bytes(base.load_bytes_per_s)}/s from host memory (load_speed)",
+    ]
+    if base.disk_blocks:
+        read, write = format_bytes(base.disk_read_bytes_per_s), format_bytes(base.disk_write_bytes_per_s)
+        lines.append(f"  disk           {read}/s read, {write}/s written (disk_read_speed, disk_write_speed)")
+    if not tokens:
+        lines += [
+            "Without the GPU's cache every hit counts for offloading: what follows is an",
+            "upper bound. vLLM's log has the tokens as 'GPU KV cache size'.",
+        ]
+    return "\n".join([*lines, NO_FORECAST, ""])
+
+
+def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:
+    """The number of blocks for each size in a list like ``"64GiB,10%"``, without repetitions.
+
+    A percentage is of the trace's different whole blocks. Only ``--disk`` may be 0. Raises ``ConfigError``, which names
+    ``option``, for a size of less than one block.
+    """
+    footprint = trace.whole_blocks().num_unique
+    sizes = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        if part == "0" and option == "--disk":
+            sizes.append(0)
+            continue
+        if part.endswith("%"):
+            try:
+                blocks = int(footprint * float(part[:-1]) / 100)
+            except (ValueError, OverflowError) as exc:
+                raise ConfigError(f"{option}: {part!r} is not a share; write for example '10%'.") from exc
+        else:
+            blocks = parse_bytes(part, option) // block_bytes
+        if blocks < 1:
+            raise ConfigError(
+                f"{option}: {part} is less than one block of {format_bytes(block_bytes)} "
+                f"({trace.block_tokens} tokens) of {trace.name}."
+            )
+        sizes.append(blocks)
+    if not sizes:
+        raise ConfigError(f"{option} needs at least one size.")
+    return list(dict.fromkeys(sizes))
