@@ -55,6 +55,6 @@ def test_a_file_that_cannot_be_drawn_to_is_refused_before_anything_runs(
 ) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(SystemExit) as caught:
-        main(["demo", "--plot", str(tmp_path / name)])
+        main(["demo", "--out", str(tmp_path / name)])
     assert caught.value.code == 2
     assert Path(name).name in capsys.readouterr().err

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvoffload.cli.output import Json, Out, check_out, print_json, progress, write_json
+from kvoffload.cli.output import Json, check_out, print_json, progress, write_drawn
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.demo.chart import chart
 from kvoffload.demo.report import print_comparison, print_setting
-from kvoffload.errors import ConfigError, MissingExtraError
-from kvoffload.sim.page import check_folder, whole_file
+from kvoffload.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from kvoffload.demo.comparison import Comparison, Way
@@ -59,9 +58,11 @@ def demo(
     hidden: Annotated[int, typer.Option(min=16, help="Hidden size of the random model.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the random weights and messages.")] = 39,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File to draw the first tokens to: .svg.")] = None,
     as_json: Json = False,
-    out: Out = None,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Also write to this file: figures as .json, or first tokens drawn as .svg."),
+    ] = None,
 ) -> None:
     """Serve a chat three ways and compare them.
 
@@ -70,11 +71,7 @@ def demo(
     if the three ways generate different tokens.
     """
     POLICIES.get(policy)
-    if plot is not None and plot.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot takes a .svg file, not {plot.name!r}.")
-    if plot is not None:
-        check_folder(plot)
-    check_out(out)
+    check_out(*out or (), suffixes=(".json", ".svg"))
     # Read when torch is loaded. Otherwise torch's threads spin while they wait for one another, and on a machine that
     # does other work too (or lacks a core for the copies) a step takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -97,14 +94,12 @@ def demo(
     print_setting(console, llm.name_or_path, device, workload, options, config)
     comparison = _compare(llm, options, setup.ways_of(config), workload)
     print_comparison(console, comparison, block_size)
+    figures = comparison.as_json()
     if as_json:
-        print_json(comparison.as_json())
-    write_json(comparison.as_json(), out)
-    if out is not None:
-        console.print(f"All figures are in {out}.", highlight=False, soft_wrap=True)
-    if plot is not None:
-        with whole_file(plot) as file:
-            file.write_text(chart(comparison.as_json()))
+        print_json(figures)
+    write_drawn(out, figures, lambda _: chart(figures).encode())
+    for path in out or ():
+        console.print(f"Written: {path}.", highlight=False, soft_wrap=True)
     if not comparison.verdict.identical:
         raise typer.Exit(1)
 
