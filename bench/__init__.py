@@ -20,6 +20,7 @@ BENCHES: tuple[str, ...] = (
     "scan",
     "single_blocks",
     "remote_store",
+    "seals",
     "lmcache_adapters",
     "placement",
     "policies_mixed",

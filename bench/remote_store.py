@@ -42,7 +42,7 @@ from kvoffload.tiering.stores.object import ObjectStore
 from kvoffload.tiering.stores.object.client import Deadlines
 from kvoffload.tiering.stores.redis import RedisStore
 from kvoffload.tiering.stores.redis.wire import encode
-from kvoffload.tiering.stores.seal import Sealer
+from kvoffload.tiering.stores.seal import sealer_of
 
 WINDOW_BYTES = 4 << 20
 SEAL = bytes(16)
@@ -74,7 +74,7 @@ class _Bare:
     """The bytes and nothing else, on one blocking socket; ``checks`` adds the checksum of each block."""
 
     def __init__(self, port: int, size: int, *, checks: bool = False) -> None:
-        self._sealer = Sealer("bench") if checks else None
+        self._sealer = sealer_of("bench", None) if checks else None
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._size = size
@@ -85,7 +85,7 @@ class _Bare:
         parts: list[bytes | memoryview] = []
         for name, row in zip(names, rows, strict=True):
             head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, self._size + len(SEAL))
-            seal = self._sealer.seal(name, row) if self._sealer else SEAL
+            seal = self._sealer.seal(name, row)[1] if self._sealer else SEAL
             parts += (head, row, seal + b"\r\n")
         while parts:
             sent = self._socket.sendmsg(parts)
@@ -102,7 +102,7 @@ class _Bare:
             self._receive(row)
             self._receive(memoryview(self._tail))
             if self._sealer:
-                assert self._sealer.fits(self._tail[: len(SEAL)], name, row)
+                assert self._sealer.unseal(self._tail[: len(SEAL)], name, row, row)
 
     def exist(self, names: list[bytes]) -> None:
         self._socket.sendall(b"".join(encode(b"EXISTS", name) for name in names))
@@ -120,14 +120,14 @@ class _Library:
     """redis-py as its documentation has it: a pipeline per window."""
 
     def __init__(self, port: int, *, checks: bool = False) -> None:
-        self._sealer = Sealer("bench") if checks else None
+        self._sealer = sealer_of("bench", None) if checks else None
         self._client = redis.Redis(port=port, protocol=2)
 
     def write(self, names: list[OffloadKey], rows: list[memoryview]) -> None:
         pipe = self._client.pipeline(transaction=False)
         for name, row in zip(names, rows, strict=True):
             # It sends one buffer per value, so that block and seal have to be joined.
-            pipe.set(bytes(name), b"".join((row, self._sealer.seal(name, row))) if self._sealer else row)
+            pipe.set(bytes(name), b"".join(self._sealer.seal(name, row)) if self._sealer else row)
         pipe.execute()
 
     def read(self, names: list[OffloadKey], rows: list[memoryview]) -> None:
@@ -137,7 +137,7 @@ class _Library:
         for name, row, value in zip(names, rows, pipe.execute(), strict=True):
             if self._sealer:
                 payload, seal = memoryview(value)[: len(row)], memoryview(value)[len(row) :]
-                assert self._sealer.fits(seal, name, payload)
+                assert self._sealer.unseal(seal, name, payload, payload)
                 row[:] = payload
             else:
                 row[:] = value

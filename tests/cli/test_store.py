@@ -21,6 +21,7 @@ from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import SUFFIX, TEMPORARY_PREFIX
 from kvoffload.tiering.stores.root import CONTROL_DIR
+from kvoffload.tiering.stores.seal import EncryptionKey
 
 SIZE = 1000
 MODEL = "org/model@[bf16]"
@@ -256,3 +257,29 @@ def test_verify_asks_for_the_key_of_what_one_seals(kind: type[BlockStore], tmp_p
     assert code != 0
     assert "--seal-key-file" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", [FileSystemStore, DiskStore])
+def test_verify_takes_several_keys_and_those_that_encrypt(kind: type[BlockStore], tmp_path: Path, capsys) -> None:
+    root, keys = tmp_path / "kv", [b"0123456789abcdef", b"fedcba9876543210"]
+    for number, key in enumerate(keys):
+        (tmp_path / f"key{number}").write_bytes(key)
+        store = kind(root, SIZE, MODEL, max_bytes=1 << 24, secret=EncryptionKey(key))  # type: ignore[call-arg]
+        wanted = keys_of(*range(number + 1))
+        assert all(store.write(wanted, [memoryview(block_of(key, SIZE)) for key in wanted]))
+        store.close()
+    given = [("--encryption-key-file", str(tmp_path / f"key{number}")) for number in range(2)]
+    code, out, _ = run(capsys, "verify", root, *given[1], "--json")
+    assert (code, json.loads(out)["blocks"], len(json.loads(out)["sealed"])) == (1, 2, 1)
+    code, out, _ = run(capsys, "verify", root, "--seal-key-file", given[0][1], "--json")
+    assert (code, json.loads(out)["blocks"], len(json.loads(out)["sealed"])) == (1, 0, 2)
+    code, out, _ = run(capsys, "verify", root, *given[0], *given[1], "--json")
+    assert (code, json.loads(out)["blocks"], json.loads(out)["bad"], json.loads(out)["sealed"]) == (0, 3, [], [])
+    for path in root.rglob("*.kvb" if kind is FileSystemStore else "*.slab"):
+        with path.open("r+b") as file:
+            content = file.read()
+            file.seek(next(at for at in range(len(content) - SIZE, -1, -1) if any(content[at : at + 8])))
+            file.write(b"????????")
+            break
+    code, out, _ = run(capsys, "verify", root, *given[0], *given[1], "--repair", "--json")
+    assert (code, len(json.loads(out)["bad"]), json.loads(out)["deleted"]) == (0, 1, 1)

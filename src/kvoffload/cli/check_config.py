@@ -102,7 +102,7 @@ def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, probl
             if block_bytes is None and options.bound_bytes is not None:
                 _check_unit(f"max_bytes of the {options.label!r} tier", options.bound_bytes)
             if isinstance(options, SealedOptions):
-                options.read_seal_key()
+                options.read_keys()
             if options.directory is not None:
                 _probe_directory(options, config.cpu_bytes)
             elif isinstance(options, RemoteOptions):

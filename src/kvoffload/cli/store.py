@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
@@ -22,8 +22,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.disk.admin import DiskRoot, is_disk_root
 from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.root import NamespaceUsage, display_name, seal_of
-from kvoffload.tiering.stores.seal import secret_id
-from kvoffload.tiering.stores.secrets import read_seal_key
+from kvoffload.tiering.stores.seal import EncryptionKey, secret_id
+from kvoffload.tiering.stores.secrets import read_keys
 from kvoffload.units import format_bytes, parse_bytes
 
 __all__ = ["register"]
@@ -88,8 +88,12 @@ def verify(
     namespace: Annotated[str | None, typer.Argument(help="Verify this namespace only.", show_default=False)] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Delete the bad blocks.")] = False,
     seal_key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the tier's 'seal_key', to verify what it seals.", show_default=False),
+        list[Path] | None,
+        typer.Option(help="File with a 'seal_key' of the tier, to verify what it seals.", show_default=False),
+    ] = None,
+    encryption_key_file: Annotated[
+        list[Path] | None,
+        typer.Option(help="File with an 'encryption_key' of the tier.", show_default=False),
     ] = None,
     as_json: _Json = False,
 ) -> None:
@@ -97,10 +101,12 @@ def verify(
 
     The exit code is 1 if bad blocks remain, or if blocks were left out because a key that was not given seals them.
     """
-    secret = read_seal_key(None if seal_key_file is None else {"file": str(seal_key_file)}, "--seal-key-file")
-    store = _open(root, secret)
+    secrets = read_keys([{"file": str(file)} for file in seal_key_file or ()], "--seal-key-file")
+    keys = read_keys([{"file": str(file)} for file in encryption_key_file or ()], "--encryption-key-file")
+    secrets += [EncryptionKey(key) for key in keys]
+    store = _open(root, secrets)
     directories = store.directories() if namespace is None else [store.directory(namespace)]
-    sealed = [directory for directory in directories if seal_of(directory) not in ("", secret_id(secret))]
+    sealed = [directory for directory in directories if seal_of(directory) not in ("", *map(secret_id, secrets))]
     readable = [directory for directory in directories if directory not in sealed]
     if isinstance(store, DiskRoot):
         seen = _verify(store, [block for one in readable for block in store.files(one)], repair, as_json)
@@ -128,7 +134,7 @@ def verify(
             _console.print("A server counts each of them as a miss when it reads it; --repair deletes them now.")
         if sealed:
             names = escape(", ".join(map(display_name, sealed)))
-            _console.print(f"Not verified: {names}, sealed with a key that --seal-key-file must give.")
+            _console.print(f"Not verified: {names}, whose key --seal-key-file or --encryption-key-file must give.")
     if seen.unreadable or sealed or (seen.bad and not repair):
         raise typer.Exit(1)
 
@@ -285,8 +291,8 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _open(root: Path, secret: bytes | None = None) -> StoreRoot | DiskRoot:
-    return DiskRoot(root, secret) if is_disk_root(root) else StoreRoot(root, secret)
+def _open(root: Path, secrets: Sequence[bytes] = ()) -> StoreRoot | DiskRoot:
+    return DiskRoot(root, secrets) if is_disk_root(root) else StoreRoot(root, secrets)
 
 
 def _figures(usage: NamespaceUsage) -> Mapping[str, Any]:

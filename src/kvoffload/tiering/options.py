@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from abc import abstractmethod
 from collections import Counter
@@ -33,7 +34,10 @@ from kvoffload.tiering.stores.disk.quota import check_memory
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
-from kvoffload.tiering.stores.secrets import Secret, check_seal_key, read_seal_key, read_secret
+from kvoffload.tiering.stores.root import directories_of, directory_of
+from kvoffload.tiering.stores.seal import EncryptionKey, require_ciphers
+from kvoffload.tiering.stores.secrets import Keys, Secret, check_keys, read_keys, read_secret
+from kvoffload.tiering.stores.wrappers import Rotating
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
 
@@ -50,6 +54,8 @@ __all__ = [
     "parse_tier",
     "parse_tiers",
 ]
+
+logger = logging.getLogger(__name__)
 
 _FASTEST = 10**15
 """Bytes in a second that are more than any link moves."""
@@ -192,14 +198,17 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
 
     is_persistent: ClassVar[bool] = True
 
-    seal_key: Secret | None = None
+    seal_key: Keys | None = None
     """A secret of the fleet, as text, ``{"file": path}`` or ``{"env": name}``: blocks made without it are not served.
-    Default: none."""
+    Of a list, the first one seals and all are read, so that keys can be exchanged. Default: none."""
+    encryption_key: Keys | None = None
+    """In the place of ``seal_key``, and given like it: blocks are encrypted, too (AES-256-GCM). Default: none."""
 
     @property
     def holds_secrets(self) -> bool:
         """Whether the options themselves have credentials, instead of naming where they are read."""
-        return isinstance(self.seal_key, str)
+        given = [key if isinstance(key, list) else [key] for key in (self.seal_key, self.encryption_key)]
+        return any(isinstance(key, str) for keys in given for key in keys)
 
     def __repr__(self) -> str:
         # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
@@ -210,15 +219,45 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
 
     def check(self, block_bytes: int | None = None) -> None:
         StoreOptions.check(self, block_bytes)
-        check_seal_key(self.seal_key, self._called("seal_key"))
+        for name in ("seal_key", "encryption_key"):
+            check_keys(getattr(self, name), self._called(name))
+        if self.seal_key is not None and self.encryption_key is not None:
+            raise ConfigError(
+                f"The {self.type!r} tier has seal_key and encryption_key: leave seal_key out, as encryption seals too."
+            )
+        if (self.seal_key, self.encryption_key) != (None, None):
+            require_ciphers()
 
     def secret(self, name: str) -> str | None:
         """The text of the option ``name``, which is a secret."""
         value: Secret | None = getattr(self, name)
         return None if value is None else read_secret(value, self._called(name))
 
-    def read_seal_key(self) -> bytes | None:
-        return read_seal_key(self.seal_key, self._called("seal_key"))
+    def read_keys(self) -> list[bytes]:
+        """The secrets of blocks: the first one seals, all of them open. Empty if there is none."""
+        if self.encryption_key is not None:
+            return [EncryptionKey(key) for key in read_keys(self.encryption_key, self._called("encryption_key"))]
+        return read_keys(self.seal_key, self._called("seal_key"))
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        stores = list[BlockStore]()
+        try:
+            for secret in self.read_keys() or (None,):
+                stores.append(self._open(block_bytes, namespace, secret))
+            self._check_opened(stores[0])
+        except BaseException:
+            for store in stores:
+                store.close()
+            raise
+        return Rotating(stores[0], stores[1:]) if len(stores) > 1 else stores[0]
+
+    @abstractmethod
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
+        """The store whose blocks ``secret`` seals."""
+
+    def _check_opened(self, store: BlockStore) -> None:
+        """Raises ``StoreError``, in one sentence, if ``store`` cannot be used and must be."""
+        return
 
     def _called(self, name: str) -> str:
         return f"{name} of the {self.type!r} tier"
@@ -263,6 +302,19 @@ class _DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
                 f"max_bytes of the {self.type!r} tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
             )
 
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        store = super().open_store(block_bytes, namespace)
+        own = {directory_of(namespace, secret) for secret in self.read_keys() or (None,)}
+        if others := sorted(directories_of(self.directory, namespace) - own):
+            logger.warning(
+                "tier %r: %s also has blocks of this namespace under a key that this server does not have, or without "
+                "one, in %s: it does not read them, and they are evicted as they are not used",
+                self.label,
+                self.directory,
+                ", ".join(others),
+            )
+        return store
+
     @abstractmethod
     def _two_blocks_bytes(self, block_bytes: int) -> int:
         """Bytes on disk of the smallest store that is of use."""
@@ -289,7 +341,7 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
             )
         check_memory(place, self.bound_bytes, beside_bytes)
 
-    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         self.check_place()
         return DiskStore(
             self.directory,
@@ -298,7 +350,7 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
             self.bound_bytes,
             durability=self.durability,
             mode=self.mode,
-            secret=self.read_seal_key(),
+            secret=secret,
         )
 
     @property
@@ -331,7 +383,7 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
             return None
         return parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier", _UNLIMITED)
 
-    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         return FileSystemStore(
             self.directory,
             block_bytes,
@@ -339,7 +391,7 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
             self.bound_bytes,
             durability=self.durability,
             mode=self.mode,
-            secret=self.read_seal_key(),
+            secret=secret,
         )
 
     def _two_blocks_bytes(self, block_bytes: int) -> int:

@@ -17,13 +17,15 @@ from kvoffload.testing.store_contract import BlockStoreContract, block_of
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
-from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX
+from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directory_of
-from kvoffload.tiering.stores.wrappers import Checksummed, StoreWrapper
+from kvoffload.tiering.stores.seal import EncryptionKey
+from kvoffload.tiering.stores.wrappers import Checksummed, Rotating, StoreWrapper
 
+ENCRYPTION = EncryptionKey(b"the fleet's encryption key")
 SECRET = b"the fleet's own secret"
 
 
@@ -70,7 +72,22 @@ class TestFileSystemStoreSealed(TestFileSystemStore):
         layout = BlockFormat(directory_of(self.namespace, SECRET), self.block_bytes)
         forged = bytes(self.block_bytes)
         path = directory / layout.path_of(key)
-        path.write_bytes(layout.header(layout.identity(key), memoryview(forged)) + forged)
+        path.write_bytes(b"".join(layout.sealed(layout.identity(key), memoryview(forged))))
+        return True
+
+
+class TestFileSystemStoreEncrypted(TestFileSystemStore):
+    block_bytes = 1 << 16
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return FileSystemStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 30, secret=ENCRYPTION)
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        path = directory / BlockFormat(directory_of(self.namespace, ENCRYPTION), self.block_bytes).path_of(key)
+        data = bytearray(path.read_bytes())
+        assert block_of(key, self.block_bytes)[:64] not in data
+        data[-1] ^= 1
+        path.write_bytes(data)
         return True
 
 
@@ -111,6 +128,51 @@ class TestDiskStoreSealed(TestDiskStore):
         return DiskStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 24, secret=SECRET)
 
 
+class TestDiskStoreEncrypted(TestDiskStore):
+    block_bytes = 1 << 14
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return DiskStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 24, secret=ENCRYPTION)
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        layout = SlabFormat(directory_of(self.namespace, ENCRYPTION), self.block_bytes, ENCRYPTION)
+        for path in directory.rglob("*" + TABLE_SUFFIX):
+            table = path.read_bytes()
+            if (at := table.find(layout.hashed(key).probe)) >= 0:
+                num_slots = layout.parse_header(table[:4096])
+                assert num_slots is not None
+                begin = (at - layout.entries_at(num_slots)) // ENTRY_BYTES * self.block_bytes
+                with path.with_suffix(PAYLOAD_SUFFIX).open("r+b") as file:
+                    content = file.read()
+                    assert block_of(key, self.block_bytes)[:64] not in content
+                    file.seek(begin)
+                    file.write(bytes([content[begin] ^ 1]))
+                return True
+        return False
+
+
+class TestRotatingDisk(TestDiskStore):
+    """The older key has nothing, so that all is as with one."""
+
+    def make_store(self, directory: Path) -> BlockStore:
+        stores = [
+            DiskStore(directory, self.block_bytes, max_bytes=1 << 24, secret=secret)
+            for secret in (SECRET, b"older" * 4)
+        ]
+        return Rotating(stores[0], stores[1:])
+
+
+class TestRotatingFiles(TestFileSystemStore):
+    """All that is read was written under the older key."""
+
+    def make_store(self, directory: Path) -> BlockStore:
+        newer = FileSystemStore(directory, self.block_bytes, max_bytes=1 << 30, secret=ENCRYPTION)
+        older = FileSystemStore(directory, self.block_bytes, max_bytes=1 << 30)
+        rotating = Rotating(newer, [older])
+        rotating.write = older.write  # type: ignore[method-assign]
+        return rotating
+
+
 class TestDiskStoreDurable(TestDiskStore):
     def make_store(self, directory: Path) -> BlockStore:
         return DiskStore(directory, self.block_bytes, max_bytes=1 << 24, durability="fsync")
@@ -124,6 +186,13 @@ class TestDiskStoreInMemory(TestDiskStore):
         with memory_directory() as path:
             monkeypatch.setattr(tempfile, "tempdir", str(path))
             yield
+
+
+class TestDiskStoreEncryptedInMemory(TestDiskStoreInMemory):
+    def make_store(self, directory: Path) -> BlockStore:
+        return DiskStore(directory, self.block_bytes, self.namespace, max_bytes=1 << 24, secret=ENCRYPTION)
+
+    corrupt = TestDiskStoreEncrypted.corrupt
 
 
 class TestDiskStoreThatIsFull(TestDiskStore):
@@ -176,6 +245,11 @@ class TestChecksummed(BlockStoreContract):
         assert store.read_into([bad], [memoryview(bytearray(self.block_bytes))]) == [False]
         assert lost_before == [{}]
         assert store.take_lost() == {bad: "corrupt"}
+
+
+class TestChecksummedWithEncryption(BlockStoreContract):
+    def make_store(self, directory: Path) -> BlockStore:
+        return Checksummed(MemoryStore(self.block_bytes + 28), namespace="ns", secret=ENCRYPTION)
 
 
 class TestStack(TestFileSystemStore):

@@ -14,14 +14,16 @@ from kvoffload.testing import block_of, keys
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
-from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
+from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX, PROBE_AT, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.root import directory_of
+from kvoffload.tiering.stores.seal import EncryptionKey
+from kvoffload.tiering.stores.wrappers import Rotating
 
 SIZE = 4096
 KEY, OTHER = keys(1, 2)
-SECRETS = [None, b"0123456789abcdef", b"another key of the fleet"]
+SECRETS = [None, b"0123456789abcdef", b"another key of the fleet", EncryptionKey(b"0123456789abcdef")]
 GOOD = block_of(KEY, SIZE)
 FORGED = bytes(reversed(GOOD))
 
@@ -36,22 +38,23 @@ def forge_file(directory: Path) -> None:
     """Puts another block in the place of ``KEY``'s, by what the format says and no more."""
     layout = BlockFormat(directory.name, SIZE)
     path = directory.parent / layout.path_of(KEY)
-    path.write_bytes(layout.header(layout.identity(KEY), memoryview(FORGED)) + FORGED)
+    path.write_bytes(b"".join(layout.sealed(layout.identity(KEY), memoryview(FORGED))))
 
 
 def forge_slot(directory: Path) -> None:
     layout = SlabFormat(directory.name, SIZE)
-    entry = layout.entry(layout.hashed(KEY), memoryview(FORGED), time.time_ns())
-    (payload,) = (path for path in directory.glob("*" + PAYLOAD_SUFFIX) if GOOD in path.read_bytes())
-    table = payload.with_suffix(TABLE_SUFFIX)
-    at = payload.read_bytes().index(GOOD)
-    payload.write_bytes(payload.read_bytes().replace(GOOD, FORGED))
+    key = layout.hashed(KEY)
+    entry = layout.entry(key, layout.seal(key, memoryview(FORGED))[1], time.time_ns())
+    (table,) = (path for path in directory.glob("*" + TABLE_SUFFIX) if key.probe in path.read_bytes())
     content = bytearray(table.read_bytes())
     num_slots = layout.parse_header(bytes(content[:4096]))
     assert num_slots is not None
-    begin = layout.entries_at(num_slots) + at // SIZE * len(entry)
+    begin = content.index(key.probe) - PROBE_AT
     content[begin : begin + len(entry)] = entry
     table.write_bytes(content)
+    with table.with_suffix(PAYLOAD_SUFFIX).open("r+b") as payload:
+        payload.seek((begin - layout.entries_at(num_slots)) // len(entry) * SIZE)
+        payload.write(FORGED)
 
 
 def store_one(kind: str, root: Path, secret: bytes | None) -> None:
@@ -95,6 +98,87 @@ def test_stores_with_other_secrets_neither_read_nor_delete_each_others_blocks(tm
         assert read_one(store) == GOOD
         assert store.take_lost() == {}
         store.close()
+
+
+@pytest.mark.parametrize("kind", ["fs", "disk"])
+def test_encrypted_blocks_are_nowhere_as_they_are(tmp_path: Path, kind: str) -> None:
+    store_one(kind, tmp_path, SECRETS[3])
+    found = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(len(content) >= SIZE for content in found)
+    assert not any(GOOD[at : at + 32] in content for content in found for at in range(0, SIZE, 32))
+
+
+OLD, NEW, THIRD = "the old key of the fleet", "the new key of the fleet", "the key of somebody else"
+
+
+@pytest.mark.parametrize("option", ["seal_key", "encryption_key"])
+@pytest.mark.parametrize("kind", ["fs", "disk"])
+def test_keys_are_exchanged_without_an_empty_store(
+    tmp_path: Path, kind: str, option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = {"type": kind, "path": str(tmp_path / "kv"), "max_bytes": "8MiB"}
+
+    def opened(*given: str) -> BlockStore:
+        caplog.clear()
+        return parse_tier(tier | {option: list(given) if len(given) > 1 else given[0]}).open_store(SIZE, "ns")
+
+    store = opened(OLD)
+    assert store.write([KEY], [memoryview(GOOD)]) == [True]
+    store.close()
+    store = opened(NEW, OLD)
+    assert read_one(store) == GOOD
+    assert store.contains([KEY, OTHER]) == [True, False]
+    assert store.write([OTHER], [memoryview(block_of(OTHER, SIZE))]) == [True]
+    assert sorted(key for batch in store.scan() for key in batch) == sorted([KEY, OTHER])
+    assert store.resident is None or sorted(store.resident) == sorted([KEY, OTHER])
+    assert caplog.text == ""
+    store.close()
+    store = opened(NEW)
+    assert store.contains([KEY, OTHER]) == [False, True]
+    assert caplog.text.count("under a key that this server does not have") == 1
+    store.close()
+    store = opened(THIRD)
+    assert store.contains([KEY, OTHER]) == [False, False]
+    assert read_one(store) is None
+    assert store.take_lost() == {}
+    store.close()
+    store = opened(OLD, NEW)
+    assert store.contains([KEY, OTHER]) == [True, True]  # a wrong key has harmed none of them
+    store.discard([KEY, OTHER])
+    assert store.contains([KEY, OTHER]) == [False, False]
+    store.close()
+
+
+def test_an_old_copy_that_is_evicted_is_not_lost_while_there_is_a_new_one(tmp_path: Path) -> None:
+    older, newer = (open_store("disk", tmp_path, secret) for secret in SECRETS[1:3])
+    for store in (older, newer):
+        assert store.write([KEY, OTHER], [memoryview(GOOD), memoryview(block_of(OTHER, SIZE))]) == [True, True]
+    rotating = Rotating(newer, [older])
+    older.take_lost = lambda: {KEY: "evicted", OTHER: "evicted"}  # type: ignore[method-assign]
+    newer.discard([OTHER])
+    older.discard([KEY, OTHER])
+    assert rotating.take_lost() == {OTHER: "evicted"}
+    assert rotating.stats().used_bytes == SIZE
+    rotating.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"seal_key": OLD, "encryption_key": NEW}, "leave seal_key out"),
+        ({"encryption_key": []}, "encryption_key of the 'disk' tier is an empty list"),
+        ({"seal_key": [OLD, "short"]}, "seal_key of the 'disk' tier must have 16 characters"),
+        ({"encryption_key": [OLD, {"env": "KV_UNSET"}]}, "KV_UNSET"),
+        ({"encryption_key": [OLD, OLD]}, "has a key twice"),
+        ({"encryption_key": 12345678901234567}, "must be text or"),
+    ],
+)
+def test_a_mistake_with_keys_is_one_sentence(tmp_path: Path, options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        parse_tier({"type": "disk", "path": str(tmp_path / "kv"), **options}, SIZE).open_store(SIZE, "")
+    assert OLD not in str(caught.value)
+    assert "12345" not in str(caught.value)
+    assert not (tmp_path / "kv").exists()
 
 
 @pytest.mark.parametrize("kind", ["fs", "disk"])

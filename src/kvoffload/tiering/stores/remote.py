@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -74,9 +73,10 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
     def holds_secrets(self) -> bool:
         settings = (getattr(self, "config", None) or {}).items()
         texts = [value for name, value in settings if _NAMES_A_SECRET.search(name)]
-        texts += [getattr(self, name, None) for name in ("password", "sentinel_password", "seal_key")]
+        texts += [getattr(self, name, None) for name in ("password", "sentinel_password")]
         url = getattr(self, "url", None)
-        return any(isinstance(value, str) for value in texts) or (isinstance(url, str) and "@" in url)
+        has_text = any(isinstance(value, str) for value in texts) or (isinstance(url, str) and "@" in url)
+        return has_text or super().holds_secrets
 
     def check(self, block_bytes: int | None = None) -> None:
         SealedOptions.check(self, block_bytes)
@@ -91,31 +91,21 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
                     f"not {getattr(self, name)}."
                 )
 
-    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        store = self._open(block_bytes, namespace)
+    def _check_opened(self, store: BlockStore) -> None:
         if self.required:
-            try:
-                self._check_store(store)
-            except BaseException:
-                store.close()
-                raise
-        return store
+            self._check_store(store)
 
     def check_store(self, block_bytes: int, ask: bool) -> None:
         """Reads all secrets, as a server does at its start. ``ask`` the store's servers for a block, too.
 
         Raises ``ConfigError`` or ``StoreError``, in one sentence, if that cannot be done.
         """
-        store = self._open(block_bytes, "")
+        store = self._open(block_bytes, "", next(iter(self.read_keys()), None))
         try:
             if ask:
                 self._check_store(store)
         finally:
             store.close()
-
-    @abstractmethod
-    def _open(self, block_bytes: int, namespace: str) -> BlockStore:
-        """The store. Touches nothing outside of this process."""
 
     def _check_store(self, store: BlockStore) -> None:
         """Raises ``StoreError``, in one sentence, if ``store`` cannot be used."""

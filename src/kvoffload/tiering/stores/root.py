@@ -105,6 +105,14 @@ def directory_of(namespace: str, secret: bytes | None = None) -> str:
     return (name or _DEFAULT_DIRECTORY) + (f"{_SEALED}{secret_id(secret)}" if secret else "")
 
 
+def directories_of(root: str, namespace: str) -> set[str]:
+    """The directories of ``root`` with blocks of a namespace, whatever seals them. Empty if that cannot be seen."""
+    name = directory_of(namespace)
+    with contextlib.suppress(OSError):
+        return {found for found in os.listdir(root) if found.partition(_SEALED)[0] == name}
+    return set()
+
+
 def namespace_of(directory: str) -> str:
     """The namespace of a directory, for people to read. A long one stays cut short, and a sealed one names its key."""
     return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
@@ -115,9 +123,9 @@ def seal_of(directory: str) -> str:
     return directory.partition(_SEALED)[2]
 
 
-def secret_for(directory: str, secret: bytes | None) -> bytes | None:
-    """``secret``, if it seals the directory's blocks."""
-    return secret if seal_of(directory) else None
+def secret_for(directory: str, secrets: Iterable[bytes]) -> bytes | None:
+    """Which of ``secrets`` seals the directory's blocks; ``None``: none of them."""
+    return {secret_id(secret): secret for secret in secrets}.get(seal_of(directory))
 
 
 @dataclass(slots=True)

@@ -1,23 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seal of a block: 16 bytes beside it that no other block, key, namespace or secret gives."""
+"""The seal of a block: some bytes beside it that no other block, key or namespace has. With a secret, nobody else can
+make them, or read the block.
+
+Stores whose blocks others, or later processes, read have one ``Sealer`` each. Host memory and ``memory`` tiers have
+none.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import hmac
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import xxhash
 
-__all__ = ["SEAL_BYTES", "Sealer", "secret_id", "shared_identity"]
+from kvoffload.errors import MissingExtraError
+from kvoffload.tiering.stores.direct_io import PAGE_BYTES
+
+__all__ = [
+    "SEAL_BYTES",
+    "Checksum",
+    "Encryption",
+    "EncryptionKey",
+    "Mac",
+    "Sealer",
+    "require_ciphers",
+    "seal_bytes_of",
+    "sealer_of",
+    "secret_id",
+    "shared_identity",
+]
 
 SEAL_BYTES = 16
+"""Of a checksum, and of a message authentication code."""
+_NONCE_BYTES = 12
 _FORMAT = "2"
 """Of a value in a shared store: the block and then its seal."""
+
+Digest = Callable[[bytes, memoryview], bytes]
+"""16 bytes of a key and a block."""
+
+
+class EncryptionKey(bytes):
+    """A secret that also encrypts the blocks that it seals. Any other secret only authenticates them."""
+
+    def __repr__(self) -> str:
+        return "EncryptionKey(...)"
+
+
+class Sealer(ABC):
+    """Makes and opens the seals of one namespace. Any thread may use it."""
+
+    seal_bytes = SEAL_BYTES
+    changes_blocks = False
+    """Whether a block is stored as other bytes than its own."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @abstractmethod
+    def seal(self, key: bytes, block: memoryview) -> tuple[memoryview, bytes]:
+        """What to store for ``block`` (contiguous) as ``key``, as long as the block, and the seal to store beside it.
+        The first is ``block`` itself unless ``changes_blocks``."""
+
+    @abstractmethod
+    def unseal(self, seal: bytes | bytearray | memoryview, key: bytes, stored: memoryview, block: memoryview) -> bool:
+        """Whether ``stored`` was sealed as ``key`` with ``seal``; then ``block`` is what it was made of, else its
+        content is undefined. Both may be the same memory, which saves a copy."""
+
+
+class _Digest(Sealer):
+    """A seal that follows from key and block."""
+
+    @abstractmethod
+    def digest(self, key: bytes, block: memoryview) -> bytes:
+        """The only seal that ``block`` has as ``key``."""
+
+    def seal(self, key: bytes, block: memoryview) -> tuple[memoryview, bytes]:
+        return block, self.digest(key, block)
+
+    def unseal(self, seal: bytes | bytearray | memoryview, key: bytes, stored: memoryview, block: memoryview) -> bool:
+        # Nobody may write to ``stored`` meanwhile, so it can be judged where it is.
+        if not hmac.compare_digest(seal, self.digest(key, stored)):
+            return False
+        if block is not stored:
+            block[:] = stored
+        return True
+
+
+class Checksum(_Digest):
+    """Finds what was damaged or mixed up by accident. Anybody can make one."""
+
+    def __init__(self, digest: Digest) -> None:
+        self._digest = digest
+
+    def digest(self, key: bytes, block: memoryview) -> bytes:
+        return self._digest(key, block)
+
+
+class Mac(_Digest):
+    """A message authentication code: who does not know the secret cannot make a block that passes.
+
+    The block is hashed by AES-GMAC under a nonce that never changes, and the result goes, with namespace and key,
+    through HMAC-SHA256, cut to 16 bytes. Nobody sees the first result, so it needs no nonce of its own: it is a
+    universal hash, and what protects it is the HMAC (hash and then a pseudorandom function).
+    """
+
+    def __init__(self, identity: bytes, secret: bytes) -> None:
+        self._prefix = identity
+        self._hash = _ciphers().AESGCM(_derived(secret, b"kvoffload seal: hash"))
+        self._outer = _derived(secret, b"kvoffload seal: code")
+
+    def digest(self, key: bytes, block: memoryview) -> bytes:
+        hashed = self._hash.encrypt(bytes(_NONCE_BYTES), b"", block)
+        return hmac.digest(self._outer, _named(self._prefix, key) + hashed, "sha256")[:SEAL_BYTES]
+
+
+class Encryption(Sealer):
+    """AES-256-GCM. The seal is the tag and a random nonce. Namespace and key of the block are the associated data.
+
+    Each block has an encryption key of its own, derived from the secret, namespace and key. So there is no number of
+    blocks after which nonces could repeat.
+    """
+
+    seal_bytes = SEAL_BYTES + _NONCE_BYTES
+    changes_blocks = True
+
+    def __init__(self, identity: bytes, secret: bytes) -> None:
+        self._prefix, self._secret = identity, _derived(secret, b"kvoffload encryption")
+        self._lib = _ciphers()
+
+    def seal(self, key: bytes, block: memoryview) -> tuple[memoryview, bytes]:
+        nonce, stored = os.urandom(_NONCE_BYTES), _aligned(block.nbytes)
+        cipher = self._cipher(key, self._lib.GCM(nonce)).encryptor()
+        cipher.authenticate_additional_data(_named(self._prefix, key))
+        cipher.update_into(block, stored)
+        cipher.finalize()
+        return stored, cipher.tag + nonce
+
+    def unseal(self, seal: bytes | bytearray | memoryview, key: bytes, stored: memoryview, block: memoryview) -> bool:
+        if len(seal) != self.seal_bytes:
+            return False
+        cipher = self._cipher(key, self._lib.GCM(bytes(seal[SEAL_BYTES:]), bytes(seal[:SEAL_BYTES]))).decryptor()
+        cipher.authenticate_additional_data(_named(self._prefix, key))
+        cipher.update_into(stored, block)
+        try:
+            cipher.finalize()
+        except self._lib.InvalidTag:
+            return False
+        return True
+
+    def _cipher(self, key: bytes, mode: Any) -> Any:
+        return self._lib.Cipher(self._lib.AES(_derived(self._secret, _named(self._prefix, key))), mode)
+
+
+def sealer_of(identity: str, secret: bytes | None, checksum: Digest | None = None) -> Sealer:
+    """What seals the blocks of ``identity``: a namespace, and whatever else tells blocks apart. Without a ``secret`` it
+    is a ``checksum``, by default one that covers identity and key. Raises ``MissingExtraError`` if the secret needs a
+    package that is not installed."""
+    prefix = hashlib.blake2b(identity.encode(), digest_size=16).digest() if identity else b""
+    if isinstance(secret, EncryptionKey):
+        return Encryption(prefix, secret)
+    if secret is not None:
+        return Mac(prefix, secret)
+    # The block first and alone: after some other bytes all of it would be read unaligned, a third more slowly.
+    return Checksum(
+        checksum or (lambda key, block: xxhash.xxh3_128_digest(_named(prefix, key) + xxhash.xxh3_128_digest(block)))
+    )
+
+
+def seal_bytes_of(secret: bytes | None) -> int:
+    """Bytes of each seal that ``secret`` makes."""
+    return Encryption.seal_bytes if isinstance(secret, EncryptionKey) else SEAL_BYTES
 
 
 def secret_id(secret: bytes | None) -> str:
     """16 hex digits for names, of which each secret has others; none for no secret."""
-    return hashlib.blake2b(secret, digest_size=8, person=b"kvoffload-id").hexdigest() if secret else ""
+    if not secret:
+        return ""
+    person = b"kvoffload-aes" if isinstance(secret, EncryptionKey) else b"kvoffload-gmac"
+    return hashlib.blake2b(secret, digest_size=8, person=person).hexdigest()
 
 
 def shared_identity(namespace: str, block_bytes: int, secret: bytes | None) -> tuple[str, str]:
@@ -29,29 +195,45 @@ def shared_identity(namespace: str, block_bytes: int, secret: bytes | None) -> t
     return identity, hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
-class Sealer:
-    """Makes the seals of one namespace. Any thread may use it.
+def _aligned(num_bytes: int) -> memoryview:
+    """Memory that begins at a page, as direct I/O needs it. Pages of a mapping of its own would cost four times the
+    encryption."""
+    memory = bytearray(num_bytes + PAGE_BYTES)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PAGE_BYTES
+    return memoryview(memory)[start : start + num_bytes]
 
-    Without a ``secret`` a seal is an xxh3 checksum, which finds what was damaged or mixed up by accident. With one it
-    is a message authentication code (HMAC-SHA256, cut to 16 bytes): who does not know the secret cannot make a block
-    that passes.
-    """
 
-    def __init__(self, namespace: str = "", secret: bytes | None = None) -> None:
-        self._prefix = hashlib.blake2b(namespace.encode(), digest_size=16).digest() if namespace else b""
-        self._secret = secret
+def _named(prefix: bytes, key: bytes) -> bytes:
+    return prefix + len(key).to_bytes(4, "big") + key
 
-    def __repr__(self) -> str:
-        return f"Sealer({'keyed' if self._secret else 'checksum'})"
 
-    def seal(self, key: bytes, block: memoryview) -> bytes:
-        """The only seal that ``block`` (contiguous) has as ``key``."""
-        identity = self._prefix + len(key).to_bytes(4, "big") + key
-        if self._secret is not None:
-            return hmac.digest(hmac.digest(self._secret, identity, "sha256"), block, "sha256")[:SEAL_BYTES]
-        # The block first and alone: after some other bytes all of it would be read unaligned, a third more slowly.
-        return xxhash.xxh3_128_digest(identity + xxhash.xxh3_128_digest(block))
+def _derived(secret: bytes, purpose: bytes) -> bytes:
+    """A key of 32 bytes for one purpose."""
+    return hmac.digest(secret, purpose, "sha256")
 
-    def fits(self, seal: bytes | bytearray | memoryview, key: bytes, block: memoryview) -> bool:
-        """Whether ``seal`` is that of ``block`` as ``key``."""
-        return hmac.compare_digest(seal, self.seal(key, block))
+
+class _Library:
+    """The parts of ``cryptography`` that are used here."""
+
+    def __init__(self) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+        self.InvalidTag, self.Cipher, self.AESGCM, self.AES, self.GCM = InvalidTag, Cipher, AESGCM, AES, GCM
+
+
+def require_ciphers() -> None:
+    """Raises ``MissingExtraError`` if secrets cannot be used here."""
+    _ciphers()
+
+
+def _ciphers() -> Any:
+    try:
+        return _Library()
+    except ImportError as exc:
+        raise MissingExtraError(
+            "seal_key and encryption_key need kvoffload's extra 'encryption': pip install cryptography."
+        ) from exc

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["Secret", "check_seal_key", "check_secret", "read_seal_key", "read_secret"]
+__all__ = ["Keys", "Secret", "check_keys", "check_secret", "read_keys", "read_secret"]
 
 Secret = str | dict[str, str]
 """Text, or where to read it: ``{"file": path}`` or ``{"env": name}``. Only the last two keep it out of the engine's own
 log of its configuration."""
 
-_SHORTEST_SEAL_KEY = 16
+Keys = str | dict[str, str] | list[str | dict[str, str]]
+"""One secret, or several."""
+
+_SHORTEST_KEY = 16
 
 
 def check_secret(secret: Secret | None, what: str) -> None:
@@ -47,19 +51,27 @@ def read_secret(secret: Secret, what: str) -> str:
         raise ConfigError(f"{what} is to be read from {source}, which is not UTF-8.") from None  # it has the bytes
 
 
-def check_seal_key(secret: Secret | None, what: str) -> None:
-    """Raises ``ConfigError`` unless ``secret`` can be a key of seals, as far as that is known without reading it."""
-    check_secret(secret, what)
-    if isinstance(secret, str) and len(secret) < _SHORTEST_SEAL_KEY:
-        raise ConfigError(
-            f"{what} must have {_SHORTEST_SEAL_KEY} characters at least; make one with 'openssl rand -hex 32'."
-        )
+def check_keys(keys: Keys | None, what: str) -> None:
+    """Raises ``ConfigError`` unless ``keys`` can be secrets of blocks, as far as that is known without reading them."""
+    if keys == []:
+        raise ConfigError(f"{what} is an empty list; leave it out, or give a key.")
+    for key in _each(keys):
+        check_secret(key, what)
+        if isinstance(key, str) and len(key) < _SHORTEST_KEY:
+            raise ConfigError(
+                f"{what} must have {_SHORTEST_KEY} characters at least; make one with 'openssl rand -hex 32'."
+            )
 
 
-def read_seal_key(secret: Secret | None, what: str) -> bytes | None:
-    """The key of seals that ``secret`` is or names. ``None``: there is none."""
-    if secret is None:
-        return None
-    key = read_secret(secret, what)
-    check_seal_key(key, what)
-    return key.encode()
+def read_keys(keys: Keys | None, what: str) -> list[bytes]:
+    """The secrets that ``keys`` are or name: the first one seals, all of them open."""
+    texts = [read_secret(key, what) for key in _each(keys)]
+    if texts:
+        check_keys(list(texts), what)
+    if len(set(texts)) < len(texts):
+        raise ConfigError(f"{what} has a key twice.")
+    return [text.encode() for text in texts]
+
+
+def _each(keys: Keys | None) -> Sequence[Secret]:
+    return () if keys is None else keys if isinstance(keys, list) else (keys,)

@@ -9,21 +9,22 @@ from collections.abc import Collection, Sequence
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
-from kvoffload.tiering.stores.seal import Sealer, shared_identity
+from kvoffload.tiering.stores.seal import sealer_of, shared_identity
 
 __all__ = ["SharedStore", "bytes_of", "outcomes"]
 
 
 class SharedStore(BlockStore):
     """A store of sealed blocks of ``block_bytes``. What it read whole and found bad it deletes, so that it can be
-    written anew, and reports as lost. ``secret`` makes the seals keyed."""
+    written anew, and reports as lost. With a ``secret`` (``stores/seal.py``) nobody
+    else can make a block that is served, or read one."""
 
     def __init__(self, block_bytes: int, namespace: str, secret: bytes | None) -> None:
         if block_bytes < 1:
             raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
         self._block_bytes = block_bytes
         identity, self._digest = shared_identity(namespace, block_bytes, secret)
-        self._sealer = Sealer(identity, secret)
+        self._sealer = sealer_of(identity, secret)
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
         self._num_bad = 0

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import xxhash
@@ -12,8 +13,9 @@ import xxhash
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
+from kvoffload.tiering.stores.seal import SEAL_BYTES, sealer_of
 
-__all__ = ["Checksummed", "StoreWrapper"]
+__all__ = ["Checksummed", "Rotating", "StoreWrapper"]
 
 
 class StoreWrapper(BlockStore):
@@ -59,35 +61,37 @@ class StoreWrapper(BlockStore):
 
 
 class Checksummed(StoreWrapper):
-    """Binds each block to its key with a checksum, for stores that might return wrong bytes unnoticed.
+    """Seals each block for its key, for stores that might return wrong bytes unnoticed. Without a ``secret`` the seal
+    is a checksum.
 
-    ``inner`` holds blocks that are ``OVERHEAD_BYTES`` longer. A block that does not verify is a miss and is
+    ``inner`` holds blocks that are ``overhead_bytes`` longer. A block that does not verify is a miss and is
     discarded. Each write and each read costs one more copy of the block.
     """
 
-    OVERHEAD_BYTES = 16
+    OVERHEAD_BYTES = SEAL_BYTES
+    """Without a secret that encrypts."""
 
-    def __init__(self, inner: BlockStore) -> None:
+    def __init__(self, inner: BlockStore, *, namespace: str = "", secret: bytes | None = None) -> None:
         super().__init__(inner)
+        self._sealer = sealer_of(namespace, secret, _checksum)
+        self.overhead_bytes = self._sealer.seal_bytes
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []
         self._num_bad = 0
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        sealed = [memoryview(bytes(block) + _checksum(key, block)) for key, block in zip(keys, blocks, strict=True)]
+        sealed = [memoryview(b"".join(self._sealer.seal(key, block))) for key, block in zip(keys, blocks, strict=True)]
         return self.inner.write(keys, sealed)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        sealed = [memoryview(bytearray(block.nbytes + self.OVERHEAD_BYTES)) for block in blocks]
+        sealed = [memoryview(bytearray(block.nbytes + self.overhead_bytes)) for block in blocks]
         answers = self.inner.read_into(keys, sealed)
         bad = []
         for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            payload, stated = sealed[index][: block.nbytes], sealed[index][block.nbytes :]
-            if answers[index] and stated != _checksum(key, payload):
+            stored, seal = sealed[index][: block.nbytes], sealed[index][block.nbytes :]
+            if answers[index] and not self._sealer.unseal(seal, key, stored, block):
                 answers[index] = False
                 bad.append(key)
-            elif answers[index]:
-                block[:] = payload
         if bad:
             try:
                 self.inner.discard(bad)
@@ -109,7 +113,91 @@ class Checksummed(StoreWrapper):
         return replace(inner, corrupt_blocks=inner.corrupt_blocks + self._num_bad)
 
 
-def _checksum(key: OffloadKey, block: memoryview) -> bytes:
+class Rotating(StoreWrapper):
+    """Blocks under several secrets, each in a store of its own: ``inner`` has the one that writes, ``older`` those that
+    are read as well. So a fleet exchanges its secret without an empty store. What is under a secret that nobody has any
+    more is evicted, as it is not used."""
+
+    def __init__(self, inner: BlockStore, older: Sequence[BlockStore]) -> None:
+        super().__init__(inner)
+        self._all = (inner, *older)
+        residents = [store.resident for store in self._all]
+        self.resident = None if None in residents else _Joined([keys for keys in residents if keys is not None])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._all))})"
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._in_turn(len(keys), lambda store, rest: store.contains([keys[index] for index in rest]))
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        def read(store: BlockStore, rest: Sequence[int]) -> list[bool]:
+            return store.read_into([keys[index] for index in rest], [blocks[index] for index in rest])
+
+        return self._in_turn(len(keys), read)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        for store in self._all:
+            store.discard(keys)
+
+    def close(self) -> None:
+        for store in self._all:
+            store.close()
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        for position, store in enumerate(self._all):
+            for keys in store.scan():
+                for newer in self._all[:position]:  # each key comes once
+                    keys = [key for key, is_there in zip(keys, newer.contains(keys), strict=True) if not is_there]
+                yield keys
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        for store in self._all:
+            store.touch(keys)
+
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        lost = {key: cause for store in reversed(self._all) for key, cause in store.take_lost().items()}
+        resident = self.resident
+        return lost if resident is None else {key: cause for key, cause in lost.items() if key not in resident}
+
+    def stats(self) -> StoreStats:
+        each = [store.stats() for store in self._all]
+        used = [stats.used_bytes for stats in each]
+        return replace(
+            each[0],
+            used_bytes=None if None in used else sum(size for size in used if size is not None),
+            corrupt_blocks=sum(stats.corrupt_blocks for stats in each),
+            evicted_blocks=sum(stats.evicted_blocks for stats in each),
+        )
+
+    def _in_turn(self, count: int, ask: Callable[[BlockStore, Sequence[int]], list[bool]]) -> list[bool]:
+        """The answers of the first store, and of the next one where these are ``False``."""
+        answers, rest = [False] * count, list(range(count))
+        for store in self._all:
+            if rest:
+                for index, answer in zip(rest, ask(store, rest), strict=True):
+                    answers[index] = answer
+                rest = [index for index in rest if not answers[index]]
+        return answers
+
+
+class _Joined(Collection[OffloadKey]):
+    """The keys of several collections, any of which may change meanwhile."""
+
+    def __init__(self, parts: Sequence[Collection[OffloadKey]]) -> None:
+        self._parts = parts
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in part for part in self._parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return itertools.chain.from_iterable(self._parts)
+
+
+def _checksum(key: bytes, block: memoryview) -> bytes:
     state = xxhash.xxh3_128(len(key).to_bytes(4, "big") + key)
     state.update(block)
     return state.digest()

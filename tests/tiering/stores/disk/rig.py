@@ -79,7 +79,7 @@ def sparse_root(root: Path, num_slabs: int, num_slots: int, size: int) -> None:
     DiskStore(root, size, max_bytes=layout.slab_bytes(2)).close()
     for number, key in enumerate(keys_of(*range(num_slabs))):
         path = root / layout.directory / f"{number:016x}"
-        entry = layout.entry(layout.hashed(key), memoryview(bytes(size)), now_s * 10**9)
+        entry = layout.entry(layout.hashed(key), bytes(16), now_s * 10**9)
         for suffix, header, length in (
             (PAYLOAD_SUFFIX, b"", num_slots * size),
             (TABLE_SUFFIX, layout.header(num_slots), layout.table_bytes(num_slots)),

@@ -24,7 +24,7 @@ LAYOUT = SlabFormat("index", 4096)
 def put(index: SlotIndex, slot: int, key: HashedKey) -> None:
     table = index.tables.setdefault(slot // SLAB_STRIDE, bytearray(3000 * ENTRY_BYTES))
     at = slot % SLAB_STRIDE * ENTRY_BYTES
-    table[at : at + ENTRY_BYTES] = LAYOUT.entry(key, memoryview(b""), 0)
+    table[at : at + ENTRY_BYTES] = LAYOUT.entry(key, bytes(16), 0)
     index.add(key.hash64 & 0xFFFF_FFFF, slot)
 
 
@@ -64,7 +64,7 @@ def test_it_finds_what_a_dict_finds(hashed) -> None:
 @pytest.mark.parametrize("hashed", [LAYOUT.hashed, crowded])
 def test_many_at_once_are_the_same_as_one_by_one(hashed) -> None:
     keys = [hashed(key) for key in keys_of(*range(2000))]
-    entries = b"".join(LAYOUT.entry(key, memoryview(b""), 0) for key in keys)
+    entries = b"".join(LAYOUT.entry(key, bytes(16), 0) for key in keys)
     index = SlotIndex()
     index.tables[5] = bytearray(entries)
     table = np.frombuffer(entries, ENTRY)
@@ -168,7 +168,7 @@ def test_to_drop_every_slab_takes_work_in_proportion_to_the_blocks(monkeypatch: 
     keys = [LAYOUT.hashed(key) for key in keys_of(*range(num_slabs * per_slab))]
     for slab in range(num_slabs):
         some = keys[slab * per_slab : (slab + 1) * per_slab]
-        index.tables[slab] = bytearray(b"".join(LAYOUT.entry(key, memoryview(b""), 0) for key in some))
+        index.tables[slab] = bytearray(b"".join(LAYOUT.entry(key, bytes(16), 0) for key in some))
         hashes = np.array([key.hash64 & 0xFFFF_FFFF for key in some], np.uint32)
         index.add_many(hashes, np.arange(per_slab) + slab * SLAB_STRIDE)
 

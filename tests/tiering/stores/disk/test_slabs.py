@@ -45,7 +45,7 @@ def put(slabs: Slabs, slab: Slab, *numbers: int) -> list[NewRun]:
     while (runs := slabs.take(blocks))[0].slab is not slab:
         others += runs
     for run in runs:
-        run.entries = b"".join(LAYOUT.entry(block.key, block.payload, 1) for block in run.blocks)
+        run.entries = b"".join(LAYOUT.entry(block.key, bytes(16), 1) for block in run.blocks)
         run.good = [Run(0, run.slots.count)]
     slabs.record([*runs, *others])
     return runs
@@ -71,7 +71,7 @@ def test_slots_that_were_not_filled_are_free_again(slabs: Slabs) -> None:
         runs = slabs.take([NewBlock(key, memoryview(b""), 1) for key in hashed(0, 1, 2, 3)])
         assert slabs.num_free == 12
         for run in runs:
-            run.entries = b"".join(LAYOUT.entry(block.key, block.payload, 1) for block in run.blocks)
+            run.entries = b"".join(LAYOUT.entry(block.key, bytes(16), 1) for block in run.blocks)
             run.good = good
         slabs.record(runs)
         assert slabs.num_free == num_free

@@ -30,6 +30,7 @@ from kvoffload.tiering.options import STORES, parse_tier
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.mooncake.options import MooncakeOptions
 from kvoffload.tiering.stores.mooncake.store import MooncakeStore
+from kvoffload.tiering.stores.seal import EncryptionKey
 
 HAS_MOONCAKE = importlib.util.find_spec("mooncake") is not None
 LARGE = 1 << 20
@@ -49,8 +50,10 @@ class TestMooncakeStore(BlockStoreContract):
     def _on(self, pool: MooncakePool) -> None:
         self.pool = pool
 
+    secret: bytes | None = None
+
     def make_store(self, directory: Path) -> BlockStore:
-        return store_on(self.pool, self.block_bytes, directory.name)
+        return store_on(self.pool, self.block_bytes, directory.name, secret=self.secret)
 
     def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
         assert isinstance(store, MooncakeStore)
@@ -58,6 +61,11 @@ class TestMooncakeStore(BlockStoreContract):
         value = bytearray(client.get(name))
         value[7] ^= 1
         return client.batch_remove([name], True) == [0] and client.put(name, bytes(value)) == 0
+
+
+@needs_mooncake
+class TestEncrypted(TestMooncakeStore):
+    secret = EncryptionKey(b"a secret of the fleet")
 
 
 def store_on(pool: MooncakePool, block_bytes: int = BLOCK_BYTES, namespace: str = "", **options: Any) -> MooncakeStore:
@@ -229,7 +237,7 @@ def test_a_donor_that_drips_is_waited_for_as_long_as_bytes_come(
     the library gives up, rightly: then the next one shows it."""
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "3")
     store = store_on(linked.pool, LARGE)
-    assert write(store, keys(1), LARGE) == [True]
+    wait_until(lambda: succeeds(lambda: write(store, keys(1), LARGE) == [True]), "the block is in the pool")
     linked.link.throttle(LARGE // 6)
     wait_until(lambda: succeeds(lambda: read(store, keys(1), LARGE) == [True]), "a read that drips has ended")
     assert linked.link.num_connections
@@ -242,7 +250,7 @@ def test_a_transfer_that_ends_in_the_middle_is_a_miss_and_touches_no_slot_later(
     pool, link = linked
     store = store_on(pool, LARGE)
     slots = np.zeros((1, LARGE), np.uint8)
-    assert write(store, keys(1), LARGE) == [True]
+    wait_until(lambda: succeeds(lambda: write(store, keys(1), LARGE) == [True]), "the block is in the pool")
     (link.cut_after if way == "is cut" else link.stall_after)(LARGE // 2)
     outcome: list[bool] = []
     thread = threading.Thread(target=lambda: outcome.append(reads(store, memoryview(slots[0]))))

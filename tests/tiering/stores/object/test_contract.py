@@ -9,10 +9,11 @@ import pytest
 from tests.s3_server import BUCKET, S3Server
 
 from kvoffload.base import OffloadKey
-from kvoffload.testing.store_contract import BlockStoreContract
+from kvoffload.testing.store_contract import BlockStoreContract, block_of
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object import ObjectStore
 from kvoffload.tiering.stores.object.client import Deadlines
+from kvoffload.tiering.stores.seal import EncryptionKey
 
 
 class TestObjectStore(BlockStoreContract):
@@ -45,3 +46,12 @@ class TestObjectStore(BlockStoreContract):
 
 class TestKeyed(TestObjectStore):
     secret = b"a secret of the fleet"
+
+
+class TestEncrypted(TestObjectStore):
+    secret = EncryptionKey(b"a secret of the fleet")
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        for name in self.server.names(directory.name):
+            assert block_of(key, self.block_bytes)[:64] not in self.server.get(name)
+        return super().corrupt(store, directory, key)

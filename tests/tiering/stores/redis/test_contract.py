@@ -10,9 +10,10 @@ import redis
 from tests.redis_server import PATIENT, RedisCluster, RedisServer
 
 from kvoffload.base import OffloadKey
-from kvoffload.testing.store_contract import BlockStoreContract
+from kvoffload.testing.store_contract import BlockStoreContract, block_of
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.seal import EncryptionKey
 from kvoffload.tiering.stores.wrappers import Checksummed, StoreWrapper
 
 
@@ -42,6 +43,16 @@ class TestRedisStore(BlockStoreContract):
 
 class TestKeyed(TestRedisStore):
     secret = b"a secret of the fleet"
+
+
+class TestEncrypted(TestRedisStore):
+    secret = EncryptionKey(b"a secret of the fleet")
+
+    def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
+        with redis.Redis.from_url(self.url) as client:
+            for name in client.scan_iter(f"{directory.name}:*", count=1000):
+                assert block_of(key, self.block_bytes)[:64] not in client.get(name)
+        return super().corrupt(store, directory, key)
 
 
 class TestCluster(BlockStoreContract):

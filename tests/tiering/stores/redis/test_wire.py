@@ -18,10 +18,10 @@ from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Get, Put
 from kvoffload.tiering.stores.redis.store import RedisStore
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, error_reply, open_wire
-from kvoffload.tiering.stores.seal import Sealer
+from kvoffload.tiering.stores.seal import sealer_of
 
 SIZE = 700
-SEALER = Sealer("ns")
+SEALER = sealer_of("ns", None)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def value(index: int, kind: str) -> bytes:
     """The reply for key ``index``."""
     key = keys(index)[0]
     block = block_of(key, SIZE)
-    good = block + SEALER.seal(key, memoryview(block))
+    good = block + SEALER.seal(key, memoryview(block))[1]
     match kind:
         case "hit":
             return b"$%d\r\n%s\r\n" % (len(good), good)
@@ -124,7 +124,7 @@ def test_a_large_block_goes_out_whole_through_small_buffers() -> None:
         put.send(opened, [0])
         opened.socket.shutdown(socket.SHUT_WR)
         thread.join()
-    sealed = bytes(block) + SEALER.seal(key, block)
+    sealed = bytes(block) + SEALER.seal(key, block)[1]
     assert received == encode(b"SET", b"name", sealed, b"NX", b"EX", b"60")
 
 
@@ -137,7 +137,7 @@ def test_more_parts_than_one_call_takes() -> None:
         opened.socket.shutdown(socket.SHUT_WR)
         received = b"".join(iter(lambda: far.recv(1 << 16), b""))
     expected = [
-        encode(b"SET", b"n", bytes(block) + SEALER.seal(key, block), b"NX")
+        encode(b"SET", b"n", bytes(block) + SEALER.seal(key, block)[1], b"NX")
         for key, block in zip(wanted, blocks, strict=True)
     ]
     assert received == b"".join(expected)
@@ -151,7 +151,7 @@ def exchanged(size: int, touched: bytes, turns: Sequence[tuple[Sequence[int], by
     blocks = [memoryview(block_of(key, size)) for key in wanted]
     put = Put(names, count, wanted, blocks, SEALER, ttl_s=None)
     sent = [
-        encode(b"SET", name, bytes(block) + SEALER.seal(key, block), b"NX")
+        encode(b"SET", name, bytes(block) + SEALER.seal(key, block)[1], b"NX")
         for name, key, block in zip(names, wanted, blocks, strict=True)
     ]
     wrong = list[str]()

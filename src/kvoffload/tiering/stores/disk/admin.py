@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,16 +78,16 @@ class StoredBlock:
 
 
 class DiskRoot:
-    """A root on disk. ``secret`` is for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""
+    """A root on disk. ``secrets`` are for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""
 
-    def __init__(self, path: Path, secret: bytes | None = None) -> None:
+    def __init__(self, path: Path, secrets: Sequence[bytes] = ()) -> None:
         if not is_disk_root(path):
             raise ConfigError(f"{path} is not a kvoffload store of a 'disk' tier.")
         self.path = path
         self._root = str(path.absolute())
         check_locks(self._root)
         self._access = access_to(self._root)
-        self._secret = secret
+        self._secrets = secrets
 
     def directories(self) -> list[str]:
         """The directories of all namespaces with a slab, sorted."""
@@ -148,7 +148,10 @@ class DiskRoot:
                     payload = memoryview(bytearray(layout.block_bytes))
                     for _ in range(2):
                         is_whole = file.read_buffered(block.index, payload)
-                        if is_whole and layout.seal(layout.key_of(block.entry), payload) == block.entry[:SEAL_BYTES]:
+                        seal = block.entry[:SEAL_BYTES]
+                        if layout.tail_bytes:
+                            seal += file.read_tails(block.index, 1)
+                        if is_whole and layout.unseal(seal, layout.key_of(block.entry), payload):
                             return True
                         if bytes(file.read_entries(block.index, 1)) != block.entry:
                             return None
@@ -231,7 +234,7 @@ class DiskRoot:
             os.close(fd)
         if block_bytes is None:
             raise SlabRefused(f"{slab} has no sound header")
-        layout = SlabFormat(directory, block_bytes, secret_for(directory, self._secret))
+        layout = SlabFormat(directory, block_bytes, secret_for(directory, self._secrets))
         file = SlabFile.open(slab, layout, dir_fd, self._access)
         try:
             yield file, layout

@@ -72,6 +72,7 @@ class SlabFile:
         self._direct_fd = _reopen_direct(payload_fd) if layout.is_paged and not is_memory else -1
         self._uses_at = layout.uses_at(num_slots)
         self._entries_at = layout.entries_at(num_slots)
+        self._tails_at, self._tail_bytes = layout.tails_at(num_slots), layout.tail_bytes
         self._is_direct = self._direct_fd >= 0
         self.inodes = os.fstat(table_fd).st_ino, os.fstat(payload_fd).st_ino
         """Of table and payloads. No other file has these numbers while this one is open."""
@@ -174,6 +175,13 @@ class SlabFile:
 
     def write_entries(self, first: int, entries: bytes) -> None:
         self._write_table(self._entries_at + first * ENTRY_BYTES, entries)
+
+    def read_tails(self, first: int, count: int) -> bytearray:
+        """The rest of the seals of ``count`` slots, one after the other."""
+        return self._read_table(self._tails_at + first * self._tail_bytes, count * self._tail_bytes)
+
+    def write_tails(self, first: int, tails: bytes) -> None:
+        self._write_table(self._tails_at + first * self._tail_bytes, tails)
 
     def read_changes(self) -> npt.NDArray[np.uint32]:
         return np.frombuffer(self._read_table(PAGE_BYTES, 4 * -(-self.num_slots // PAGE_SLOTS)), np.uint32)

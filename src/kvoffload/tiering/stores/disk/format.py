@@ -15,15 +15,16 @@ within a file. A name that begins with ``new-`` is a slab in the making. A table
                              blake2b-256 of ``<block_bytes>:<directory>`` 32 · zeros · xxh3_64 of all before 8
     changes    u32 per page of 64 slots, rounded up: grows whenever an entry of the page has changed
     uses       u32 per slot: time of last use, seconds since 1970; a hint, which every process may write
-    entries    64 bytes per slot: payload's checksum 16 · time of writing u32 · key's hash u32 · length u8 · key 39
+    entries    64 bytes per slot: payload's seal 16 · time of writing u32 · key's hash u32 · length u8 · key 39
+    tails      12 bytes per slot, where blocks are encrypted: the rest of the seal, written before the entry
 
 All numbers are little endian. A slot with length 0 is empty. Length 255 stands for a key of more than 39 bytes, of
 which the entry has a digest (blake2b) of 39.
 
 ``h``, the key's 64-bit hash, is xxh3_64 of the entry's last 40 bytes, length and key, seeded with xxh3_64 of
-``<block_bytes>:<directory>``. The entry has its lower half. The checksum is xxh3_128 of the payload, seeded
+``<block_bytes>:<directory>``. The entry has its lower half. The seal is xxh3_128 of the payload, seeded
 with ``h``. So bytes of another key, namespace or block size never pass for a block, whatever the entry says. With a
-secret it is a message authentication code of namespace, block size, key and payload instead (``stores/seal.py``).
+secret it is what seals namespace, block size, key and payload (``stores/seal.py``), which may be encrypted then.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import xxhash
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.disk.allocator import MAX_SLAB_SLOTS
-from kvoffload.tiering.stores.seal import Sealer
+from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, seal_bytes_of, sealer_of
 
 __all__ = [
     "EMPTY_ENTRY",
@@ -109,13 +110,16 @@ class SlabFormat:
     secret: bytes | None = field(default=None, repr=False)
     digest: bytes = field(init=False, repr=False)
     _seed: int = field(init=False, repr=False)
-    _sealer: Sealer | None = field(init=False, repr=False, compare=False)
+    tail_bytes: int = field(init=False)
+    """Of a seal, beside what its entry has room for."""
+    _sealer: Sealer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         identity = f"{self.block_bytes}:{self.directory}"
         object.__setattr__(self, "digest", hashlib.blake2b(identity.encode(), digest_size=32).digest())
         object.__setattr__(self, "_seed", xxhash.xxh3_64_intdigest(identity.encode()))
-        object.__setattr__(self, "_sealer", Sealer(identity, self.secret) if self.secret else None)
+        object.__setattr__(self, "tail_bytes", seal_bytes_of(self.secret) - SEAL_BYTES)
+        object.__setattr__(self, "_sealer", sealer_of(identity, self.secret, self._checksum))
 
     @property
     def is_paged(self) -> bool:
@@ -133,16 +137,26 @@ class SlabFormat:
     def key_of(self, entry: bytes) -> HashedKey:
         return HashedKey(xxhash.xxh3_64_intdigest(entry[-_KEY.size :], self._seed), entry[PROBE_AT:])
 
-    def seal(self, key: HashedKey, payload: memoryview) -> bytes:
-        """The only seal that a block with this key and payload may have."""
-        if self._sealer is None:
-            return xxhash.xxh3_128_digest(payload, key.hash64)
-        return self._sealer.seal(key.probe, payload)
+    @property
+    def changes_blocks(self) -> bool:
+        """Whether a slot has other bytes than its block."""
+        return self._sealer.changes_blocks
 
-    def entry(self, key: HashedKey, payload: memoryview, written_ns: int) -> bytes:
-        """Of a block with this payload, written at this time (nanoseconds since 1970)."""
+    def seal(self, key: HashedKey, block: memoryview) -> tuple[memoryview, bytes]:
+        """A slot's payload for ``block``, and its seal."""
+        return self._sealer.seal(key.probe, block)
+
+    def unseal(self, seal: bytes, key: HashedKey, payload: memoryview) -> bool:
+        """Whether ``payload`` was sealed so for this key. Then it is the block now, else its content is undefined."""
+        return self._sealer.unseal(seal, key.probe, payload, payload)
+
+    def entry(self, key: HashedKey, seal: bytes, written_ns: int) -> bytes:
+        """Of a block with this seal, written at this time (nanoseconds since 1970). It lacks the seal's tail."""
         written_s = min(written_ns // 1_000_000_000, 0xFFFF_FFFF)
-        return self.seal(key, payload) + written_s.to_bytes(4, "little") + key.probe
+        return seal[:SEAL_BYTES] + written_s.to_bytes(4, "little") + key.probe
+
+    def _checksum(self, probe: bytes, payload: memoryview) -> bytes:
+        return xxhash.xxh3_128_digest(payload, xxhash.xxh3_64_intdigest(probe[-_KEY.size :], self._seed))
 
     def header(self, num_slots: int) -> bytes:
         body = _FIELDS.pack(_MAGIC, _VERSION, 0, num_slots, self.block_bytes, self.digest)
@@ -174,8 +188,11 @@ class SlabFormat:
         return cls.uses_at(num_slots) + 4 * num_slots
 
     @classmethod
-    def table_bytes(cls, num_slots: int) -> int:
+    def tails_at(cls, num_slots: int) -> int:
         return cls.entries_at(num_slots) + ENTRY_BYTES * num_slots
+
+    def table_bytes(self, num_slots: int) -> int:
+        return self.tails_at(num_slots) + self.tail_bytes * num_slots
 
     def slab_bytes(self, num_slots: int) -> int:
         """Of both files."""
@@ -183,7 +200,7 @@ class SlabFormat:
 
     def slots_in(self, num_bytes: int) -> int:
         """The most slots of a slab that takes at most ``num_bytes``."""
-        num_slots = max(0, num_bytes - PAGE_BYTES - 4) // (self.block_bytes + ENTRY_BYTES + 4)
+        num_slots = max(0, num_bytes - PAGE_BYTES - 4) // (self.block_bytes + ENTRY_BYTES + self.tail_bytes + 4)
         while num_slots and self.slab_bytes(num_slots) > num_bytes:
             num_slots -= 1
         return min(num_slots, MAX_SLAB_SLOTS)

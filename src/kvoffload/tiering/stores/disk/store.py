@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hmac import compare_digest
 from typing import Literal
 
 from kvoffload.base import OffloadKey
@@ -196,19 +195,25 @@ class DiskStore(RootedStore):
         """Writes blocks: payloads first, then their entries. So a process that dies in between leaves empty slots. If
         the table fails, its slab is not used any more."""
         slab, first = run.slab, run.slots.first
-        entries_of = self._begin_entries(run.blocks)
+        payloads, seals_of = self._begin_seals(run.blocks)
         good = list[Run]()
         try:
-            if whole := slab.file.write(first, [block.payload for block in run.blocks]):
+            if whole := slab.file.write(first, payloads):
                 good = [Run(0, whole)]
         except OSError as exc:
             errors.append(exc)
             if exc.errno == errno.EIO or exc.errno in NO_SPACE:
-                good, bad = self._write_singly(run)
+                good, bad = self._write_singly(run, payloads)
                 run.bad = bad if exc.errno == errno.EIO else []
-        run.entries = entries_of()
+        seals = seals_of()
+        run.entries = b"".join(
+            [self._layout.entry(block.key, seal, block.stamp_ns) for block, seal in zip(run.blocks, seals, strict=True)]
+        )
         try:
             for part in good:
+                if self._layout.tail_bytes:
+                    tails = b"".join([seal[SEAL_BYTES:] for seal in seals[part.start : part.stop]])
+                    slab.file.write_tails(first + part.start, tails)
                 entries = run.entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES]
                 slab.file.write_entries(first + part.start, entries)
         except OSError as exc:
@@ -216,26 +221,27 @@ class DiskStore(RootedStore):
             self._slabs.lose(slab, exc)
         run.good = good
 
-    def _begin_entries(self, new: Sequence[NewBlock]) -> Callable[[], bytes]:
-        """Makes checksums and entries of blocks, and returns what waits for them."""
-        if self._beside is not None:
+    def _begin_seals(self, new: Sequence[NewBlock]) -> tuple[list[memoryview], Callable[[], list[bytes]]]:
+        """What to write for blocks, and what waits for their seals."""
+        if self._beside is not None and not self._layout.changes_blocks:
             try:
-                return self._beside.submit(self._entries, new).result
+                seals_of = self._beside.submit(lambda: [seal for _, seal in self._sealed(new)]).result
+                return [block.payload for block in new], seals_of
             except RuntimeError:
                 pass  # the store is closed, or the interpreter ends
         # Before the write: they bring the payloads into the processor's caches, from which the kernel then takes them.
-        entries = self._entries(new)
-        return lambda: entries
+        sealed = self._sealed(new)
+        return [payload for payload, _ in sealed], lambda: [seal for _, seal in sealed]
 
-    def _entries(self, new: Sequence[NewBlock]) -> bytes:
-        return b"".join([self._layout.entry(block.key, block.payload, block.stamp_ns) for block in new])
+    def _sealed(self, new: Sequence[NewBlock]) -> list[tuple[memoryview, bytes]]:
+        return [self._layout.seal(block.key, block.payload) for block in new]
 
-    def _write_singly(self, run: NewRun) -> tuple[list[Run], list[int]]:
+    def _write_singly(self, run: NewRun, payloads: Sequence[memoryview]) -> tuple[list[Run], list[int]]:
         """Which blocks of a run can be written, and which the disk fails to write."""
         good, bad = list[int](), list[int]()
-        for at, block in enumerate(run.blocks):
+        for at, payload in enumerate(payloads):
             try:
-                if run.slab.file.write(run.slots.first + at, [block.payload]):
+                if run.slab.file.write(run.slots.first + at, [payload]):
                     good.append(at)
             except OSError:
                 bad.append(at)
@@ -288,7 +294,9 @@ class DiskStore(RootedStore):
         """Reads and verifies blocks in neighbouring slots of a slab."""
         first, views = found[0].slot % SLAB_STRIDE, [self._bytes(batch.blocks[block.at]) for block in found]
         failed: dict[int, OSError] = {}
+        tails = b""
         try:
+            tails = self._tails(slab, first, len(found))
             whole = slab.file.read(first, views)
         except OSError as exc:
             whole = len(found)
@@ -300,10 +308,17 @@ class DiskStore(RootedStore):
             key, error = batch.keys[block.at], failed.get(index)
             if error is not None:
                 batch.errors.append(error)
-            elif index < whole and compare_digest(self._layout.seal(key, view), block.seal):
+            elif index < whole and self._layout.unseal(block.seal + self._tail(tails, index), key, view):
                 batch.answers[block.at] = True
                 continue
             batch.answers[block.at] = self._judge(slab, first + index, key, view, block.seal, error)
+
+    def _tails(self, slab: Slab, first: int, count: int) -> bytes:
+        """The rest of the seals of neighbouring slots. Raises ``OSError``."""
+        return bytes(slab.file.read_tails(first, count)) if self._layout.tail_bytes else b""
+
+    def _tail(self, tails: bytes, index: int) -> bytes:
+        return tails[index * self._layout.tail_bytes : (index + 1) * self._layout.tail_bytes]
 
     @staticmethod
     def _read_singly(slab: Slab, first: int, views: Sequence[memoryview]) -> dict[int, OSError]:
@@ -329,7 +344,8 @@ class DiskStore(RootedStore):
             # Memory, bus or a passing fault may be to blame. Only a block that is wrong twice is wrong, and the second
             # read takes another way.
             for _ in range(_JUDGED_AT_MOST):
-                if slab.file.read_buffered(index, view) and compare_digest(self._layout.seal(key, view), seal):
+                tail = self._tails(slab, index, 1)
+                if slab.file.read_buffered(index, view) and self._layout.unseal(seal + tail, key, view):
                     return True
                 if slab.is_own:
                     break

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvoffload.errors import ConfigError
@@ -28,16 +28,16 @@ __all__ = ["StoreRoot", "is_sound"]
 
 
 class StoreRoot:
-    """A root on disk. ``secret`` is for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""
+    """A root on disk. ``secrets`` are for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""
 
-    def __init__(self, path: Path, secret: bytes | None = None) -> None:
+    def __init__(self, path: Path, secrets: Sequence[bytes] = ()) -> None:
         if not path.is_dir():
             raise ConfigError(f"{path} is not a directory; give the 'path' of a 'disk' or 'fs' tier.")
         if not (path / CONTROL_DIR).is_dir():
             raise ConfigError(f"{path} is not a kvoffload store: it has no {CONTROL_DIR} directory.")
         self.path = path
         self._root = str(path.absolute())
-        self._secret = secret
+        self._secrets = secrets
 
     def directories(self) -> list[str]:
         """The directories of all namespaces, sorted. Skips other directories."""
@@ -66,8 +66,8 @@ class StoreRoot:
     def is_sound(self, file: FileSeen) -> bool | None:
         """Whether a file verifies, ``None`` if it is gone. Reads a file twice before it calls it bad."""
         path = os.path.join(self._root, file.path)
-        sound = is_sound(path, self._secret)
-        return is_sound(path, self._secret) if sound is False else sound
+        sound = is_sound(path, self._secrets)
+        return is_sound(path, self._secrets) if sound is False else sound
 
     def remove(self, files: list[FileSeen]) -> int:
         """Deletes files. Returns how many are gone."""
@@ -118,7 +118,7 @@ class StoreRoot:
                 yield from seen_in(self._root, path)
 
 
-def is_sound(path: str, secret: bytes | None = None) -> bool | None:
+def is_sound(path: str, secrets: Sequence[bytes] = ()) -> bool | None:
     """Whether the file at ``path`` holds the block that its path says, byte for byte. ``None`` if it is gone."""
     directory, fan, name = path.rsplit(os.sep, 2)
     directory = os.path.basename(directory)
@@ -128,7 +128,7 @@ def is_sound(path: str, secret: bytes | None = None) -> bool | None:
             if (stated := stated_in(start)) is None:
                 return False
             block_bytes, identity = stated
-            layout = BlockFormat(directory, block_bytes, secret_for(directory, secret))
+            layout = BlockFormat(directory, block_bytes, secret_for(directory, secrets))
             if os.fstat(file.fileno()).st_size != layout.file_bytes:
                 return False
             if (key := parse_name(name)) is None:  # a long one, of which the name has the identity
@@ -136,8 +136,8 @@ def is_sound(path: str, secret: bytes | None = None) -> bool | None:
             else:
                 is_its_own = layout.path_of(key) == f"{directory}/{fan}/{name}" and layout.identity(key) == identity
             file.seek(layout.header_bytes)
-            header = layout.header(identity, memoryview(file.read()))
-            return is_its_own and start[: layout.header_bytes] == header
+            payload = memoryview(bytearray(file.read()))
+            return is_its_own and layout.unseal(start[: layout.header_bytes], identity, payload)
     except OSError as exc:
         if is_absence(exc):
             return None

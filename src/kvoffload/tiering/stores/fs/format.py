@@ -12,11 +12,11 @@ The two hex digits are the *fan*: one of 256 directories in each namespace, over
 A file is a header and then the payload. The header is one page where payloads are whole pages, so that direct I/O
 can move both, and 128 bytes otherwise::
 
-    magic 8 · version u16 · 0 u16 · header_bytes u32 · block_bytes u64 · identity 32 · seal 16 ·
+    magic 8 · version u16 · 0 u16 · header_bytes u32 · block_bytes u64 · identity 32 · seal 16 or 28 ·
     zeros · xxh3_64 of all before 8                                                           (little endian)
 
 ``identity`` is a digest of namespace and key, so another block's file never passes for this one. ``seal`` is the
-payload's xxh3_128, or with a secret a message authentication code of identity and payload (``stores/seal.py``).
+payload's xxh3_128, or with a secret what seals identity and payload (``stores/seal.py``), which may be encrypted then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import xxhash
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.direct_io import PAGE_BYTES
-from kvoffload.tiering.stores.seal import Sealer
+from kvoffload.tiering.stores.seal import Sealer, sealer_of
 
 __all__ = [
     "MARKER",
@@ -50,7 +50,7 @@ NUM_FANS = 256
 
 _MAGIC = b"KVOBLOCK"
 _VERSION = 1
-_FIELDS = struct.Struct("<8sHHIQ32s16s")
+_FIELDS = struct.Struct("<8sHHIQ32s")
 _SMALL_HEADER_BYTES = 128
 _SUM_BYTES = 8
 _PAGED_FROM_BYTES = 16 * PAGE_BYTES
@@ -84,7 +84,7 @@ def stated_in(start: bytes) -> tuple[int, bytes] | None:
     is no header. Verifies nothing."""
     if len(start) < _FIELDS.size:
         return None
-    magic, version, _, _, block_bytes, identity, _ = _FIELDS.unpack_from(start)
+    magic, version, _, _, block_bytes, identity = _FIELDS.unpack_from(start)
     return (block_bytes, identity) if (magic, version) == (_MAGIC, _VERSION) else None
 
 
@@ -99,17 +99,19 @@ class BlockFormat:
     file_bytes: int = field(init=False)
     _front: bytes = field(init=False, repr=False)
     _salt: bytes = field(init=False, repr=False)
-    _sealer: Sealer | None = field(init=False, repr=False, compare=False)
+    _sealer: Sealer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         paged = self.block_bytes % PAGE_BYTES == 0 and self.block_bytes >= _PAGED_FROM_BYTES
         header_bytes = PAGE_BYTES if paged else _SMALL_HEADER_BYTES
         object.__setattr__(self, "header_bytes", header_bytes)
         object.__setattr__(self, "file_bytes", header_bytes + self.block_bytes)
-        front = _FIELDS.pack(_MAGIC, _VERSION, 0, header_bytes, self.block_bytes, bytes(32), bytes(16))[:-48]
+        front = _FIELDS.pack(_MAGIC, _VERSION, 0, header_bytes, self.block_bytes, bytes(32))[:-32]
         object.__setattr__(self, "_front", front)
         object.__setattr__(self, "_salt", self.directory.encode() + b"\0")
-        object.__setattr__(self, "_sealer", Sealer(self.directory, self.secret) if self.secret else None)
+        # The header says which key it is.
+        sealer = sealer_of(self.directory, self.secret, lambda _, payload: xxhash.xxh3_128_digest(payload))
+        object.__setattr__(self, "_sealer", sealer)
 
     @property
     def is_paged(self) -> bool:
@@ -124,10 +126,18 @@ class BlockFormat:
     def identity(self, key: OffloadKey) -> bytes:
         return hashlib.blake2b(self._salt + key, digest_size=32).digest()
 
-    def header(self, identity: bytes, payload: memoryview) -> bytes:
-        """The only header that a file with a key of this identity, and with this payload, may have. A read compares
-        all of it."""
-        seal = self._sealer.seal(identity, payload) if self._sealer else xxhash.xxh3_128_digest(payload)
+    def sealed(self, identity: bytes, payload: memoryview) -> tuple[bytes, memoryview]:
+        """The header and the payload of a file for a block with a key of this identity."""
+        stored, seal = self._sealer.seal(identity, payload)
+        return self._header(identity, seal), stored
+
+    def unseal(self, header: bytes, identity: bytes, payload: memoryview) -> bool:
+        """Whether a file with this ``header`` and ``payload`` holds the block of a key of this identity. Then
+        ``payload`` is that block, else its content is undefined."""
+        seal = header[_FIELDS.size : _FIELDS.size + self._sealer.seal_bytes]
+        return header == self._header(identity, seal) and self._sealer.unseal(seal, identity, payload, payload)
+
+    def _header(self, identity: bytes, seal: bytes) -> bytes:
         parts = self._front + identity + seal
         body = parts + bytes(self.header_bytes - _SUM_BYTES - len(parts))
         return body + xxhash.xxh3_64_digest(body)

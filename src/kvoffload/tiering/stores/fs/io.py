@@ -136,7 +136,7 @@ class FileIO:
 
     def _write(self, temporary: str, key: OffloadKey, payload: memoryview) -> None:
         header = self._header_buffer()
-        header[:] = self._layout.header(self._layout.identity(key), payload)
+        header[:], payload = self._layout.sealed(self._layout.identity(key), payload)
         fd = self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, payload, self._direct)
         try:
             if not self._move(fd, os.writev, [header, payload]):
@@ -186,7 +186,7 @@ class FileIO:
                 # Cut off while we read, or the kernel stopped early: look again before judging.
                 is_short = os.fstat(fd).st_size != self._layout.file_bytes
                 return ReadOutcome.BAD if is_short else ReadOutcome.UNSURE, status.st_ino
-            good = header.tobytes() == self._layout.header(self._layout.identity(key), payload)
+            good = self._layout.unseal(header.tobytes(), self._layout.identity(key), payload)
             if good and status.st_mtime_ns < self._quota.old_before_ns:
                 with contextlib.suppress(OSError):
                     os.utime(fd)  # a use: it is deleted later

@@ -43,8 +43,8 @@ class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} of the 'mooncake' tier is empty.")
         self._make(block_bytes or 1, "", None)  # connects to nothing
 
-    def _open(self, block_bytes: int, namespace: str) -> BlockStore:
-        return self._make(block_bytes, namespace, self.read_seal_key())
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
+        return self._make(block_bytes, namespace, secret)
 
     def _make(self, block_bytes: int, namespace: str, secret: bytes | None) -> MooncakeStore:
         given = self.segment_bytes

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from kvoffload.base import OffloadKey
 from kvoffload.errors import MissingExtraError, StoreError
 from kvoffload.tiering.stores.resolver import Resolver
-from kvoffload.tiering.stores.seal import SEAL_BYTES
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 __all__ = ["MooncakeStore"]
@@ -115,7 +114,7 @@ class MooncakeStore(SharedStore):
         self._client: Any = None
         self._is_closed = False
         self.batch_blocks = max(1, min(_MOST_BLOCKS, _BATCH_BYTES // block_bytes))
-        self._staging = _Staging(block_bytes + SEAL_BYTES, self._register)
+        self._staging = _Staging(block_bytes + self._sealer.seal_bytes, self._register)
 
     def __repr__(self) -> str:
         return f"MooncakeStore({self._master!r}, {self._directory!r}, block_bytes={self._block_bytes})"
@@ -168,8 +167,7 @@ class MooncakeStore(SharedStore):
         """The library may read the rows of a failed write later. What it then finds has not the seal of this key."""
         rows = self._staging.take(len(keys))
         for key, block, row in zip(keys, blocks, rows, strict=True):
-            row.data[: self._block_bytes] = block
-            row.data[self._block_bytes :] = self._sealer.seal(key, row.data[: self._block_bytes])
+            row.data[: self._block_bytes], row.data[self._block_bytes :] = self._sealer.seal(key, block)
         try:
             return [int(code) for code in client.batch_put_from_multi_buffers(*self._arguments(keys, rows))]
         finally:
@@ -177,27 +175,25 @@ class MooncakeStore(SharedStore):
 
     def _read(self, client: Any, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[int]:
         # Asked first, so that a master that does not answer costs no memory. The library fills one memory per key.
-        wanted = dict.fromkeys(keys)
+        wanted = dict(zip(keys, blocks, strict=True))
         found = dict(zip(wanted, client.batch_is_exist([self._name(key) for key in wanted]), strict=True))
         here = [key for key in wanted if found[key] == 1]
         ends = {key: _ABSENT if code >= 0 else int(code) for key, code in found.items()}
         rows = self._staging.take(len(here))
         codes = client.batch_get_into_multi_buffers(*self._arguments(here, rows)) if here else []
         bad = []
-        read = dict[OffloadKey, memoryview]()
         for key, row, code in zip(here, rows, codes, strict=True):
             ends[key] = int(code)
-            payload = row.data[: self._block_bytes]
+            stored, seal = row.data[: self._block_bytes], row.data[self._block_bytes :]
             # A value that is shorter than its memory is a success to the library.
-            if code == row.nbytes and self._sealer.fits(row.data[self._block_bytes :], key, payload):
-                read[key] = payload
+            if code == row.nbytes and self._sealer.unseal(seal, key, stored, wanted[key]):
                 ends[key] = 0
             elif code >= 0 or code == _TOO_LONG or (code == _NO_TRANSFER and self._is_other(client, key)):
                 bad.append(key)
                 ends[key] = _ABSENT
         for key, block in zip(keys, blocks, strict=True):
-            if key in read:
-                block[:] = read[key]
+            if block is not wanted[key] and not ends[key]:
+                block[:] = wanted[key]
         # What a transfer may still write is retired: nobody is ever given it again.
         self._staging.give_back(row for row, code in zip(rows, codes, strict=True) if code >= 0 or code in _NOT_BEGUN)
         self._remove_bad(bad)
@@ -214,7 +210,7 @@ class MooncakeStore(SharedStore):
     def _is_other(self, client: Any, key: OffloadKey) -> bool:
         """Whether the value of ``key`` has another length than a block and its seal."""
         size = client.get_size(self._name(key))
-        return bool(size >= 0 and size != self._block_bytes + SEAL_BYTES)
+        return bool(size >= 0 and size != self._block_bytes + self._sealer.seal_bytes)
 
     def _name(self, key: OffloadKey) -> str:
         return self._directory + key.hex()

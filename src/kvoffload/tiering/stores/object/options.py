@@ -51,11 +51,11 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
             }
             self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and sends no request
 
-    def _open(self, block_bytes: int, namespace: str) -> BlockStore:
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         config = {
             name: read_secret(value, f"{name} of the 'object' tier") for name, value in (self.config or {}).items()
         }
-        return self._make(block_bytes, namespace, self.secret("url") or "", config, self.read_seal_key())
+        return self._make(block_bytes, namespace, self.secret("url") or "", config, secret)
 
     def _make(
         self, block_bytes: int, namespace: str, url: str, config: dict[str, str], secret: bytes | None = None

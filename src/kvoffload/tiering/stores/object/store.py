@@ -12,7 +12,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
 from kvoffload.tiering.stores.object.client import Deadlines, check_url, open_client
 from kvoffload.tiering.stores.requests import Requests
-from kvoffload.tiering.stores.seal import SEAL_BYTES
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 __all__ = ["ObjectStore"]
@@ -72,8 +71,7 @@ class ObjectStore(SharedStore):
             if size == self._file_bytes:
                 there.add(index)
                 return True
-            block = self._bytes(blocks[index])
-            sealed = b"".join((block, self._sealer.seal(keys[index], block)))
+            sealed = b"".join(self._sealer.seal(keys[index], self._bytes(blocks[index])))
             mode = "create" if size is None else "overwrite"  # a value of another length is not the block
             try:
                 self._client.put(self._objects, self._path(keys[index]), sealed, mode=mode, use_multipart=False)
@@ -90,11 +88,9 @@ class ObjectStore(SharedStore):
             key, block = keys[index], self._bytes(blocks[index])
             try:
                 found = self._client.get(self._objects, self._path(key))
-                if found.meta["size"] == block.nbytes + SEAL_BYTES:
+                if found.meta["size"] == self._file_bytes:
                     value = memoryview(found.buffer())
-                    payload, seal = value[: block.nbytes], value[block.nbytes :]
-                    if self._sealer.fits(seal, key, payload):
-                        block[:] = payload
+                    if self._sealer.unseal(value[block.nbytes :], key, value[: block.nbytes], block):
                         return True
             except FileNotFoundError:
                 return False
@@ -139,7 +135,7 @@ class ObjectStore(SharedStore):
 
     @property
     def _file_bytes(self) -> int:
-        return self._block_bytes + SEAL_BYTES
+        return self._block_bytes + self._sealer.seal_bytes
 
     def _size(self, key: OffloadKey) -> int | None:
         """Bytes of the object of ``key``; ``None``: there is none."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each, error_reply
-from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer
+from kvoffload.tiering.stores.seal import Sealer
 
 __all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put"]
 
@@ -112,10 +112,10 @@ class Put(Commands):
         """The commands for ``names[index]`` of each index, blocks and seals included."""
         parts: list[Buffer] = []
         for index in indexes:
-            name, block = self.names[index], self.blocks[index]
-            seal = self.sealer.seal(self.keys[index], block)
-            head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, block.nbytes + SEAL_BYTES)
-            parts += head, block, seal + self._end
+            name = self.names[index]
+            stored, seal = self.sealer.seal(self.keys[index], self.blocks[index])
+            head = b"%s$%d\r\n%s\r\n$%d\r\n" % (self._begin, len(name), name, stored.nbytes + len(seal))
+            parts += head, stored, seal + self._end
         return parts
 
 
@@ -134,12 +134,12 @@ class Get(Commands):
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         answers: list[Answer] = []
-        seal = memoryview(bytearray(SEAL_BYTES))
-        keys, blocks, fits = self.keys, self.blocks, self.sealer.fits
+        seal = memoryview(bytearray(self.sealer.seal_bytes))
+        keys, blocks, unseal = self.keys, self.blocks, self.sealer.unseal
         for index in indexes:
             block = blocks[index]
             reply = wire.read_value(block, seal)
-            if reply is True and fits(seal, keys[index], block):
+            if reply is True and unseal(seal, keys[index], block, block):
                 answers.append(True)
             elif isinstance(reply, ErrorReply) and not reply.startswith("WRONGTYPE"):
                 answers.append(reply)

@@ -77,9 +77,9 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
             return super().quota
         return f"{super().quota}, for {self.ttl if isinstance(self.ttl, str) else f'{self.ttl:g} s'}"
 
-    def _open(self, block_bytes: int, namespace: str) -> BlockStore:
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         passwords = {name: self.secret(name) for name in ("password", "sentinel_password")}
-        return self._make(block_bytes, namespace, self.secret("url") or "", self.read_seal_key(), **passwords)
+        return self._make(block_bytes, namespace, self.secret("url") or "", secret, **passwords)
 
     def _make(
         self,
