@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang lacks to serve without a GPU: a plugin of its own kind, which it loads in each of its processes.
 
-SGLang finds it by an entry point, which ``write_entry_point`` lays where Python looks. Each patch stands for something
+SGLang finds it by an entry point, which ``write_entry_points`` lays where Python looks. Each patch stands for something
 that only a GPU has. None touches the radix cache, the HiCache controller or the storage backend.
 """
 
 from __future__ import annotations
 
 import sys
+import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,19 @@ from typing import Any
 NAME = "kvoffload-cpu-device"
 
 
-def write_entry_point(directory: Path) -> None:
-    """A process that has ``directory`` in its PYTHONPATH loads the plugin with SGLang."""
-    info = directory / f"{NAME.replace('-', '_')}-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{NAME} = {__name__}:install\n")
+def write_entry_points(directory: Path) -> None:
+    """A process that has ``directory`` in its PYTHONPATH loads the plugin with SGLang, and that of kvoffload as this
+    checkout declares it, whatever checkout is installed."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    for name, plugins in (
+        (NAME, {NAME: f"{__name__}:install"}),
+        ("kvoffload-checkout", project["entry-points"]["sglang.srt.plugins"]),
+    ):
+        info = directory / f"{name.replace('-', '_')}-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        lines = [f"{plugin} = {where}\n" for plugin, where in plugins.items()]
+        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\n" + "".join(lines))
 
 
 def install() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kvoffload.engines.sglang.updates import watch
+
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 32, 4
 
 
@@ -72,9 +74,12 @@ def hashes(*numbers: int) -> list[str]:
 
 def open_storage(kind: str, model: str, pool: Any, extra: dict[str, Any]) -> Any:
     """A storage of ``kind`` (``"dynamic"``, ``"file"``) for the pages of ``pool``, as SGLang's factory makes it."""
+    from sglang.srt.managers import cache_controller  # noqa: F401 - as in a scheduler's process
+    from sglang.srt.managers.scheduler_components import weight_updater  # noqa: F401
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+    watch()
     config = HiCacheStorageConfig(
         tp_rank=0,
         tp_size=1,

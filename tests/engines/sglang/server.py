@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tests.engines.greedy import Prompt, random_tokens
 from tests.engines.scrape import series_in
-from tests.engines.sglang.cpu_device import write_entry_point
+from tests.engines.sglang.cpu_device import write_entry_points
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ PAGE_BYTES = 4 * 2 * PAGE_TOKENS * 2 * 64 * 4
 """Of ``write_llama``: layers, keys and values, tokens, heads, and their width in float32."""
 DEVICE_TOKENS, HOST_RATIO = 2048, 2.0
 """The host pool has room for a third of the pages of ``families()`` and its answers, and the device for a sixth."""
-PATIENCE_S = 300.0
+PATIENCE_S = 1200.0
 
 
 def families(count: int = 150) -> list[Prompt]:
@@ -84,8 +84,7 @@ class Server:
         self.metrics_port = free_port()
         self._url = f"http://127.0.0.1:{(port := free_port())}"
         if not (entry_point := directory / "entry-point").exists():
-            entry_point.mkdir()
-            write_entry_point(entry_point)
+            write_entry_points(entry_point)
         command = [
             *(str(Path(sys.executable).with_name("sglang")), "serve", "--model-path", model),
             *("--host", "127.0.0.1", "--port", str(port), "--admin-api-key", "admin", "--skip-server-warmup"),
@@ -195,6 +194,12 @@ class Server:
             return True
 
         self.wait_until(is_detached, "the storage is detached")
+
+    def update_weights(self, model: str, version: str | None = None) -> None:
+        """In place, from the directory of another model of the same architecture."""
+        named = {} if version is None else {"weight_version": version}
+        answer = json.loads(self._call("POST", "/update_weights_from_disk", {"model_path": model} | named))
+        assert answer["success"], answer["message"]
 
     def clear(self) -> None:
         """Nothing that was stored is found from now on."""

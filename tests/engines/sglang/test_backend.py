@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +16,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.engines.models import SEED, write_llama
 from tests.engines.sglang.pools import TOKENS, HostPool, hashes, open_storage
 from tests.engines.sglang.server import backend as backend_options
 from tests.ports import free_port
 
+from kvoffload.engines.sglang import identity, updates
+from kvoffload.engines.sglang.updates import ServedWeights
 from kvoffload.errors import ConfigError, LayoutError
 
 pytestmark = pytest.mark.sglang
@@ -48,53 +53,87 @@ def build(model: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvoffload.engines.sglang.backend import KVOffloadStorage
-
-    monkeypatch.setattr(KVOffloadStorage, "_cleared", b"")
-
-
-@pytest.mark.parametrize("name", ["quantization_param_path", "speculative_draft_model_path"])
-def test_other_weights_find_nothing(name: str, monkeypatch: pytest.MonkeyPatch, build) -> None:
+def served(monkeypatch: pytest.MonkeyPatch) -> ServedWeights:
+    """A process in which SGLang has updated nothing yet."""
     from kvoffload.engines.sglang import backend
 
-    pool, keys = HostPool(4), hashes(1)
-    assert build(pool).batch_set_v1(keys, pool.indices(0)) == [True]
-    assert build(pool).batch_exists(keys) == 1
-    args, model_config_of = backend.get_server_args(), backend.model_config_of
-    other = SimpleNamespace(**{each: getattr(args, each) for each in backend._OF_THE_MODEL} | {name: "another"})
-    monkeypatch.setattr(backend, "get_server_args", lambda: other)
-    monkeypatch.setattr(backend, "model_config_of", lambda _: model_config_of(args))
-    assert build(pool).batch_exists(keys) == 0
+    served = ServedWeights(watched_since_s=math.inf)  # of files that were written later
+    monkeypatch.setattr(updates, "SERVED", served)
+    monkeypatch.setattr(backend, "SERVED", served)
+    monkeypatch.setattr(identity, "_read", {})
+    return served
 
 
-def test_weights_that_change_in_a_running_server(build) -> None:
+def test_other_weights_or_settings_find_nothing(tmp_path: Path, build) -> None:
     from sglang.srt.runtime_context import get_context
 
-    from kvoffload.engines.sglang.backend import KVOffloadStorage
+    def found(**settings: Any) -> int:
+        with get_context().override_server_args(model_path=path, device="cpu", **settings):
+            return int(build(pool).batch_exists(keys))
+
+    path = write_llama(tmp_path / "model").path
+    pool, keys = HostPool(4), hashes(1)
+    with get_context().override_server_args(model_path=path, device="cpu"):
+        assert build(pool).batch_set_v1(keys, pool.indices(0)) == [True]
+    assert found() == found(port=1, context_length=4096) == 1
+    assert found(rl_on_policy_target="fsdp") == found(weight_version="v2") == 0
+    write_llama(tmp_path / "model", seed=SEED + 1)
+    assert found() == 1, "this process may serve what it has read"
+    identity._read.clear()
+    assert found() == 0
+
+
+def test_a_rank_that_cannot_be_read_refuses_the_start(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache import hicache_storage
+
+    names = [field.name for field in dataclasses.fields(hicache_storage.HiCacheStorageConfig)]
+    renamed = ["tensor_rank" if name == "tp_rank" else name for name in names]
+    kind = dataclasses.make_dataclass("HiCacheStorageConfig", [(name, Any, None) for name in renamed])
+
+    def config(tp_rank: int, **values: Any) -> Any:
+        return kind(tensor_rank=tp_rank, **values)
+
+    monkeypatch.setattr(hicache_storage, "HiCacheStorageConfig", config)
+    with pytest.raises(ConfigError, match="it has no tp_rank"):
+        build(HostPool(4))
+
+
+def test_weights_that_change_in_a_running_server(build, served: ServedWeights) -> None:
+    from sglang.srt.runtime_context import get_context, get_serving
 
     pool, keys = HostPool(4), hashes(1)
     storage = build(pool)
     assert storage.batch_set_v1(keys, pool.indices(0)) == [True]
-    served = get_context().resolved_server_args_dict()["weight_version"]
-    get_context().override("test", weight_version="new")  # as its scheduler does
+    before = get_serving().weight_version
+
+    def is_off(storage: Any) -> bool:
+        return (
+            storage.batch_exists(keys) == 0
+            and storage.batch_get_v1(keys, pool.indices(1)) == [False]
+            and storage.batch_set_v1(hashes(2), pool.indices(1)) == [False]
+        )
+
+    served.change(before)
+    served.flush()
+    assert is_off(storage)
+    assert is_off(build(pool)), "nothing says which weights these are"
+    get_context().override("test", weight_version="new")  # as SGLang's scheduler does
     try:
-        # SGLang records the version before it forgets what the old weights made: that must not be stored either.
-        assert storage.batch_exists(keys) == 0
-        assert storage.batch_get_v1(keys, pool.indices(1)) == [False]
-        assert storage.batch_set_v1(hashes(2), pool.indices(1)) == [False]
+        assert is_off(storage)
         attached = build(pool)
         assert attached.batch_exists(keys) == 0
         assert attached.batch_set_v1(keys, pool.indices(1)) == [True]
         assert attached.batch_exists(keys) == 1
-        storage.clear()
-        assert storage.batch_exists(keys) == 0
-        assert storage.batch_set_v1(keys, pool.indices(1)) == [True]
-        assert storage.batch_exists(keys) == 1
-        KVOffloadStorage._cleared = b""
+        served.change("new")  # another update, which names nothing
+        assert is_off(attached)
+        attached.clear()
+        assert attached.batch_exists(keys) == 0
+        assert attached.batch_set_v1(keys, pool.indices(1)) == [True]
+        assert attached.batch_exists(keys) == 1
+        served.salt = b""  # as in another process
+        assert build(pool).batch_exists(keys) == 1, "of the first update, by its name"
     finally:
-        get_context().override("test", weight_version=served)
-    assert build(pool).batch_exists(keys) == 1
+        get_context().override("test", weight_version=before)
 
 
 def test_what_was_cleared_stays_so_when_a_storage_is_attached_again(build) -> None:
@@ -268,5 +307,5 @@ def test_metrics_are_served(build) -> None:
 def test_mistakes_fail_the_start(build) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'max_wait_s'"):
         build(HostPool(4), max_wait=1)
-    with pytest.raises(LayoutError, match="gives no addresses"):
+    with pytest.raises(LayoutError, match="does not say how its pages lie"):
         build(SimpleNamespace(page_size=4))

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from tests.engines.greedy import Baseline, Prompt, random_tokens
+from tests.engines.models import SEED, write_llama
 from tests.engines.sglang.server import PAGE_BYTES, PAGE_TOKENS, Answer, Server, backend, families, pages
 from tests.redis_server import RedisServer
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(4000)]
 
 POLICIES = ("best_effort", "wait_complete", "timeout")
 
@@ -227,6 +228,40 @@ def test_nothing_is_found_after_clearing(attached: Server, baseline: Baseline, t
     assert from_storage(answers) == 0
     attached.forget()
     assert from_storage(attached.generate_in_turn(prompts)) > 0
+
+
+def test_weights_updated_in_place_reach_no_server_with_the_old_ones(
+    llama: str, attached: Server, tmp_path: Path
+) -> None:
+    """The update has no version, as most have none; the storage is cleared after it, as docs/sglang.md says."""
+    storage = backend(disk(tmp_path / "kv"))
+    before, after = families(24)[:10], families(24)[10:]
+    alone = attached.generate([*before, *after], gaps=True)
+    baseline = Baseline({name: {"tokens": each.tokens, "gap": each.gap} for name, each in alone.items()})
+    attached.forget()
+    new = write_llama(tmp_path / "new", seed=SEED + 1).path
+    server = Server(llama, tmp_path, storage=storage).wait_until_ready()
+    try:
+        judge(baseline, server.generate(before))
+        server.wait_until_stored(pages(before))
+        server.update_weights(new)
+        answers = {name: each.tokens for name, each in server.generate(after).items()}
+        assert baseline.wrong(answers), "the new weights answer as the old ones"
+        server.forget()  # what has been written ends
+        server.clear()
+        server.generate(after)
+        server.wait_until_stored(pages(before) + pages(after))
+        server.forget()
+        again = server.generate_in_turn(after)
+        assert {name: each.tokens for name, each in again.items()} == answers
+        assert from_storage(again) > 0, "since it was cleared, the server stores what the new weights made"
+        server.detach()
+    finally:
+        server.stop()
+    attached.attach(storage)
+    found = attached.generate_in_turn([*before, *after])
+    judge(baseline, found)
+    assert from_storage(found) > 0
 
 
 def test_the_command_line_maintains_what_sglang_wrote(attached: Server, baseline: Baseline, tmp_path: Path) -> None:

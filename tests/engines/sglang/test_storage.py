@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from tests.engines.sglang.pools import TOKENS, HostPool, hashes
 from tests.redis_server import PATIENT_OPTIONS, RedisServer
 
 from kvoffload.engines.sglang.options import parse_options
-from kvoffload.engines.sglang.storage import PoolStorage, pages_of, ranks_of
+from kvoffload.engines.sglang.storage import PoolStorage, page_facts, pages_of
 from kvoffload.errors import LayoutError
 
 MODEL = {"name": "small"}
-RANKS = {"tp_rank": 0, "tp_size": 1}
+RANKS = {"tp_rank": 0, "tp_size": 1, "is_mla_model": False}
 
 
 @pytest.fixture
@@ -125,8 +124,15 @@ def test_a_pool_without_addresses_is_refused_with_what_to_do(build) -> None:
         build(NoPages(4))
 
 
-def test_ranks_are_those_of_sglangs_configuration() -> None:
-    ranks = ranks_of(SimpleNamespace(tp_rank=1, tp_size=2, is_mla_model=True, unrelated=7))
-    assert ranks["tp_rank"] == 1
-    assert ranks["is_mla_model"] is True
-    assert "unrelated" not in ranks
+def test_a_pool_that_lacks_what_every_pool_has_is_refused(build) -> None:
+    pool = HostPool(4)
+    del pool.dtype
+    with pytest.raises(LayoutError, match="it has no dtype"):
+        build(pool)
+
+
+def test_what_a_pool_says_about_its_pages_counts_and_what_is_free_does_not() -> None:
+    pool, facts = HostPool(4), page_facts(HostPool(9))
+    assert page_facts(pool) == facts
+    pool.of_a_newer_sglang = ("interleaved", 2)  # type: ignore[attr-defined]
+    assert page_facts(pool) != facts

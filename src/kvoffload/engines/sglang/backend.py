@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
-import secrets
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -19,12 +19,15 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransferResult,
 )
-from sglang.srt.runtime_context import get_server_args, get_serving
+from sglang.srt.runtime_context import get_context, get_server_args, get_serving
 
 from kvoffload.engines.sglang.hits import restorable_pages
-from kvoffload.engines.sglang.options import parse_options
-from kvoffload.engines.sglang.storage import PoolStorage, pages_of, ranks_of
+from kvoffload.engines.sglang.identity import architecture_of, environment_of, ranks_of, server_facts, weights_of
+from kvoffload.engines.sglang.options import SGLangOptions, parse_options
+from kvoffload.engines.sglang.storage import PoolStorage, pages_of
 from kvoffload.engines.sglang.tiers import Page
+from kvoffload.engines.sglang.updates import SERVED, watch_from_the_start
+from kvoffload.engines.sglang.versions import sglang_release
 from kvoffload.errors import ConfigError
 from kvoffload.exporter import PrometheusExporter
 from kvoffload.logs import RateLimitedLog
@@ -36,18 +39,15 @@ logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
 _KV = PoolName.KV.value
-_OF_THE_MODEL = (
-    "model_path",
-    "revision",
-    "quantization",
-    "dtype",
-    "kv_cache_dtype",
-    "json_model_override_args",
-    "load_format",
-    "quantization_param_path",
-    "speculative_draft_model_path",
-    "speculative_draft_model_revision",
-)
+
+
+class _Named(NamedTuple):
+    """The weights whose pages are stored and found."""
+
+    num_changes: int
+    """Of weights in this process until then; -1: none are."""
+    version: str
+    salt: bytes
 
 
 class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types for others
@@ -55,18 +55,26 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     one asks, one reads, one writes. Mistakes in the options raise ``ConfigError`` at the start. Later nothing raises.
     """
 
-    _cleared: ClassVar[bytes] = b""
-    """A part of all keys, new with each ``clear``. It outlives a storage: SGLang may attach another one later."""
+    _is_first: ClassVar[bool] = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         self._config = storage_config
         extra = storage_config.extra_config or {}
         self._options = parse_options(extra)
-        self._weights = get_serving().weight_version
-        self._model = _model_of(storage_config) | {
-            "weight_version": self._weights,
+        # As given, not as it is now: SGLang changes it when it attaches a storage later.
+        is_start = KVOffloadStorage._is_first and get_server_args().hicache_storage_backend is not None
+        watch_from_the_start(is_start)
+        self._ranks = ranks_of(storage_config)
+        version = get_serving().weight_version
+        self._model = _model_facts(self._options, version, is_start) | {
+            "name": storage_config.model_name,
             "pages": bool(extra.get("interface_v1", 0)),
         }
+        self._named = _Named(SERVED.num_changes, version, SERVED.salt)
+        if (reason := SERVED.why_not_named_by(version)) is not None:
+            logger.warning(reason)
+            self._named = _Named(-1, version, b"")
+        KVOffloadStorage._is_first = False
         self._pools: dict[str, PoolStorage] = {}
         self._publishing = threading.Lock()
         self._stop_metrics: Callable[[], None] | None = None
@@ -105,7 +113,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             torch.arange(host_pool.page_size),
             self._options,
             model=self._model,
-            ranks=ranks_of(self._config),
+            ranks=self._ranks,
             salt=self._salt,
         )
         logger.info(
@@ -185,20 +193,20 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     # ---------------------------------------------------------------------------------------------------- the rest
 
     def clear(self) -> None:
-        """This process finds nothing from now on that was stored before. Tiers evict it in time. SGLang's operator asks
-        for it after new weights."""
-        KVOffloadStorage._cleared = secrets.token_bytes(16)
-        self._weights = get_serving().weight_version
+        """This process finds nothing from now on that was stored before, and nobody else finds what it will store.
+        Tiers evict it in time. SGLang's operator asks for it after new weights."""
+        SERVED.clear()
+        self._named = _Named(SERVED.num_changes, get_serving().weight_version, SERVED.salt)
 
     def _salt(self) -> bytes | None:
         """``None`` after the weights have changed: SGLang may still have pages of the old ones, and does not say which
         they are."""
-        weights = get_serving().weight_version
-        if weights == self._weights:
-            return self._cleared
+        named, version = self._named, get_serving().weight_version  # at once: another thread may clear
+        if named.version == version and named.num_changes == SERVED.num_changes:
+            return named.salt
         _log.warning(
-            f"SGLang serves weights of version {weights!r} now, and {self._weights!r} when its storage was attached or "
-            "cleared. Nothing is found or stored until it is cleared, or attached again."
+            f"SGLang's weights ({version!r} now) have changed since its storage was attached or cleared. Nothing is "
+            "found or stored until it is cleared, or attached again after an update with a weight_version of its own."
         )
         return None
 
@@ -235,7 +243,7 @@ def _pages_at(tensors: Sequence[torch.Tensor]) -> list[Page]:
 
 def _number_of(config: HiCacheStorageConfig) -> int:
     """A number of its own for each rank that SGLang names."""
-    number: int = getattr(config, "dp_rank", 0)
+    number: int = config.dp_rank
     for rank, size in (
         (config.pp_rank, config.pp_size),
         (config.attn_cp_rank, config.attn_cp_size),
@@ -245,12 +253,17 @@ def _number_of(config: HiCacheStorageConfig) -> int:
     return number
 
 
-def _model_of(config: HiCacheStorageConfig) -> dict[str, Any]:
+def _model_facts(options: SGLangOptions, version: str, is_start: bool) -> dict[str, Any]:
     """Everything about the model and its weights that changes the bytes of a page."""
     args = get_server_args()
-    architecture = model_config_of(args).hf_config.to_json_string(use_diff=False)
-    return {
-        "name": config.model_name,
-        **{name: getattr(args, name) for name in _OF_THE_MODEL},
-        "architecture": hashlib.sha256(architecture.encode()).hexdigest()[:16],
+    resolved = get_context().resolved_server_args_dict()
+    architecture = json.loads(model_config_of(args).hf_config.to_json_string(use_diff=False))
+    facts = server_facts(args, resolved) | {
+        "sglang": sglang_release(),
+        "architecture": architecture_of(architecture),
+        "environment": environment_of(os.environ),
     }
+    if any(tier.is_persistent for tier in options.tiers):
+        # At the start they may just have been downloaded.
+        facts["weights"] = weights_of(args, resolved, version, None if is_start else SERVED.watched_since_s)
+    return facts

@@ -19,7 +19,7 @@ __all__ = ["SGLangOptions", "namespace_of", "parse_options"]
 
 _WHAT = "'kvoffload' of SGLang's storage options"
 
-_FORMAT = 1
+_FORMAT = 2
 """Raise it whenever the same facts give the bytes of a block another meaning."""
 
 _RANK_BOUND = ("mamba", "draft")
@@ -75,12 +75,12 @@ def namespace_of(pool_name: str, page: Mapping[str, Any], model: Mapping[str, An
     """The namespace of a pool's pages, which two engines share only if each can use the other's.
 
     ``page`` has the facts of one page (layout, dtype, sizes), ``model`` those of the model (its ``name`` first), and
-    ``ranks`` the numbers and counts of ranks, with ``is_mla_model``: then the KV is the same on all ranks of tensor
-    parallelism, and SGLang writes it on one of them.
+    ``ranks`` the numbers and counts of ranks, ``tp_rank`` and ``is_mla_model`` among them. If the latter holds, the KV
+    is the same on all ranks of tensor parallelism, and SGLang writes it on one of them.
     """
     own = dict(ranks)
-    if own.pop("is_mla_model", False) and pool_name.split("_")[0] not in _RANK_BOUND:
-        own.pop("tp_rank", None)
+    if own.pop("is_mla_model") and pool_name.split("_")[0] not in _RANK_BOUND:
+        del own["tp_rank"]
     facts = {
         "engine": "sglang",
         "format": _FORMAT,

@@ -4,12 +4,14 @@ their attributes alone."""
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.engines.sglang.facts import POOL_IS_HARMLESS
 from kvoffload.engines.sglang.options import SGLangOptions, namespace_of
 from kvoffload.engines.sglang.tiers import Page, PageTiers
 from kvoffload.errors import LayoutError
@@ -17,30 +19,29 @@ from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats
 from kvoffload.units import parse_bytes
 
-__all__ = ["PoolStorage", "pages_of", "ranks_of"]
+__all__ = ["PoolStorage", "page_facts", "pages_of"]
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 
-_OF_A_PAGE = (
-    "layout",
-    "dtype",
-    "page_size",
-    "layer_num",
-    "start_layer",
-    "end_layer",
-    "head_num",
-    "head_dim",
-    "v_head_dim",
-)
-"""Attributes of a host pool on which the bytes of its pages depend; not all pools have all of them."""
-
-_OF_RANKS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size")
+_OF_EVERY_POOL = ("layout", "dtype", "page_size")
 
 
-def ranks_of(config: Any) -> dict[str, Any]:
-    """Which part of each page this process has, by SGLang's ``HiCacheStorageConfig``. Ranks of data parallelism do not
-    differ."""
-    return {name: getattr(config, name, None) for name in (*_OF_RANKS, "is_mla_model")}
+def page_facts(host_pool: Any) -> dict[str, Any]:
+    """What says how a page of a host pool is laid out: all of its attributes that are plain values, but those that are
+    known not to matter. Raises ``LookupError`` if one is missing that every pool has."""
+    facts = {
+        name: value for name, value in vars(host_pool).items() if name not in POOL_IS_HARMLESS and _is_plain(value)
+    }
+    if absent := [name for name in _OF_EVERY_POOL if name not in facts]:
+        raise LookupError(f"it has no {', '.join(absent)}")
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    # torch is not imported here.
+    return isinstance(value, (bool, int, float, str, enum.Enum, type(None))) or type(value).__name__ == "dtype"
 
 
 def pages_of(host_pool: Any, host_indices: Any, num_pages: int) -> list[Page]:
@@ -76,18 +77,14 @@ class PoolStorage:
     ) -> None:
         try:
             [page] = pages_of(host_pool, first_page, 1)
-        except (AttributeError, NotImplementedError, ValueError) as exc:
+            facts = page_facts(host_pool)
+        except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as exc:
             raise LayoutError(
-                f"SGLang's host pool {name!r} ({type(host_pool).__name__}) gives no addresses of its pages: {exc}. "
+                f"SGLang's host pool {name!r} ({type(host_pool).__name__}) does not say how its pages lie: {exc}. "
                 "Use --hicache-mem-layout page_first, or serve this model without kvoffload."
             ) from exc
         sizes = [num_bytes for _, num_bytes in page]
-        facts = {name: getattr(host_pool, name, None) for name in _OF_A_PAGE}
-        facts |= {
-            "pool": type(host_pool).__name__,
-            "device_dtype": getattr(getattr(host_pool, "device_pool", None), "dtype", None),
-            "pieces": sizes,
-        }
+        facts |= {"pool": type(host_pool).__name__, "pieces": sizes}
         self.name = name
         self.host_pool = host_pool
         self.page_bytes = sum(sizes)

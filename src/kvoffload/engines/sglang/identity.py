@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything about SGLang's model, weights and settings that changes the bytes of a page. What cannot be read is
+refused in one sentence. Loads neither SGLang nor torch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import glob
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvoffload.engines.facts import COUNTS, UnclearError, facts_of
+from kvoffload.engines.sglang.facts import ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
+from kvoffload.engines.sglang.updates import DEFAULT_VERSION
+from kvoffload.engines.weights import WEIGHT_FILES, fingerprint, local_directory
+from kvoffload.errors import ConfigError
+
+__all__ = ["architecture_of", "environment_of", "ranks_of", "server_facts", "weights_of"]
+
+_READS_THE_MODELS_FILES = (
+    *("auto", "safetensors", "pt", "npcache", "gguf", "bitsandbytes", "layered", "mistral", "sharded_state"),
+    *("fastsafetensors", "instanttensor"),
+)
+"""Values of ``--load-format``."""
+
+_ROPES = ("default", "linear", "proportional")
+_ROPES_OF_ANOTHER_LENGTH = ("llama3", "yarn", "deepseek_yarn")
+"""Those that do not depend on the context length if they name the length that the model was trained with."""
+
+_ORIGINAL = "original_max_position_embeddings"
+
+_UNPROVEN_KV_DTYPES = ("mxfp8", "nvfp4", "fp4_mx_block16")
+
+_read: dict[str, str] = {}
+"""Fingerprints by path, as of the first time: files may be replaced while this process serves the old ones."""
+_reading = threading.Lock()
+
+
+def ranks_of(config: Any) -> dict[str, Any]:
+    """Which part of each page this process has, by SGLang's ``HiCacheStorageConfig``. Raises ``ConfigError`` for one
+    that does not say so."""
+    return {name: getattr(config, name) for name in _facts_of(config, "storage configuration")}
+
+
+def server_facts(args: Any, resolved: Mapping[str, Any]) -> dict[str, str]:
+    """What counts of SGLang's ``ServerArgs``, by its ``resolved`` values."""
+    try:
+        record = _record_of(args, resolved)
+    except (TypeError, LookupError) as exc:
+        raise _unreadable("server arguments", exc) from exc
+    facts = _facts_of(record, "server arguments")
+    if resolved["kv_cache_dtype"] in _UNPROVEN_KV_DTYPES:
+        raise ConfigError(
+            f"kvoffload was not tried with --kv-cache-dtype {resolved['kv_cache_dtype']}, whose scales lie beside the "
+            "pages: use auto, bfloat16, fp8_e4m3 or fp8_e5m2, or serve without kvoffload."
+        )
+    path = resolved["quantization_param_path"]
+    if path is not None:
+        try:
+            facts["quantization_param_path"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        except OSError as exc:
+            raise ConfigError(f"The scales in --quantization-param-path cannot be read: {exc}.") from exc
+    return facts
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """A hash of the model's configuration, in which SGLang has put the context length as ``context_len``. That counts
+    unless all rotary embeddings are known not to depend on it."""
+    ropes = list(_ropes_in(config))
+    for rope in ropes:
+        if _type_of(rope) in ("longrope", "su"):
+            _check_long_rope(rope, config)
+    counted = _of_the_model(config)
+    if all(_ignores_context(rope) for rope in ropes):
+        counted.pop("context_len", None)
+    return hashlib.sha256(json.dumps(counted, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _of_the_model(config: Any) -> Any:
+    """Without the version of the library that has read it."""
+    if isinstance(config, Mapping):
+        return {name: _of_the_model(value) for name, value in config.items() if name != "transformers_version"}
+    return [_of_the_model(value) for value in config] if isinstance(config, (list, tuple)) else config
+
+
+def _ropes_in(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The descriptions of rotary embeddings, also of a part of the model or a kind of layer."""
+    if isinstance(config, Mapping):
+        for name, value in config.items():
+            if name in ("rope_scaling", "rope_parameters") and isinstance(value, Mapping):
+                by_layer = [each for each in value.values() if isinstance(each, Mapping)]
+                yield from by_layer or [value]
+            else:
+                yield from _ropes_in(value)
+    elif isinstance(config, (list, tuple)):
+        for value in config:
+            yield from _ropes_in(value)
+
+
+def _type_of(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type"))
+
+
+def _ignores_context(rope: Mapping[str, Any]) -> bool:
+    kind = _type_of(rope)
+    return kind in _ROPES or (kind in _ROPES_OF_ANOTHER_LENGTH and _ORIGINAL in rope)
+
+
+def _check_long_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """SGLang takes the long factors for a whole batch if one position in it is past the original length."""
+    original, context = rope.get(_ORIGINAL, config.get(_ORIGINAL)), config.get("context_len")
+    if not isinstance(original, int) or not isinstance(context, int) or context > original:
+        raise ConfigError(
+            "SGLang computes all requests of a batch with this model's long rotary factors if one of them is longer "
+            f"than {original} tokens, so equal tokens have unequal pages: set --context-length to {original} at most, "
+            "or serve this model without kvoffload."
+        )
+
+
+def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """What counts of SGLang's own variables, of which it has hundreds."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith("SGLANG_") and not set(ENVIRONMENT_IS_HARMLESS).intersection(name.split("_"))
+    }
+
+
+def weights_of(args: Any, resolved: Mapping[str, Any], version: str, since_s: float | None) -> dict[str, str]:
+    """Which weights SGLang serves: by ``version``, its ``--weight-version``, if somebody gave one; else by the files.
+    Adapters that have the same keys in all processes are told apart by their files in any case.
+
+    ``since_s``: files that have changed since then are not those that this process has read (Unix time); ``None``: all
+    are. Raises ``ConfigError`` if files do not say which weights are served.
+    """
+    found = {}
+    for ref in resolved["lora_paths"] or ():
+        path = _field(ref, "lora_path")
+        found[f"adapter {_field(ref, 'lora_id')}"] = _print_of(path, None, resolved, since_s, "LoRA adapter")
+    if version != DEFAULT_VERSION:
+        return found | {"version": version}
+    defaults = {field.name: field.default for field in msgspec.structs.fields(args)}
+    elsewhere = [name for name in WEIGHTS_FROM_ELSEWHERE if resolved[name] != defaults[name]]
+    if elsewhere:
+        raise _unknown_weights(f"with --{elsewhere[0].replace('_', '-')} they need not be the files of the model")
+    models = [("model", "model_path", "revision", "load_format")]
+    if resolved["speculative_draft_model_path"] is not None:
+        names = ("model_path", "model_revision", "load_format")
+        models.append(("draft", *(f"speculative_draft_{name}" for name in names)))  # type: ignore[arg-type]
+    for what, path, revision, load_format in models:
+        load = resolved[load_format] or resolved["load_format"]
+        if load == "dummy":  # whose seed is SGLang's own, and the same everywhere
+            found[what] = "dummy"
+        elif load not in _READS_THE_MODELS_FILES:
+            raise _unknown_weights(f"--load-format {load} need not read the files of the model")
+        else:
+            found[what] = _print_of(resolved[path], resolved[revision], resolved, since_s, what)
+    return found
+
+
+def _facts_of(record: Any, what: str) -> dict[str, str]:
+    """The fields of ``record`` that count. Raises ``ConfigError`` if one is gone, or is no plain value."""
+    try:
+        names = {field.name for field in dataclasses.fields(record)}
+        for name in FIELDS[type(record).__name__][COUNTS].split():
+            if name not in names:
+                raise LookupError(f"it has no {name}")
+        return facts_of(record, FIELDS)
+    except (TypeError, LookupError, UnclearError) as exc:
+        raise _unreadable(what, exc) from exc
+
+
+def _unreadable(what: str, exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"kvoffload cannot read this SGLang's {what}, on which pages depend: {exc}. Install a version of SGLang that "
+        "docs/sglang.md names."
+    )
+
+
+def _record_of(args: Any, resolved: Mapping[str, Any]) -> Any:
+    """SGLang's struct as a dataclass with other values."""
+    fields: list[tuple[str, Any, Any]] = []
+    for each in msgspec.structs.fields(args):
+        field = dataclasses.field()
+        if each.default_factory is not msgspec.NODEFAULT:
+            field = dataclasses.field(default_factory=each.default_factory)
+        elif each.default is not msgspec.NODEFAULT:  # as a factory: dataclasses refuse a default that may be changed
+            field = dataclasses.field(default_factory=functools.partial(copy.copy, each.default))
+        fields.append((each.name, Any, field))
+    record = dataclasses.make_dataclass(type(args).__name__, fields, kw_only=True)
+    return record(**{name: resolved[name] for name, *_ in fields})
+
+
+def _field(record: Any, name: str) -> str:
+    value: str = record[name] if isinstance(record, Mapping) else getattr(record, name)
+    return value
+
+
+def _print_of(path: str, revision: str | None, resolved: Mapping[str, Any], since_s: float | None, what: str) -> str:
+    patterns = (*WEIGHT_FILES, "adapter_config.json", *(["*.py"] if resolved["trust_remote_code"] else []))
+    try:
+        if os.path.isfile(path):  # a GGUF
+            directory, patterns = Path(path).parent, (glob.escape(os.path.basename(path)),)
+        else:
+            directory = local_directory(path, revision, resolved["download_dir"])
+        with _reading:
+            if (known := _read.get(path)) is not None:
+                return known
+            if since_s is not None and _newest(directory, patterns) >= since_s:
+                raise OSError("they have changed since this server was started")
+            return _read.setdefault(path, fingerprint(directory, patterns))
+    except OSError as exc:
+        if what == "LoRA adapter":
+            raise ConfigError(
+                f"kvoffload cannot tell which weights the LoRA adapter {path!r} has: {exc}; load it by "
+                "/load_lora_adapter instead of --lora-paths, or make its files readable."
+            ) from exc
+        raise _unknown_weights(str(exc)) from exc
+
+
+def _newest(directory: Path, patterns: Iterable[str]) -> float:
+    files = (path for pattern in patterns for depth in ("", "*/") for path in directory.glob(depth + pattern))
+    return max((os.stat(path).st_ctime for path in files), default=0.0)
+
+
+def _unknown_weights(why: str) -> ConfigError:
+    return ConfigError(
+        f"kvoffload cannot tell which weights SGLang serves, and others may find their pages: {why}. Name them by "
+        "--weight-version, with another name for each set of weights."
+    )

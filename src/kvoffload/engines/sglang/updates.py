@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights this process serves, as far as can be seen: SGLang tells no storage when it updates them.
+
+So updates are watched: SGLang loads ``watch`` as a plugin in each of its processes, before it makes a scheduler.
+Importing this module loads neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvoffload.engines.sglang.versions import sglang_release
+from kvoffload.errors import ConfigError
+
+__all__ = ["DEFAULT_VERSION", "SERVED", "ServedWeights", "watch"]
+
+DEFAULT_VERSION = "default"
+"""SGLang's ``--weight-version`` where nobody has given one: then files say which weights a process has read."""
+
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
+_CONTROLLER = "sglang.srt.managers.cache_controller"
+_CONTEXT = "sglang.srt.runtime_context"
+
+_REQUIRED = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+    "resume_memory_occupation",
+)
+_HARMLESS = (
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+    "get_weights_by_name",
+    "check_weights",
+    "save_remote_model",
+    "save_sharded_model",
+    "flush_cache_after_weight_update",
+    "record_weight_version_after_update",
+    "release_memory_occupation",
+)
+"""What SGLang's updater can do besides. All else counts as a change of weights."""
+
+
+@dataclass(slots=True)
+class ServedWeights:
+    """One per process. Updates, clearing and attaching happen on SGLang's scheduler thread; others only ask."""
+
+    salt: bytes = b""
+    """A part of all keys, new with each ``clear``. It outlives a storage: SGLang may attach another one later."""
+    num_changes: int = 0
+    watched_since_s: float | None = None
+    """Unix time; ``None``: updates are not watched."""
+    _version_before: str | None = None
+    """What SGLang called the weights before they changed last."""
+    _num_named: int = 0
+    _num_flushed: int = 0
+    _is_amid_update: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_named(self) -> bool:
+        """Since weights changed last, a version or a clear has said which they are."""
+        return self._num_named == self.num_changes
+
+    def change(self, version: str | None, step: str = "") -> None:
+        """Weights are about to change. From now on nothing that SGLang has is known to be of one set of weights."""
+        with self._lock:
+            self.num_changes += 1
+            if not self._is_amid_update:  # else a step's own version would be taken for that of older weights
+                self._version_before = version
+            if step in ("begin_weight_update", "end_weight_update"):
+                self._is_amid_update = step == "begin_weight_update"
+
+    def flush(self) -> None:
+        """SGLang has forgotten all pages that it had computed."""
+        self._num_flushed = self.num_changes
+
+    def clear(self) -> None:
+        """This process finds nothing from now on that it has stored, and nobody else finds what it will store."""
+        with self._lock:
+            self.salt = secrets.token_bytes(16)
+            self._num_named = self.num_changes
+
+    def why_not_named_by(self, version: str) -> str | None:
+        """Takes ``version``, which a storage that is being attached has in its namespace, as the name of the weights.
+        The reason, if it is not: a sentence."""
+        with self._lock:
+            if self.is_named:
+                return None
+            if version in (DEFAULT_VERSION, self._version_before) or self._version_before is None:
+                return (
+                    f"SGLang's weights were updated, and the weight_version {version!r} does not name the new ones. "
+                    "Nothing is stored or found until the storage is cleared, or attached again after an update with "
+                    "another weight_version."
+                )
+            if self._num_flushed != self.num_changes:
+                return (
+                    "SGLang may still have pages of the weights before its update. Nothing is stored or found until "
+                    "the storage is cleared, or attached again after POST /flush_cache."
+                )
+            self._num_named = self.num_changes
+            return None
+
+
+SERVED = ServedWeights()
+
+
+def watch() -> None:
+    """Watches updates in this process. Idempotent. SGLang calls it in all servers of an environment with kvoffload, so
+    it must change nothing for them, and does nothing where there is no scheduler or a version that was not tried."""
+    updater, controller = sys.modules.get(_UPDATER), sys.modules.get(_CONTROLLER)
+    if SERVED.watched_since_s is not None or updater is None or controller is None:
+        return
+    try:
+        sglang_release()
+    except ConfigError:
+        return
+    manager, cache = updater.SchedulerWeightUpdaterManager, controller.HiCacheController
+    reset, steps = cache.reset, {step: getattr(manager, step) for step in _REQUIRED}
+    fields = getattr(manager, "__dataclass_fields__", {})
+    for name in dir(manager):
+        if not name.startswith("_") and name not in {*_HARMLESS, *fields} and callable(getattr(manager, name)):
+            steps[name] = getattr(manager, name)
+    for name, step in steps.items():
+        setattr(manager, name, _announced(name, step))
+    cache.reset = _reported(reset)
+    SERVED.watched_since_s = time.time()
+
+
+def watch_from_the_start(is_start: bool) -> None:
+    """Raises ``ConfigError`` if updates before this call may not have been seen."""
+    if SERVED.watched_since_s is not None:
+        return
+    if not is_start:
+        raise ConfigError(
+            "kvoffload is attached to a server whose updates of weights it has not watched: let SGLang load its plugin "
+            "(see SGLANG_PLUGINS, and install kvoffload into SGLang's environment), or start the server with "
+            "--hicache-storage-backend dynamic."
+        )
+    try:
+        watch()
+    except AttributeError as exc:
+        raise ConfigError(f"kvoffload cannot watch this SGLang's updates of weights: {exc}.") from exc
+    if SERVED.watched_since_s is None:
+        raise ConfigError("kvoffload cannot watch this SGLang's updates of weights: it has no such modules.")
+
+
+def _announced(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step of SGLang's updater, of which ``SERVED`` hears before it is done."""
+
+    @functools.wraps(step)
+    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        tags = getattr(request, "tags", None)
+        if not (name == "resume_memory_occupation" and tags and "weights" not in tags):
+            SERVED.change(_version(), name)
+        return step(self, request, *args, **kwargs)
+
+    return wrapper
+
+
+def _reported(reset: Callable[..., Any]) -> Callable[..., Any]:
+    """The same reset of SGLang's cache, of which ``SERVED`` hears after it is done."""
+
+    @functools.wraps(reset)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        answer = reset(*args, **kwargs)
+        SERVED.flush()
+        return answer
+
+    return wrapper
+
+
+def _version() -> str | None:
+    try:
+        version: str = sys.modules[_CONTEXT].get_serving().weight_version
+    except Exception:  # noqa: BLE001 - nothing of ours may fail an update
+        return None
+    return version

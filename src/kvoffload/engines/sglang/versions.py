@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The versions of SGLang that kvoffload was tried with. Importing this module loads neither SGLang nor torch."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+from kvoffload.errors import ConfigError
+
+__all__ = ["TRIED", "release_of", "sglang_release"]
+
+TRIED = ("0.5.23",)
+
+
+def release_of(version: str) -> str:
+    """The release of ``version``, which may be a post-release or a local build of it. Raises ``ConfigError`` for one
+    that was not tried."""
+    found = re.match(r"(\d+(?:\.\d+)*)(?:\.post\d+)?(?:\+.*)?$", version)
+    if found is None or found[1] not in TRIED:
+        raise ConfigError(
+            f"kvoffload was tried with SGLang {', '.join(TRIED)}, and this is SGLang {version}: install that version, "
+            "or serve without kvoffload."
+        )
+    return found[1]
+
+
+def sglang_release() -> str:
+    """``release_of`` the SGLang in this environment."""
+    return release_of(metadata.version("sglang"))
