@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of ``docs/authors.md`` on bookkeeping and tiers runs; the metrics of tiers in ``docs/operating.md`` exist."""
+"""The code of ``docs/authors.md`` on bookkeeping and tiers runs; metrics of tiers in ``docs/operating.md`` exist."""
 
 from __future__ import annotations
 

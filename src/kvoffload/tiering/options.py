@@ -96,7 +96,7 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
     them. Default: measured."""
     exclusive: bool = False
     """No other process writes to this tier. After the scan at start-up, unknown blocks are misses at once. Without
-    effect on ``redis`` and ``mooncake``, which are asked and not scanned."""
+    effect on ``redis``, ``object`` and ``mooncake``, which are asked and not scanned."""
 
     def check(self, block_bytes: int | None = None) -> None:
         """Raises ``ConfigError`` for options that cannot work with blocks of ``block_bytes``. Touches nothing."""
@@ -185,7 +185,7 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
             self.open_store(shape[1], namespace),
             self,
             offload_policy=OffloadPolicy(self.offload_policy),
-            exclusive=self.exclusive and not self.server_evicts,
+            exclusive=self.exclusive and self.locality != "REMOTE",
             enable_events=enable_events,
             lost=lost,
         )

@@ -230,7 +230,6 @@ def test_a_panic_of_the_client_fails_in_words(
     for use in (
         lambda: store.contains(keys(1)),
         lambda: store.discard(keys(1)),
-        lambda: list(store.scan()),
         store.check,
     ):
         with pytest.raises(StoreError, match="The object store s3://kv-fleet/panic fails: "):

@@ -17,6 +17,7 @@ from kvoffload.tiering.stores.seal import EncryptionKey
 
 
 class TestObjectStore(BlockStoreContract):
+    has_scan = False
     secret: bytes | None = None
 
     @pytest.fixture(autouse=True)

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 from tests.ports import free_port
+from tests.redis_server import wait_until
 from tests.s3_server import BUCKET, S3Server
 from tests.tiering.stores.blocks import read, write
 
+from kvoffload.base import ReqContext
 from kvoffload.errors import ConfigError, MissingExtraError, StoreError
 from kvoffload.testing.keys import keys
-from kvoffload.tiering.options import STORES, parse_tier
+from kvoffload.tiering.options import STORES, build_tier, parse_tier
 from kvoffload.tiering.stores.object.client import Deadlines, open_client
 from kvoffload.tiering.stores.object.options import ObjectOptions
+from kvoffload.tiering.tier import StoreTier
 
 URL = "s3://bucket/prefix"
 
@@ -224,3 +227,24 @@ def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match="pip install obstore"):
         parse()
+
+
+def test_an_exclusive_tier_finds_the_blocks_of_an_earlier_process(shared_s3: S3Server) -> None:
+    """The bucket is not listed, so an unknown block may be there."""
+    options = {"type": "object", "url": f"s3://{BUCKET}/exclusive", "config": shared_s3.config, "exclusive": True}
+    options |= {"connect_timeout_s": 30, "request_timeout_s": 60}
+    store = parse_tier(options, 4096).open_store(4096, "ns")
+    assert write(store, keys(1)) == [True]
+    store.close()
+    tier = build_tier(options, memoryview(bytearray(4 * 4096)).cast("B", (4, 4096)), "ns")
+    assert isinstance(tier, StoreTier)
+    answers: list[bool | None] = []
+
+    def is_found() -> bool:
+        tier.on_schedule_end()
+        answers.append(tier.lookup(keys(1)[0], ReqContext("r")) if tier._scan.is_complete else None)
+        return answers[-1] is not None
+
+    wait_until(is_found, "the service has answered")
+    assert answers[-1] is True
+    tier.shutdown()

@@ -16,7 +16,6 @@ from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 __all__ = ["ObjectStore"]
 
-_LIST_CHUNK = 1000
 _LONGEST_KEY = 112
 
 
@@ -114,17 +113,6 @@ class ObjectStore(SharedStore):
         self._reads.close()
         self._writes.close()
 
-    def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        with self._errors_in_words():
-            pages = self._client.list(self._objects, self._digest + "/", chunk_size=_LIST_CHUNK)
-        while True:
-            with self._errors_in_words():
-                page = next(pages, None)
-            if page is None:
-                return
-            names = [entry["path"].rpartition("/")[2] for entry in page if entry["size"] == self._file_bytes]
-            yield [key for key in map(_key_of, names) if key is not None]
-
     def check(self) -> None:
         """Raises ``StoreError``, in one sentence, if the bucket cannot be used. A missing block alone looks like a
         missing bucket."""
@@ -145,7 +133,7 @@ class ObjectStore(SharedStore):
             return None
 
     def _path(self, key: OffloadKey) -> str:
-        # Some services are file systems inside, with names of 255 bytes at most. A scan leaves out what has a digest.
+        # Some services are file systems inside, with names of 255 bytes at most.
         name = key.hex() if len(key) <= _LONGEST_KEY else f"~{hashlib.blake2b(key, digest_size=32).hexdigest()}"
         return f"{self._digest}/{name}"
 
@@ -188,10 +176,3 @@ class ObjectStore(SharedStore):
         failure = StoreError(f"The object store {self._where} fails: {reason or type(exc).__name__}.")
         failure.__cause__ = exc
         return failure
-
-
-def _key_of(name: str) -> OffloadKey | None:
-    try:
-        return OffloadKey(bytes.fromhex(name))
-    except ValueError:
-        return None  # not ours
