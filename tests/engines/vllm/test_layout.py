@@ -95,6 +95,13 @@ def test_engines_that_cannot_be_served_say_why_before_they_have_a_kv_cache(chang
         check_engine(vllm_config(**change))
 
 
+def test_sleep_is_refused_where_it_takes_memory_away_from_copies() -> None:
+    asleep = {"model_config__enable_sleep_mode": True}
+    check_engine(vllm_config(**asleep))  # on a CPU nothing is taken away
+    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+        check_engine(vllm_config(**asleep, device_config__device_type="cuda"))
+
+
 def test_tiers_are_refused_where_an_engine_spans_several_nodes() -> None:
     nodes = {"parallel_config__nnodes_within_dp": 2, "parallel_config__world_size": 2}
     mp = {"parallel_config__distributed_executor_backend": "mp"}

@@ -65,6 +65,12 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
         _refuse_speculation(vllm_config.speculative_config)
     if vllm_config.attention_config.hisparse_config is not None:
         raise ConfigError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
+    if vllm_config.model_config.enable_sleep_mode and vllm_config.device_config.device_type != "cpu":
+        # Xid 31, and a dead engine: vLLM issues 45363 and 45615. A connector hears of a sleep from vLLM 0.33 on.
+        raise ConfigError(
+            "vLLM's sleep takes the GPU's memory away while kvoffload may be copying: leave out --enable-sleep-mode, or "
+            "serve without kvoffload."
+        )
     tier = outliving_tier(config)
     if tier is not None:
         _refuse_hashes(vllm_config.cache_config.prefix_caching_hash_algo, tier)
