@@ -9,11 +9,14 @@ import math
 import pytest
 from bench import BENCHES
 
-LONG = ("connector", "control_plane", "remote_store")
-"""A third of the time of the quick size, if they were in it."""
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_each_is_there(name: str) -> None:
+    assert callable(importlib.import_module(f"bench.{name}").run)
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.long] * (each in LONG)) for each in BENCHES])
+@pytest.mark.long
+@pytest.mark.parametrize("name", BENCHES)
 def test_short_form(name: str) -> None:
     rows = importlib.import_module(f"bench.{name}").run(short=True)
     assert rows

@@ -110,6 +110,7 @@ def test_a_device_that_does_not_exist(with_fake: dict[str, str]) -> None:
     assert "--device 7 does not exist: this process sees" in done.stderr
 
 
+@pytest.mark.long
 def test_speeds_of_a_device_are_measured(with_fake: dict[str, str]) -> None:
     script = (
         "from tests.cli.test_doctor import TINY; from kvoffload.cli.doctor import examine;"

@@ -79,6 +79,7 @@ def test_what_hints_would_be_worth(fleet: Fleet, capsys: pytest.CaptureFixture[s
     assert "oracle, or noisy:P" in err
 
 
+@pytest.mark.long
 def test_hints_of_a_trace_count_in_simulate_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = true_hints(synthesize("chat", 400, 1))
     results = {}
@@ -155,6 +156,7 @@ def test_the_device_is_that_of_the_trace(
     assert found[0] == found[1] != found[2] == found[3]
 
 
+@pytest.mark.long
 def test_processes_do_not_change_results(trace: Path) -> None:
     """In a process of its own, as users run it: workers are spawned from the real entry point."""
     found = []
@@ -209,6 +211,7 @@ def test_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: b
         assert err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_synthetic_traffic(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--max-requests", "200", "--processes", "1"]
     code, out, _ = run(capsys, "simulate", "synthetic:chat:7", *small, "--policy", "lru")
@@ -265,6 +268,7 @@ def test_a_goal_that_is_reached_without_any_cache_is_not_credited_to_one(
     assert "Buy nothing: computing every prompt reaches the goal" in out
 
 
+@pytest.mark.long
 def test_a_plan_shows_what_more_money_brings(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", trace, "--processes", "1", "--hit-rate", "40", "--max-disk", "10GiB"]
     code, out, _ = run(capsys, *args)

@@ -118,7 +118,7 @@ def cases(draw: st.DrawFn) -> Case:
     return groups, answers, computed, tokens - 1
 
 
-@settings(max_examples=by_size(quick=200, thorough=2000))
+@settings(max_examples=by_size(quick=100, thorough=2000))
 @given(cases())
 def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
     groups, answers, computed, most = case
@@ -130,7 +130,7 @@ def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
     assert all(groups[group].is_reachable(block, unit) for group, block in tier.asked), "asked for what nobody stores"
 
 
-@settings(max_examples=by_size(quick=200, thorough=2000))
+@settings(max_examples=by_size(quick=100, thorough=2000))
 @given(cases())
 def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(case: Case) -> None:
     """As the scheduler side does: first by peeks, for which what is in a tier counts as there, then by lookups."""
@@ -145,7 +145,7 @@ def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(ca
         assert block in groups[group].blocks_to_find(computed, possible)
 
 
-@settings(max_examples=by_size(quick=200, thorough=2000))
+@settings(max_examples=by_size(quick=100, thorough=2000))
 @given(cases())
 def test_a_part_of_a_hit_ends_where_all_states_are(case: Case) -> None:
     groups, answers, computed, most = case
@@ -406,7 +406,7 @@ def test_a_window_of_one_token_needs_no_earlier_one() -> None:
     assert not any(window.is_reachable(block, 4) for block in range(8))
 
 
-@settings(max_examples=by_size(200, 2000))
+@settings(max_examples=by_size(100, 2000))
 @given(data=st.data())
 def test_what_is_stored_of_a_run_of_blocks_is_what_is_stored_of_each(data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from([full(), full(8, lookahead=1), sliding(6), sliding(3, 2), sliding(9, 4, 1)]))

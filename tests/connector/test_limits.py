@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.connector.rig import BT, FULL, SLIDING, Request, Rig, key
+from tests.sizes import by_size
 
 from kvoffload.base import OffloadPolicy
 from kvoffload.config import EngineLayout, OffloadingConfig
@@ -64,6 +65,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@settings(max_examples=by_size(40, 500))
 @given(JSON)
 def test_whatever_a_client_sends_is_parsed(params: Any) -> None:
     limits, problems = RequestLimits.parse(params)

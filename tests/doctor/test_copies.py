@@ -44,6 +44,7 @@ def test_what_is_right_is_right(place: Place) -> None:
     assert checked.num_bytes > 1 << 20
 
 
+@pytest.mark.long
 def test_speeds_are_those_of_all_bytes(place: Place) -> None:
     speed = page_speed(place, 4096, num_bytes=1 << 20, layers=2, repeats=2)
     assert speed.page_bytes == 4096
@@ -62,6 +63,7 @@ def test_a_rig_copies_where_it_says(place: Place) -> None:
         assert (rig.slots == rig.slots[:, :1]).all()
 
 
+@pytest.mark.long
 def test_the_engines_thread_is_timed(place: Place) -> None:
     assert 0 < job_seconds(place, num_pages=2, num_blocks=4, repeats=3) < 60
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BLOCK_TOKENS = 4
 CHUNK_TOKENS = 40
+POLICIES = ["lru", "arc", "density"]
 
 
 def conversations(num_requests: int, seed: int) -> Trace:
@@ -173,9 +175,10 @@ def simulated(
     return found, result
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "density"])
-@pytest.mark.parametrize("cpu_blocks", [6, 30, 90, 1000])
-def test_the_same_hits_block_for_block(policy: str, cpu_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("cpu_blocks", "policy"), by_size([(6, "lru"), (90, "density")], [*product([6, 30, 90, 1000], POLICIES)])
+)
+def test_the_same_hits_block_for_block(cpu_blocks: int, policy: str) -> None:
     trace = conversations(by_size(quick=25, thorough=50), seed=cpu_blocks)
     found, result = simulated(trace, cpu_blocks, policy)
     assert found == served(trace, cpu_blocks, eviction_policy=policy)
@@ -183,8 +186,10 @@ def test_the_same_hits_block_for_block(policy: str, cpu_blocks: int) -> None:
     assert (result.refused_stores > 0) == (cpu_blocks == 6)
 
 
-@pytest.mark.parametrize("policy", ["lru", "density"])
-@pytest.mark.parametrize(("gpu_blocks", "cpu_blocks"), [(70, 90), (80, 150), (110, 120), (1000, 90)])
+@pytest.mark.parametrize("policy", by_size(["density"], ["lru", "density"]))
+@pytest.mark.parametrize(
+    ("gpu_blocks", "cpu_blocks"), by_size([(80, 150)], [(70, 90), (80, 150), (110, 120), (1000, 90)])
+)
 def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_blocks: int, policy: str) -> None:
     trace = conversations(by_size(quick=30, thorough=60), seed=gpu_blocks)
     found, _ = simulated(trace, cpu_blocks, policy, gpu_blocks=gpu_blocks)
@@ -195,7 +200,8 @@ def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_bl
 
 @pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
 @pytest.mark.parametrize(
-    ("gpu_blocks", "cpu_blocks", "disk_blocks"), [(0, 30, 60), (0, 64, 130), (70, 50, 50), (0, 40, 1000)]
+    ("gpu_blocks", "cpu_blocks", "disk_blocks"),
+    by_size([(0, 64, 130)], [(0, 30, 60), (0, 64, 130), (70, 50, 50), (0, 40, 1000)]),
 )
 def test_the_same_hits_with_a_disk_below(
     gpu_blocks: int, cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str
@@ -215,9 +221,8 @@ WHOLE = 4096
 simulator, like vLLM, at the last whole block of a prompt."""
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "density"])
-@pytest.mark.parametrize("cpu_blocks", [12, 50, 90, 1000])
-def test_the_same_hits_of_a_model_with_states(policy: str, cpu_blocks: int) -> None:
+@pytest.mark.parametrize(("cpu_blocks", "policy"), by_size([(50, "lru")], [*product([12, 50, 90, 1000], POLICIES)]))
+def test_the_same_hits_of_a_model_with_states(cpu_blocks: int, policy: str) -> None:
     trace = conversations(by_size(quick=30, thorough=60), seed=cpu_blocks)
     found, result = simulated(trace, cpu_blocks, policy, WHOLE, state_slots=1)
     assert found == served(trace, cpu_blocks, family="falcon_h1", chunk_tokens=WHOLE, eviction_policy=policy)
@@ -229,8 +234,8 @@ def test_the_same_hits_of_a_model_with_states(policy: str, cpu_blocks: int) -> N
         assert sum(below for _, below in found) < sum(below for _, below in plain)
 
 
-@pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
-@pytest.mark.parametrize(("cpu_blocks", "disk_blocks"), [(64, 130), (50, 1000)])
+@pytest.mark.parametrize("cascade", by_size(["on_evict"], ["on_store", "on_evict"]))
+@pytest.mark.parametrize(("cpu_blocks", "disk_blocks"), by_size([(64, 130)], [(64, 130), (50, 1000)]))
 def test_the_same_hits_of_a_model_with_states_and_a_disk(
     cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str
 ) -> None:

@@ -12,8 +12,8 @@ from tests.sizes import by_size
 
 ROOT = Path(__file__).parents[2]
 NOT_PERMITTED = 77  # as in the script
-STRIDE = by_size(quick=5, thorough=1)
-KILLS = by_size(quick=30, thorough=400)
+STRIDE = by_size(quick=16, thorough=1)
+KILLS = by_size(quick=10, thorough=400)
 
 
 @pytest.mark.parametrize(("how", "number"), [("steps", STRIDE), ("random", KILLS)], ids=["by calls", "at random"])

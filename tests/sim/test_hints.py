@@ -110,11 +110,8 @@ class TestHinter:
 
 
 def cells() -> list[Any]:
-    is_long = pytest.mark.long
-    return [
-        pytest.param(*cell, marks=[is_long] if cell[0] == "mooncake_conversation" and cell[1] != 5 else [])
-        for cell in EVICTED
-    ]
+    quick = [("synthetic-chat-9", 2), ("synthetic-assistants-9", 10)]
+    return [pytest.param(*cell, marks=[] if cell in quick else pytest.mark.long) for cell in EVICTED]
 
 
 class Recorder(DensityCachePolicy):
@@ -185,6 +182,7 @@ def points(trace: Trace, capacity: int) -> float:
     return 100 * replay_policy(trace, "density", capacity).hit_rate
 
 
+@pytest.mark.long
 def test_a_session_that_ends_does_not_take_shared_prompts_from_the_others() -> None:
     """In a cache of a few prompts, what hundreds of sessions share must outlive what one says of its own next use."""
     trace = synthesize("assistants", 4000, seed=10)
@@ -192,6 +190,7 @@ def test_a_session_that_ends_does_not_take_shared_prompts_from_the_others() -> N
     assert points(true_hints(trace), capacity) > points(trace, capacity) + 0.5
 
 
+@pytest.mark.long
 def test_hints_take_at_most_a_tenth_more_memory() -> None:
     trace = synthesize("assistants", 1000, seed=5)
     capacity, peaks = trace.num_unique // 50, []
@@ -205,13 +204,13 @@ def test_hints_take_at_most_a_tenth_more_memory() -> None:
 
 def test_sessions_with_known_returns() -> None:
     """True hints close a third of the gap to the optimum. Wrong ones cost at most a point."""
-    trace = synthesize("chat", by_size(quick=1500, thorough=4000), seed=1)
+    trace = synthesize("chat", by_size(quick=700, thorough=4000), seed=1)
     true = true_hints(trace)
     assert true.next_uses is not None
     turned = true.next_uses.copy()
     turned[len(turned) // 2 :] = np.array([UNKNOWN, NEVER, LATER, SOON])[turned[len(turned) // 2 :]]
     shuffled = np.random.default_rng(1).permutation(true.next_uses)
-    for percent in (2, 5) if by_size(quick=True, thorough=False) else (1, 2, 5, 10):
+    for percent in by_size((5,), (1, 2, 5, 10)):
         capacity = trace.num_unique * percent // 100
         without = points(trace, capacity)
         best = 100 * optimum(trace, [capacity])[0].hit_blocks / trace.num_accesses

@@ -139,7 +139,7 @@ def soak(seed: int, rounds: int) -> Chaos:
 
 
 def test_soak() -> None:
-    seeds = range(by_size(quick=48, thorough=120))
+    seeds = range(by_size(quick=24, thorough=120))
     runs = [soak(seed, 120) for seed in seeds]
     total = Counter(add_stats(run.engine.connector.get_stats() for run in runs))
     # The runs must have been where it hurts; otherwise passing means little.

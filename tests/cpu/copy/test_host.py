@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sizes import by_size
 
 from kvoffload.cpu.copy.host import copy_to_device, copy_to_host, move_one_by_one
 from kvoffload.cpu.copy.native import CompiledLater, MoveRuns, compile_mover
@@ -133,7 +134,7 @@ def test_where_nothing_faster_can_be_had_copies_stay_plain() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("with_llvmlite", [True, False])
+@pytest.mark.parametrize("with_llvmlite", by_size([True], [True, False]))
 def test_a_process_that_copies_nothing_loads_no_compiler(with_llvmlite: bool) -> None:
     """Also that the first copies are right, with or without one."""
     script = f"""

@@ -41,7 +41,11 @@ def run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> l
 @pytest.mark.parametrize(
     "options",
     [
-        EngineOptions(num_blocks=64, block_tokens=4, max_batch_tokens=512),
+        pytest.param(
+            EngineOptions(num_blocks=64, block_tokens=4, max_batch_tokens=512),
+            marks=pytest.mark.long,
+            id="whole prompts",
+        ),
         EngineOptions(num_blocks=64, block_tokens=4, max_batch_tokens=7, max_requests=4),
         EngineOptions(num_blocks=17, block_tokens=4, max_batch_tokens=32),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engines.reference.zoo import FAMILIES, VOCAB, random_prompts, tiny_model
+from tests.sizes import by_size
 
 from kvoffload.base import LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.config import OffloadingConfig, parse_config
@@ -58,7 +59,7 @@ def assert_nothing_leaks(engine: Engine) -> None:
         assert pool.num_free == engine.options.num_blocks
 
 
-@pytest.mark.parametrize("factor", [1, 2, 4])
+@pytest.mark.parametrize("factor", by_size([2], [1, 2, 4]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_the_same_through_eviction_and_reload(family: str, factor: int) -> None:
     with Engine(tiny_model(family), OPTIONS, config(block_size=4 * factor)) as engine:
@@ -69,7 +70,7 @@ def test_tokens_are_the_same_through_eviction_and_reload(family: str, factor: in
         assert stats["load_bytes",] > 0 < stats["store_bytes",]
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", by_size(["arc"], ["lru", "arc"]))
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1"])
 def test_tokens_are_the_same_with_a_primary_tier_that_is_too_small(family: str, policy: str) -> None:
     with Engine(
@@ -136,7 +137,7 @@ class Flaky(OffloadingHandler):
         self._inner.shutdown()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize("family", by_size(["gemma3_text"], ["llama", "gemma3_text", "falcon_h1"]))
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_tokens_are_the_same_when_transfers_fail(family: str, share: float) -> None:
     with Engine(tiny_model(family), OPTIONS, config()) as engine:
@@ -157,7 +158,9 @@ def test_tokens_are_the_same_when_transfers_fail(family: str, share: float) -> N
         assert stats["load_jobs", "failed"] == flaky["CPU", "GPU"].failures
 
 
-@pytest.mark.parametrize(("family", "seed"), [*(("gemma3_text", seed) for seed in range(4)), ("falcon_h1", 0)])
+@pytest.mark.parametrize(
+    ("family", "seed"), [*(("gemma3_text", seed) for seed in range(by_size(1, 4))), ("falcon_h1", 0)]
+)
 def test_aborts_and_resets_at_random_leave_tokens_and_books_right(family: str, seed: int) -> None:
     rng = random.Random(seed)
     prompts = random_prompts(4, 20, 50, seed=5)
@@ -167,7 +170,7 @@ def test_aborts_and_resets_at_random_leave_tokens_and_books_right(family: str, s
     aborted_while_loading = 0
     with Engine(tiny_model(family), OPTIONS, config(block_size=8)) as engine:
         alive: dict[str, tuple[int, Request]] = {}
-        for _ in range(400):
+        for _ in range(by_size(150, 400)):
             action = rng.random()
             if action < 0.3 and len(alive) < 6:
                 which = rng.randrange(len(prompts))

@@ -76,6 +76,7 @@ def test_a_fleet_that_cannot_keep_up_is_not_on_the_frontier() -> None:
     assert frontier(results, Prices()) == []
 
 
+@pytest.mark.long
 def test_all_waves_of_a_plan_run_in_the_same_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[ProcessPoolExecutor] = []
 

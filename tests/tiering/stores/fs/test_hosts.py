@@ -95,11 +95,12 @@ def temporaries(root: Path) -> list[Path]:
     return sorted(root.glob(f"*/*/{TEMPORARY_PREFIX}*"))
 
 
+@pytest.mark.long
 def test_a_host_that_opens_the_store_again_and_again_costs_another_no_write(tmp_path: Path) -> None:
     """The locks of one are not seen by the other."""
     writer, other = (Host(tmp_path / "kv", PAGED, max_bytes=room_for(2000, PAGED)) for _ in range(2))
     try:
-        keys = keys_of(*range(by_size(quick=400, thorough=1600)))
+        keys = keys_of(*range(1600))
         other.begin("reopen", 5 * len(keys))
         answers = list[bool]()
         for first in range(0, len(keys), 16):
@@ -164,7 +165,7 @@ class TestOldCaches:
 def test_three_hosts_keep_one_quota_whatever_their_clocks_say(host, tmp_path: Path) -> None:
     hosts = [host(max_bytes=room_for(40), **options) for options in HOSTS]
     numbers = itertools.count()
-    for turn in range(by_size(quick=40, thorough=200)):
+    for turn in range(by_size(quick=16, thorough=200)):
         for each in hosts:
             write(each, *keys_of(*itertools.islice(numbers, 4)))
         if turn > 10:
@@ -191,7 +192,7 @@ def test_what_a_host_is_writing_is_not_swept_by_one_whose_clock_differs(host, tm
 def test_hosts_are_killed_and_come_back_and_the_others_lose_no_write(host, tmp_path: Path) -> None:
     chance, numbers = random.Random(7), itertools.count()
     survivor = host(max_bytes=room_for(2000, SMALL), **HOSTS[1])
-    for _ in range(by_size(quick=6, thorough=60)):
+    for _ in range(by_size(quick=2, thorough=60)):
         victim = host(max_bytes=room_for(2000, SMALL), **HOSTS[0])
         same = keys_of(*range(1000, 1200))
         victim.begin("write_singly", same, blocks_of(same))
@@ -203,13 +204,13 @@ def test_hosts_are_killed_and_come_back_and_the_others_lose_no_write(host, tmp_p
         victim.kill()
         assert read(survivor, *mine) == set(mine)
     assert all(is_sound(str(path)) for path in files(tmp_path)), "a block has its name only once it is complete"
-    assert len(temporaries(tmp_path / "kv")) <= by_size(quick=6, thorough=60)
+    assert len(temporaries(tmp_path / "kv")) <= by_size(quick=2, thorough=60)
     assert survivor.stats().corrupt_blocks == 0
 
 
 def test_a_host_that_is_stopped_holds_nobody_up(host) -> None:
     stopped, other = host(max_bytes=room_for(50)), host(max_bytes=room_for(50))
-    keys = keys_of(*range(400))
+    keys = keys_of(*range(by_size(120, 400)))
     stopped.begin("write_singly", keys, blocks_of(keys))
     stopped.stop()
     for number in range(1000, 1100):

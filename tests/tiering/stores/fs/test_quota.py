@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.files import disk_bytes
+from tests.sizes import by_size
 from tests.tiering.stores.rig import KEY, SMALL, files, here, read, room_for, write
 
 from kvoffload.errors import StoreError
@@ -27,7 +28,7 @@ TINY = 64
 HOUR_NS = 3600 * 10**9
 
 
-@pytest.mark.parametrize(("num_stores", "num_namespaces"), [(1, 1), (5, 1), (2, 3)])
+@pytest.mark.parametrize(("num_stores", "num_namespaces"), by_size([(2, 3)], [(1, 1), (5, 1), (2, 3)]))
 def test_a_large_quota_holds_within_a_tenth_and_the_oldest_go(
     open_store, tmp_path: Path, num_stores: int, num_namespaces: int
 ) -> None:
