@@ -97,6 +97,17 @@ class Rig:
             self.step()
             time.sleep(0.001)
 
+    def until_idle(self) -> None:
+        """Until no call of the store runs or waits."""
+        self.until(lambda: not self.tier._runner.num_open_slices)
+
+    def until_answered(self) -> None:
+        """Until the store was asked all that it was to be asked."""
+        self.until(lambda: not self.tier._questions.are_open)
+
+    def until_scanned(self) -> None:
+        self.until(lambda: self.tier._scan.is_complete)
+
     def wait_for_results(self) -> None:
         """Waits until the result of a submitted lookup or load, if there is any, can be taken, and does not take it."""
         runner, end = self.tier._runner, time.monotonic() + 120

@@ -42,7 +42,7 @@ def test_failing_reads_turn_reads_alone_off_until_a_probe_succeeds(make) -> None
     assert len(rig.store.calls) == num_calls + 1, "the tier makes no call of a store that it does not use"
     rig.clock.advance(1.5)  # a probe goes through, and fails
     rig.until(lambda: rig.store.calls[-1][0] == "contains")
-    rig.until(lambda: not rig.tier._runner.num_open_slices)
+    rig.until_idle()
     rig.store.broken = {}
     rig.clock.advance(1.5)
     rig.step()
@@ -79,7 +79,7 @@ def test_failing_lookups_become_misses(make) -> None:
     for number in range(3):
         (key,) = keys_of(number)
         assert rig.ask([key]) == [None]
-        rig.until(lambda: not rig.tier._questions.are_open)
+        rig.until_answered()
     assert rig.ask(keys_of(1, 7)) == [False, False]
     rig.store.broken = {}
     rig.clock.advance(2)
@@ -109,7 +109,7 @@ def test_failures_far_apart_do_not_add_up_although_no_load_was_tried_since(make)
     for number in range(4):
         rig.store.broken = {"contains": OSError("gone")}
         assert rig.ask(keys_of(200 + number)) == [None]
-        rig.until(lambda: not rig.tier._questions.are_open)
+        rig.until_answered()
         assert rig.is_in_use
         rig.store.broken = {}
         assert rig.ask_until_answered(keys_of(100 + number)) == [False]
@@ -443,7 +443,7 @@ def test_a_probe_fails_while_no_block_can_be_read(make) -> None:
     for _ in range(3):
         rig.clock.advance(100)
         rig.step()
-        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        rig.until_idle()
         assert not rig.is_in_use
     store.bad = frozenset()
     rig.clock.advance(100)

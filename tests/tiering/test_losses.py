@@ -115,7 +115,7 @@ def test_a_block_evicted_by_the_next_of_its_own_job_is_not_present(make) -> None
 def test_an_eviction_queued_while_results_are_taken_is_not_lost(make, monkeypatch) -> None:
     rig = make(max_blocks=1).start()
     rig.store_blocks(keys_of(1))
-    rig.until(lambda: not rig.tier._runner.num_open_slices)
+    rig.until_idle()
     rig.gate.close_gate("write")
     rig.submit(keys_of(2), [2], load=False)
     rig.gate.wait_for_arrivals(1)

@@ -42,7 +42,7 @@ def test_a_new_prompt_costs_one_question_of_a_few_blocks(make) -> None:
     prompt = keys_of(*range(250))
     assert rig.ask(prompt) == [None] * 250
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     assert rig.tier.lookup(prompt[0], ReqContext("r")) is False
     assert asked(rig) == [8]
     assert not rig.tier.has_pending_work()
@@ -54,7 +54,7 @@ def test_a_prompt_that_is_present_is_asked_for_in_growing_chunks_within_one_step
     rig.below(prompt)
     rig.ask(prompt)
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     assert asked(rig) == [8, 32, 128, 82]
     assert rig.ask(prompt) == [True] * 250
 
@@ -66,7 +66,7 @@ def test_the_rest_of_a_long_present_prefix_is_asked_for_by_all_threads(make) -> 
     rig.below(prompt[:1900])
     rig.ask(prompt)
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     assert sorted(asked(rig)) == sorted([8, 32, 128, 512, 344, 256, 256, 256, 208])
     assert rig.ask(prompt) == [True] * 1900 + [False] * 100
 
@@ -94,7 +94,7 @@ def test_a_shared_head_is_found_and_the_new_rest_is_not_asked_for(make) -> None:
     rig.below(prompt[:20])
     rig.ask(prompt)
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     assert [rig.tier.lookup(key, ReqContext("r")) for key in prompt[:21]] == [True] * 20 + [False]
     assert asked(rig) == [8, 32]
 
@@ -105,10 +105,10 @@ def test_what_comes_after_a_hole_is_asked_for_at_once_if_it_is_needed(make) -> N
     rig.below(prompt[100:])
     rig.ask(prompt)
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     assert rig.ask(prompt[100:]) == [None] * 150
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     assert rig.ask(prompt[100:]) == [True] * 150
     assert asked(rig) == [8, 150]
 
@@ -120,7 +120,7 @@ def test_two_requests_and_two_groups_are_prefixes_of_their_own(make) -> None:
         assert rig.tier.lookup(key, ReqContext(name)) is None
     assert rig.tier.lookup(first[0], ReqContext("b")) is None, "asked for once"
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     assert asked(rig) == [8, 8]
 
 
@@ -131,7 +131,7 @@ def test_a_failed_question_is_asked_again(make) -> None:
     rig.store.broken = {"contains": StoreError("no")}
     rig.ask(prompt)
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     rig.store.broken = {}
     assert rig.ask_until_answered(prompt) == [True] * 50
 
@@ -142,7 +142,7 @@ def test_too_few_answers_are_a_failure(make) -> None:
     rig.inner.contains = lambda keys: contains(keys)[1:]  # type: ignore[method-assign]
     assert rig.ask(keys_of(*range(50))) == [None] * 50
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until_answered()
     assert rig.tier._reads.breaker.failures == 1
 
 
@@ -152,7 +152,7 @@ def test_what_is_remembered_of_skipped_blocks_is_bounded(make, monkeypatch: pyte
     for number in range(5):
         rig.ask(keys_of(*range(1000 * number, 1000 * number + 100)))
         rig.step()
-        rig.until(lambda: not rig.tier._questions.are_open)
+        rig.until_answered()
         assert isinstance(rig.tier._questions, Questions)
         assert len(rig.tier._questions._skipped) < 200
 
@@ -173,7 +173,7 @@ def test_each_block_that_the_store_has_is_found_within_two_answers(make, seed: i
             for key in wanted:
                 rig.tier.lookup(key, context)
             rig.step()
-            rig.until(lambda: not rig.tier._questions.are_open)
+            rig.until_answered()
         assert [rig.tier.lookup(key, context) for key in wanted] == [key in present for key in wanted]
 
 

@@ -87,14 +87,14 @@ class TestScans:
         rig.start()
         wait_for_upkeep(rig)
         assert rig.ask(keys_of(9_999)) == [None]
-        rig.until(lambda: rig.tier._scan.is_complete)
+        rig.until_scanned()
         assert rig.ask(keys_of(9_998, 10_001)) == [True, False]
 
     def test_a_scan_of_more_than_the_index_keeps_is_not_whole(self, make) -> None:
         rig = make(limits=TierLimits(threads=2, max_index_blocks=1_000), exclusive=True)
         rig.store = ManyPages(rig.store, 10)
         rig.start()
-        rig.until(lambda: rig.tier._scan.is_complete)
+        rig.until_scanned()
         assert rig.stat("tier_blocks") <= 1_000
         assert rig.ask(keys_of(0, 10_001)) == [None, None], "one was forgotten, and is not known to be absent"
 
@@ -138,7 +138,7 @@ class TestScans:
         rig.store_blocks(keys_of(3))
         rig.inner.discard(keys_of(1))
         rig.gate.open_gate()
-        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        rig.until_idle()
         for _ in range(3):
             rig.step()
         assert rig.resident == set(keys_of(1, 2, 3)), "the scan had found the first before it was deleted"
@@ -155,7 +155,7 @@ class TestScans:
         rig.store.broken = {"scan": StoreError("no")}
         rig.clock.advance(31)
         rig.step()
-        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        rig.until_idle()
         for _ in range(3):
             rig.step()
         assert rig.resident == set(keys_of(1, 2))

@@ -276,11 +276,11 @@ def test_a_tier_asks_for_whole_requests_if_its_policy_says_so(make) -> None:
 
 def test_touches_reach_the_store_together_and_rarely(make) -> None:
     rig = make().start()
-    rig.until(lambda: not rig.tier._runner.num_open_slices)
+    rig.until_idle()
     for _ in range(10):
         rig.tier.touch(keys_of(1, 2, 3))
         rig.step()
-        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        rig.until_idle()
 
     def touches() -> int:
         return sum(call == ("touch", tuple(keys_of(1, 2, 3))) for call in rig.store.calls)
@@ -308,7 +308,7 @@ def test_a_panic_in_a_store_ends_the_job_and_not_the_thread(
             assert rig.load_blocks(keys).success is (method not in ("contains", "read_into", "take_lost"))
         rig.tier.touch(keys)
         rig.clock.advance(2)
-        rig.until(lambda: not rig.tier._runner.num_open_slices)
+        rig.until_idle()
         if method == "close":
             rig.tier.shutdown()
             assert "failed to close" in caplog.text

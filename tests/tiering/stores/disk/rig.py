@@ -47,6 +47,11 @@ def here(store: DiskStore, *keys: OffloadKey) -> set[OffloadKey]:
     return {key for key, found in zip(keys, store.contains(keys), strict=True) if found}
 
 
+def may_grow(store: DiskStore) -> None:
+    """A store that found no room for a slab asks again at its next write, not in a second."""
+    store._quota.not_before_s = 0.0
+
+
 def tables(root: Path) -> list[Path]:
     return sorted(root.rglob("*" + TABLE_SUFFIX))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.files import disk_bytes
-from tests.tiering.stores.disk.rig import SMALL, damage, payloads, read, right, slab_of, tables, write
+from tests.tiering.stores.disk.rig import SMALL, damage, may_grow, payloads, read, right, slab_of, tables, write
 
 from kvoffload.cli import main
 from kvoffload.errors import ConfigError
@@ -128,7 +128,7 @@ def test_clear_removes_one_namespace(server, tmp_path: Path, capsys, namespace: 
     assert len(tables(tmp_path)) == 2
     server.refresh()
     assert right(server, *KEYS) == (set() if namespace == MODEL else set(KEYS))
-    server._quota.not_before_s = 0.0
+    may_grow(server)
     assert write(server, KEYS[0]) == [True]
     assert disk_bytes(tmp_path) <= 3 << 20
 

@@ -19,6 +19,7 @@ from tests.tiering.stores.disk.rig import (
     aligned,
     damage,
     here,
+    may_grow,
     payloads,
     right,
     slab_of,
@@ -313,7 +314,7 @@ class TestQuota:
         new = open_store(namespace="today", max_bytes=two_slabs())
         assert write(new, KEYS[0]) == [False], "it is in use"
         old.close()
-        new._quota.not_before_s = 0.0
+        may_grow(new)
         assert write(new, KEYS[0]) == [True]
         assert disk_bytes(tmp_path) <= two_slabs()
         again = open_store(namespace="yesterday", max_bytes=two_slabs())
@@ -356,7 +357,7 @@ class TestQuota:
         with root_lock(str(tmp_path / "kv"), Access()) as is_locked:
             assert is_locked
             assert write(store, KEYS[0]) == [False]
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         assert write(store, KEYS[0]) == [True]
 
 
@@ -423,7 +424,7 @@ class TestSharing:
         mine, late = open_store(max_bytes=6 << 20), open_store(max_bytes=6 << 20, namespace="late")
         self.fill(mine, 0, 5800)
         for _ in range(5):
-            late._quota.not_before_s = 0.0
+            may_grow(late)
             self.fill(late, 0, 2000)
             self.settle(mine, late)
         assert abs(self.owned(mine) - self.owned(late)) <= 1

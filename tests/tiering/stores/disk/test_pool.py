@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.memory_files import memory_directory
 from tests.sizes import by_size
-from tests.tiering.stores.disk.rig import PAGED, SMALL, aligned, damage, here, payloads, right, slab_of, write
+from tests.tiering.stores.disk.rig import PAGED, SMALL, aligned, damage, here, may_grow, payloads, right, slab_of, write
 
 from kvoffload.cpu import memory_limits
 from kvoffload.cpu.memory_limits import check_pool, memory_file_system
@@ -180,13 +180,13 @@ class TestMemory:
         write(store, *keys[:100], size=PAGED)
         available[0] = 10_000
         for start in range(100, 400, 100):
-            store._quota.not_before_s = 0.0
+            may_grow(store)
             assert write(store, *keys[start : start + 100], size=PAGED) == [True] * 100
         assert len(payloads(pool)) == 1
         available[0] = 1 << 40
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         while len(payloads(pool)) == 1:
-            store._quota.not_before_s = 0.0
+            may_grow(store)
             write(store, *keys[:100], size=PAGED)
             write(store, *keys[100:200], size=PAGED)
         store.close()

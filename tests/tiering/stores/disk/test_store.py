@@ -23,6 +23,7 @@ from tests.tiering.stores.disk.rig import (
     aligned,
     damage,
     here,
+    may_grow,
     payloads,
     read,
     right,
@@ -566,7 +567,7 @@ class TestRoot:
         assert not (tmp_path / "kv").exists(), "a mount that went away is not written under"
         (tmp_path / "kv").mkdir()
         store.refresh()
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         assert write(store, *KEYS[:8]) == [True] * 8
         assert right(store, *KEYS[:8]) == set(KEYS[:8])
         assert disk_bytes(tmp_path) <= slab_of(8)
@@ -579,7 +580,7 @@ class TestRoot:
             shutil.rmtree(tmp_path / "kv" / removed)
             (tmp_path / "kv").mkdir(exist_ok=True)
         store.refresh()
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         for start in range(0, 1500, 100):
             assert write(store, *keys[start : start + 100]) == [True] * 100
         assert right(store, *keys) == set(keys)
@@ -606,7 +607,7 @@ class TestRoot:
         assert list(small_disk.iterdir()) == []
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", small_disk], check=True)
         store.refresh()
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         assert write(store, *KEYS[:3]) == [True] * 3
         store.close()
 
@@ -646,7 +647,7 @@ class TestRoot:
             write(store, *KEYS[:4])
         assert right(store, *KEYS[:4]) == set()
         (small_disk / "other").unlink()
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         assert write(store, *KEYS[:4]) == [True] * 4
         store.close()
 
@@ -757,7 +758,7 @@ class TestRoot:
         second.unlink()  # its payloads alone are no slab
         store.refresh()
         assert here(store, *keys) == set()
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         assert write(store, *keys[:100]) == [True] * 100
         assert right(store, *keys[:100]) == set(keys[:100])
         assert disk_bytes(tmp_path) <= 2 << 20
@@ -782,7 +783,7 @@ class TestRoot:
         neighbour.refresh()
         assert len(tables(tmp_path)) == 1
         monkeypatch.setattr("fcntl.flock", real)
-        neighbour._quota.not_before_s = 0.0
+        may_grow(neighbour)
         assert write(neighbour, *keys[2000:2100]) == [True] * 100
         assert right(neighbour, *keys[2000:2100]) == set(keys[2000:2100])
 
@@ -833,7 +834,7 @@ class TestRoot:
         assert write(store, *KEYS[:4]) == [True] * 4
         keys = keys_of(*range(4000))
         for start in range(0, 4000, 100):
-            store._quota.not_before_s = 0.0
+            may_grow(store)
             write(store, *keys[start : start + 100])
         disk = os.statvfs(small_disk)
         assert disk.f_bavail >= disk.f_blocks // 10
@@ -933,7 +934,7 @@ class TestRoot:
             with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
                 write(store, KEYS[0])
         assert [*tables(tmp_path), *payloads(tmp_path)] == []
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         assert write(store, KEYS[0]) == [True]
 
     def test_a_file_system_that_cannot_preallocate_is_refused(self, tmp_path: Path) -> None:
@@ -1124,7 +1125,7 @@ def test_a_write_that_comes_after_the_close_makes_no_slab(tmp_path: Path, monkey
 
     monkeypatch.setattr(SlabFile, "create", classmethod(create_late))
     for _ in range(2):
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         with pytest.raises(StoreError, match="closed"):
             write(store, KEYS[0])
     opened = [
@@ -1149,14 +1150,14 @@ class TestFullQuota:
         with other._upkeep.lock, store._upkeep.lock:
             opened.clear()
             for first in (5000, 6000):
-                store._quota.not_before_s = 0.0
+                may_grow(store)
                 assert all(write(store, *keys_of(*range(first, first + 100))))
             assert opened == []
             assert len(store._slabs.open) == 3
         other.close()
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         while len(store._slabs.open) < 4:
-            store._quota.not_before_s = 0.0
+            may_grow(store)
             write(store, *keys_of(*range(7000, 7100)))
         assert store.stats().evicted_blocks > 0
 
@@ -1183,7 +1184,7 @@ class TestFullQuota:
         assert list((tmp_path / "precious").iterdir()) == []
         (tmp_path / "kv" / "=").unlink()
         store.refresh()
-        store._quota.not_before_s = 0.0
+        may_grow(store)
         assert write(store, *KEYS[:4]) == [True] * 4
         assert right(store, *KEYS[:4]) == set(KEYS[:4])
         for fd in held:
