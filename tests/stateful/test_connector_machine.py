@@ -160,7 +160,7 @@ def test_soak() -> None:
     assert sum(run.stopped for run in runs) >= 20
     assert sum(run.engine.num_preempted for run in runs) >= 20
     assert sum(run.orders_judged for run in runs) >= 100
-    assert sum(run.final_stores_flushed for run in runs) >= 10
+    assert sum(run.final_stores_flushed for run in runs) >= by_size(5, 10)
     assert sum(run.states_stored for run in runs) >= 20
     assert sum(run.states_loaded for run in runs) >= 20
     assert sum(run.flushed_for_copies for run in runs) >= 5
