@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fakes.manual_handler import ManualHandler, ManualSpec
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
@@ -17,7 +18,6 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import LayoutError
 from kvoffload.specs import make_spec
-from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 
 GPU, SLOTS = 8, 4
 

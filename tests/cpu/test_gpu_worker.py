@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tests.fakes.handler_contract import HandlerContract, HandlerRig
 
 from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, SharedPage
 from kvoffload.config import RankSlice
@@ -17,7 +18,6 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.gpu_worker import copy_layout, make_handlers
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import LayoutError
-from kvoffload.testing import HandlerContract, HandlerRig
 
 NUM_GPU_BLOCKS = 16
 

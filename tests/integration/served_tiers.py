@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from tests.fakes.device import Bytes
+from tests.fakes.engine import FakeEngine, FakeRequest, Status
+from tests.fakes.manual_handler import ManualHandler, ManualSpec
 from tests.ports import free_port
 
 from kvoffload.base import CanonicalKVCaches
@@ -18,9 +21,6 @@ from kvoffload.connector import OffloadingConnectorWorker
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.exporter import PrometheusExporter
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
-from kvoffload.testing.fake_device import Bytes
-from kvoffload.testing.fake_engine import FakeEngine, FakeRequest, Status
-from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.cpu.copy.fake_cuda import FakeCuda, cuda
+from tests.fakes.device import Bytes
+from tests.fakes.engine import FakeEngine, slices_of
 from tests.stateful.chaos import LAYOUTS, LENGTHS
 
 from kvoffload.base import (
@@ -27,8 +29,6 @@ from kvoffload.cpu.copy.cuda import make_cuda_handlers
 from kvoffload.cpu.gpu_worker import copy_layout, make_handlers
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.cpu.region import SharedOffloadRegion
-from kvoffload.testing.fake_device import Bytes
-from kvoffload.testing.fake_engine import FakeEngine, slices_of
 
 __all__ = ["cuda"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.engine import FakeRequest
 from tests.integration.served_tiers import BLOCK_TOKENS, PAGE_BYTES, ServedTiers, prompt
 from tests.tiering.rig import quiesce
 
@@ -19,7 +20,6 @@ from kvoffload.connector.explanations import DEVICE
 from kvoffload.sim.explain import read_explanations
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.testing import GatedStore, ManualClock
-from kvoffload.testing.fake_engine import FakeRequest
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.load_policy import BlockWorth, Plan
 from kvoffload.tiering.options import build_tier

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from tests.fakes.engine import FakeEngine, FakeRequest, Status
 from tests.tiering.rig import Memory
 
 from kvoffload.base import OffloadPolicy
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.testing.clock import ManualClock
-from kvoffload.testing.fake_engine import FakeEngine, FakeRequest, Status
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from tests.fakes.engine import FakeEngine, FakeRequest, Scheduling
+
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig, RankSlice
 from kvoffload.connector import ConnectorMeta, EngineStep
 from kvoffload.cpu.manager import CPUOffloadingManager
-from kvoffload.testing.fake_engine import FakeEngine, FakeRequest, Scheduling
 
 HASH = 2
 FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, 4, 8)

@@ -19,6 +19,10 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.fakes.device import Bytes, page_of
+from tests.fakes.engine import FakeEngine, slices_of
+from tests.fakes.manual_handler import ManualHandler, ManualSpec
+from tests.fakes.request import FakeRequest, Scheduling
 from tests.sizes import by_size
 from tests.stateful.chaos import HASH, LAYOUTS, LENGTHS, MAX_NEW
 
@@ -28,11 +32,7 @@ from kvoffload.connector import OffloadingConnectorWorker
 from kvoffload.connector.epochs import Epoch
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing.clock import ManualClock
-from kvoffload.testing.fake_device import Bytes, page_of
-from kvoffload.testing.fake_engine import FakeEngine, slices_of
-from kvoffload.testing.fake_request import FakeRequest, Scheduling
 from kvoffload.testing.fake_tier import FakeTier
-from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 from kvoffload.tiering import TieringOffloadingManager, promotions
 from kvoffload.tiering.load_policy import BlockWorth
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contracts, fakes and a manual clock, for this project's tests and for authors of a policy, store, tier or handler.
+"""Contracts, fakes and a manual clock, for this project's tests and for authors of a policy, store or tier.
 Importing this package loads neither torch nor pytest.
 
 A contract is a test class whose name does not begin with ``Test``, so that pytest does not collect it. Subclass it
@@ -7,13 +7,9 @@ under a name that does, and supply the factory that its docstring describes.
 """
 
 from kvoffload.testing.clock import ManualClock
-from kvoffload.testing.fake_engine import FakeEngine
-from kvoffload.testing.fake_request import FakeRequest
 from kvoffload.testing.fake_tier import FakeTier
-from kvoffload.testing.handler_contract import HandlerContract, HandlerRig
 from kvoffload.testing.keys import key, keys
 from kvoffload.testing.manager_contract import OffloadingManagerContract
-from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 from kvoffload.testing.policy_contract import CachePolicyContract, PolicyDriver
 from kvoffload.testing.shared_store_contract import SharedStoreContract
 from kvoffload.testing.store_contract import BlockStoreContract, block_of
@@ -23,16 +19,10 @@ from kvoffload.testing.tier_contract import SecondaryTierContract
 __all__ = [
     "BlockStoreContract",
     "CachePolicyContract",
-    "FakeEngine",
-    "FakeRequest",
     "FakeTier",
     "FaultyStore",
     "GatedStore",
-    "HandlerContract",
-    "HandlerRig",
     "ManualClock",
-    "ManualHandler",
-    "ManualSpec",
     "OffloadingManagerContract",
     "PolicyDriver",
     "SecondaryTierContract",

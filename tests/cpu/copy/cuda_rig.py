@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tests.cpu.copy.fake_cuda import FakeCuda
+from tests.fakes.handler_contract import HandlerRig
 
 from kvoffload.base import (
     CanonicalKVCacheRef,
@@ -25,7 +26,6 @@ from kvoffload.cpu.copy.cuda import make_cuda_handlers
 from kvoffload.cpu.copy.driver import Stream
 from kvoffload.cpu.gpu_worker import copy_layout
 from kvoffload.cpu.region import SharedOffloadRegion
-from kvoffload.testing import HandlerRig
 
 NUM_GPU_BLOCKS, NUM_SLOTS = 16, 8
 PAGES = (4096, 65_536, 4096)

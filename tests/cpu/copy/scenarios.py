@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from tests.cpu.copy.cuda_rig import PAGES, CudaRig, Make, make_rig
 from tests.cpu.copy.fake_cuda import FakeCuda
+from tests.fakes.handler_contract import collect
 
 from kvoffload.base import GPULoadStoreSpec
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.testing.handler_contract import collect
 
 Scenario = Callable[[FakeCuda, Make], None]
 

@@ -19,6 +19,7 @@ import torch
 from tests.cpu.copy.cuda_rig import CudaRig, make_rig
 from tests.cpu.copy.fake_cuda import BROKEN, FakeCuda, cuda
 from tests.cpu.copy.scenarios import SCENARIOS, Scenario
+from tests.fakes.handler_contract import HandlerContract, HandlerRig, collect
 from tests.sizes import by_size
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
@@ -28,8 +29,6 @@ from kvoffload.cpu.copy import lane, self_check
 from kvoffload.cpu.copy.cuda import CudaDevice, make_cuda_handlers
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef
 from kvoffload.errors import CapacityError, LayoutError, TransferError
-from kvoffload.testing import HandlerContract, HandlerRig
-from kvoffload.testing.handler_contract import collect
 
 __all__ = ["cuda"]
 

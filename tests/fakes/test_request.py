@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from kvoffload.testing.fake_device import chain_hash
-from kvoffload.testing.fake_request import FakeRequest, Status
+from tests.fakes.device import chain_hash
+from tests.fakes.request import FakeRequest, Status
 
 
 def test_block_hashes_grow_with_the_tokens_and_name_their_prefix() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from kvoffload.testing.fake_device import chain_hash
+from tests.fakes.device import chain_hash
 
 __all__ = ["FakeRequest", "Scheduling", "Status"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.fakes.handler_contract import Bytes, HandlerContract, HandlerRig, collect
+from tests.fakes.manual_handler import ManualHandler
 
 from kvoffload.base import BlockIDsLoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
-from kvoffload.testing.handler_contract import Bytes, HandlerContract, HandlerRig, collect
-from kvoffload.testing.manual_handler import ManualHandler
 
 NUM_GPU_BLOCKS, NUM_SLOTS, PAGE_BYTES, FACTOR = 16, 8, 32, 2
 

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from tests.fakes.device import Bytes, DevicePool, page_of
+from tests.fakes.manual_handler import ManualHandler, ManualSpec
+from tests.fakes.request import FakeRequest, Scheduling, Status
 
 from kvoffload.base import (
     CanonicalKVCaches,
@@ -34,9 +37,6 @@ from kvoffload.connector import (
     WorkerReport,
 )
 from kvoffload.connector.groups import GroupGeometry, geometry_of
-from kvoffload.testing.fake_device import Bytes, DevicePool, page_of
-from kvoffload.testing.fake_request import FakeRequest, Scheduling, Status
-from kvoffload.testing.manual_handler import ManualHandler, ManualSpec
 
 __all__ = ["FakeEngine", "FakeRequest", "Scheduling", "Status", "slices_of"]
 
