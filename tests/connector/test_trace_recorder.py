@@ -126,3 +126,13 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
         TraceRecorder(tmp_path / "no" / "t.jsonl", 16)
     with pytest.raises(ConfigError, match="positive"):
         TraceRecorder(tmp_path / "t.jsonl", 0)
+
+
+def test_a_restart_keeps_the_trace_of_the_process_before(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    for tokens in (100, 200, 300):
+        recorder = TraceRecorder(path, 16)
+        recorder.arrived("a", 0.0, [], tokens)
+        recorder.close()
+    lengths = {each.name: json.loads(each.read_text())["input_length"] for each in tmp_path.iterdir()}
+    assert lengths == {"t.jsonl.1": 100, "t.jsonl.2": 200, "t.jsonl": 300}

@@ -9,6 +9,7 @@ Scheduler thread only.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -58,6 +59,7 @@ class TraceRecorder:
     ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. The first line has ``machine``. A
     line is written when the request and all before it have finished, or by ``close``; so memory holds the
     requests that are being served, and those that came after the oldest of them. Times count from the first request's.
+    A trace that exists by this name, of the process before, gets the next number behind its name, such as ``.1``.
     A file that cannot be opened raises ``ConfigError``. Later errors end the recording with a warning and never reach
     the caller.
     """
@@ -76,6 +78,7 @@ class TraceRecorder:
         self._last_ms = 0.0
         self._machine = machine
         try:
+            _keep_older(self.path)
             # Buffered by the line, so that a killed process leaves whole lines.
             self._file: TextIO | None = open(  # noqa: SIM115 - closed by ``close``
                 self.path, "w", buffering=1, encoding="ascii", opener=_open_private
@@ -155,6 +158,17 @@ class TraceRecorder:
                 file.close()
             except OSError:
                 pass
+
+
+def _keep_older(path: Path) -> None:
+    """Renames a file at ``path`` that has something in it."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(found.st_mode) and found.st_size:
+        names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def _open_private(path: str, flags: int) -> int:

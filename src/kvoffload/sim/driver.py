@@ -254,9 +254,11 @@ class Machine:
                 self.tiers,
                 max_wait_s=config.max_wait_s,
                 cascade=cascade,
-                block_worth=BlockWorth(config.block_bytes, (trace.block_tokens, *[0] * config.state_slots))
-                if config.load_policy == "cost"
-                else None,
+                # Without tokens nothing is weighed.
+                block_worth=BlockWorth(
+                    config.block_bytes,
+                    (trace.block_tokens, *[0] * config.state_slots) if config.load_policy == "cost" else (),
+                ),
                 clock=self.clock,
             )
         elif config.cpu_blocks:
