@@ -68,8 +68,8 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     if vllm_config.model_config.enable_sleep_mode and vllm_config.device_config.device_type != "cpu":
         # Xid 31, and a dead engine: vLLM issues 45363 and 45615. A connector hears of a sleep from vLLM 0.33 on.
         raise ConfigError(
-            "vLLM's sleep takes the GPU's memory away while kvoffload may be copying: leave out --enable-sleep-mode, or "
-            "serve without kvoffload."
+            "vLLM's sleep takes the GPU's memory away while kvoffload may be copying: leave out --enable-sleep-mode, "
+            "or serve without kvoffload."
         )
     tier = outliving_tier(config)
     if tier is not None:
