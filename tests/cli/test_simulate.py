@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -310,10 +311,17 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
         ({"load_polcy": "cost"}, "Unknown key 'load_polcy' in the file of --fleet. Did you mean 'load_policy'?"),
         ({"load_policy": "never"}, "must be one of 'cost', 'always'"),
         ({"policy": "lur"}, "Did you mean 'lru'"),
-        ({"stretch": 0}, "stretch of the file of --fleet must be positive"),
+        ({"stretch": 0}, "stretch of the file of --fleet must be from"),
+        ({"stretch": 1e300}, "stretch of the file of --fleet must be from"),
+        ({"copies": 10**9}, "copies of the file of --fleet must be from"),
+        ({"servers": [10**30]}, "a list such as [4, 8]"),
+        ({"servers": 10**9}, "a list such as [4, 8]"),
+        ({"servers": int("9" * 400)}, "too large for any machine"),
+        ({"servers": 2, "shared": {"size": "50%", "ttl_s": math.nan}}, "must be positive"),
+        ({"hints": "a\0"}, "NUL"),
         ({"block_tokens": 7}, "line 1: 2 hash_ids do not fit input_length 1024"),
         ({"kv_dtype": "fp8"}, "kv_dtype belongs to --model"),
-        ({"copies": 0}, "copies of the file of --fleet must be at least 1"),
+        ({"copies": 0}, "copies of the file of --fleet must be from 1"),
         ({"prices": {"cpu": -1}}, "not negative"),
         ({"prices": {"gpu": 1}}, "Unknown key 'gpu' in prices"),
         ({"routers": ["session"]}, "has routers and no fleet: give servers, too"),
@@ -323,9 +331,9 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
             {"deaths": [], "prefill_servers": 1, "servers_per_machine": 2},
             "has servers_per_machine, prefill_servers, deaths",
         ),
-        ({"servers": "many"}, "a number or a list such as [4, 8]"),
+        ({"servers": "many"}, "or a list such as [4, 8]"),
         ({"servers": "1:8"}, "a range is for plan"),
-        ({"servers": 0}, "a number or a list"),
+        ({"servers": 0}, "or a list"),
         ({"servers": 2, "routers": "round"}, "Did you mean 'round-robin'"),
         ({"servers": 2, "routers": []}, "must name at least one"),
         ({"servers": 2, "shared": {"size": "50%", "speed": 3}}, "Unknown key 'speed' in shared of the file of --fleet"),

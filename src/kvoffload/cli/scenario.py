@@ -115,6 +115,8 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 _OF_A_FLEET = ("routers", "shared", "pool", "servers_per_machine", "prefill_servers", "deaths")
 _WHAT = "the file of --fleet"
+_MOST_SERVERS = 4096
+"""More than a replay has time for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +146,16 @@ class Scenario:
         given = [name for name in _OF_A_FLEET if name in values]
         if file.servers is None and given:
             raise ConfigError(f"{_WHAT[0].upper()}{_WHAT[1:]} has {', '.join(given)} and no fleet: give servers, too.")
-        for name, least in (("store_threshold", 0), ("copies", 1), ("servers_per_machine", 1), ("prefill_servers", 0)):
-            if getattr(file, name) < least:
-                raise ConfigError(f"{name} of {_WHAT} must be at least {least}, not {getattr(file, name)}.")
-        positive(file.stretch, f"stretch of {_WHAT}")
+        bounds = {
+            "store_threshold": (0, 1 << 30),
+            "stretch": (1e-6, 1e6),
+            "copies": (1, _MOST_SERVERS),
+            "servers_per_machine": (1, _MOST_SERVERS),
+            "prefill_servers": (0, _MOST_SERVERS),
+        }
+        for name, (least, most) in bounds.items():
+            if not least <= (value := getattr(file, name)) <= most:
+                raise ConfigError(f"{name} of {_WHAT} must be from {least:g} to {most:g}, not {value:g}.")
         names = [field.name for field in fields(Prices)]
         for name in file.prices:
             if name not in names:
@@ -226,7 +234,7 @@ class Scenario:
         """The fleets to simulate."""
         servers = self._file.servers
         numbers = [servers] if isinstance(servers, int) else [*servers] if isinstance(servers, tuple) else []
-        if not numbers or min(numbers) < 1:
+        if not numbers or not all(1 <= number <= _MOST_SERVERS for number in numbers):
             raise ConfigError(f"servers of {_WHAT} is a number or a list such as [4, 8]; a range is for plan.")
         return numbers
 
@@ -235,7 +243,7 @@ class Scenario:
         servers = self._file.servers
         found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", servers if isinstance(servers, str) else str(servers))
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= least <= most:
+        if not 1 <= least <= most <= _MOST_SERVERS:
             raise ConfigError(f"servers of {_WHAT} is a number, or to plan a range such as 1:64.")
         if self._file.prefill_servers or self._file.deaths:
             raise ConfigError(f"prefill_servers and deaths of {_WHAT} are for simulate; a plan has none of them.")

@@ -33,7 +33,8 @@ class SharedStore:
     def __post_init__(self) -> None:
         if self.blocks < 1:
             raise ConfigError("A shared tier needs room for a block.")
-        if not min(self.server_bytes_per_s, self.store_bytes_per_s, self.ttl_s) > 0 or not self.latency_s >= 0:
+        positive = self.server_bytes_per_s, self.store_bytes_per_s, self.ttl_s
+        if not all(value > 0 for value in positive) or not 0 <= self.latency_s < math.inf:
             raise ConfigError("Speeds and ttl of a shared tier must be positive, and its latency not negative.")
         for begin_s, end_s in self.away:
             if not begin_s < end_s:
