@@ -238,7 +238,7 @@ def a_failed_job_is_reported_when_its_copies_have_ended(rig: CudaRig) -> None:
     rig.tensors[0][1] = 5
     rig.cuda.fail("cuEventRecord", after=3)  # that of the end, with the copies under way
     rig.start(1, rig.store, 1, 2)
-    assert [result.success for result in rig.store.get_finished()] == [False]
+    assert not collect(rig.store, [1])[1].success
     rig.slots[2] = 1  # somebody else's by now
     rig.cuda.settle()
     assert rig.in_slot(2) == {1}
@@ -249,7 +249,7 @@ def a_job_whose_end_cannot_be_seen_is_reported_when_its_copies_have_ended(rig: C
     rig.cuda.pace(seed=6, longest_pause_us=30_000)
     rig.start(1, rig.store, 1, 2)
     rig.cuda.fail("cuEventQuery", code=1)
-    assert [result.success for result in rig.store.get_finished()] == [False]
+    assert not collect(rig.store, [1])[1].success
     rig.slots[2] = 1
     rig.cuda.settle()
     assert rig.in_slot(2) == {1}

@@ -350,19 +350,18 @@ def test_copies_that_hang_at_start_are_refused_and_not_waited_for_again(
     cuda.calls.fake_forget_registrations()
 
 
-def test_a_device_that_hangs_is_given_up_and_its_memory_kept(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_hangs_is_not_waited_for_at_shutdown_and_its_memory_is_kept(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[object] = []
     monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", kept)
     rig = make_rig(cuda)
     monkeypatch.setattr(lane, "DRAIN_S", 0.2)
     cuda.calls.fake_hold(rig.stream_of(rig.store), 1)
     rig.start(1, rig.store, 1, 2)
-    rig.store.wait([1])
-    assert not collect(rig.store, [1])[1].success
-    rig.put(2, rig.load, [3], [0])
-    assert not collect(rig.load, [2])[2].success
     rig.store.shutdown()
     rig.load.shutdown()
+    assert rig.store.get_finished() == []  # it may still write to its slot
     assert kept
     assert cuda.count("registrations") > 0
     cuda.calls.fake_let_all_go()

@@ -3,8 +3,8 @@
 
 Order is kept on the device's own timeline. There a job waits for the compute that wrote the blocks that it reads, or
 that may still read the blocks that it overwrites, and for every open job of the other direction that touches the same
-slots or GPU blocks. The stream itself orders the jobs of one direction. The engine's thread waits in ``wait`` and
-``shutdown`` alone, and never without a bound.
+slots or GPU blocks. The stream itself orders the jobs of one direction. The engine's thread waits in ``wait``, whose
+caller is about to use the memory, and in ``shutdown``, which has a bound.
 
 A failure ends a job, once its copies have. A broken device, on which nothing runs any more, ends all jobs at once, and
 all that come later: every block is a miss.
@@ -84,8 +84,7 @@ def make_cuda_handlers(
     try:
         check_copies(store, load, kv_view, layout)
     except CopiesHang:
-        copies.health.set_broken(is_hung=True)
-        _MEMORY_OF_HUNG_DEVICES.append(copies)
+        _MEMORY_OF_HUNG_DEVICES.append(copies)  # what was waited for is not waited for again
         raise
     except BaseException:
         store.shutdown()
@@ -161,10 +160,11 @@ class _Copies:
         self.driver.record(mark.event, self._device.compute_stream())
         self._mark = mark
 
-    def hold_compute(self, job: Job) -> None:
-        """Compute submitted from now on starts after ``job``, which is submitted."""
-        if not job.failed:
+    def hold_compute(self, job: Job) -> bool:
+        """Compute submitted from now on starts after ``job``, which is submitted. ``False`` if its end is not known."""
+        if job.has_end:
             self.driver.wait_event(self._device.compute_stream(), job.ended.event)
+        return job.has_end
 
     def retire(self, job: Job) -> None:
         """It has ended."""
@@ -172,12 +172,16 @@ class _Copies:
             self.pools.timed.give_back(job.started)
         job.ended.release()
 
-    def close(self, direction: Direction) -> None:
-        """The jobs of this direction have ended. With the second one all is given back."""
+    def close(self, direction: Direction, is_over: bool) -> None:
+        """With the second direction all is given back, if the copies of both are over."""
         lane = self.lanes.pop(direction)
-        if not lane.close():
-            _MEMORY_OF_HUNG_DEVICES.append((lane, self._keep_alive, self.region))
-        if self.lanes or self.health.is_hung:
+        if is_over:
+            with contextlib.suppress(CudaError):
+                self.driver.destroy_stream(lane.stream)
+        elif self not in _MEMORY_OF_HUNG_DEVICES:
+            logger.error("The CUDA device does not end its copies; their memory is kept until the process ends.")
+            _MEMORY_OF_HUNG_DEVICES.append(self)
+        if self.lanes or self in _MEMORY_OF_HUNG_DEVICES:
             return
         self.region.unpin()
         if self._mark is not None:
@@ -232,7 +236,8 @@ class CudaHandler(OffloadingHandler):
         try:
             for job in jobs:
                 self._lane.hurry(job)
-                self._copies.hold_compute(job)
+                if not self._copies.hold_compute(job):
+                    self._lane.wait(job)
         except CudaError:
             self._copies.log.exception("compute could not be made to wait for transfers")
             self.wait(job_ids)
@@ -252,30 +257,26 @@ class CudaHandler(OffloadingHandler):
         self._closed = True
         with contextlib.suppress(CudaError):
             self._copies.use_device()
-        self._copies.close(self._direction)
+        is_over = self._lane.close()
         self._finished = self.get_finished()
+        self._copies.close(self._direction, is_over)
 
     def _named(self, job_ids: Collection[int]) -> list[Job]:
         return [job for job in self._open if job.job_id in job_ids]
 
     def _result_of(self, job: Job) -> TransferResult | None:
         """``None`` while it runs."""
-        failed = TransferResult(job.job_id, success=False)
-        if self._copies.health.is_broken:
-            return failed
-        if not job.is_submitted:
+        if not self._lane.has_ended(job):
             return None
-        if job.failed or job.started is None:
-            return failed
-        try:
-            if not self._driver.is_done(job.ended.event):
-                return None
-            seconds = self._driver.seconds_between(job.started, job.ended.event)
-            return TransferResult(job.job_id, True, job.num_bytes, seconds)
-        except CudaError:
-            self._copies.log.exception(f"transfer {job.job_id} failed")
-            self._lane.drain()  # it is reported as ended, so it must have
-            return failed
+        if not job.failed and not self._copies.health.is_broken:
+            assert job.started is not None
+            try:
+                seconds = self._driver.seconds_between(job.started, job.ended.event)
+                return TransferResult(job.job_id, True, job.num_bytes, seconds)
+            except CudaError:
+                self._copies.log.exception(f"transfer {job.job_id} failed")
+                self._lane.check()
+        return TransferResult(job.job_id, success=False)
 
     def _put(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
         gpu, cpu = spec if self._direction is Direction.STORE else spec[::-1]

@@ -36,7 +36,7 @@ PIECE_RUNS = 4096
 OPEN_PIECES = 3
 """Submitted and not done. Two keep the copy engine busy while the thread wakes up."""
 DRAIN_S = 30.0
-"""A stream that has not ended by then is not waited for any more."""
+"""A stream that has not ended by then is not waited for at shutdown."""
 
 _ATTEMPTS = 3
 _POLL_S = 100e-6
@@ -110,15 +110,11 @@ class DeviceHealth:
 
     def __init__(self) -> None:
         self.is_broken = False
-        self.is_hung = False
-        """It may still copy: neither side's memory may go."""
 
-    def set_broken(self, is_hung: bool = False) -> None:
-        self.is_hung |= is_hung
+    def set_broken(self) -> None:
         if not self.is_broken:
             self.is_broken = True
-            what = "does not answer" if is_hung else "is broken"
-            logger.error("The CUDA device %s; nothing is offloaded or loaded any more.", what)
+            logger.error("The CUDA device is broken; nothing is offloaded or loaded any more.")
 
 
 @dataclass(eq=False, slots=True)
@@ -137,7 +133,9 @@ class Job:
     started: Event | None = None
     num_bytes: int = 0
     is_submitted: bool = False
-    """All that it does is in the stream, or it has failed and nothing of it runs."""
+    """All that it does is in the stream, or as much of it as the driver took."""
+    has_end: bool = False
+    """``ended`` tells when nothing of it runs. Without, only a stream that is idle does."""
     failed: bool = False
 
 
@@ -165,7 +163,7 @@ class Lane:
         """Of what follows, and of ``is_submitted``."""
         self._queue: deque[Job] = deque()
         """Not submitted. Jobs are submitted in this order."""
-        self._is_hurried = False
+        self._num_hurries = 0
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -187,7 +185,7 @@ class Lane:
         that the lane's thread submits now."""
         if job.is_submitted:
             return
-        self._is_hurried = True
+        self._num_hurries += 1
         with self._changed:
             queue = [*self._queue]
         for each in queue:
@@ -196,7 +194,7 @@ class Lane:
             self._submit(each, is_paced=False)
             if each is job:
                 break
-        self._is_hurried = False
+        self._num_hurries -= 1
 
     def check(self) -> None:
         """After an error: is it that of one call, or is the device broken?"""
@@ -206,52 +204,49 @@ class Lane:
                 return
         self._health.set_broken()
 
-    def drain(self) -> None:
-        """Returns when nothing of this lane runs, or the device is broken. Blocks: after an error, and at the end."""
-        deadline_s = time.monotonic() + DRAIN_S
-        while not self._health.is_broken:
-            try:
-                if self._driver.is_idle(self.stream):
-                    return
-            except CudaError:
-                self.check()
-            if time.monotonic() > deadline_s:
-                self._health.set_broken(is_hung=True)
-            time.sleep(_POLL_S)
+    def has_ended(self, job: Job) -> bool:
+        """Whether nothing of ``job`` runs, and nothing of it will. Does not block."""
+        if self._health.is_broken or not job.is_submitted:
+            return self._health.is_broken
+        try:
+            return self._driver.is_done(job.ended.event) if job.has_end else self._driver.is_idle(self.stream)
+        except CudaError:
+            self._log.exception(f"the end of transfer {job.job_id} cannot be seen")
+            job.failed, job.has_end = True, False
+            self.check()
+            return self._health.is_broken
 
     def wait(self, job: Job) -> None:
-        """Returns when ``job`` has ended, or the device is broken."""
+        """Returns when ``job`` has ended: somebody is about to use its memory."""
         self.hurry(job)
-        deadline_s = time.monotonic() + DRAIN_S
-        while not job.failed and not self._health.is_broken:
-            try:
-                if self._driver.is_done(job.ended.event):
-                    return
-            except CudaError:
-                self.drain()
-                return
-            if time.monotonic() > deadline_s:
-                self._health.set_broken(is_hung=True)
+        while not self.has_ended(job):
             time.sleep(_POLL_S)
 
     def close(self) -> bool:
-        """Submits what is queued, and waits for all of it. ``False`` if something of it may still run."""
+        """Submits what is queued, and waits for all of it, but not for ever. ``False`` if something of it may still
+        run."""
         with self._changed:
             self._is_closing = True
             last = self._queue[-1] if self._queue else None
             self._changed.notify_all()
         if last is not None and not self._health.is_broken:
             self.hurry(last)
-        self.drain()
+        deadline_s = time.monotonic() + DRAIN_S
+        while not self._is_idle():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_POLL_S)
         if self._thread is not None:
-            self._thread.join(1.0 if self._health.is_broken else DRAIN_S)
-            if self._thread.is_alive():
-                self._health.set_broken(is_hung=True)
-        if self._health.is_hung:
-            return False
-        with contextlib.suppress(CudaError):
-            self._driver.destroy_stream(self.stream)
+            self._thread.join(DRAIN_S)
+            return not self._thread.is_alive()
         return True
+
+    def _is_idle(self) -> bool:
+        try:
+            return self._health.is_broken or self._driver.is_idle(self.stream)
+        except CudaError:
+            self.check()
+            return self._health.is_broken
 
     # What follows runs on the lane's thread, or in ``hurry``.
 
@@ -279,19 +274,19 @@ class Lane:
             moment.release()
 
     def _submit(self, job: Job, is_paced: bool) -> None:
-        if not self._submitting.acquire(timeout=DRAIN_S):
-            self._health.set_broken(is_hung=True)
-            return
-        try:
+        with self._submitting:
             if job.is_submitted:
                 return
             try:
                 self._start(job, is_paced)
             except Exception:  # noqa: BLE001 - a transfer that cannot be submitted is a miss
-                # Copies may run already. It counts as submitted only when they have ended.
                 self._log.exception(f"transfer {job.job_id} could not be submitted")
-                self.drain()
                 job.failed = True
+            # After a failure too: copies may run already, and it has ended when they have.
+            with contextlib.suppress(CudaError):
+                self._driver.record(job.ended.event, self.stream)
+                job.has_end = True
+            job.failed |= not job.has_end
             with self._changed:
                 for moment in job.awaited:
                     moment.release()
@@ -299,8 +294,6 @@ class Lane:
                 self._queue.remove(job)
                 job.is_submitted = True
                 self._changed.notify_all()
-        finally:
-            self._submitting.release()
 
     def _start(self, job: Job, is_paced: bool) -> None:
         if self._health.is_broken:
@@ -318,13 +311,12 @@ class Lane:
                 if open_pieces:
                     driver.fill(self._spacer, 0, 1, stream)
                 if len(open_pieces) == OPEN_PIECES:
-                    if is_paced and not self._is_hurried:
+                    if is_paced and not self._num_hurries:
                         driver.synchronize_event(open_pieces[0].event)
                     open_pieces.popleft().release()
                 self._copy(piece)
                 open_pieces.append(self._pools.untimed.moment())
                 driver.record(open_pieces[-1].event, stream)
-            driver.record(job.ended.event, stream)
         finally:
             for moment in open_pieces:
                 moment.release()
