@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.integration.served_tiers import ServedTiers
 
 from kvoffload.cli import main
-from kvoffload.cli.top import Snapshot, compare, draw, metrics_url, parse, quantile, sparkline
+from kvoffload.cli.top import Snapshot, TierView, View, compare, draw, metrics_url, parse, quantile, sparkline
 from kvoffload.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def scrape(served: ServedTiers, at_s: float) -> Snapshot:
 
 def shown(*views: object) -> str:
     out = io.StringIO()
-    Console(file=out, width=140).print(draw(views))  # type: ignore[arg-type]
+    Console(file=out, width=80).print(draw(views))  # type: ignore[arg-type]
     return out.getvalue()
 
 
@@ -227,3 +227,12 @@ def test_quantiles_and_sparklines() -> None:
     assert sparkline([0, 1, 2]) == "▁▅█"
     assert sparkline([0, 0]) == "▁▁"
     assert sparkline([0.5], 1.0) == "▅"
+
+
+def test_80_columns_hold_all_that_the_table_says() -> None:
+    host = TierView("host memory", 0.123, 0.456, 12e9, 3e9, 0.995, 123_456, 12, 0)
+    disk = TierView("disk", 1.0, 1.0, 12e9, 3e9, 1.0, 1_234_567_890_123, 4000, 3, ("reading off, timeout for 12 s",))
+    text = shown(View(2.0, 0.5, 0.4, 12_345, 10, 3, 5, 6, 7, tiers=(host, disk)))
+    assert "…" not in text
+    for word in ("host memory", "99.5%", "11.2 GiB", "1.12 TiB, 100%", "4,000", "reading off, timeout for 12 s"):
+        assert word in text

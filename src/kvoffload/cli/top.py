@@ -31,7 +31,7 @@ from kvoffload.units import format_bytes
 __all__ = ["Snapshot", "TierView", "View", "compare", "draw", "parse", "quantile", "register", "sparkline"]
 
 _TIMEOUT_S = 10.0
-_KEPT = 60
+_KEPT = 6
 """Refreshes that a sparkline shows."""
 # Engines of one server share a tier, or each has one of the same size: the fullest counts.
 _JOIN = JOIN | {"tier_blocks": max, "tier_bytes": max}
@@ -92,7 +92,7 @@ class _Plain:
     """Prints each refresh below the last, where the output is not a terminal."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console if console.is_terminal else Console(width=140)
+        self._console = console
 
     def __enter__(self) -> _Plain:
         return self
@@ -364,13 +364,15 @@ def draw(views: Iterable[View]) -> Group:
         ("   claimed, pinned ", "dim"),
         f"{now.claimed_blocks:,.0f}, {now.pinned_blocks:,.0f} blocks",
     )
-    table = Table(expand=True)
-    for heading in ("tier", "hits", "", "in all", "read/s", "", "written/s", "used", "queued", "health"):
-        justify: Any = "left" if heading in ("tier", "", "health") else "right"
-        table.add_column(heading, justify=justify, no_wrap=heading != "health")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("tier", "hits", "", "in all", "read/s", "", "written/s", "used", "queued"):
+        table.add_column(heading, justify="left" if heading in ("tier", "") else "right", no_wrap=heading != "tier")
+    health = []
     for at, tier in enumerate(now.tiers):
         course = [view.tiers[at] for view in views if len(view.tiers) > at]
         used = f"{tier.used:,.0f} blocks" if at == 0 else format_bytes(tier.used)
+        if tier.fill is not None:
+            used = f"{tier.fill:.1%}" if at == 0 else f"{used}, {tier.fill:.0%}"
         table.add_row(
             tier.name,
             _percent(tier.hit_rate),
@@ -379,31 +381,31 @@ def draw(views: Iterable[View]) -> Group:
             format_bytes(tier.read_bytes_per_s),
             sparkline([each.read_bytes_per_s for each in course]),
             format_bytes(tier.write_bytes_per_s),
-            f"{used}, {_percent(tier.fill)}" if tier.fill is not None else used,
+            used,
             f"{tier.queued_blocks:,.0f}",
-            Text("; ".join(tier.off), style="red") if tier.off else Text(_trips(tier.trips), style="green"),
         )
+        if tier.off:
+            health.append(Text(f"{tier.name}: {'; '.join(tier.off)}", style="red"))
+        elif tier.trips:
+            health.append(Text(f"{tier.name}: ok ({tier.trips:,.0f} trips so far)", style="green"))
     waits = ", ".join(f"{name} {_seconds(value)}" for name, value in now.waits_s.items() if value is not None)
     problems = ", ".join(f"{name} {value:,.0f}" for name, value in now.problems.items())
     return Group(
         head,
         table,
+        *health,
         Text.assemble(("waits: ", "dim"), waits or "none"),
         Text.assemble(("problems: ", "dim"), (problems or "none", "yellow" if problems else "")),
     )
 
 
 def sparkline(values: Iterable[float], most: float | None = None) -> str:
-    """A bar for each of the last 12 values; a full bar is ``most``, or the largest of them."""
-    shown = list(values)[-12:]
+    """A bar for each of the last few values; a full bar is ``most``, or the largest of them."""
+    shown = list(values)[-_KEPT:]
     top_value = most if most is not None else max(shown, default=0.0)
     if top_value <= 0:
         return _BARS[0] * len(shown)
     return "".join(_BARS[min(int(value / top_value * len(_BARS)), len(_BARS) - 1)] for value in shown)
-
-
-def _trips(count: float) -> str:
-    return "ok" if not count else f"ok ({count:,.0f} trips so far)"
 
 
 def _percent(share: float | None) -> str:
