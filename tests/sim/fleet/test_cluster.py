@@ -221,7 +221,10 @@ def test_a_decoding_server_takes_what_has_arrived_and_computes_the_rest(
     trace = replace(
         trace, input_tokens=np.array([prompt]), offsets=np.array([0, blocks]), ids=np.arange(blocks, dtype=np.int32)
     )
-    server = replace(SERVER, gpu_blocks=0, load_policy="always", chunk_tokens=chunk_blocks * tokens)
+    # Twelve of these blocks are one portion of a promotion.
+    server = replace(
+        SERVER, block_bytes=1 << 18, gpu_blocks=0, load_policy="always", chunk_tokens=chunk_blocks * tokens
+    )
     shared = SharedStore(100, bytes_per_s, float("inf"), latency_s)
     hits: list[Hit] = []
     result = simulate_fleet(
