@@ -65,9 +65,10 @@ bench: $(STAMP)  ## the benchmarks, with ratios against their references
 	@$(PY) -m bench $(ARGS)
 
 DOCS := .venv-docs
-docs:            ## the site in build/site, from mkdocs.yml; a broken link fails; writes docs/configuration.md anew
+docs:            ## the site in build/site, from mkdocs.yml; a broken link fails; writes what is made of the code and of runs
 	@[ -x $(DOCS)/bin/zensical ] || { scripts/bootstrap $(DOCS) && $(DOCS)/bin/python -m pip install --quiet '.[docs]'; }
 	@$(DOCS)/bin/python scripts/configuration-reference
+	@$(DOCS)/bin/python scripts/figures
 	@$(DOCS)/bin/zensical build --strict
 
 dist: $(STAMP)   ## build the wheel and the sdist in dist/
