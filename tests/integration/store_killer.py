@@ -3,7 +3,8 @@
 
 ``store_killer KIND steps ROOT BLOCK_BYTES STRIDE`` kills one writer before every STRIDE-th system call of its work,
 and in the middle of each of those that writes. ``store_killer KIND random ROOT BLOCK_BYTES KILLS`` kills two writers
-that share the root, at random times. KIND is ``fs`` or ``disk``. Exit code 0 means that nothing was wrong.
+that share the root, at random times. KIND is ``fs`` or ``disk``, or one of them and ``-encrypted``. Exit code 0 means
+that nothing was wrong.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ from kvoffload.tiering.stores.disk.store import DiskStore
 from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.fs.format import SUFFIX, TEMPORARY_PREFIX, BlockFormat
 from kvoffload.tiering.stores.fs.store import FileSystemStore
+from kvoffload.tiering.stores.seal import EncryptionKey
 
 Store = FileSystemStore | DiskStore
 
-IS_SLAB = sys.argv[1] == "disk"
+IS_SLAB = sys.argv[1].startswith("disk")
+SECRET = EncryptionKey(b"what the writers share") if sys.argv[1].endswith("-encrypted") else None
 SIZE = int(sys.argv[4])
 NOT_PERMITTED = 77
 KEYS = keys_of(*range(30))
 MAX_BYTES = 8 * BlockFormat("", SIZE).file_bytes
 if IS_SLAB:
-    slab_format._MIN_SLAB_BYTES = SlabFormat("", SIZE).slab_bytes(4)
+    slab_format._MIN_SLAB_BYTES = SlabFormat("", SIZE, SECRET).slab_bytes(4)
     MAX_BYTES = 2 * slab_format._MIN_SLAB_BYTES
     if SIZE % 4096 == 0:
         disk_store._BESIDE_BYTES = SIZE  # checksums beside the write, as those of large blocks
@@ -58,7 +61,7 @@ BLOCKS = [aligned(block_of(key, SIZE)) for key in KEYS]
 
 
 def open_store(root: Path) -> Store:
-    return (DiskStore if IS_SLAB else FileSystemStore)(root, SIZE, max_bytes=MAX_BYTES)
+    return (DiskStore if IS_SLAB else FileSystemStore)(root, SIZE, max_bytes=MAX_BYTES, secret=SECRET)
 
 
 def write(store: Store, numbers: list[int]) -> list[bool]:

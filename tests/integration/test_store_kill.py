@@ -18,7 +18,7 @@ KILLS = by_size(quick=10, thorough=400)
 
 @pytest.mark.parametrize(("how", "number"), [("steps", STRIDE), ("random", KILLS)], ids=["by calls", "at random"])
 @pytest.mark.parametrize("block_bytes", [3000, 65536], ids=["small", "paged"])
-@pytest.mark.parametrize("kind", ["fs", "disk"])
+@pytest.mark.parametrize("kind", ["fs", "disk", "disk-encrypted"])
 def test_killed_writers_leave_nothing_wrong(kind: str, how: str, number: int, block_bytes: int, tmp_path: Path) -> None:
     script = [sys.executable, "-m", "tests.integration.store_killer"]
     command = [*script, kind, how, str(tmp_path / "kv"), str(block_bytes), str(number)]

@@ -39,6 +39,7 @@ TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
+_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _MAX_VECTOR = 512
 _FILES_PER_SLAB = 3
 _ALLOCATED_AT_ONCE = 1 << 30
@@ -311,14 +312,13 @@ class SlabFile:
 def check_preallocation(root: str, access: Access) -> None:
     """Raises ``ConfigError`` if the file system of ``root`` cannot give files their space. That a disk is full or
     read-only just now is no reason."""
-    control, name = open_control(root, access), f"{NEW_PREFIX}{secrets.token_hex(8)}"
+    control = open_control(root, access)
     try:
-        fd = make_file(name, control, access, os.O_EXCL)
+        fd = _nameless_file(control, access)
         try:
             _allocate(fd, PAGE_BYTES)
         finally:
             os.close(fd)
-            os.unlink(name, dir_fd=control)
     except OSError as exc:
         if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise ConfigError(
@@ -327,6 +327,17 @@ def check_preallocation(root: str, access: Access) -> None:
             ) from exc
     finally:
         os.close(control)
+
+
+def _nameless_file(control: int, access: Access) -> int:
+    """A file that is gone when it is closed, so that a kill leaves nothing."""
+    try:
+        return os.open(".", _TMPFILE | os.O_RDWR | os.O_CLOEXEC, access.file_mode, dir_fd=control)
+    except OSError:  # a file system that does not have them
+        name = f"{NEW_PREFIX}{secrets.token_hex(8)}"
+        fd = make_file(name, control, access, os.O_EXCL)
+        os.unlink(name, dir_fd=control)
+        return fd
 
 
 def most_slabs() -> int:
