@@ -69,6 +69,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {section: dict(entry_points[section]) for section in entry_points.sections()} == {
         "console_scripts": {"kvoffload": "kvoffload.cli:main"},
         "vllm.general_plugins": {"kvoffload": "kvoffload.engines.vllm:register"},
+        "sglang.srt.plugins": {"kvoffload": "kvoffload.engines.sglang.updates:watch"},
     }
 
 

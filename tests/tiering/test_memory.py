@@ -35,6 +35,7 @@ def serve(manager: OffloadingManager, first: int) -> None:
             time.sleep(0.0005)
 
 
+@pytest.mark.long
 def test_full_tiers_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is bounded by a number of keys reaches its bound within the test.
     monkeypatch.setattr(questions, "_MAX_SKIPPED", 500)

@@ -15,6 +15,8 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any, cast
 
+from kvoffload.errors import KVOffloadError
+
 __all__ = ["COUNTS", "Table", "UnclearError", "facts_of", "text_of", "unknown_fields"]
 
 COUNTS = "changes bytes"
@@ -28,7 +30,7 @@ _NOT_OF_A_MODEL = frozenset({"transformers_version", "_name_or_path", "_commit_h
 """What transformers adds to a model's configuration: where it lay and who read it. Nothing else is left out."""
 
 
-class UnclearError(ValueError):
+class UnclearError(KVOffloadError, ValueError):
     """A value has no text that is the same in each process."""
 
 

@@ -45,10 +45,12 @@ class TestObjectStore(BlockStoreContract):
         return True
 
 
+@pytest.mark.long
 class TestKeyed(TestObjectStore):
     secret = b"a secret of the fleet"
 
 
+@pytest.mark.long
 class TestEncrypted(TestObjectStore):
     secret = EncryptionKey(b"a secret of the fleet")
 
