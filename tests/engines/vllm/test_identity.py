@@ -574,8 +574,12 @@ def test_a_value_without_a_text_is_refused_where_blocks_outlive_the_process() ->
     for part in ("cache_config", "attention_config"):
         with pytest.raises(ConfigError, match=rf"{part} has a value of type Unlike.*'disk'.*leave out the option"):
             Engine(fields={part: Unlike()}).namespace()
+    with pytest.raises(ConfigError, match=r"invented has a value of type Unlike.*'disk'"):
+        over(lambda: of_newer_vllm(attention(), Unlike())).namespace()
     alone = {"cpu_bytes_to_use": "1MiB"}
     config = vllm_config(additional_config={"hook": Unlike()})
+    odd = kv_cache_config(of_newer_vllm(attention(), Unlike()))
+    layout_of(vllm_config(), odd, parse_config(alone))
     identities = [layout_of(config, kv_cache_config(attention()), parse_config(alone)).identity for _ in range(2)]
     assert identities[0] != identities[1], "nothing finds such blocks"
 

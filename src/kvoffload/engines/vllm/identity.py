@@ -50,8 +50,7 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         "weights": weights_of(vllm_config, config),
-        **_options(vllm_config, config),
-        **_layers(kv_cache_config, is_rank_free),
+        **_facts(vllm_config, kv_cache_config, config, is_rank_free),
     }
 
 
@@ -60,7 +59,8 @@ def unknown_options(vllm_config: Any, config: OffloadingConfig) -> list[str]:
     return [name for prefix, part in _parts(vllm_config, config) for name in unknown_fields(part, FIELDS, prefix)]
 
 
-def _options(vllm_config: Any, config: OffloadingConfig) -> dict[str, str]:
+def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
+    """Options and layers."""
     facts = {"limit": _limit(vllm_config.model_config)}
     drafter = drafter_with_kv(vllm_config)
     if drafter is not None:
@@ -68,6 +68,7 @@ def _options(vllm_config: Any, config: OffloadingConfig) -> dict[str, str]:
     try:
         for prefix, part in _parts(vllm_config, config):
             facts |= facts_of(part, FIELDS, prefix)
+        facts |= _layers(kv_cache_config, is_rank_free)
     except UnclearError as exc:
         if (tier := outliving_tier(config)) is not None:
             raise ConfigError(
