@@ -584,12 +584,12 @@ def test_nothing_is_waited_for_after_the_blocks_that_are_worth_loading() -> None
 def test_real_waits_are_compared_with_expected_ones() -> None:
     machine = Machine()
     machine.learn(read_s=0.5)
-    for name, read_s in (("a", 0.5), ("b", 0.54), ("c", 1.0)):
+    for name, read_s in (("a", 0.5), ("b", 0.48), ("c", 0.9)):
         machine.read_s = read_s
         machine.below(prefix(4, of=name))
         machine.serve(4, of=name)
     stats = machine.manager.get_stats()
-    # Expected with a tenth of caution: 2.2 s.
+    # Two seconds are expected.
     assert stats["promotion_wait_ratio", "count", "1.0"] == 2
     assert stats["promotion_wait_ratio", "count", "2.0"] == 1
 
@@ -751,7 +751,7 @@ def test_a_tier_that_is_never_worth_reading_is_reported_once_and_written_to(capl
 @pytest.mark.parametrize(("ends", "num_loaded"), [((1, 5), 1), ((3, 5), 3), ((2, 5), 2), ((5,), 0)])
 def test_a_part_of_a_hit_ends_at_a_state(ends: tuple[int, ...], num_loaded: int) -> None:
     machine = Machine()
-    machine.learn(read_s=1.5)
+    machine.learn(read_s=1.55)
     blocks = prefix(5, of="a")
     machine.below(blocks)
     machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=3 * TOKENS))

@@ -40,11 +40,10 @@ LoadPolicy = Literal["cost", "always"]
 """Which hits in lower tiers are loaded: those that are expected to be there before their tokens would be computed, or
 all of them."""
 
-CAUTION = 1.1
-"""A load must be at least 10 % faster than recomputing: estimates have errors, and a tie gains nothing."""
 LEAST_GAIN = 0.1
-"""A request waits only if that saves this share of computing the blocks that are not there: while it waits, the engine
-takes others before it, which no estimate knows of."""
+"""A load must be at least 10 % faster than recomputing: a request waits only if that saves this share of computing the
+blocks that are not there. Estimates have errors, a tie gains nothing, and while it waits the engine takes others before
+it, which no estimate knows of."""
 PATIENCE = 1.25
 """A request waits for its blocks at most this many times as long as computing them would take."""
 PROBE_INTERVAL_S = 5.0
@@ -181,8 +180,8 @@ def _pace(place: Place, links: Sequence[LinkState]) -> Pace:
     if place.is_overdue:
         return Pace(math.inf)
     if place.is_arriving or link.pace is None:
-        return Pace(CAUTION * link.queue_s)
-    return Pace(CAUTION * link.pace.first_s, CAUTION * link.pace.block_s)
+        return Pace(link.queue_s)
+    return link.pace
 
 
 def _choose(
@@ -282,7 +281,7 @@ class LoadPlanner:
         if speed is None:
             return LinkState(None, room_blocks=max(0, self._num_blocks(PROBE_BYTES) - link.num_due))
         queue_s = link.queue_s()
-        reason: Declined = "slow" if self._slowness(link) * CAUTION >= 1 else "busy"
+        reason: Declined = "slow" if self._slowness(link) > 1 - LEAST_GAIN else "busy"
         return LinkState(Pace(queue_s + speed.latency_s, speed.byte_s * bytes_per_block), queue_s, reason=reason)
 
     def _slowness(self, link: Link) -> float:
