@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from kvoffload.base import LoadStoreSpec, OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.connector import GuardedManager
@@ -14,7 +13,6 @@ from kvoffload.tiering.spec import TieringOffloadingSpec
 
 __all__ = ["LONGEST_PAUSE_S", "WatchedManager", "WatchedSpec"]
 
-T = TypeVar("T")
 
 LONGEST_PAUSE_S = 0.5
 """Longer than a step, unless the machine is overloaded."""
@@ -45,16 +43,9 @@ class WatchedManager(GuardedManager):
         self.num_waits = 0
         self._waits: dict[str, Wait] = {}
 
-    def _guard(
-        self, otherwise: T, call: Callable[..., T], *args: object, is_answer: Callable[[T], object] | None = None
-    ) -> T:
-        try:
-            answer = call(*args)
-            assert is_answer is None or is_answer(answer), answer
-            return answer
-        except Exception as exc:
-            self.exceptions.append(repr(exc))
-            raise
+    def failed(self, name: str, exc: BaseException) -> None:
+        self.exceptions.append(repr(exc))
+        raise exc
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         begin_s = self._clock()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.tiering.rig import Memory, keys
 
@@ -103,3 +104,14 @@ def test_whatever_a_tier_raises_becomes_its_mildest_answer_and_is_logged_once(
             guarded.touch(keys(1), REQUEST)
     assert guarded.faults == 2 * len(calls)
     assert len(caplog.records) == len(calls)
+
+
+@pytest.mark.parametrize("answer", [1, 0, np.True_, np.array([True, False]), "yes"])
+def test_a_lookup_is_answered_by_true_or_false_whatever_a_tier_returns(tier: FakeTier, answer: Any) -> None:
+    guarded = GuardedTier(0, tier)
+    tier.answers[keys(1)[0]] = answer
+    found = guarded.lookup(keys(1)[0], REQUEST)
+    assert type(found) is bool
+    assert guarded.faults == isinstance(answer, np.ndarray)
+    tier.holds = lambda asked: [True]  # type: ignore[method-assign]
+    assert guarded.holds(keys(1, 2)) == [False, False], "an answer for each key, or none"

@@ -5,36 +5,35 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Literal
 
-from kvoffload.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext
-from kvoffload.metrics import Stats
+from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from kvoffload.boundary import Boundary, guarded
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 __all__ = ["GuardedTier", "TierJob", "TierJobs"]
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-_RAISED = object()
+
+def _for_each(answers: Sequence[bool], keys: Sequence[OffloadKey]) -> list[bool]:
+    if len(answers) != len(keys):
+        raise TypeError(f"this is no answer for {len(keys)} blocks: {answers!r:.100}")
+    return [bool(answer) for answer in answers]
 
 
-class GuardedTier:
+class GuardedTier(Boundary):
     """A secondary tier with the same calls, none of which raises.
 
-    An exception becomes the mildest answer, so that no tier can break an engine step. This includes exceptions that are
-    no ``Exception``, such as a native client's panic, but not those that end the process. A lookup that raises is
-    ``False``; a submit that raises took no job; a poll that raises found nothing. The first exception of each call is
-    logged with its traceback, later ones are only counted (``faults``).
+    A lookup that raises is ``False``; a submit that raises took no job; a poll that raises found nothing. The first
+    exception of each call is logged with its traceback, later ones are only counted (``faults``).
     """
-
-    __slots__ = ("_reported", "faults", "index", "name", "tier")
 
     def __init__(self, index: int, tier: SecondaryTierManager) -> None:
         self.index = index
-        self.tier = tier
+        self.tier = self.inner = tier
         self.name = tier.tier_type
         self.faults = 0
         self._reported: set[str] = set()
@@ -42,90 +41,67 @@ class GuardedTier:
     def __repr__(self) -> str:
         return f"GuardedTier({self.index}, {self.name!r}, faults={self.faults})"
 
-    def allows(self, req_context: ReqContext) -> bool:
-        """Whether the request may load from the tier."""
-        allowed = req_context.load_tiers
-        return allowed is None or allowed.allows(self.tier.medium, self.tier.locality)
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        # Written out, not through _call: this is the one call that is made per block.
-        if req_context.load_tiers is not None and not self.allows(req_context):
-            return False
-        try:
-            return self.tier.lookup(key, req_context)
-        except (KeyboardInterrupt, SystemExit):
-            raise  # the process is to end
-        except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
-            self._fault("lookup", exc)
-            return False
-
-    def progress(self) -> int | None:
-        return self._call("progress", self.tier.progress, None)
-
-    def submit(self, job: JobMetadata) -> bool:
-        """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
-        submit: Callable[[JobMetadata], object] = self.tier.submit_load if job.is_promotion else self.tier.submit_store
-        return self._call("submit", submit, _RAISED, job) is not _RAISED
-
-    def get_finished_jobs(self) -> list[JobResult]:
-        """Without what is no result: a job that ended in another way keeps its slots, which may still be written."""
-        nothing: list[JobResult] = []
-        results = self._call("get_finished_jobs", lambda: list(self.tier.get_finished_jobs()), nothing)
-        return [result for result in results if self._call("get_finished_jobs", _check_result, False, result)]
-
-    def wants_whole_request(self, req_context: ReqContext) -> bool:
-        def asked() -> bool:
-            return self.tier.on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
-
-        return self._call("on_new_request", asked, False)
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        self._call("on_request_finished", self.tier.on_request_finished, None, req_context)
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None) -> None:
-        self._call("touch", self.tier.touch, None, keys, req_context)
-
-    def on_schedule_end(self) -> None:
-        self._call("on_schedule_end", self.tier.on_schedule_end, None)
-
-    def has_pending_work(self) -> bool:
-        return self._call("has_pending_work", self.tier.has_pending_work, False)
-
-    def drain_jobs(self) -> None:
-        self._call("drain_jobs", self.tier.drain_jobs, None)
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._call("take_events", lambda: list(self.tier.take_events()), [])
-
-    def get_stats(self) -> Stats:
-        return self._call("get_stats", self.tier.get_stats, {})
-
-    def is_readable(self) -> bool:
-        return self._call("is_readable", self.tier.is_readable, True)
-
-    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._call("holds", self.tier.holds, [False] * len(keys), keys)
-
-    def shutdown(self) -> None:
-        self._call("shutdown", self.tier.shutdown, None)
-
-    def _call(self, name: str, call: Callable[..., T], otherwise: T, *args: object) -> T:
-        try:
-            return call(*args)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
-            self._fault(name, exc)
-            return otherwise
-
-    def _fault(self, name: str, exc: BaseException) -> None:
+    def failed(self, name: str, exc: BaseException) -> None:
         self.faults += 1
         if name not in self._reported:
             self._reported.add(name)
             _log.error("Tier %r failed in %s; its blocks count as misses: %s", self.name, name, exc, exc_info=exc)
 
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        # Written out: this is the one call that is made per block.
+        if req_context.load_tiers is not None and not self.allows(req_context):
+            return False
+        try:
+            found: Any = self.inner.lookup(key, req_context)
+            return found if found is None else bool(found)
+        except (KeyboardInterrupt, SystemExit):
+            raise  # the process is to end
+        except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
+            self.failed("lookup", exc)
+            return False
 
-def _check_result(result: JobResult) -> bool:
+    def allows(self, req_context: ReqContext) -> bool:
+        """Whether the request may load from the tier."""
+        allowed = req_context.load_tiers
+        return allowed is None or allowed.allows(self.tier.medium, self.tier.locality)
+
+    def submit(self, job: JobMetadata) -> bool:
+        """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
+        return (self._submit_load(job) if job.is_promotion else self._submit_store(job)) is True
+
+    def wants_whole_request(self, req_context: ReqContext) -> bool:
+        """Announces the request."""
+        return self._on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        """Without what is no result: a job that ended in another way keeps its slots, which may still be written."""
+        return [result for result in self._get_finished_jobs() if self._is_result(result)]
+
+    def _is_result(self, result: object) -> bool:
+        try:
+            return _check_result(result)
+        except Exception as exc:  # noqa: BLE001 - a part of the boundary
+            self.failed("get_finished_jobs", exc)
+            return False
+
+    _submit_load = guarded(SecondaryTierManager.submit_load, lambda *_: False, lambda *_: True)
+    _submit_store = guarded(SecondaryTierManager.submit_store, lambda *_: False, lambda *_: True)
+    _on_new_request = guarded(SecondaryTierManager.on_new_request, lambda *_: RequestOffloadingContext())
+    _get_finished_jobs = guarded(SecondaryTierManager.get_finished_jobs, list, list)
+    progress = guarded(SecondaryTierManager.progress, lambda: None)
+    on_request_finished = guarded(SecondaryTierManager.on_request_finished, lambda *_: None)
+    touch = guarded(SecondaryTierManager.touch, lambda *_: None)
+    on_schedule_end = guarded(SecondaryTierManager.on_schedule_end, lambda: None)
+    has_pending_work = guarded(SecondaryTierManager.has_pending_work, lambda: False, bool)
+    drain_jobs = guarded(SecondaryTierManager.drain_jobs, lambda: None)
+    take_events = guarded(SecondaryTierManager.take_events, lambda: (), list)
+    get_stats = guarded(SecondaryTierManager.get_stats, dict, dict)
+    is_readable = guarded(SecondaryTierManager.is_readable, lambda: True, bool)
+    holds = guarded(SecondaryTierManager.holds, lambda keys: [False] * len(keys), _for_each)
+    shutdown = guarded(SecondaryTierManager.shutdown, lambda: None)
+
+
+def _check_result(result: object) -> Literal[True]:
     """Raises for what is no result."""
     if not isinstance(result, JobResult):
         raise TypeError(f"this is not the end of a job: {result!r:.100}")

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The boundary to foreign code: whatever it raises, and whatever is no answer, becomes the mildest answer there is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+__all__ = ["Boundary", "guarded"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Boundary:
+    """Stands in front of ``inner``, which is foreign. The class body is a table of ``guarded`` methods."""
+
+    inner: Any
+
+    def failed(self, name: str, exc: BaseException) -> None:
+        """``inner.name`` raised ``exc``, or gave no answer. To be logged or counted."""
+
+
+def guarded(
+    method: Callable[Concatenate[Any, P], R],
+    otherwise: Callable[..., R],
+    answer: Callable[..., R] = lambda answer, *_: answer,
+) -> Callable[Concatenate[Any, P], R]:
+    """``method`` of a ``Boundary``, which calls that of ``inner`` and never raises.
+
+    ``otherwise(*args)`` is the answer to a call that raised. It costs a recomputation and nothing else. (A method that
+    has no such answer raises there.) ``answer(answered, *args)`` is what was answered, in the shape that callers rely
+    on, or raises. This includes exceptions that are no ``Exception``, such as a native client's panic, but not those
+    that end the process.
+    """
+    name, parameters = method.__name__, [*inspect.signature(method).parameters][1:]
+
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        # By position: foreign code may call its parameters what it likes.
+        given = (*args, *(kwargs[each] for each in parameters[len(args) :] if each in kwargs)) if kwargs else args
+        try:
+            return answer(getattr(self.inner, name)(*given), *given)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:  # noqa: BLE001 - this is the boundary
+            self.failed(name, exc)
+            return otherwise(*given)
+
+    call.__name__, call.__qualname__, call.__doc__ = name, method.__qualname__, method.__doc__
+    return call
