@@ -25,22 +25,24 @@ class Boundary:
 def guarded(
     method: Callable[Concatenate[Any, P], R],
     otherwise: Callable[..., R],
-    answer: Callable[..., R] = lambda answer, *_: answer,
+    answer: Callable[..., R] | None = None,
 ) -> Callable[Concatenate[Any, P], R]:
     """``method`` of a ``Boundary``, which calls that of ``inner`` and never raises.
 
     ``otherwise(*args)`` is the answer to a call that raised. It costs a recomputation and nothing else. (A method that
-    has no such answer raises there.) ``answer(answered, *args)`` is what was answered, in the shape that callers rely
-    on, or raises. This includes exceptions that are no ``Exception``, such as a native client's panic, but not those
-    that end the process.
+    has no such answer raises there.) ``answer(answered, *args)``, if it is given, is what was answered in the shape
+    that callers rely on, or raises. This includes exceptions that are no ``Exception``, such as a native client's
+    panic, but not those that end the process.
     """
     name, parameters = method.__name__, [*inspect.signature(method).parameters][1:]
 
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        # By position: foreign code may call its parameters what it likes.
-        given = (*args, *(kwargs[each] for each in parameters[len(args) :] if each in kwargs)) if kwargs else args
+        given: tuple[object, ...] = args
+        if kwargs:  # foreign code may call its parameters what it likes
+            given += tuple(kwargs[each] for each in parameters[len(args) :] if each in kwargs)
         try:
-            return answer(getattr(self.inner, name)(*given), *given)
+            answered: R = getattr(self.inner, name)(*given)
+            return answered if answer is None else answer(answered, *given)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as exc:  # noqa: BLE001 - this is the boundary
