@@ -458,6 +458,10 @@ class EngineLayout:
         """Bytes of one slice: the largest group's, so that any block fits any slot."""
         return factor * max(group.page_bytes for group in self.groups)
 
+    def num_slots(self, config: OffloadingConfig) -> int:
+        """Blocks that host memory holds."""
+        return config.cpu_bytes // self.block_bytes(self.block_size_factor(config))
+
     def block_bytes(self, factor: int) -> int:
         """Bytes of one slot: all slices."""
         return self.slice_bytes(factor) * self.slice.num_slices

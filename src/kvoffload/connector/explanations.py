@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
 from kvoffload.connector.epochs import Epoch
-from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
+from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
 from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
@@ -72,7 +72,7 @@ class Explanations:
         self._manager = manager
         self._num_slots = num_slots
         self._geometry = tuple(geometry)
-        self._finest = min(geometry, key=lambda group: group.block_tokens)
+        self._finest = finest_of(geometry)
         self._clock = clock
         self._lost = manager.lost
         self._open: dict[RequestOffloadState, Explanation] = {}

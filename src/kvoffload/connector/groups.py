@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey, make_offload_key
@@ -23,7 +23,7 @@ from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK
 from kvoffload.connector.epochs import FIRST, Epoch
 
-__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "geometry_of", "hit_unit_tokens", "possible_hit"]
+__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "finest_of", "geometry_of", "hit_unit_tokens", "possible_hit"]
 
 # A name of the module is found several times faster than a member of an enumeration.
 _FULL_ATTENTION = GroupKind.FULL_ATTENTION
@@ -200,6 +200,11 @@ def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGe
         )
         for index, (group, factor) in enumerate(zip(layout.groups, factors, strict=True))
     )
+
+
+def finest_of(groups: Iterable[GroupGeometry]) -> GroupGeometry:
+    """The one with the smallest blocks."""
+    return min(groups, key=lambda group: group.block_tokens)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.base import NextUse, OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
-from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, possible_hit
+from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, finest_of, possible_hit
 from kvoffload.connector.loads import Loads
 from kvoffload.connector.recording import RequestRecording
 from kvoffload.connector.requests import UNKNOWN, RequestOffloadState
@@ -161,7 +161,7 @@ class Hits:
         if not attention:
             (last,) = self._geometry[0].blocks_for_hit(first, stop)
             return {sources.get(state.groups[0].keys[last], HOST): stop - first}
-        finest = min(attention, key=lambda group: group.block_tokens)
+        finest = finest_of(attention)
         keys, size = state.groups[finest.index].keys, finest.block_tokens
         tokens: dict[str, int] = {}
         for block in range(first // size, -(-stop // size)):

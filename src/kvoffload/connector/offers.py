@@ -22,7 +22,7 @@ from kvoffload.base import (
 )
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import ScheduledRequest
-from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
+from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
 from kvoffload.connector.jobs import EndedJobs, JobRecord, JobTable
 from kvoffload.connector.messages import TransferJob
 from kvoffload.connector.requests import UNLIMITED, GroupState, PortionState, RequestOffloadState
@@ -285,7 +285,7 @@ class StoreOffers:
         self._turnover = Turnover(num_blocks)
         self._prompt_only = prompt_only
         self._unit_tokens = hit_unit_tokens(tuple(geometry))
-        self._least_tokens = min(group.block_tokens for group in geometry)
+        self._least_tokens = finest_of(geometry).block_tokens
         self._has_states = any(group.kind is _SINGLE_STATE for group in geometry)
         self.refused: dict[RequestOffloadState, None] = {}
         """Requests with blocks for which there was no room, in the order of their last refusals. Others only test

@@ -27,7 +27,7 @@ from kvoffload.base import NextUse, OffloadingManager
 from kvoffload.config import EngineLayout, OffloadingConfig
 from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.explanations import Explanations
-from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.groups import GroupGeometry, finest_of
 from kvoffload.connector.jobs import JobRecord
 from kvoffload.connector.requests import RequestOffloadState
 from kvoffload.errors import ConfigError
@@ -203,15 +203,14 @@ class RequestRecording:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._geometry = geometry
-        self._finest = min(geometry, key=lambda group: group.block_tokens)
+        self._finest = finest_of(geometry)
         self._recorder: TraceRecorder | None = None
         """``None`` once the recording has ended, too."""
         if path:
             path = path.replace("{pid}", str(os.getpid()))
             self._recorder = TraceRecorder(path, self._finest.block_tokens, _machine(geometry, layout, config))
         self._clock = clock
-        num_slots = config.cpu_bytes // layout.block_bytes(layout.block_size_factor(config))
-        self._explanations = Explanations(manager, geometry, num_slots, clock)
+        self._explanations = Explanations(manager, geometry, layout.num_slots(config), clock)
 
     def __repr__(self) -> str:
         return f"RequestRecording({self._recorder})"
@@ -280,7 +279,7 @@ class RequestRecording:
 
 def _machine(geometry: Sequence[GroupGeometry], layout: EngineLayout, config: OffloadingConfig) -> dict[str, object]:
     """What ``kvoffload explain`` must know of the configuration. No paths and no addresses."""
-    finest = min(group.block_tokens for group in geometry)
+    finest = finest_of(geometry).block_tokens
     slots = sum(finest / group.block_tokens for group in geometry)
     return {
         "block_bytes": round(layout.block_bytes(layout.block_size_factor(config)) * slots),

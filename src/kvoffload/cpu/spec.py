@@ -35,7 +35,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         """What its managers and tiers record of lost blocks."""
         self.block_size_factor = layout.block_size_factor(config)
         self.block_bytes = layout.block_bytes(self.block_size_factor)
-        self.num_blocks = config.cpu_bytes // self.block_bytes
+        self.num_blocks = layout.num_slots(config)
         if self.num_blocks < 1:
             raise ConfigError(
                 f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, and one block alone takes "

@@ -18,8 +18,6 @@ __all__ = ["StoreLosses"]
 
 _log = logging.getLogger(__name__)
 
-_MISSES: dict[LossCause, Miss] = {"evicted": Miss.EVICTED, "corrupt": Miss.CORRUPT, "removed": Miss.REMOVED}
-
 
 class StoreLosses:
     """Removes what ``store`` lost from ``index``, and records it in ``lost``. If the ``server_evicts``, a block that it
@@ -72,4 +70,4 @@ class StoreLosses:
     def record(self, keys: Collection[OffloadKey], cause: LossCause) -> None:
         if cause == "removed" and self._server_evicts:
             cause = "evicted"
-        self._lost.record(keys, _MISSES[cause], self._tier_type)
+        self._lost.record(keys, Miss.of(cause) or Miss.UNKNOWN, self._tier_type)

@@ -31,7 +31,7 @@ class PresenceIndex:
     """Which keys a store has and which it lacks, as far as that is known, and the events that follow. One thread.
 
     It is a hint in both directions: the store may have lost a present key, and another process may have written an
-    absent one. It remembers at most ``max_blocks`` present keys (at some 100 bytes each, the key included) and
+    absent one. It remembers at most ``max_blocks`` present keys (``TierLimits.max_index_blocks`` has their bytes) and
     ``max_absent`` absent ones, and forgets old ones first. An absent key is asked for again once it is older than
     ``absent_ttl_s``. Events name the store by ``medium``.
 

@@ -21,8 +21,14 @@ __all__ = ["Promotions"]
 
 _READ_AT = 1024
 """This many blocks of a long prefix are read while slots of the rest are being reserved."""
-_REFUSALS = {Miss.CLAIM_SHARE: "claim_share", Miss.PROMOTION_SHARE: "promotion_share", Miss.NO_ROOM: "no_room"}
-"""Why a promotion was not begun, as metrics name it."""
+_REFUSALS = (Miss.CLAIM_SHARE, Miss.PROMOTION_SHARE, Miss.NO_ROOM)
+"""Why a promotion was not begun."""
+
+
+def _label(miss: Miss) -> str:
+    """As metrics name it."""
+    return miss.replace(" ", "_")
+
 
 OnReserved = Callable[[int, Collection[OffloadKey]], None]
 """Called after each reservation with its number of blocks and the keys that it evicted."""
@@ -66,7 +72,7 @@ class Promotions:
         self._batches: dict[OffloadKey, _Batch] = {}
         """Of every block that is being promoted, the batch that it was queued in."""
         self._reserved_since_refresh = 0
-        self.refused = Counter(dict.fromkeys(_REFUSALS.values(), 0))
+        self.refused = Counter(dict.fromkeys(map(_label, _REFUSALS), 0))
         self.outcomes = Counter({"ok": 0, "failed": 0})
 
     def __repr__(self) -> str:
@@ -161,7 +167,7 @@ class Promotions:
 
     def _refuse(self, request: Request, key: OffloadKey, verdict: Miss) -> None:
         if request.verdicts.get(key) not in _REFUSALS:  # a request that waits for others asks again in each step
-            self.refused[_REFUSALS[verdict]] += 1
+            self.refused[_label(verdict)] += 1
         request.verdicts[key] = verdict
 
     def _reserve(

@@ -59,7 +59,7 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that wait to be written or are being written, pinned in host memory; the tier drops more. Default: a
     quarter of host memory, but at least 64 blocks."""
     max_index_blocks: int = 1_000_000
-    """Blocks that the tier remembers as present, at some 150 bytes each. It asks the store for others. A ``disk`` tier
+    """Blocks that the tier remembers as present, at some 120 bytes each. It asks the store for others. A ``disk`` tier
     remembers none, as the store itself knows what it has."""
 
     def check_limits(self, tier_type: str) -> None:
