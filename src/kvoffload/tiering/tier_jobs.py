@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def _for_each(answers: Sequence[bool], keys: Sequence[OffloadKey]) -> list[bool]:
-    if len(answers) != len(keys):
-        raise TypeError(f"this is no answer for {len(keys)} blocks: {answers!r:.100}")
-    return [bool(answer) for answer in answers]
+    """Blocks without an answer are not held."""
+    found = [bool(answer) for answer in answers[: len(keys)]]
+    return found + [False] * (len(keys) - len(found))
 
 
 class GuardedTier(Boundary):
