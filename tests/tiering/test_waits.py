@@ -10,9 +10,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tests.tiering.rig import Rig, prefix
+from tests.tiering.rig import Rig, keys, prefix
 from tests.tiering.store_rig import Region
 from tests.tiering.store_rig import Rig as StoreRig
+from tests.tiering.test_promotions import Parts
 
 import kvoffload.tiering
 from kvoffload.base import ReqContext
@@ -78,6 +79,37 @@ def test_only_ranges_without_an_answer_are_looked_at_in_each_step() -> None:
     rig.tier.answers |= dict.fromkeys(prefix(2, of="0-0-") + prefix(2, of="0-1-"), False)
     rig.step()
     assert lines_run(rig.manager.on_schedule_end) == base - one_more
+
+
+def test_answers_are_found_by_key_wherever_a_question_begins() -> None:
+    parts = Parts()
+    request = parts.request("r")
+    assert parts.begin(request, 1, 2, 3) == 3
+    wait = request.wait
+    assert wait is not None
+    assert [wait.kept(keys(*asked)) for asked in ((1, 2, 3), (2, 3, 9), (0, 1))] == [[None] * 3, [None] * 2, []]
+    parts.promotions.submit()
+    parts.finish(lose=keys(2), tear=True)
+    assert [wait.kept(keys(*asked)) for asked in ((1, 2, 3), (3,))] == [[True], [True]]
+    parts.waits.decline(wait, keys(0, 1, 2, 3), 1)
+    assert [wait.stop_of(keys(*asked)) for asked in ((3, 4), (0, 1), (4, 5))] == [0, 1, 2]
+    assert len(parts.waits.claimed) == 0, "what is declined is not claimed"
+    parts.check_invariants()
+
+
+def test_what_a_request_was_told_before_it_waits_becomes_a_claim_if_it_is_still_there() -> None:
+    parts = Parts()
+    request = parts.request("r")
+    for key in keys(10, 11):
+        parts.primary.prepare_store([key], request.context)
+        parts.primary.complete_store([key], request.context)
+    wait = parts.waits.of(request)
+    assert parts.waits.found(wait, keys(10, 11, 12)) == [True, True]
+    assert len(parts.waits.claimed) == 0
+    parts.primary.slots.reserve(keys(20, 21, 22, 23, 24, 25, 26))  # another request's store evicts the first of them
+    parts.waits.begin(wait)
+    assert list(parts.waits.claimed) == keys(11)
+    parts.check_invariants()
 
 
 def test_a_request_that_waits_asks_again_at_no_cost_until_a_tier_knows_more(make: Callable[..., StoreRig]) -> None:
