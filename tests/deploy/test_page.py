@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     served.serve(rounds=3)
     served.close()
     with pytest.raises(SystemExit) as caught:
-        main(["explain", str(root / "t.jsonl"), "--processes", "1", "--html", str(root / "page.html")])
+        main(["explain", str(root / "t.jsonl"), "--processes", "1", "--out", str(root / "page.html")])
     assert caught.value.code == 0
     return root
 
