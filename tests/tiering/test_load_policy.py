@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.tiering.rig import BLOCK_BYTES, Rig, prefix
+from tests.tiering.rig import BLOCK_BYTES, Memory, Rig, content, prefix
 
 from kvoffload.base import OffloadingManager, OffloadPolicy, ReqContext, StepWork, make_offload_key
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
+from kvoffload.testing import FakeTier
 from kvoffload.tiering import load_policy
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
@@ -832,3 +835,30 @@ def test_measuring_a_tier_evicts_nothing_that_the_request_was_just_answered() ->
     machine.load(blocks[:2], context)
     machine.step()
     assert machine.tier.jobs, "the tier is measured all the same"
+
+
+def test_always_loads_all_and_measures_all_the_same() -> None:
+    machine = Machine(block_worth=None)
+    machine.learn(read_s=2.0)
+    machine.below(prefix(8, of="a"))
+    assert machine.serve(8, of="a") == 8
+    stats = machine.manager.get_stats()
+    assert stats["tier_read_bytes_per_second", "tier0"] == pytest.approx(BLOCK_BYTES / 2.0)
+    assert machine.declined() == {}
+
+
+def test_always_promotes_into_memory_without_bytes() -> None:
+    """That of a simulation."""
+
+    class NoBytes(Memory):
+        def create_kv_memoryview(self) -> memoryview:
+            return memoryview(np.empty((self.num_blocks, 0), np.uint8))
+
+    primary = CPUPrimaryTierOffloadingManager(8, NoBytes(8))
+    tier = FakeTier(Memory(8).create_kv_memoryview())
+    tier.put(prefix(3), map(content, prefix(3)))
+    manager = TieringOffloadingManager(primary, [tier])
+    assert manager.lookup_prefix(prefix(3), ReqContext("r")) == [None] * 3
+    manager.on_schedule_end()
+    tier.finish()
+    assert manager.lookup_prefix(prefix(3), ReqContext("r")) == [True] * 3

@@ -89,7 +89,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._waits = Waits(primary_tier.slots, claim_share, promotion_share, clock)
         names = [tier.name for tier in self._tiers]
         if block_worth is None:
-            block_worth = BlockWorth(primary_tier.kv_view.nbytes // primary_tier.num_blocks)  # nothing is weighed
+            # Nothing is weighed. Memory of a simulation has no bytes.
+            block_worth = BlockWorth(max(1, primary_tier.kv_view.nbytes // primary_tier.num_blocks))
         self._planner = LoadPlanner(names, block_worth, clock)
         self._promotions = Promotions(primary_tier, self._waits, self._jobs, self._planner, self._on_reserved)
         self._lookups = Lookups(
