@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
@@ -43,7 +44,7 @@ def facts_of(part: Any, table: Table, prefix: str = "") -> dict[str, str]:
     facts = {}
     for name, value in _counted(part, table):
         try:
-            facts[prefix + name] = json.dumps(_plain(value, table), sort_keys=True)
+            facts[prefix + name] = _text(value, table)
         except UnclearError as exc:
             raise UnclearError(f"{prefix}{name} {exc}") from exc
     return facts
@@ -52,7 +53,7 @@ def facts_of(part: Any, table: Table, prefix: str = "") -> dict[str, str]:
 def text_of(value: Any) -> str:
     """``value`` as text that is the same in each process: plain values, or a model's configuration. Raises
     ``UnclearError``."""
-    return json.dumps(_plain(value, {}), sort_keys=True)
+    return _text(value, {})
 
 
 def unknown_fields(part: Any, table: Table, prefix: str = "") -> list[str]:
@@ -89,43 +90,60 @@ def _is_default(field: dataclasses.Field[Any], value: Any, table: Table) -> bool
             default = default.get_default(call_default_factory=True)
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        return default is value or bool(_plain(default, table) == _plain(value, table))
+        return default is value or _text(default, table) == _text(value, table)
     except Exception:  # noqa: BLE001 - of a factory that is not ours; then it is not known to be the default
         return False
 
 
+def _text(value: Any, table: Table) -> str:
+    return json.dumps(_plain(value, table), sort_keys=True)
+
+
 def _plain(value: Any, table: Table) -> Any:
-    """``value`` in what JSON can express, the same in each process."""
-    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, Enum)):
+    """``value`` in what JSON can express, the same in each process. A JSON object is a tag: what is not JSON's own
+    stands in one, by its kind. Tuples alone are as lists."""
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
         return value
+    kind = type(value).__name__
     if isinstance(value, Enum):
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, (float, fractions.Fraction, PurePath, range)):
-        return str(value)
+        return {"enum": [kind, value.name]}
+    if isinstance(value, (fractions.Fraction, PurePath, range)):
+        return {kind: str(value)}
     if isinstance(value, bytes):
-        return value.hex()
+        return {"bytes": value.hex()}
     if isinstance(value, Mapping):
         pairs = [[_plain(key, table), _plain(each, table)] for key, each in value.items()]
-        return sorted(pairs, key=json.dumps)
+        return {"mapping": sorted(pairs, key=json.dumps)}
     if isinstance(value, (list, tuple)):
         return [_plain(each, table) for each in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((_plain(each, table) for each in value), key=json.dumps)
+        return {"set": sorted((_plain(each, table) for each in value), key=json.dumps)}
     return _plain_object(value, table)
 
 
 def _plain_object(value: Any, table: Table) -> Any:
     kind = type(value)
     if f"{kind.__module__}.{kind.__name__}" in ("torch.dtype", "torch.device"):
-        return str(value)
+        return {kind.__name__: str(value)}
+    if _is_imported(value):
+        return {"imported": f"{value.__module__}.{value.__qualname__}"}
     if hasattr(value, "to_dict"):  # a model's configuration, whose class may be a dataclass that lacks some of it
-        return _plain(_of_model(value.to_dict()), table)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [kind.__name__, *([name, _plain(each, table)] for name, each in _counted(value, table))]
-    name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    if callable(value) and name.replace(".", "").isidentifier() and not name.startswith(("__main__.", ".")):
-        return name  # a class or function that every process imports by this name
+        return {"model": _plain(_of_model(value.to_dict()), table)}
+    if dataclasses.is_dataclass(value):
+        return {"dataclass": [kind.__name__, *([name, _plain(each, table)] for name, each in _counted(value, table))]}
     raise UnclearError(f"has a value of type {kind.__name__}, which other processes cannot tell from another")
+
+
+def _is_imported(value: Any) -> bool:
+    """A class or function that every process imports by its name. Objects that can be called have other names, and
+    methods have the name of any object's."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+        return False
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is value
 
 
 def _of_model(config: Any) -> Any:
