@@ -22,7 +22,7 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directory_of
-from kvoffload.tiering.stores.seal import EncryptionKey
+from kvoffload.tiering.stores.seal import EncryptionKey, seal_bytes_of
 from kvoffload.tiering.stores.wrappers import Checksummed, Rotating, StoreWrapper
 
 ENCRYPTION = EncryptionKey(b"the fleet's encryption key")
@@ -210,7 +210,7 @@ class TestChecksummed(BlockStoreContract):
         assert isinstance(store, Checksummed)
         # Another block's bytes, whole and sound, under this key.
         inner, (other,) = store.inner, keys_of(3)
-        buffer = bytearray(self.block_bytes + Checksummed.OVERHEAD_BYTES)
+        buffer = bytearray(self.block_bytes + store.overhead_bytes)
         inner.read_into([other], [memoryview(buffer)])
         inner.discard([key])
         return inner.write([key], [memoryview(buffer)]) == [True]
@@ -247,9 +247,31 @@ class TestChecksummed(BlockStoreContract):
         assert store.take_lost() == {bad: "corrupt"}
 
 
-class TestChecksummedWithEncryption(BlockStoreContract):
+class TestChecksummedOfANamespace(TestChecksummed):
+    namespace = "org/model ü"
+    secret: bytes | None = None
+
     def make_store(self, directory: Path) -> BlockStore:
-        return Checksummed(MemoryStore(self.block_bytes + 28), namespace="ns", secret=ENCRYPTION)
+        inner = MemoryStore(self.block_bytes + seal_bytes_of(self.secret))
+        return Checksummed(inner, namespace=self.namespace, secret=self.secret)
+
+    @pytest.mark.parametrize("other", ["org/model", ""])
+    def test_what_another_namespace_wrote_is_a_miss(self, other: str) -> None:
+        store, (key,) = self.make_store(Path()), keys_of(1)
+        assert isinstance(store, Checksummed)
+        block = block_of(key, self.block_bytes)
+        store.write([key], [memoryview(block)])
+        again = Checksummed(store.inner, namespace=self.namespace, secret=self.secret)
+        target = memoryview(bytearray(self.block_bytes))
+        assert again.read_into([key], [target]) == [True]
+        assert target == block
+        stranger = Checksummed(store.inner, namespace=other, secret=self.secret)
+        assert stranger.read_into([key], [target]) == [False]
+        assert stranger.take_lost() == {key: "corrupt"}
+
+
+class TestChecksummedWithEncryption(TestChecksummedOfANamespace):
+    secret = ENCRYPTION
 
 
 class TestStack(TestFileSystemStore):

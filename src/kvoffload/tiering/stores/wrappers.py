@@ -61,8 +61,8 @@ class StoreWrapper(BlockStore):
 
 
 class Checksummed(StoreWrapper):
-    """Seals each block for its key, for stores that might return wrong bytes unnoticed. Without a ``secret`` the seal
-    is a checksum.
+    """Seals each block for its key and ``namespace``, for stores that might return wrong bytes unnoticed. Without a
+    ``secret`` the seal is a checksum.
 
     ``inner`` holds blocks that are ``overhead_bytes`` longer. A block that does not verify is a miss and is
     discarded. Each write and each read costs one more copy of the block.
@@ -73,7 +73,8 @@ class Checksummed(StoreWrapper):
 
     def __init__(self, inner: BlockStore, *, namespace: str = "", secret: bytes | None = None) -> None:
         super().__init__(inner)
-        self._sealer = sealer_of(namespace, secret, _checksum)
+        # Without a namespace, the checksum of stores that were filled before namespaces counted.
+        self._sealer = sealer_of(namespace, secret, None if namespace else _checksum)
         self.overhead_bytes = self._sealer.seal_bytes
         self._lock = threading.Lock()
         self._bad: list[OffloadKey] = []

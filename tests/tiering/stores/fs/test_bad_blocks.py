@@ -24,6 +24,7 @@ from kvoffload.testing import ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata
+from kvoffload.tiering.runner import IoQueue
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
@@ -105,6 +106,12 @@ class Rig:
         self.until(lambda: None not in [self.tier.lookup(key, CONTEXT) for key in keys])
         return [self.tier.lookup(key, CONTEXT) for key in keys]
 
+    def runs(self, queue: IoQueue) -> bool:
+        """Some call of ``queue`` has begun: one that is only queued when the clock goes on would be cancelled."""
+        runner = self.tier._runner
+        with runner._lock:
+            return any(part.task.queue is queue for part in runner._running)
+
     @property
     def is_in_use(self) -> bool:
         return self.tier.get_stats()["tier_healthy", "fs"] == 1
@@ -179,7 +186,7 @@ class TestHung:
     def test_a_read_that_hangs_costs_its_thread_and_its_job(self, rig: Rig) -> None:
         rig.plan(("hang", K[3]))
         rig.submit(1, [K[3]], load=True)
-        rig.until(lambda: bool(rig.tier._runner._running))
+        rig.until(lambda: rig.runs(IoQueue.LOAD))
         rig.clock.advance(11)
         rig.until(lambda: rig.tier._runner.num_overdue() == 1)
         assert rig.is_in_use
@@ -199,7 +206,7 @@ class TestHung:
         rig.plan(("hang", key))
         assert rig.tier.lookup(key, CONTEXT) is None
         rig.step()
-        rig.until(lambda: bool(rig.tier._runner._running))
+        rig.until(lambda: rig.runs(IoQueue.LOOKUP))
         rig.clock.advance(11)
         assert rig.ask(key) == [False]
         assert rig.load(1, *K) == {"all"}
