@@ -21,7 +21,7 @@ from bench.core import Row
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace
-from kvoffload.tiering.stores.disk.allocator import Allocator, runs_of
+from kvoffload.tiering.stores.disk.allocator import Allocator, free_runs, runs_of
 
 BATCH = 64
 SLABS = 16
@@ -68,7 +68,9 @@ class _SlabReplay:
     def __init__(self, capacity: int) -> None:
         self._allocator = Allocator()
         for slab, part in enumerate(np.array_split(np.zeros(capacity, np.int64), SLABS), 1):
-            self._allocator.add_slab(slab, part.copy())
+            used_ns = part.copy()
+            self._allocator.add_slab(slab, used_ns)
+            self._allocator.add_free(used_ns, free_runs(slab, used_ns))
         self._slots: dict[int, int] = {}
         self._blocks: dict[int, int] = {}
         self._now = 1

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.tiering.stores.disk import allocator as allocator_module
-from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Allocator, FreeRuns, Run, runs_of
+from kvoffload.tiering.stores.disk.allocator import (
+    BUSY,
+    SLAB_STRIDE,
+    Allocator,
+    FreeRuns,
+    Run,
+    free_runs,
+    is_held,
+    runs_of,
+)
 
 BASE = 3 * SLAB_STRIDE
 
@@ -21,10 +30,15 @@ def slots_of(runs: list[Run]) -> list[int]:
     return [slot for run in runs for slot in range(run.start, run.stop)]
 
 
+def add(allocator: Allocator, slab: int, used_ns: np.ndarray) -> None:
+    allocator.add_slab(slab, used_ns)
+    allocator.add_free(used_ns, free_runs(slab, used_ns))
+
+
 def full(num_slots: int, slab: int = 3) -> Allocator:
     """An allocator whose slot ``i`` was used at time ``i + 1``."""
     allocator = Allocator()
-    allocator.add_slab(slab, np.arange(1, num_slots + 1, dtype=np.int64))
+    add(allocator, slab, np.arange(1, num_slots + 1, dtype=np.int64))
     return allocator
 
 
@@ -110,20 +124,20 @@ def test_what_is_used_after_the_plan_stays() -> None:
 
 def test_busy_and_free_slots_are_not_evicted() -> None:
     allocator = full(8)
-    allocator.hold(Run(BASE, 2))
-    allocator.hold(Run(BASE + 2, 1))
+    for slot in range(BASE, BASE + 3):
+        allocator.use(slot, BUSY)
     allocator.release(Run(BASE + 2, 1))
     assert sorted(slots_of(allocator.evict(8, before_ns=1000))) == [BASE + index for index in range(3, 8)]
     assert allocator.take(5) == [Run(BASE + 2, 1)]
-    assert not allocator.is_held(3).any()
+    assert not is_held(allocator._used_ns[3]).any()
 
 
 def test_of_a_large_store_a_sample_says_what_is_old(monkeypatch) -> None:
     monkeypatch.setattr(allocator_module, "_SAMPLE", 1000)
     allocator, rng = Allocator(), random.Random(0)
     times = np.array(rng.sample(range(1, 20_001), 20_000), np.int64)
-    allocator.add_slab(1, times[:15_000].copy())
-    allocator.add_slab(2, times[15_000:].copy())
+    add(allocator, 1, times[:15_000].copy())
+    add(allocator, 2, times[15_000:].copy())
     evicted = slots_of([run for _ in range(10) for run in allocator.evict(64, before_ns=1 << 40)])
     assert len(evicted) == 640
     old = [times[slot % SLAB_STRIDE + 15_000 * (slot // SLAB_STRIDE - 1)] for slot in evicted]
@@ -134,7 +148,7 @@ def test_of_a_large_store_a_sample_says_what_is_old(monkeypatch) -> None:
 
 def test_slots_of_a_dropped_slab_are_forgotten() -> None:
     allocator = full(64)
-    allocator.add_slab(4, np.zeros(5, np.int64))
+    add(allocator, 4, np.zeros(5, np.int64))
     allocator.evict(2, before_ns=1000)
     allocator.drop_slabs([3])
     allocator.release(Run(BASE, 2))
@@ -148,7 +162,7 @@ def test_free_runs_of_new_and_dropped_slabs_are_those_of_single_slots() -> None:
     rng, allocator, oracle = random.Random(0), Allocator(), FreeRuns()
     used = {slab: np.array([rng.choice((0, 0, 5)) for _ in range(200)]) for slab in range(1, 9)}
     for slab, used_ns in used.items():
-        allocator.add_slab(slab, used_ns)
+        add(allocator, slab, used_ns)
         for index in np.flatnonzero(used_ns == 0).tolist():
             oracle.add(Run(slab * SLAB_STRIDE + index, 1))
         allocator.check_invariants()
@@ -165,7 +179,7 @@ def test_free_runs_of_new_and_dropped_slabs_are_those_of_single_slots() -> None:
 def test_prefixes_come_and_go_as_runs(num_slots: int, mean_run: int) -> None:
     """Prefixes of 20 to 60 blocks: what is evicted together lies together."""
     allocator, rng, now = Allocator(), random.Random(0), 1
-    allocator.add_slab(1, np.zeros(num_slots, np.int64))
+    add(allocator, 1, np.zeros(num_slots, np.int64))
     held: dict[int, list[int]] = {}
     num_runs = num_blocks = 0
     for number in range(600):

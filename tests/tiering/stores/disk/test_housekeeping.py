@@ -17,6 +17,7 @@ from tests.tiering.stores.disk.rig import SMALL, here, may_grow, right, sparse_r
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.disk import directory as directory_module
+from kvoffload.tiering.stores.disk import index as index_module
 from kvoffload.tiering.stores.disk.directory import Listings
 from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME, Bulletin
 from kvoffload.tiering.stores.root import PRIVATE, Access
@@ -78,6 +79,15 @@ def test_a_poll_takes_few_calls_however_many_slabs_there_are(root: Path, calls: 
             store._upkeep.poll()
         assert calls["slabs_in"] == 0
         assert calls.total() <= 10 * 16, calls
+
+
+def test_a_start_moves_no_cell_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index has room for all slabs that are there before the first of them is taken in."""
+    placed, place = list[int](), index_module._place
+    monkeypatch.setattr(index_module, "_LEAST_CELLS", 8)
+    monkeypatch.setattr(index_module, "_place", lambda array, cells: placed.append(len(cells)) or place(array, cells))
+    with opened(root) as store:
+        assert len(store._slabs) == NUM_SLABS == sum(placed)
 
 
 def test_a_poll_looks_at_few_neighbours_slabs_unless_they_are_announced(root: Path, calls: Counter[str]) -> None:

@@ -1211,11 +1211,11 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
         assert is_registering.wait(120)
         return list_slabs()
 
-    def owned_late(slabs: Slabs, slab: Slab, uses: npt.NDArray[np.uint32]) -> None:
+    def owned_late(slabs: Slabs, slab: Slab) -> None:
         if not is_registering.is_set():
             is_registering.set()
             poll.join(0.5)
-        own(slabs, slab, uses)
+        own(slabs, slab)
 
     def written_late(file: SlabFile, first: int, blocks: Sequence[memoryview]) -> int:
         poll.join(120)

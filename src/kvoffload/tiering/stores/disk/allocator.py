@@ -15,14 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_SLAB_SLOTS", "SLAB_STRIDE", "Allocator", "FreeRuns", "Run", "last_use", "runs_of"]
+__all__ = [
+    "BUSY",
+    "MAX_SLAB_SLOTS",
+    "SLAB_STRIDE",
+    "Allocator",
+    "FreeRuns",
+    "Run",
+    "free_runs",
+    "is_held",
+    "last_use",
+    "runs_of",
+]
 
 SLAB_STRIDE = 1 << 20
 MAX_SLAB_SLOTS = SLAB_STRIDE - 1
 """One less than the stride, so that the last slot of a slab and the first of the next one are no neighbours."""
 
 _FREE = 0
-_BUSY = np.iinfo(np.int64).max
+BUSY = np.iinfo(np.int64).max
 """As a time of use: being written, or out of use. Never evicted."""
 _PLAN_SHARE = 64
 """One in this many slots, the least recently used, are looked at together for runs of neighbours."""
@@ -70,9 +81,22 @@ def runs_of(slots: Iterable[int]) -> list[Run]:
     return runs
 
 
+def is_held(used_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which slots hold a block."""
+    held: npt.NDArray[np.bool_] = (used_ns != _FREE) & (used_ns != BUSY)
+    return held
+
+
+def free_runs(slab: int, used_ns: npt.NDArray[np.int64]) -> list[Run]:
+    """The free slots of a slab."""
+    is_free = np.concatenate(([False], used_ns == _FREE, [False]))
+    ends = (np.flatnonzero(is_free[1:] != is_free[:-1]) + slab * SLAB_STRIDE).tolist()
+    return [Run(start, stop - start) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
+
+
 def last_use(used_ns: npt.NDArray[np.int64]) -> int:
     """The latest time among slots that hold a block, 0 if none does."""
-    return int(np.max(used_ns, where=used_ns != _BUSY, initial=_FREE))
+    return int(np.max(used_ns, where=used_ns != BUSY, initial=_FREE))
 
 
 class FreeRuns:
@@ -120,7 +144,7 @@ class FreeRuns:
         return taken
 
     def add_slab(self, runs: Sequence[Run]) -> None:
-        """All free runs of a new slab. They border on no others."""
+        """Free runs of a new slab, which border on no others."""
         for run in runs:
             self._count_at[run.start] = run.count
             self._start_of_end[run.stop] = run.start
@@ -193,13 +217,15 @@ class Allocator:
         return self._num_slots
 
     def add_slab(self, slab: int, used_ns: npt.NDArray[np.int64]) -> None:
-        """``used_ns`` has the time of last use of each slot, 0 for a free one. It is the allocator's from now on, but
-        others may read it."""
+        """``used_ns`` has the time of last use of each slot, 0 for a free one, which ``add_free`` has to be told. Its
+        owner records uses in it."""
         self._used_ns[slab] = used_ns
         self._num_slots += len(used_ns)
-        is_free = np.concatenate(([False], used_ns == _FREE, [False]))
-        ends = (np.flatnonzero(is_free[1:] != is_free[:-1]) + slab * SLAB_STRIDE).tolist()
-        self.free.add_slab([Run(start, stop - start) for start, stop in zip(ends[::2], ends[1::2], strict=True)])
+
+    def add_free(self, used_ns: npt.NDArray[np.int64], runs: Sequence[Run]) -> None:
+        """Some of the ``free_runs`` of a slab with these times, unless it was dropped."""
+        if runs and self._used_ns.get(runs[0].slab) is used_ns:
+            self.free.add_slab(runs)
 
     def drop_slabs(self, slabs: Iterable[int]) -> None:
         """Their slots are no more for this process to write. Ignores slabs of others."""
@@ -232,7 +258,7 @@ class Allocator:
         """Free slots, which are busy from now on: at most ``count``."""
         runs = self.free.take(count)
         for run in runs:
-            self._set(run, _BUSY)
+            self._set(run, BUSY)
         return runs
 
     def release(self, run: Run) -> None:
@@ -240,16 +266,6 @@ class Allocator:
         if run.slab in self._used_ns:
             self._set(run, _FREE)
             self.free.add(run)
-
-    def hold(self, run: Run) -> None:
-        """Used slots are busy: their block is gone, and ``release`` makes them free."""
-        self._set(run, _BUSY)
-
-    def is_held(self, slab: int) -> npt.NDArray[np.bool_]:
-        """Which slots of a slab hold a block."""
-        used_ns = self._used_ns[slab]
-        is_held: npt.NDArray[np.bool_] = (used_ns != _FREE) & (used_ns != _BUSY)
-        return is_held
 
     def use(self, slot: int, stamp_ns: int) -> bool:
         """A slot holds a block, used at this time. ``False`` for another process's slot."""
@@ -299,7 +315,7 @@ class Allocator:
                     plan.num_left += part.count - lacking
                 if used.count:
                     evicted.append(used)
-                    self._set(used, _BUSY)
+                    self._set(used, BUSY)
                     lacking -= used.count
         return evicted
 
@@ -323,7 +339,7 @@ def _make_plan(used_ns: Mapping[int, npt.NDArray[np.int64]], count: int) -> _Pla
     # The limit is that of a sample, which is all slots of a small store: to sort 17 million takes a second.
     stride = max(1, sum(map(len, used_ns.values())) // _SAMPLE)
     sample = np.concatenate([np.empty(0, np.int64), *(times[::stride] for times in used_ns.values())])
-    held = sample[(sample != _FREE) & (sample != _BUSY)]
+    held = sample[(sample != _FREE) & (sample != BUSY)]
     size = min(max(-(-count // stride), len(sample) // _PLAN_SHARE), len(held))
     if not size:
         return _NO_PLAN

@@ -163,7 +163,8 @@ class SlotIndex:
 
     def _rebuild(self, held: npt.NDArray[np.uint64], room_for: int = 0) -> None:
         """Readers without the lock use the old cells, which do not change any more, until the new ones are complete."""
-        array = np.zeros(_cells_for(max(room_for, len(held))), np.uint64)
+        # Written to, so that whoever adds a block does not wait for the kernel to find a page.
+        array = np.full(_cells_for(max(room_for, len(held))), 0, np.uint64)
         _place(array, held)
         self._array, self._mask = array, len(array) - 1
         self._cells = array.data, self._mask

@@ -17,7 +17,16 @@ import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.base import LossCause
-from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Allocator, Run, last_use, runs_of
+from kvoffload.tiering.stores.disk.allocator import (
+    BUSY,
+    SLAB_STRIDE,
+    Allocator,
+    Run,
+    free_runs,
+    is_held,
+    last_use,
+    runs_of,
+)
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import (
     EMPTY_ENTRY,
@@ -39,7 +48,10 @@ _log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
 _MAX_LOST = 1 << 18
-_KEYS_AT_ONCE = 1024
+_KEYS_AT_ONCE = 64
+_CELLS_AT_ONCE = 1 << 10
+_SLOTS_AT_ONCE = 1 << 14
+"""Keys, cells and times of use that are dealt with before others may have the lock."""
 _EVICTED_AT_ONCE = 16
 _LAST_SLAB = (1 << 12) - 1
 
@@ -131,6 +143,7 @@ class Slabs:
 
     def __init__(self, root: str, layout: SlabFormat) -> None:
         self._root = root
+        self._layout = layout
         self._lock = threading.Lock()
         self._planning = threading.Lock()
         """Held by whoever evicts. It is taken before the other one."""
@@ -150,7 +163,8 @@ class Slabs:
         self.num_corrupt = 0
         self._last_number = 0
         self._last_stamp_ns = 0
-        self._lost: dict[OffloadKey, LossCause] = {}
+        self._lost: list[tuple[OffloadKey, LossCause]] = []
+        """Not a dictionary, which stops everybody whenever it grows."""
         self._is_closed = False
         self._is_limit_said = False
 
@@ -227,7 +241,6 @@ class Slabs:
                     slab = self.open[slot // SLAB_STRIDE]
                     self._remove(slab, slot % SLAB_STRIDE, None)
                     if slab.is_own:
-                        self._allocator.hold(Run(slot, 1))
                         removed.append(slot)
             return self._busy(runs_of(sorted(removed)))
 
@@ -265,7 +278,6 @@ class Slabs:
             self.num_corrupt += 1
             if not slab.is_own:
                 return []  # its own process will find out; here it is gone until its page changes
-            self._allocator.hold(Run(slot, 1))
             if is_unreadable and self._may_leave_out(slab, 1, any_good=True):
                 return []
             return self._busy([Run(slot, 1)])
@@ -299,8 +311,8 @@ class Slabs:
         if not self._lost:
             return {}
         with self._lock:
-            lost, self._lost = self._lost, {}
-            return lost
+            lost, self._lost = self._lost, []
+        return dict(lost)
 
     # -------------------------------------------------------------------------------------------------- whole slabs
 
@@ -317,39 +329,64 @@ class Slabs:
                 ages.append((last_use(used_ns), slab))
         return [slab for _, slab in sorted(ages, key=lambda one: one[0])]
 
+    def expect(self, slabs_bytes: Iterable[int]) -> None:
+        """Slabs of these sizes are to be registered: makes room for their blocks in the index. To grow with each of
+        them would move all cells again and again, with the lock held."""
+        num_slots = sum(map(self._layout.slots_in, slabs_bytes))
+        with self._lock:
+            self._index.reserve(num_slots)
+
     def register(self, file: SlabFile, is_own: bool) -> None:
-        """Takes over ``file``. Raises ``OSError`` if the table cannot be read."""
+        """Takes over ``file``, a few blocks at a time. Raises ``OSError`` if the table cannot be read."""
         try:
             changes = file.read_changes()  # before the entries: a later change is seen again
             entries = file.read_entries(0, file.num_slots)
-            uses = file.read_uses() if is_own else None
+            table = np.frombuffer(entries, ENTRY)
+            used_ns = self._times_of(table, file.read_uses()) if is_own else None
             with self._lock:
                 if self._is_closed:
                     raise OSError(errno.ESHUTDOWN, "the store is closed", self._root)
-                slab = Slab(self._next_number(), file, entries, changes)
+                slab = Slab(self._next_number(), file, entries, changes, used_ns)
                 self.open[slab.number] = self.by_name[file.name] = slab
                 self._index.tables[slab.number] = entries
-                table = slab.view()
-                held = np.flatnonzero(table["length"])
-                self._index.add_many(table["hash"][held], held + slab.number * SLAB_STRIDE)
-                if uses is not None:
-                    self._own(slab, uses)
         except OSError:
             file.close()
             raise
+        held = np.flatnonzero(table["length"])
+        hashes, slots = table["hash"][held], held + slab.number * SLAB_STRIDE
+        for first in range(0, len(held), _CELLS_AT_ONCE):
+            with self._lock:
+                if slab.is_dropped:
+                    return
+                last = first + _CELLS_AT_ONCE
+                self._index.add_many(hashes[first:last], slots[first:last])
+        self._own(slab)
 
     def apply(self, slab: Slab, first: int, entries: bytes | bytearray) -> None:
         """A neighbour's entries from slot ``first`` on are ``entries`` now."""
-        with self._lock:
-            if not slab.is_dropped:
-                self._apply(slab, first, entries)
+        old = np.frombuffer(slab.entries, np.uint64).reshape(-1, 8)[first : first + len(entries) // ENTRY_BYTES]
+        new = np.frombuffer(entries, np.uint64).reshape(-1, 8)
+        changed = np.flatnonzero((old != new).any(axis=1)).tolist()
+        for begin in range(0, len(changed), _KEYS_AT_ONCE):
+            with self._lock:
+                if slab.is_dropped:
+                    return
+                for at in changed[begin : begin + _KEYS_AT_ONCE]:
+                    self._apply(slab, first + at, entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
 
     def adopt(self, slab: Slab, entries: bytes | bytearray, uses: npt.NDArray[np.uint32]) -> None:
         """A neighbour's slab, with these ``entries``, is ours."""
+        self.apply(slab, 0, entries)
+        table = slab.view()
+        used_ns = self._times_of(table, uses)
         with self._lock:
-            if not slab.is_dropped:
-                self._apply(slab, 0, entries)
-                self._own(slab, uses)
+            slab.used_ns = used_ns
+            slab.uses.clear()
+        for first in range(0, len(table), _SLOTS_AT_ONCE):
+            part = slice(first, first + _SLOTS_AT_ONCE)
+            with self._lock:  # what was removed while its time was looked up
+                used_ns[part][(table["length"][part] == 0) & is_held(used_ns[part])] = BUSY
+        self._own(slab)
 
     def give(self, slab: Slab) -> bool:
         """One of our slabs is a neighbour's from now on. ``False`` if a call uses it just now."""
@@ -408,19 +445,22 @@ class Slabs:
         """
         with self._lock:
             now_s = self._stamps(1).start // NS
-            uses = np.where(on_disk <= now_s, on_disk, 0).astype(np.uint32)
-            if slab.is_dropped:
-                return uses
-            if slab.used_ns is not None:
-                is_held = self._allocator.is_held(slab.number)
-                later = is_held & (uses.astype(np.int64) * NS > slab.used_ns)
-                slab.used_ns[later] = uses[later].astype(np.int64) * NS
-                uses[is_held] = np.minimum(slab.used_ns[is_held] // NS, 0xFFFF_FFFF)
-            elif slab.uses:
-                at = list(slab.uses)
-                uses[at] = np.maximum(uses[at], np.array(list(slab.uses.values()), np.uint32))
-                slab.uses.clear()
-            return uses
+            used, slab.uses = slab.uses, {}
+        uses = np.where(on_disk <= now_s, on_disk, 0).astype(np.uint32)
+        if used:
+            at = list(used)
+            uses[at] = np.maximum(uses[at], np.array(list(used.values()), np.uint32))
+        for first in range(0, len(uses), _SLOTS_AT_ONCE):
+            theirs = uses[first : first + _SLOTS_AT_ONCE]
+            with self._lock:
+                if slab.is_dropped or slab.used_ns is None:
+                    break
+                ours = slab.used_ns[first : first + _SLOTS_AT_ONCE]
+                held = is_held(ours)
+                later = held & (theirs.astype(np.int64) * NS > ours)
+                ours[later] = theirs[later].astype(np.int64) * NS
+                theirs[held] = np.minimum(ours[held] // NS, 0xFFFF_FFFF)
+        return uses
 
     def note_limit(self, error: OSError) -> None:
         """No more slabs can be open for now. Says so once."""
@@ -456,8 +496,7 @@ class Slabs:
                     num_found += 1
                     assert number * SLAB_STRIDE + index in self._slots_of(slab.entry(index)), "not in the index"
                 if slab.used_ns is not None:
-                    is_held = self._allocator.is_held(number)
-                    assert ((table["length"] != 0) == is_held).all(), "a slot and its entry disagree"
+                    assert ((table["length"] != 0) == is_held(slab.used_ns)).all(), "a slot and its entry disagree"
             assert num_found == len(self._index)
             self._allocator.check_invariants()
 
@@ -480,8 +519,12 @@ class Slabs:
         """Records uses of ``slots``; -1 is not a slot."""
         stamps_ns = self._stamps(len(slots))
         for slot, stamp_ns in zip(slots, stamps_ns, strict=True):
-            if slot >= 0 and not self._allocator.use(slot, stamp_ns):
-                self.open[slot // SLAB_STRIDE].uses[slot % SLAB_STRIDE] = stamp_ns // NS
+            if slot >= 0:
+                slab = self.open[slot // SLAB_STRIDE]
+                if slab.used_ns is not None:
+                    slab.used_ns[slot % SLAB_STRIDE] = stamp_ns
+                else:
+                    slab.uses[slot % SLAB_STRIDE] = stamp_ns // NS
         return stamps_ns
 
     def _busy(self, runs: Iterable[Run]) -> list[BusyRun]:
@@ -527,6 +570,8 @@ class Slabs:
         hashed = _hashed_in(entry)
         self._index.remove(hashed.hash64, slab.number * SLAB_STRIDE + index)
         slab.entries[offset : offset + ENTRY_BYTES] = EMPTY_ENTRY
+        if slab.used_ns is not None:
+            slab.used_ns[index] = BUSY
         self._note_lost(entry, hashed, cause)
 
     def _note_lost(self, entry: bytearray, hashed: HashedKey, cause: LossCause | None) -> None:
@@ -534,7 +579,7 @@ class Slabs:
         if self._index.find(hashed) < 0:
             key = key_in(entry) or self._long_keys.pop(hashed.probe, None)
             if key is not None and cause is not None and len(self._lost) < _MAX_LOST:
-                self._lost[key] = cause
+                self._lost.append((key, cause))
 
     def _slots_of(self, entry: bytes | bytearray) -> set[int]:
         return set(self._index.find_all(_hashed_in(entry)))
@@ -547,32 +592,15 @@ class Slabs:
         slab.num_bad += count
         return True
 
-    def _apply(self, slab: Slab, first: int, entries: bytes | bytearray) -> None:
-        offset = first * ENTRY_BYTES
-        old = np.frombuffer(bytes(slab.entries[offset : offset + len(entries)]), np.uint64).reshape(-1, 8)
-        new = np.frombuffer(bytes(entries), np.uint64).reshape(-1, 8)
-        for at in np.flatnonzero((old != new).any(axis=1)).tolist():
-            index, entry = first + at, entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES]
-            before = slab.entry(index)
-            hashed_before = _hashed_in(before)
-            slot = slab.number * SLAB_STRIDE + index
-            is_gone = before[LENGTH_AT] and self._index.remove(hashed_before.hash64, slot)
-            slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = entry
-            if entry[LENGTH_AT]:
-                self._index.add(_hashed_in(entry).hash64, slot)
-            if is_gone:
-                self._note_lost(before, hashed_before, "evicted")  # what else it may be, only its owner knows
-
-    def _own(self, slab: Slab, uses: npt.NDArray[np.uint32]) -> None:
-        """Gives a slab's slots to the allocator."""
-        table = slab.view()
-        is_held = table["length"] != 0
-        # Not in the future: a damaged entry would stay for ever.
-        latest_s = np.maximum(table["written_s"], uses).astype(np.int64)
-        used_s = np.clip(latest_s, 1, self._stamps(1).start // NS - 1)
-        # Within a second, blocks of a run are taken for a prefix: its tail was used before its head.
-        slab.used_ns = np.where(is_held, used_s * NS + np.arange(len(used_s))[::-1], 0)
-        self._allocator.add_slab(slab.number, slab.used_ns)
+    def _apply(self, slab: Slab, index: int, entry: bytes | bytearray) -> None:
+        before, slot = slab.entry(index), slab.number * SLAB_STRIDE + index
+        hashed_before = _hashed_in(before)
+        is_gone = before[LENGTH_AT] and self._index.remove(hashed_before.hash64, slot)
+        slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = entry
+        if entry[LENGTH_AT]:
+            self._index.add(_hashed_in(entry).hash64, slot)
+        if is_gone:
+            self._note_lost(before, hashed_before, "evicted")  # what else it may be, only its owner knows
 
     def _drop(self, slabs: Sequence[Slab]) -> None:
         """The entries of a dropped slab do not change any more."""
@@ -595,6 +623,30 @@ class Slabs:
         raise OSError(errno.EMFILE, "too many slabs", self._root)
 
     # ------------------------------------------------------------------------------------------------------ without
+
+    def _times_of(self, table: npt.NDArray[np.void], uses: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """When each slot of a slab was used, for the allocator."""
+        with self._lock:
+            now_s = self._stamps(1).start // NS
+        # Not in the future: a damaged entry would stay for ever.
+        used_s = np.clip(np.maximum(table["written_s"], uses).astype(np.int64), 1, now_s - 1)
+        # Within a second, blocks of a run are taken for a prefix: its tail was used before its head.
+        times: npt.NDArray[np.int64] = np.where(table["length"], used_s * NS + np.arange(len(used_s))[::-1], 0)
+        return times
+
+    def _own(self, slab: Slab) -> None:
+        """Gives the slots of one of our slabs to the allocator, with all blocks in the index."""
+        used_ns = slab.used_ns
+        if used_ns is None:
+            return
+        free = free_runs(slab.number, used_ns)
+        with self._lock:
+            if slab.is_dropped or slab.used_ns is not used_ns:
+                return
+            self._allocator.add_slab(slab.number, used_ns)
+        for first in range(0, len(free), _KEYS_AT_ONCE):
+            with self._lock:
+                self._allocator.add_free(used_ns, free[first : first + _KEYS_AT_ONCE])
 
     def _keys_in(self, slab: Slab, first: int) -> list[OffloadKey]:
         keys = list[OffloadKey]()

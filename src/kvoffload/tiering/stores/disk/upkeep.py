@@ -182,7 +182,10 @@ class Upkeep:
         so that a large store does not delay its engine."""
         num_slots = 0
         try:
-            for seen in reversed(self._directory.slabs()):
+            slabs = self._directory.slabs()
+            if at_once:
+                self._slabs.expect(seen.num_bytes for seen in slabs if not seen.is_new)
+            for seen in reversed(slabs):
                 if self._stop.is_set():
                     return
                 if not seen.is_new and self._is_unknown(seen.name):
