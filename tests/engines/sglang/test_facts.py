@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,13 @@ import pytest
 
 from kvoffload.engines.facts import COUNTS
 from kvoffload.engines.sglang import updates
-from kvoffload.engines.sglang.facts import FIELDS, POOL_IS_HARMLESS, WEIGHTS_FROM_ELSEWHERE
+from kvoffload.engines.sglang.facts import (
+    ENVIRONMENT_COUNTS,
+    ENVIRONMENT_IS_HARMLESS,
+    FIELDS,
+    POOL_IS_HARMLESS,
+    WEIGHTS_FROM_ELSEWHERE,
+)
 from kvoffload.engines.sglang.storage import page_facts
 from kvoffload.engines.sglang.versions import TRIED
 
@@ -48,6 +55,18 @@ def test_every_step_of_sglangs_updater_is_known() -> None:
     fields = {field.name for field in dataclasses.fields(Manager)}
     steps = {name for name in dir(Manager) if not name.startswith("_") and callable(getattr(Manager, name))} - fields
     assert steps == {*updates._REQUIRED, *updates._HARMLESS}
+
+
+@pytest.mark.sglang
+def test_sglang_reads_the_variables_of_the_tables() -> None:
+    import sglang.srt
+
+    (root,) = sglang.srt.__path__
+    sources = "\n".join(path.read_text() for path in Path(root).rglob("*.py"))
+    read = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", sources))
+    kernels = {"FLA_USE_FAST_OPS"}  # beside sglang.srt
+    assert ENVIRONMENT_IS_HARMLESS.keys() - read == set()
+    assert [begin for begin in ENVIRONMENT_COUNTS if not any(name.startswith(begin) for name in read | kernels)] == []
 
 
 @pytest.mark.sglang

@@ -127,9 +127,23 @@ def test_a_rank_that_cannot_be_read_is_refused(name: str) -> None:
         ranks_of(storage(without=name))
 
 
-def test_variables_of_sglang_count_but_those_that_say_where_a_process_is() -> None:
-    variables = {"SGLANG_USE_HND_KVCACHE": "1", "SGLANG_RUN_ID": "7", "SGLANG_HOST_IP": "h", "PATH": "/bin"}
-    assert environment_of(variables) == {"SGLANG_USE_HND_KVCACHE": "1"}
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SGLANG_USE_HND_KVCACHE", "SGLANG_OF_A_NEWER_SGLANG_PORT", "SGLANG_PLUGINS", "SGLANG_DUMP_LOADER_DIR"),
+        *("SGLANG_OPT_USE_INKLING_FUSED_LOG_TAU", "SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE", "SGLANG_QWEN4_PLE_FILE_DIR"),
+        *("AITER_FORCE_A8W4", "AITER_SITUV2_A4W4", "ROCM_QUICK_REDUCE_QUANTIZATION", "DEEP_NORMAL_MODE_USE_INT8_QUANT"),
+        *("FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "USE_TRITON_W8A8_FP8_KERNEL", "VIDEO_MAX_PIXELS"),
+        "XHS_VIDEO_JPEG_QUALITY",
+    ],
+)
+def test_a_variable_that_is_set_counts(name: str) -> None:
+    assert environment_of({name: "1"}) == {name: "1"}
+
+
+def test_where_a_process_is_and_what_it_tells_does_not_count() -> None:
+    harmless = ("SGLANG_RUN_ID", "SGLANG_HOST_IP", "SGLANG_LOG_GC", "PATH", "CUDA_VISIBLE_DEVICES", "MASTER_PORT")
+    assert environment_of(dict.fromkeys(harmless, "1")) == {}
 
 
 # ------------------------------------------------------------------------------------------------------ the model

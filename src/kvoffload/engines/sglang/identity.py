@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kvoffload.engines.facts import COUNTS, UnclearError, facts_of
-from kvoffload.engines.sglang.facts import ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
+from kvoffload.engines.sglang.facts import ENVIRONMENT_COUNTS, ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.updates import DEFAULT_VERSION
 from kvoffload.engines.weights import WEIGHT_FILES, fingerprint, local_directory
 from kvoffload.errors import ConfigError
@@ -127,11 +127,11 @@ def _check_long_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> None
 
 
 def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """What counts of SGLang's own variables, of which it has hundreds."""
+    """What counts of the variables that SGLang reads, of which it has hundreds."""
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith("SGLANG_") and not set(ENVIRONMENT_IS_HARMLESS).intersection(name.split("_"))
+        if name.startswith(ENVIRONMENT_COUNTS) and name not in ENVIRONMENT_IS_HARMLESS
     }
 
 
