@@ -143,3 +143,26 @@ def test_a_request_that_waits_asks_again_at_no_cost_until_a_tier_knows_more(make
         assert manager.lookup_prefix(blocks, request) == [True] * num_blocks
         manager.on_request_finished(request)
     assert counts[0] == counts[1]
+
+
+def test_a_block_that_another_request_stores_is_found_though_the_tier_has_not_answered(
+    make: Callable[..., StoreRig],
+) -> None:
+    rig = make(num_blocks=64)
+    rig.gate.close_gate("scan", "contains")
+    rig.start()
+    blocks = prefix(3)
+    primary = CPUPrimaryTierOffloadingManager(64, Region(rig.view))
+    manager = TieringOffloadingManager(primary, [rig.tier], clock=rig.clock)
+    waiting_request, other = ReqContext("waiting"), ReqContext("other")
+    manager.on_new_request(waiting_request)
+    manager.on_new_request(other)
+    for _ in range(3):
+        assert manager.lookup_prefix(blocks, waiting_request) == [None, None, None]
+        manager.on_schedule_end()
+    stored = manager.prepare_store(blocks, other)
+    assert stored is not None
+    manager.complete_store(stored.keys_to_store, other)
+    assert manager.lookup_prefix(blocks, waiting_request) == [True, True, True]
+    manager.check_invariants()
+    rig.gate.open_gate("contains")

@@ -316,7 +316,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: what is ready answers those that wait, and what was
         stored is cascaded."""
-        if self._waits.claimed:
+        if self._waits.are_any:
             blocks = self.primary_tier.slots.get_all(keys)
             self._waits.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
             self._waits.left([key for key, block in zip(keys, blocks) if block is None])

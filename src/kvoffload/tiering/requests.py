@@ -55,7 +55,7 @@ class Question:
     """The wait keeps all of the answers up to date, and there are no others worth asking for."""
     num_kept: int = 0
     """Leading answers that the wait keeps up to date."""
-    untracked: list[OffloadKey] = field(default_factory=list)
+    untracked: dict[OffloadKey, None] = field(default_factory=dict)
     """Blocks with the answer ``None`` that it does not: no tier has answered, or the request may claim no more, or
     gives way."""
     is_awaited: bool = False

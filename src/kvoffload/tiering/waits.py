@@ -79,6 +79,11 @@ class Waits:
         """The claimed blocks, in the order of the claims; `in` is O(1)."""
         return self._claims.keys()
 
+    @property
+    def are_any(self) -> bool:
+        """Whether any block is claimed or waited for."""
+        return bool(self._claims or self._untracked)
+
     def of(self, request: Request) -> Wait:
         """Its wait, or what may become one in this step."""
         if request.wait is not None:
@@ -190,9 +195,9 @@ class Waits:
             return
         answers, kept = question.answers, [key in wait.answers for key in question.keys[: len(question.answers)]]
         question.num_kept = kept.index(False) if False in kept else len(kept)
-        question.untracked = [
-            key for key, answer, is_kept in zip(question.keys, answers, kept) if answer is None and not is_kept
-        ]
+        question.untracked = {
+            key: None for key, answer, is_kept in zip(question.keys, answers, kept) if answer is None and not is_kept
+        }
         question.is_final = is_complete and question.num_kept == len(answers)
         if not is_complete or kept.count(False) != question.num_unknown:
             question.progress = None
@@ -269,10 +274,11 @@ class Waits:
 
     # --------------------------------------------------------------------------- what happens to claimed blocks
 
-    def arrived(self, keys: Iterable[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
+    def arrived(self, keys: Collection[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
         """Blocks became ready: promoted from ``source``, or stored; at ``ended_s``, if that is known."""
-        if not self._claims:
-            return
+        for question in self._untracked:
+            if not question.untracked.keys().isdisjoint(keys):
+                question.progress = None  # the request asks anew, and finds them
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
         for key in keys:
             claim = self._claims.get(key)
