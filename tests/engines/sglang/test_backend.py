@@ -21,8 +21,9 @@ from tests.engines.sglang.pools import TOKENS, HostPool, hashes, open_storage
 from tests.engines.sglang.server import backend as backend_options
 from tests.ports import free_port
 
-from kvoffload.engines.sglang import identity, updates
+from kvoffload.engines.sglang import updates
 from kvoffload.engines.sglang.updates import ServedWeights
+from kvoffload.engines.weights import process_start_s
 from kvoffload.errors import ConfigError, LayoutError
 
 pytestmark = pytest.mark.sglang
@@ -57,10 +58,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> ServedWeights:
     """A process in which SGLang has updated nothing yet."""
     from kvoffload.engines.sglang import backend
 
-    served = ServedWeights(watched_since_s=math.inf)  # of files that were written later
+    served = ServedWeights(is_watched=True)
     monkeypatch.setattr(updates, "SERVED", served)
     monkeypatch.setattr(backend, "SERVED", served)
-    monkeypatch.setattr(identity, "_read", {})
+    monkeypatch.setattr(backend, "process_start_s", lambda: math.inf)  # the models are younger than the tests' process
     return served
 
 
@@ -78,9 +79,36 @@ def test_other_weights_or_settings_find_nothing(tmp_path: Path, build) -> None:
     assert found() == found(port=1, context_length=4096) == 1
     assert found(rl_on_policy_target="fsdp") == found(weight_version="v2") == 0
     write_llama(tmp_path / "model", seed=SEED + 1)
-    assert found() == 1, "this process may serve what it has read"
-    identity._read.clear()
     assert found() == 0
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["at the start", "attached later"])
+def test_weights_younger_than_this_process_need_not_be_those_it_serves(
+    build, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    from kvoffload.engines.sglang import backend
+
+    monkeypatch.setattr(backend.KVOffloadStorage, "_is_first", is_first)
+    monkeypatch.setattr(backend, "process_start_s", process_start_s)
+    with pytest.raises(ConfigError, match=r"has changed since this server was started.*--weight-version"):
+        build(HostPool(4))
+
+
+def test_another_format_of_eight_bits_finds_nothing(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MI300X and MI355X call theirs ``fp8_e4m3``, and one reads the other's values as half of what they were."""
+    from sglang.kernels.ops.quantization import fp8_kernel
+
+    pool, keys = HostPool(4), hashes(1)
+    assert build(pool).batch_set_v1(keys, pool.indices(0)) == [True]
+    for where, name, value in ((fp8_kernel, "fp8_dtype", torch.float8_e4m3fnuz), (torch.version, "hip", "7.0")):
+        with monkeypatch.context() as other:
+            other.setattr(where, name, value)
+            assert build(pool).batch_exists(keys) == 0
+    assert build(pool).batch_exists(keys) == 1
+    monkeypatch.delattr(fp8_kernel, "fp8_dtype")
+    with pytest.raises(ConfigError, match="eight-bit numbers"):
+        build(pool)
+    assert build(pool, secondary_tiers=[{"type": "memory", "max_bytes": "1MiB"}]).batch_exists(keys) == 0
 
 
 def test_a_rank_that_cannot_be_read_refuses_the_start(build, monkeypatch: pytest.MonkeyPatch) -> None:

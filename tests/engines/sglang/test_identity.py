@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ import msgspec
 import pytest
 
 from kvoffload.engines.facts import COUNTS
-from kvoffload.engines.sglang import identity
 from kvoffload.engines.sglang.facts import FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.identity import architecture_of, environment_of, ranks_of, server_facts, weights_of
 from kvoffload.errors import ConfigError
@@ -39,11 +39,6 @@ def resolved(**values: Any) -> dict[str, Any]:
     return dict(msgspec.structs.asdict(Args())) | values
 
 
-@pytest.fixture(autouse=True)
-def _nothing_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_read", {})
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
     def make(name: str, content: bytes = b"weights", file: str = "model.safetensors") -> str:
@@ -54,8 +49,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
-def weights(version: str = "default", since_s: float | None = None, **values: Any) -> dict[str, str]:
-    identity._read.clear()  # as in another process
+def weights(version: str = "default", since_s: float = math.inf, **values: Any) -> dict[str, str]:
     return weights_of(Args(), resolved(**values), version, since_s)
 
 
@@ -202,16 +196,25 @@ def test_weights_replaced_at_their_path_are_others_and_copies_are_not(write) -> 
     assert weights(model_path=write("model", b"trained")) != before
 
 
-def test_files_are_read_once_since_the_process_serves_what_it_has_read(write) -> None:
-    before = weights_of(Args(), resolved(model_path=write("model")), "default", None)
-    assert weights_of(Args(), resolved(model_path=write("model", b"trained")), "default", None) == before
-
-
 def test_files_that_changed_since_the_server_was_started_are_not_those_it_serves(write) -> None:
     path = write("model")
     assert weights(since_s=time.time() + 60, model_path=path)
     with pytest.raises(ConfigError, match=r"changed since this server was started.*--weight-version"):
         weights(since_s=time.time() - 60, model_path=path)
+
+
+def test_a_drafter_of_another_revision_of_the_same_repository_is_another(tmp_path: Path) -> None:
+    def found(draft: str) -> dict[str, str]:
+        repository = "org/model"
+        names = {"speculative_draft_model_path": repository, "speculative_draft_model_revision": draft}
+        return weights(model_path=repository, revision="a" * 40, download_dir=str(tmp_path), **names)
+
+    for revision in ("a", "b"):
+        directory = tmp_path / "models--org--model" / "snapshots" / (revision * 40)
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_bytes(revision.encode())
+    assert found("a" * 40)["model"] == found("a" * 40)["draft"] == found("b" * 40)["model"]
+    assert found("b" * 40)["draft"] != found("a" * 40)["draft"]
 
 
 def test_a_version_wins_whatever_the_files_say(write) -> None:

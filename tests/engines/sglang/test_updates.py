@@ -110,13 +110,13 @@ def test_a_version_that_was_not_tried_is_left_alone(
     monkeypatch.setattr(updates, "sglang_release", refuse)
     watch()
     sglang.Manager().update_weights_from_disk("request")
-    assert (served.num_changes, served.watched_since_s) == (0, None)
+    assert (served.num_changes, served.is_watched) == (0, False)
 
 
 def test_processes_without_a_scheduler_are_left_alone(served: ServedWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, updates._UPDATER, raising=False)
     watch()
-    assert served.watched_since_s is None
+    assert not served.is_watched
 
 
 def test_a_storage_that_comes_later_wants_to_have_watched_from_the_start(served: ServedWeights, sglang) -> None:

@@ -28,6 +28,7 @@ from kvoffload.engines.sglang.storage import PoolStorage, pages_of
 from kvoffload.engines.sglang.tiers import Page
 from kvoffload.engines.sglang.updates import SERVED, watch_from_the_start
 from kvoffload.engines.sglang.versions import sglang_release
+from kvoffload.engines.weights import process_start_s
 from kvoffload.errors import ConfigError
 from kvoffload.exporter import PrometheusExporter
 from kvoffload.logs import RateLimitedLog
@@ -66,7 +67,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         watch_from_the_start(is_start)
         self._ranks = ranks_of(storage_config)
         version = get_serving().weight_version
-        self._model = _model_facts(self._options, version, is_start) | {
+        self._model = _model_facts(self._options, version) | {
             "name": storage_config.model_name,
             "pages": bool(extra.get("interface_v1", 0)),
         }
@@ -253,17 +254,33 @@ def _number_of(config: HiCacheStorageConfig) -> int:
     return number
 
 
-def _model_facts(options: SGLangOptions, version: str, is_start: bool) -> dict[str, Any]:
+def _model_facts(options: SGLangOptions, version: str) -> dict[str, Any]:
     """Everything about the model and its weights that changes the bytes of a page."""
     args = get_server_args()
     resolved = get_context().resolved_server_args_dict()
     architecture = json.loads(model_config_of(args).hf_config.to_json_string(use_diff=False))
+    is_persistent = any(tier.is_persistent for tier in options.tiers)
     facts = server_facts(args, resolved) | {
         "sglang": sglang_release(),
         "architecture": architecture_of(architecture),
         "environment": environment_of(os.environ),
     }
-    if any(tier.is_persistent for tier in options.tiers):
-        # At the start they may just have been downloaded.
-        facts["weights"] = weights_of(args, resolved, version, None if is_start else SERVED.watched_since_s)
+    try:
+        facts |= _number_formats()
+    except (ImportError, AttributeError) as exc:
+        if is_persistent:
+            raise ConfigError(
+                f"kvoffload cannot tell which eight-bit numbers this SGLang computes with: {exc}. Install a version of "
+                'SGLang that docs/sglang.md names, or use tiers of type "memory".'
+            ) from exc
+    if is_persistent:
+        facts["weights"] = weights_of(args, resolved, version, process_start_s())
     return facts
+
+
+def _number_formats() -> dict[str, str]:
+    """What ``fp8_e4m3`` means here: on AMD's gfx94x another format, with doubled scales, than elsewhere. Pages are
+    stored as bare bytes, and do not say so."""
+    from sglang.kernels.ops.quantization import fp8_kernel
+
+    return {"fp8": str(fp8_kernel.fp8_dtype), "is_hip": str(torch.version.hip is not None)}

@@ -11,8 +11,7 @@ import glob
 import hashlib
 import json
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import msgspec
 from kvoffload.engines.facts import COUNTS, UnclearError, facts_of
 from kvoffload.engines.sglang.facts import ENVIRONMENT_COUNTS, ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.updates import DEFAULT_VERSION
-from kvoffload.engines.weights import WEIGHT_FILES, fingerprint, local_directory
+from kvoffload.engines.weights import WEIGHT_FILES, changed_since, fingerprint, local_directory
 from kvoffload.errors import ConfigError
 
 __all__ = ["architecture_of", "environment_of", "ranks_of", "server_facts", "weights_of"]
@@ -39,10 +38,6 @@ _ROPES_OF_ANOTHER_LENGTH = ("llama3", "yarn", "deepseek_yarn")
 _ORIGINAL = "original_max_position_embeddings"
 
 _UNPROVEN_KV_DTYPES = ("mxfp8", "nvfp4", "fp4_mx_block16")
-
-_read: dict[str, str] = {}
-"""Fingerprints by path, as of the first time: files may be replaced while this process serves the old ones."""
-_reading = threading.Lock()
 
 
 def ranks_of(config: Any) -> dict[str, Any]:
@@ -135,12 +130,12 @@ def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def weights_of(args: Any, resolved: Mapping[str, Any], version: str, since_s: float | None) -> dict[str, str]:
+def weights_of(args: Any, resolved: Mapping[str, Any], version: str, since_s: float) -> dict[str, str]:
     """Which weights SGLang serves: by ``version``, its ``--weight-version``, if somebody gave one; else by the files.
     Adapters that have the same keys in all processes are told apart by their files in any case.
 
-    ``since_s``: files that have changed since then are not those that this process has read (Unix time); ``None``: all
-    are. Raises ``ConfigError`` if files do not say which weights are served.
+    Files that have changed since ``since_s`` (Unix time) need not be those that this process has read. Raises
+    ``ConfigError`` if files do not say which weights are served.
     """
     found = {}
     for ref in resolved["lora_paths"] or ():
@@ -205,19 +200,17 @@ def _field(record: Any, name: str) -> str:
     return value
 
 
-def _print_of(path: str, revision: str | None, resolved: Mapping[str, Any], since_s: float | None, what: str) -> str:
+def _print_of(path: str, revision: str | None, resolved: Mapping[str, Any], since_s: float, what: str) -> str:
     patterns = (*WEIGHT_FILES, "adapter_config.json", *(["*.py"] if resolved["trust_remote_code"] else []))
     try:
         if os.path.isfile(path):  # a GGUF
             directory, patterns = Path(path).parent, (glob.escape(os.path.basename(path)),)
         else:
             directory = local_directory(path, revision, resolved["download_dir"])
-        with _reading:
-            if (known := _read.get(path)) is not None:
-                return known
-            if since_s is not None and _newest(directory, patterns) >= since_s:
-                raise OSError("they have changed since this server was started")
-            return _read.setdefault(path, fingerprint(directory, patterns))
+        found = fingerprint(directory, patterns)
+        if changed := changed_since(directory, since_s, patterns):  # afterwards: nor while they were read here
+            raise OSError(f"{changed!r} has changed since this server was started")
+        return found
     except OSError as exc:
         if what == "LoRA adapter":
             raise ConfigError(
@@ -225,11 +218,6 @@ def _print_of(path: str, revision: str | None, resolved: Mapping[str, Any], sinc
                 "/load_lora_adapter instead of --lora-paths, or make its files readable."
             ) from exc
         raise _unknown_weights(str(exc)) from exc
-
-
-def _newest(directory: Path, patterns: Iterable[str]) -> float:
-    files = (path for pattern in patterns for depth in ("", "*/") for path in directory.glob(depth + pattern))
-    return max((os.stat(path).st_ctime for path in files), default=0.0)
 
 
 def _unknown_weights(why: str) -> ConfigError:

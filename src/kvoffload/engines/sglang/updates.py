@@ -11,7 +11,6 @@ import functools
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,8 +57,8 @@ class ServedWeights:
     salt: bytes = b""
     """A part of all keys, new with each ``clear``. It outlives a storage: SGLang may attach another one later."""
     num_changes: int = 0
-    watched_since_s: float | None = None
-    """Unix time; ``None``: updates are not watched."""
+    is_watched: bool = False
+    """``num_changes`` has all updates."""
     _version_before: str | None = None
     """What SGLang called the weights before they changed last."""
     _num_named: int = 0
@@ -119,7 +118,7 @@ def watch() -> None:
     """Watches updates in this process. Idempotent. SGLang calls it in all servers of an environment with kvoffload, so
     it must change nothing for them, and does nothing where there is no scheduler or a version that was not tried."""
     updater, controller = sys.modules.get(_UPDATER), sys.modules.get(_CONTROLLER)
-    if SERVED.watched_since_s is not None or updater is None or controller is None:
+    if SERVED.is_watched or updater is None or controller is None:
         return
     try:
         sglang_release()
@@ -134,12 +133,12 @@ def watch() -> None:
     for name, step in steps.items():
         setattr(manager, name, _announced(name, step))
     cache.reset = _reported(reset)
-    SERVED.watched_since_s = time.time()
+    SERVED.is_watched = True
 
 
 def watch_from_the_start(is_start: bool) -> None:
     """Raises ``ConfigError`` if updates before this call may not have been seen."""
-    if SERVED.watched_since_s is not None:
+    if SERVED.is_watched:
         return
     if not is_start:
         raise ConfigError(
@@ -151,7 +150,7 @@ def watch_from_the_start(is_start: bool) -> None:
         watch()
     except AttributeError as exc:
         raise ConfigError(f"kvoffload cannot watch this SGLang's updates of weights: {exc}.") from exc
-    if SERVED.watched_since_s is None:
+    if not SERVED.is_watched:
         raise ConfigError("kvoffload cannot watch this SGLang's updates of weights: it has no such modules.")
 
 
