@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.engines.vllm.harness import HAS_VLLM, hash_block_size
 
-from kvoffload.engines.vllm import layout, slices, versions
+from kvoffload.engines.vllm import identity, layout, slices, versions
 from kvoffload.engines.vllm.fields import FIELDS
 
 PAGE_BYTES = 2 * 16 * 2 * 8 * 4
@@ -26,7 +26,9 @@ SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.flo
 
 
 def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32."""
+    """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32. Keys
+    are packed alike whatever the host."""
+    monkeypatch.setattr(identity, "cpu_packing", lambda vllm_config, spec: "vec")
     if not HAS_VLLM:
         for module in (layout, slices):
             monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)
@@ -89,6 +91,13 @@ def heads(total: int, **more: Any) -> dict[str, Any]:
     return {"get_total_num_kv_heads": lambda: total, "hf_text_config": text}
 
 
+def registry(module: str) -> Any:
+    """vLLM's models, of which the small one is in ``module``."""
+    return SimpleNamespace(
+        models={"SmallForCausalLM": SimpleNamespace(module_name=module, class_name="SmallForCausalLM")}
+    )
+
+
 def model_config(total_heads: int, **more: Any) -> Any:
     """``more``: what else the text part of the model's configuration says."""
     values = {
@@ -104,6 +113,9 @@ def model_config(total_heads: int, **more: Any) -> Any:
         "use_mla": False,
         "is_hybrid": False,
         "get_total_num_hidden_layers": lambda: 12,
+        "get_and_verify_max_len": lambda asked: 4096,
+        "architecture": "SmallForCausalLM",
+        "registry": registry("vllm.model_executor.models.small"),
     }
     return stub("ModelConfig", **values | heads(total_heads, **more))
 
@@ -142,6 +154,7 @@ def vllm_config(**changes: Any) -> Any:
         "attention_config": {},
         "mamba_config": {},
         "compilation_config": {},
+        "kernel_config": {},
     }
     kinds = {name: "".join(word.capitalize() for word in name.split("_")) for name in parts}
     stubs = {name: stub(kinds[name], **values) for name, values in parts.items() if kinds[name] in FIELDS}

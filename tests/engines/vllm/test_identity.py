@@ -7,10 +7,14 @@ Marked ``vllm(elsewhere=True)``: in the lane with vLLM's own KV groups, elsewher
 from __future__ import annotations
 
 import dataclasses
+import os
+import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +25,8 @@ from tests.engines.vllm.configs import (
     know_plain_specs,
     kv_cache_config,
     mamba,
+    model_config,
+    registry,
     sliding,
     speculative,
     stub,
@@ -29,8 +35,9 @@ from tests.engines.vllm.configs import (
 
 from kvoffload.config import parse_config
 from kvoffload.engines.facts import COUNTS
+from kvoffload.engines.vllm import identity
 from kvoffload.engines.vllm.fields import FIELDS
-from kvoffload.engines.vllm.identity import unknown_options
+from kvoffload.engines.vllm.identity import has_named_media, unknown_options
 from kvoffload.engines.vllm.layout import check_engine, layout_of
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.spec import persistent_namespace
@@ -42,10 +49,15 @@ NAMED = {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [DISK], "weights_version
 UNNAMED = {name: value for name, value in NAMED.items() if name != "weights_version"}
 
 
+PACKING = identity.cpu_packing
+
+
 @pytest.fixture(autouse=True)
 def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     know_plain_specs(monkeypatch)
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for name in os.environ:
+        if name.startswith("VLLM_") or name == "PYTHONHASHSEED":
+            monkeypatch.delenv(name)
 
 
 @dataclass(frozen=True)
@@ -163,6 +175,7 @@ class Mode(Enum):
 
 
 PLAIN = Engine()
+OTHER = SimpleNamespace(models={"Other": SimpleNamespace(module_name="other", class_name="Other")})
 LLAMA_4 = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
 QUANTIZED = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}
 
@@ -216,6 +229,16 @@ APART: dict[str, tuple[Engine, Engine]] = {
     "attention backend of a kind": (PLAIN, engine(attention_config__backend_per_kind={"mla": Backend.FLASH})),
     "dtype of an indexer": (PLAIN, engine(attention_config__indexer_kv_dtype="fp8")),
     "random rounding of states": (PLAIN, engine(mamba_config__enable_stochastic_rounding=True)),
+    "backend of experts": (PLAIN, engine(kernel_config__moe_backend="emulation")),
+    "backend of linear layers": (PLAIN, engine(kernel_config__linear_backend="emulation")),
+    "backend of a quantization": (PLAIN, engine(kernel_config__linear_backend_per_quant={"mxfp4": "emulation"})),
+    "precision between experts": (PLAIN, engine(parallel_config__all2all_backend="deepep_low_latency")),
+    "class of a plug-in": (PLAIN, engine(model_config__registry=registry("plugin"))),
+    "class that is imported": (
+        engine(model_config__registry=SimpleNamespace(models={"SmallForCausalLM": SimpleNamespace(model_cls=Backend)})),
+        engine(model_config__registry=SimpleNamespace(models={"SmallForCausalLM": SimpleNamespace(model_cls=Mode)})),
+    ),
+    "architecture": (PLAIN, engine(model_config__architecture="Other", model_config__registry=OTHER)),
     "passes of a compiler": (PLAIN, engine(compilation_config__inductor_passes={"post": "mine.pass"})),
     "a platform's options": (PLAIN, engine(additional_config={"graph": {"enabled": True}})),
     "encodings from elsewhere": (
@@ -229,6 +252,11 @@ APART: dict[str, tuple[Engine, Engine]] = {
     "model of the drafter": (drafter(), drafter(model="other")),
     "revision of the drafter": (drafter(), drafter(revision="v2")),
     "a field of the drafter": (drafter(), drafter(hf_config=HFConfig(2.0))),
+    "class of the drafter": (drafter(), drafter(registry=registry("plugin"))),
+    "backend of the drafter's experts": (
+        drafter(),
+        engine(speculative_config=speculative(moe_backend="emulation")),
+    ),
     "quantization of the drafter": (drafter(), drafter(quantization="fp8")),
     "a number of layers": (PLAIN, over(attention, layers=4)),
     "a second group": (PLAIN, over(attention, lambda: sliding(64))),
@@ -289,6 +317,18 @@ APART: dict[str, tuple[Engine, Engine]] = {
     "LongRoPE of a drafter": tuple(
         drafter(hf_config=HFConfig(rope_parameters={"rope_type": "longrope"}), original_max_model_len=limit)
         for limit in (1024, 4096)
+    ),
+    "LongRoPE of a drafter that the target bounds": tuple(
+        Engine(model(limit=limit) | drafter(hf_config=HFConfig(rope_parameters={"rope_type": "longrope"})).changes)
+        for limit in (1024, 4096)
+    ),
+    "LongRoPE at the limit of a tokenizer": tuple(
+        Engine(rope("longrope", None).changes | {"model_config__get_and_verify_max_len": lambda asked, own=own: own})
+        for own in (512, 4096)
+    ),
+    "LongRoPE fitted below the limit of a tokenizer": tuple(
+        Engine(rope("longrope", -1).changes | {"model_config__get_and_verify_max_len": lambda asked, own=own: own})
+        for own in (512, 4096)
     ),
     "a rope that grows": (rope("dynamic", 1024), rope("dynamic", 4096)),
     "a rope that nobody knows": (rope("invented", 1024), rope("invented", 4096)),
@@ -351,7 +391,7 @@ SHARED: dict[str, tuple[Engine, Engine]] = {
     "where a library is": (PLAIN, engine(load_config__download_dir="/elsewhere")),
     "threads that load": (PLAIN, engine(load_config__safetensors_prefetch_num_threads=1)),
     "batches": (PLAIN, engine(scheduler_config=type(vllm_config().scheduler_config)(async_scheduling=True))),
-    "kernels": (PLAIN, engine(kernel_config={"moe_backend": "triton"})),
+    "kernels": (PLAIN, engine(kernel_config__enable_jit_warmup=True)),
     "logs": (PLAIN, engine(observability_config={"kv_cache_metrics": True})),
     "adapters that are left out": (PLAIN, engine(lora_config=stub("LoRAConfig", lora_dtype="float16"))),
     "adapters that lie elsewhere": (adapters(), adapters(max_cpu_loras=7)),
@@ -402,6 +442,7 @@ PARTS = {
     "AttentionConfig": "attention_config",
     "MambaConfig": "mamba_config",
     "CompilationConfig": "compilation_config",
+    "KernelConfig": "kernel_config",
 }
 
 
@@ -416,6 +457,112 @@ def test_each_field_does_what_the_table_says(kind: str) -> None:
             changed = vllm_config(**{f"{PARTS[kind]}__{name}": "changed"})
             other = layout_of(changed, kv_cache_config(attention()), parse_config(NAMED)).identity
             assert (other != identity) is (reason == COUNTS), name
+
+
+# ------------------------------------------------------------------------------------------- hosts and environment
+
+
+def test_hosts_that_pack_keys_otherwise_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {}
+    for isa in ("amx", "vec"):
+        monkeypatch.setattr(identity, "cpu_packing", lambda vllm_config, spec, isa=isa: isa)
+        names[isa] = PLAIN.namespace(), engine(device_config__device_type="cuda").namespace()
+    assert names["amx"][0] != names["vec"][0]
+    assert names["amx"][1] == names["vec"][1], "GPUs pack keys alike"
+
+
+def test_a_cpu_whose_packing_is_not_known_is_refused_where_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    know_plain_specs(monkeypatch)
+    monkeypatch.setattr(identity, "cpu_packing", PACKING)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.cpu_attn", ModuleType("without the function"))
+    with pytest.raises(ConfigError, match=r"pack keys on this CPU is not known.*'disk'.*leave out"):
+        PLAIN.namespace()
+    layout_of(vllm_config(), kv_cache_config(attention()), parse_config({"cpu_bytes_to_use": "1MiB"}))
+
+
+@pytest.mark.vllm
+def test_vllm_is_asked_how_this_cpu_packs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    spec, config = attention(block_size=32, head_size=64), vllm_config(model_config__dtype=torch.bfloat16)
+    assert PACKING(config, spec) == cpu_attn._get_attn_isa(torch.bfloat16, 32, 64, "auto")
+    for supported, isa in ((True, "amx"), (False, "vec")):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda supported=supported: supported)
+        if platform.machine() == "x86_64":
+            assert PACKING(config, spec) == isa
+
+
+@pytest.mark.vllm
+def test_vllm_is_asked_for_the_class_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    changes = {"model_config__registry": ModelRegistry, "model_config__architecture": "LlamaForCausalLM"}
+    of_vllm = engine(**changes).namespace()
+    assert of_vllm == engine(**changes).namespace()
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ModelRegistry.register_model("LlamaForCausalLM", "plugin.models:Llama")
+    assert engine(**changes).namespace() != of_vllm
+
+
+def test_a_class_that_is_not_known_is_refused_where_others_read() -> None:
+    with pytest.raises(ConfigError, match=r"class of 'small' is not known.*'disk'.*leave out"):
+        engine(model_config__architecture="Unregistered").namespace()
+
+
+def test_variables_that_count_keep_engines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PLAIN.namespace()
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert PLAIN.namespace() == plain
+    found = {plain}
+    for value in ("fp8", "int8"):
+        monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", value)
+        found.add(PLAIN.namespace())
+    assert len(found) == 3
+
+
+def test_plug_ins_keep_engines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PLAIN.namespace()
+    monkeypatch.setattr(identity, "plugins", lambda: "another")
+    assert PLAIN.namespace() != plain
+
+
+# ------------------------------------------------------------------------------------------------------ media
+
+
+def asked_with(*identifiers: str, lora: str | None = None) -> Any:
+    features = [SimpleNamespace(identifier=each) for each in identifiers]
+    request = SimpleNamespace(lora_name=lora) if lora else None
+    return SimpleNamespace(mm_features=features, lora_request=request, resumable=False)
+
+
+@pytest.mark.parametrize(("algorithm", "digits"), [("blake3", 64), ("sha256", 64), ("sha512", 128)])
+def test_media_that_a_client_named_are_known(algorithm: str, digits: int) -> None:
+    images = model_config(2)
+    images.multimodal_config = stub("MultiModalConfig", mm_hasher_algorithm=algorithm)
+    whole = "0a" * (digits // 2)
+    for identifiers in ((), (whole,), (whole, whole)):
+        assert not has_named_media(asked_with(*identifiers), images)
+    for name in ("photo", "", whole[1:], whole + "0", whole.upper(), f"{whole}\n", f"tuned:{whole}", "0a" * 20):
+        assert has_named_media(asked_with(name), images)
+        assert has_named_media(asked_with(whole, name), images)
+    assert not has_named_media(asked_with(f"tuned:{whole}", lora="tuned"), images), "a tower with an adapter"
+    assert has_named_media(asked_with("tuned:photo", lora="tuned"), images)
+    images.multimodal_config.mm_hasher_algorithm = "of a newer vLLM"
+    assert has_named_media(asked_with(whole), images)
+    assert not has_named_media(asked_with(), model_config(2)), "a model without images"
+
+
+@pytest.mark.vllm
+def test_requests_with_media_that_a_client_named_are_left_out_where_blocks_outlive_the_process() -> None:
+    from kvoffload.engines.vllm.connector import _left_out
+
+    config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", mm_hasher_algorithm="blake3"))
+    named, hashed = asked_with("photo"), asked_with("0a" * 32)
+    outliving = _left_out(config, parse_config(NAMED))
+    assert (outliving(named), outliving(hashed)) == (True, False)
+    for extra in ({"cpu_bytes_to_use": "1MiB"}, {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}):
+        assert not _left_out(config, parse_config(extra))(named)
 
 
 # ----------------------------------------------------------------------------------------------------- weights
@@ -584,11 +731,12 @@ def test_a_value_without_a_text_is_refused_where_blocks_outlive_the_process() ->
     assert identities[0] != identities[1], "nothing finds such blocks"
 
 
-def test_what_kvoffload_does_not_know_is_named() -> None:
+def test_what_kvoffload_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = vllm_config()
     assert unknown_options(config, parse_config(NAMED)) == []
     config.cache_config = of_newer_vllm(config.cache_config, 2)
-    assert unknown_options(config, parse_config(NAMED)) == ["cache_config.invented"]
+    monkeypatch.setenv("VLLM_INVENTED", "1")
+    assert unknown_options(config, parse_config(NAMED)) == ["cache_config.invented", "VLLM_INVENTED"]
 
 
 def test_an_adapter_s_path_is_not_in_vllm_0_30_s_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ ATTRIBUTES = {
     ("vllm.config.model", "ModelConfig"): (
         "model model_weights revision dtype seed trust_remote_code hf_config hf_text_config multimodal_config "
         "override_generation_config try_get_generation_config use_mla is_hybrid get_total_num_kv_heads "
-        "get_total_num_hidden_layers"
+        "get_total_num_hidden_layers original_max_model_len get_and_verify_max_len registry architecture"
     ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
         "method draft_model_config draft_load_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
@@ -89,16 +89,22 @@ ATTRIBUTES = {
         "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config "
         "attention_config load_config weight_transfer_config use_v2_model_runner num_hash_lookahead_tokens"
     ),
+    ("vllm.model_executor.models.registry", "_ModelRegistry"): "models",
+    ("vllm.model_executor.models.registry", "_RegisteredModel"): "model_cls",
+    ("vllm.model_executor.models.registry", "_LazyRegisteredModel"): "module_name class_name",
     ("vllm.config.attention", "AttentionConfig"): "hisparse_config",
+    ("vllm.config.device", "DeviceConfig"): "device_type",
     ("vllm.config.load", "LoadConfig"): "load_format download_dir",
-    ("vllm.config.multimodal", "MultiModalConfig"): "mm_encoder_attn_dtype mm_encoder_fp8_scale_path",
+    ("vllm.config.multimodal", "MultiModalConfig"): (
+        "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_hasher_algorithm"
+    ),
     ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config kv_transfer_config kv_offloading_size",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
         "kv_cache_spec_sliding_window extra_keys locality ownership"
     ),
     ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): "identifier mm_position",
-    ("vllm.lora.request", "LoRARequest"): "adapter_id name",
+    ("vllm.lora.request", "LoRARequest"): "adapter_id name lora_name",
     ("vllm.distributed.kv_events", "BlockRemoved"): "block_hashes medium group_idx locality ownership",
     (BASE, "KVConnectorTransferResults"): "finished_recving failed_recving",
     (METRICS, "KVConnectorStats"): "data to_dict",

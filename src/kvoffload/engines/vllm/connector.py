@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,7 +42,7 @@ from kvoffload.connector import (
 from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
-from kvoffload.engines.vllm.identity import unknown_options
+from kvoffload.engines.vllm.identity import has_named_media, unknown_options
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
 from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, preferred_layout, refuse_kv_cache
 from kvoffload.engines.vllm.log import log_with_vllm
@@ -140,7 +140,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 spec,
                 layout,
                 config,
-                keeps_adapters=config.adapters_never_change or outliving_tier(config) is None,
+                leaves_out=_left_out(vllm_config, config),
                 blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=group_ids if len(group_ids) < len(kv_cache_config.kv_cache_groups) else None,
@@ -313,6 +313,21 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig, layout: En
             "kvoffload neither stores nor loads for requests with a LoRA adapter, because one may be replaced at its "
             "path: set adapters_never_change if none ever is, or leave out the tiers that outlive the process"
         )
+    if vllm_config.model_config.multimodal_config is not None:
+        logger.info(
+            "kvoffload neither stores nor loads for requests in which a client gives a medium a uuid of its own"
+        )
+
+
+def _left_out(vllm_config: Any, config: OffloadingConfig) -> Callable[[Any], bool]:
+    """Whether a request's keys do not tell its blocks from others for as long as they last."""
+    if outliving_tier(config) is None:
+        return has_wrong_hashes
+    return lambda request: (
+        has_wrong_hashes(request)
+        or (request.lora_request is not None and not config.adapters_never_change)
+        or has_named_media(request, vllm_config.model_config)
+    )
 
 
 def _tiers_of(config: OffloadingConfig) -> tuple[StoreOptions, ...]:
@@ -331,22 +346,20 @@ class _SchedulerSide:
         spec: OffloadingSpec,
         layout: EngineLayout,
         config: OffloadingConfig,
-        keeps_adapters: bool = True,
+        leaves_out: Callable[[Any], bool] = has_wrong_hashes,
         blocks_are_written_early: bool = False,
         can_describe: bool = True,
         group_ids: Sequence[int] | None = None,
     ) -> None:
-        """``keeps_adapters``: a key tells LoRA adapters apart for as long as its block lasts. ``can_describe``: a
-        block's hash covers its tokens and those before, so that events can say what it is of. ``group_ids``: vLLM's
-        numbers of the groups that are offloaded; ``None``: all are."""
+        """``leaves_out``: whether keys of a request say too little of its blocks. ``can_describe``: a block's hash
+        covers its tokens and those before, so that events can say what it is of. ``group_ids``: vLLM's numbers of the
+        groups that are offloaded; ``None``: all are."""
         manager = GuardedManager(spec.get_manager())
         self.core = OffloadingConnectorScheduler(
             manager,
             layout,
             config,
-            leaves_out=lambda request: (
-                has_wrong_hashes(request) or (not keeps_adapters and request.lora_request is not None)  # type: ignore[attr-defined]
-            ),
+            leaves_out=leaves_out,
         )
         self._group_ids = group_ids
         self._steps = StepTranslator(group_ids)

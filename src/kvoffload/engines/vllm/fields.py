@@ -27,13 +27,12 @@ _DERIVED = "made from fields that count"
 FIELDS: Table = {
     "VllmConfig": {
         COUNTS: "model_config cache_config parallel_config device_config load_config attention_config mamba_config "
-        "diffusion_config compilation_config ec_transfer_config ec_manager_config additional_config",
+        "kernel_config diffusion_config compilation_config ec_transfer_config ec_manager_config additional_config",
         "counts where adapters may be in tiers (identity.py)": "lora_config",
         "counts where the drafter has KV (identity.py)": "speculative_config",
         "refused, or the weights have a name (layout.py)": "weight_transfer_config",
         _SCHEDULING: "scheduler_config",
         _MEMORY: "offload_config engram_config",
-        _ROUNDING: "kernel_config",
         _SAMPLING: "structured_outputs_config watermark_config reasoning_config aux_output_config",
         _DERIVED: "quant_config optimization_level performance_mode",
         _WATCHING: "observability_config logging_config profiler_config kv_events_config watchdog_config",
@@ -87,12 +86,12 @@ FIELDS: Table = {
         "simple_cpu_offload_num_blocks",
     },
     "ParallelConfig": {
-        COUNTS: "worker_cls worker_extension_cls",
+        COUNTS: "worker_cls worker_extension_cls all2all_backend",
         _RANKS: "pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size world_size rank "
         "decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size "
         "_allow_auto_resolve_cp_interleave_size",
         _ROUNDING: "dcp_comm_backend dcp_q_replicate enable_expert_parallel enable_ep_weight_filter enable_eplb "
-        "eplb_config expert_placement_strategy all2all_backend disable_custom_all_reduce enable_hc_sp enable_dbo "
+        "eplb_config expert_placement_strategy disable_custom_all_reduce enable_hc_sp enable_dbo "
         "ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold",
         _SAMPLING: "enable_batch_sharded_sampling",
         _DERIVED: "is_moe_model",
@@ -106,6 +105,12 @@ FIELDS: Table = {
         "distributed_timeout_seconds cpu_distributed_timeout_seconds _data_parallel_master_port_list "
         "_coord_store_port data_parallel_index _api_process_count _api_process_rank enable_fault_tolerance "
         "fault_tolerance_config",
+    },
+    "KernelConfig": {
+        # Backends of quantized layers choose how precise activations are.
+        COUNTS: "moe_backend linear_backend linear_backend_per_quant monokernel",
+        _ROUNDING: "ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune "
+        "enable_cutedsl_warmup enable_jit_warmup sparse_indexer_topk_backend",
     },
     "DeviceConfig": {COUNTS: "device_type", _MEMORY: "device"},
     "LoadConfig": {
@@ -155,12 +160,12 @@ FIELDS: Table = {
     },
     "SpeculativeConfig": {
         COUNTS: "method kv_cache_dtype draft_model_config draft_load_config attention_backend parallel_drafting "
-        "index_share_for_mtp_iteration use_heterogeneous_vocab disable_lookahead_block_hashes",
+        "index_share_for_mtp_iteration use_heterogeneous_vocab disable_lookahead_block_hashes moe_backend",
         "draft_model_config is what comes of it": "model quantization revision code_revision max_model_len "
         "target_model_config target_parallel_config",
         _RANKS: "draft_tensor_parallel_size tensor_parallel_size draft_parallel_config",
         _KEYS: "disable_eagle_block_drop",
-        _ROUNDING: "enforce_eager moe_backend disable_padded_drafter_batch use_local_argmax_reduction",
+        _ROUNDING: "enforce_eager disable_padded_drafter_batch use_local_argmax_reduction",
         "which drafts are made or taken": "num_speculative_tokens prompt_lookup_max prompt_lookup_min "
         "num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
         "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method "

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything besides its key that changes the bytes of a block: what ``fields.py`` does not call harmless, the spec of
-each layer, and the weights."""
+"""Everything besides its key that changes the bytes of a block: what ``fields.py`` and ``environment.py`` do not call
+harmless, the model's class, the spec of each layer, and the weights."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
 from kvoffload.engines.facts import UnclearError, facts_of, unknown_fields
+from kvoffload.engines.vllm.environment import environment, plugins, unknown_variables
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups
 from kvoffload.engines.vllm.weights import drafter_with_kv, weights_of
 from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError
 
-__all__ = ["identity_of", "unknown_options"]
+__all__ = ["has_named_media", "identity_of", "unknown_options"]
 
 _LIMITLESS_ROPE = (
     *("default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "mllama4"),
@@ -30,6 +33,10 @@ either, in models that take the limit for their largest position."""
 _LIMITED_MODELS = ("llama4", "llama4_text", "mllama4")
 """Model types that read ``max_model_len`` themselves: above 32768 Llama 4 scales its queries. ``test_fields`` knows all
 modules of vLLM's models that read it."""
+
+
+_MEDIA_HASHES = {"blake3": 64, "sha256": 64, "sha512": 128}
+"""Hexadecimal digits of what ``--mm-hasher-algorithm`` makes."""
 
 
 def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
@@ -55,28 +62,56 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
 
 
 def unknown_options(vllm_config: Any, config: OffloadingConfig) -> list[str]:
-    """Options of vLLM that count because this version of kvoffload does not know them."""
-    return [name for prefix, part in _parts(vllm_config, config) for name in unknown_fields(part, FIELDS, prefix)]
+    """Options of vLLM, and variables, that count because this version of kvoffload does not know them."""
+    options = [name for prefix, part in _parts(vllm_config, config) for name in unknown_fields(part, FIELDS, prefix)]
+    return options + unknown_variables()
+
+
+def has_named_media(request: Any, model: Any) -> bool:
+    """Whether a client may have chosen what stands for an image, a video or a sound in the request's keys: it does not
+    look like vLLM's own hash."""
+    if not request.mm_features:
+        return False
+    digits = _MEDIA_HASHES.get(model.multimodal_config.mm_hasher_algorithm)
+    lora = f"{request.lora_request.lora_name}:" if request.lora_request is not None else ""
+    names = [str(feature.identifier).removeprefix(lora) for feature in request.mm_features]
+    return digits is None or not all(re.fullmatch(rf"[0-9a-f]{{{digits}}}", name) for name in names)
 
 
 def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
-    """Options and layers."""
-    facts = {"limit": _limit(vllm_config.model_config)}
-    drafter = drafter_with_kv(vllm_config)
-    if drafter is not None:
-        facts["speculative_config.limit"] = _limit(drafter.draft_model_config)
+    """Options, environment, classes of models, and layers."""
+    model, drafter = vllm_config.model_config, drafter_with_kv(vllm_config)
+    facts = {"limit": _limit(model)} | environment()
     try:
+        facts |= {"plugins": plugins(), "class": _class_of(model)}
+        if drafter is not None:
+            draft = drafter.draft_model_config
+            facts["speculative_config.class"] = _class_of(draft)
+            # Of the target's limit, too: vLLM bounds the drafter's by it.
+            facts["speculative_config.limit"] = (limit := _limit(draft)) and f"{limit} of {_longest(model)}"
         for prefix, part in _parts(vllm_config, config):
             facts |= facts_of(part, FIELDS, prefix)
-        facts |= _layers(kv_cache_config, is_rank_free)
+        facts |= _layers(vllm_config, kv_cache_config, is_rank_free)
     except UnclearError as exc:
         if (tier := outliving_tier(config)) is not None:
             raise ConfigError(
-                f"vLLM's option {exc}, so the secondary tier {tier!r} could serve KV of other engines: leave out the "
-                "option or the tier."
+                f"vLLM's {exc}, so the secondary tier {tier!r} could serve KV of other engines: leave out the option "
+                "or the tier."
             ) from exc
         facts["unclear"] = secrets.token_hex(16)
     return facts
+
+
+def _class_of(model: Any) -> str:
+    """The class that computes ``model``. A plug-in may have registered its own for an architecture."""
+    try:
+        registered = model.registry.models[model.architecture]
+        kind = getattr(registered, "model_cls", None)
+        if kind is not None:
+            return f"{kind.__module__}:{kind.__qualname__}"
+        return f"{registered.module_name}:{registered.class_name}"
+    except (AttributeError, KeyError) as exc:
+        raise UnclearError(f"class of {model.model!r} is not known ({exc!r})") from exc
 
 
 def _parts(vllm_config: Any, config: OffloadingConfig) -> Iterator[tuple[str, Any]]:
@@ -89,8 +124,9 @@ def _parts(vllm_config: Any, config: OffloadingConfig) -> Iterator[tuple[str, An
         yield "speculative_config.", drafter
 
 
-def _layers(kv_cache_config: Any, is_rank_free: bool) -> dict[str, str]:
-    """The spec of each layer, by group, and the layers in the order in which they lie.
+def _layers(vllm_config: Any, kv_cache_config: Any, is_rank_free: bool) -> dict[str, str]:
+    """The spec of each layer, by group, and the layers in the order in which they lie. On CPUs, how this host's
+    attention packs keys, too.
 
     The scheduler sees the first spec of a group alone. But layers with other pages have a tensor record of their own,
     and what makes layers differ are options, which count.
@@ -104,7 +140,25 @@ def _layers(kv_cache_config: Any, is_rank_free: bool) -> dict[str, str]:
         if is_rank_free:  # then all ranks together have what the model's configuration says
             of_spec = {name: text for name, text in of_spec.items() if name not in ("num_kv_heads", "num_head_slots")}
         facts[f"group {index}"] = json.dumps([type(spec).__name__, of_spec, list(group.layer_names)])
+        if vllm_config.device_config.device_type == "cpu" and hasattr(spec, "head_size"):
+            facts[f"group {index} on this CPU"] = cpu_packing(vllm_config, spec)
     return facts
+
+
+def cpu_packing(vllm_config: Any, spec: Any) -> str:
+    """The instructions that vLLM's attention chooses on this host. Some of them pack keys in an order of their own."""
+    values = {
+        "dtype": vllm_config.model_config.dtype,
+        "block_size": spec.block_size,
+        "head_size": spec.head_size,
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+    }
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return str(_get_attn_isa(**{name: values[name] for name in inspect.signature(_get_attn_isa).parameters}))
+    except Exception as exc:  # a private function of vLLM, which may be anything in a newer one
+        raise UnclearError(f"way to pack keys on this CPU is not known ({exc!r})") from exc
 
 
 def _division(parallel: Any) -> str:
@@ -119,12 +173,19 @@ def _limit(model: Any) -> str:
     types = set(_values_of(config, "model_type"))
     if types.isdisjoint(_LIMITED_MODELS) and set(_rope_types(config)) <= set(_LIMITLESS_ROPE):
         return ""
-    asked = model.original_max_model_len
-    limit = str(asked) if asked is not None and asked > 0 else "of the model"
+    limit = _longest(model)
     if not types.isdisjoint(_LIMITED_MODELS):
         sampling = {**model.try_get_generation_config(), **model.override_generation_config}
         limit += f", tuned: {sampling.get('attn_temperature_tuning')}"
     return limit
+
+
+def _longest(model: Any) -> str:
+    """``--max-model-len``, or what vLLM takes instead: from several files of the model."""
+    asked = model.original_max_model_len
+    if asked is not None and asked > 0:
+        return str(asked)
+    return f"of the model: {model.get_and_verify_max_len(asked)}"
 
 
 def _values_of(config: Any, name: str) -> Iterator[Any]:

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every variable of vLLM stands in ``VARIABLES``: of the installed version and of the next, as their sources list
+them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.engines.vllm.interface import Sources
+
+from kvoffload.engines.facts import COUNTS, UnclearError
+from kvoffload.engines.vllm import environment as module
+from kvoffload.engines.vllm.environment import VARIABLES, environment, plugins, unknown_variables
+
+SET_BY_ALL = {"VLLM_USE_DEEP_GEMM_E8M0"}
+"""What vLLM sets while it reads a model's configuration, in the process from which all others descend."""
+
+
+CHANGING = """
+VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_INPUT_QUANT_CONFIG VLLM_MARLIN_INPUT_DTYPE VLLM_CPU_INT4_W4A8
+VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE VLLM_PLUGINS VLLM_VIDEO_LOADER_BACKEND
+VLLM_USE_MODELSCOPE VLLM_INVENTED VLLM_A_SERVICE
+"""
+HARMLESS = """
+VLLM_LOGGING_LEVEL VLLM_PORT VLLM_DP_RANK VLLM_DIST_IDENT VLLM_CACHE_ROOT VLLM_HOST_IP VLLM_CPU_KVCACHE_SPACE
+VLLM_SERVICE_HOST VLLM_SERVICE_PORT VLLM_SERVICE_PORT_HTTP VLLM_PORT_8000_TCP VLLM_PORT_8000_TCP_ADDR
+VLLM_LLAMA_8B_SERVICE_HOST VLLM_LLAMA_8B_PORT_8000_TCP_PROTO VLLM_LLAMA_PORT PATH KVOFFLOAD_CONFIG_FILE
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("VLLM_"):
+            monkeypatch.delenv(name)
+
+
+def names_of(sources: Sources) -> set[str]:
+    """Keys of ``environment_variables``."""
+    for node in sources.module("vllm.envs").body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "environment_variables":
+            assert isinstance(node.value, ast.Dict)
+            return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    raise LookupError("vLLM lists its variables elsewhere")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_every_variable_counts_or_is_harmless_for_a_reason(sources: Sources) -> None:
+    known = {name for names in VARIABLES.values() for name in names.split()}
+    names = names_of(sources)
+    assert len(names) > 200
+    assert names - known == set()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_what_vllm_sets_itself_does_not_count(sources: Sources) -> None:
+    found = set()
+    for file in (sources.root / "vllm").rglob("*.py"):
+        found |= set(re.findall(r"environ\[\"(VLLM_\w+)\"\] = ", file.read_text()))
+    assert {"VLLM_DIST_IDENT", "VLLM_WORKER_MULTIPROC_METHOD"} <= found
+    harmless = {name for reason, names in VARIABLES.items() if reason != COUNTS for name in names.split()}
+    assert found - harmless == SET_BY_ALL
+
+
+def test_a_variable_stands_in_one_list() -> None:
+    names = [name for row in VARIABLES.values() for name in row.split()]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    "name",
+    CHANGING.split(),
+)
+def test_a_variable_that_changes_bytes_or_is_unknown_counts_when_it_is_set(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [environment()]
+    for value in ("", "0", "secret"):
+        monkeypatch.setenv(name, value)
+        found.append(environment())
+    assert len({str(each) for each in found}) == len(found)
+    assert "secret" not in str(found)
+    assert unknown_variables() == ([] if name in VARIABLES[COUNTS].split() else [name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    HARMLESS.split(),
+)
+def test_a_harmless_variable_does_not_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment()
+    monkeypatch.setenv(name, "tcp://10.0.0.1:8000")
+    assert environment() == before
+    assert unknown_variables() == []
+
+
+def of_packages(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, str, str, Any]) -> None:
+    """Packages have these entry points: group, name, target, version."""
+    entries: list[EntryPoint] = []
+    for group, name, value, version in found:
+        entry = EntryPoint(name, value, group)
+        vars(entry)["dist"] = SimpleNamespace(version=version)
+        entries.append(entry)
+    monkeypatch.setattr(module, "entry_points", lambda group: [entry for entry in entries if entry.group == group])
+    plugins.cache_clear()
+
+
+def test_plug_ins_of_others_count_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    general, hardware = "vllm.general_plugins", "vllm.platform_plugins"
+    ours = [
+        (general, "kvoffload", "kvoffload.engines.vllm:register", "0.1"),
+        (general, "lora_resolver", "vllm.plugins.lora:register", "0.32"),
+        ("vllm.stat_logger_plugins", "stats", "mine:Stats", "1"),
+    ]
+    texts = []
+    for theirs in (
+        [],
+        [(general, "mine", "mine:register", "1")],
+        [(general, "mine", "mine:register", "2")],
+        [(general, "mine", "vllm_mine:register", "1")],
+        [(hardware, "mine", "mine:register", "1")],
+    ):
+        of_packages(monkeypatch, *ours, *theirs)
+        texts.append(plugins())
+    assert len(set(texts)) == len(texts)
+    of_packages(monkeypatch)
+    assert plugins() == texts[0]
+    of_packages(monkeypatch, (general, "mine", "mine:register", None))
+    with pytest.raises(UnclearError, match="'mine' has no version"):
+        plugins()
+    plugins.cache_clear()
