@@ -551,6 +551,7 @@ def test_media_that_a_client_named_are_known(algorithm: str, digits: int) -> Non
     images.multimodal_config.mm_hasher_algorithm = "of a newer vLLM"
     assert has_named_media(asked_with(whole), images)
     assert not has_named_media(asked_with(), model_config(2)), "a model without images"
+    assert has_named_media(asked_with(whole), model_config(2)), "nobody knows what made the hash"
 
 
 @pytest.mark.vllm

@@ -72,7 +72,7 @@ def has_named_media(request: Any, model: Any) -> bool:
     look like vLLM's own hash."""
     if not request.mm_features:
         return False
-    digits = _MEDIA_HASHES.get(model.multimodal_config.mm_hasher_algorithm)
+    digits = _MEDIA_HASHES.get(getattr(model.multimodal_config, "mm_hasher_algorithm", ""))
     lora = f"{request.lora_request.lora_name}:" if request.lora_request is not None else ""
     names = [str(feature.identifier).removeprefix(lora) for feature in request.mm_features]
     return digits is None or not all(re.fullmatch(rf"[0-9a-f]{{{digits}}}", name) for name in names)
