@@ -367,7 +367,14 @@ def start_of_a_process(*before: str) -> tuple[float, float, float]:
 
 def test_a_process_knows_when_it_started() -> None:
     begin_s, start_s, end_s = start_of_a_process("import time", "time.sleep(0.5)")
-    assert begin_s - 0.1 <= start_s <= end_s - 0.4
+    assert begin_s <= start_s <= end_s - 0.4
+
+
+def test_files_that_were_written_right_before_a_process_are_older(model: Path) -> None:
+    for number in range(5):
+        write_at(model / "model-1.safetensors", number, b"new!")
+        _, start_s, _ = start_of_a_process()
+        assert changed_since(model, start_s) is None
 
 
 def test_a_clock_that_is_set_makes_no_process_younger(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,8 @@ _MOST_HEADER_BYTES = 100_000_000
 _THREADS = 16
 _READS_OF_A_TASK = 64
 
+_UNREAD_S = 0.1
+"""A process reads no weights so soon. Its start is known to 10 ms, and who writes weights may start it at once."""
 _CLOCK_S = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 """What the clock said when the host started; another value later means that somebody has set it."""
 
@@ -129,14 +131,15 @@ def changed_since(directory: Path, since_s: float, patterns: Sequence[str] = WEI
 
 
 def process_start_s() -> float:
-    """When this process started, as Unix time; what it has loaded, it has read later. If somebody has set the clock
-    since this module was imported, the earlier one of both answers. Minus infinity if the system does not say."""
+    """A tenth of a second after this process started, as Unix time; what it has loaded, it has read later. If somebody
+    has set the clock since this module was imported, the earlier one of both answers. Minus infinity if the system does
+    not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return float("-inf")
-    return since_boot_s + min(_CLOCK_S, time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
+    return since_boot_s + _UNREAD_S + min(_CLOCK_S, time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 def _files(directory: Path, patterns: Sequence[str]) -> list[Path]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.engines.vllm.harness import HAS_VLLM, hash_block_size
 
-from kvoffload.engines.vllm import identity, layout, slices, versions
+from kvoffload.engines.vllm import identity, layout, slices, versions, weights
 from kvoffload.engines.vllm.fields import FIELDS
 
 PAGE_BYTES = 2 * 16 * 2 * 8 * 4
@@ -32,6 +32,7 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_VLLM:
         for module in (layout, slices):
             monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)
+        monkeypatch.setattr(weights, "_loader_of", lambda load_format: "vllm.model_executor")
         monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
 

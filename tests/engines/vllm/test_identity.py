@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -564,124 +563,6 @@ def test_requests_with_media_that_a_client_named_are_left_out_where_blocks_outli
     assert (outliving(named), outliving(hashed)) == (True, False)
     for extra in ({"cpu_bytes_to_use": "1MiB"}, {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}):
         assert not _left_out(config, parse_config(extra))(named)
-
-
-# ----------------------------------------------------------------------------------------------------- weights
-
-
-def write_model(directory: Path, content: bytes = b"weights") -> str:
-    directory.mkdir(exist_ok=True)
-    (directory / "model.safetensors").write_bytes(content)
-    return str(directory)
-
-
-def weights(extra: dict[str, Any], **changes: Any) -> str:
-    from kvoffload.engines.vllm import weights
-
-    weights._of_files.cache_clear()  # of another process
-    return layout_of(vllm_config(**changes), kv_cache_config(attention()), parse_config(extra)).identity["weights"]
-
-
-def test_weights_replaced_at_their_path_are_others(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model")
-    before = weights(UNNAMED, model_config__model=path)
-    assert before == weights(UNNAMED, model_config__model=path)
-    write_model(tmp_path / "model", b"trained")
-    assert weights(UNNAMED, model_config__model=path) != before
-    assert weights(NAMED, model_config__model=path) == weights(NAMED), "a name wins, and nothing is read"
-
-
-def test_a_file_of_weights_is_itself(tmp_path: Path) -> None:
-    (tmp_path / "one.gguf").write_bytes(b"one")
-    (tmp_path / "two.gguf").write_bytes(b"two")
-    one = weights(UNNAMED, model_config__model=str(tmp_path / "one.gguf"))
-    (tmp_path / "two.gguf").write_bytes(b"other")
-    assert weights(UNNAMED, model_config__model=str(tmp_path / "one.gguf")) == one
-    (tmp_path / "one.gguf").write_bytes(b"other")
-    assert weights(UNNAMED, model_config__model=str(tmp_path / "one.gguf")) != one
-
-
-def test_a_drafter_s_weights_count_if_it_has_kv(tmp_path: Path) -> None:
-    target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft")
-
-    def of(method: str) -> str:
-        config = speculative(method=method)
-        config.draft_model_config.model = draft
-        return weights(UNNAMED, model_config__model=target, speculative_config=config)
-
-    before = {method: of(method) for method in ("eagle", "ngram")}
-    write_model(tmp_path / "draft", b"trained")
-    assert of("eagle") != before["eagle"]
-    assert of("ngram") == before["ngram"]
-
-
-def test_a_model_s_own_code_counts_if_it_runs(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model")
-    changes = {"model_config__model": path}
-    trusting = changes | {"model_config__trust_remote_code": True}
-    (tmp_path / "model" / "modeling.py").write_text("a")
-    before = weights(UNNAMED, **changes), weights(UNNAMED, **trusting)
-    (tmp_path / "model" / "modeling.py").write_text("b")
-    assert weights(UNNAMED, **changes) == before[0]
-    assert weights(UNNAMED, **trusting) != before[1]
-
-
-def test_scales_in_a_file_count(tmp_path: Path) -> None:
-    scales = tmp_path / "scales.json"
-    images = stub("MultiModalConfig", mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales))
-    changes = {"model_config__model": write_model(tmp_path / "model"), "model_config__multimodal_config": images}
-    scales.write_text("1")
-    before = weights(UNNAMED, **changes)
-    scales.write_text("2")
-    assert weights(UNNAMED, **changes) != before
-
-
-def test_made_up_weights_are_named_by_their_seed_and_ranks() -> None:
-    dummy = {"load_config__load_format": "dummy"}
-    names = [
-        weights(UNNAMED, **dummy, **change)
-        for change in ({}, {"model_config__seed": 1}, {"parallel_config__tensor_parallel_size": 2})
-    ]
-    assert len(set(names)) == 3
-    assert weights(UNNAMED, **dummy) == names[0]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model_config__model": "no/such-model"},
-        {"model_config__model_weights": "s3://bucket/model"},
-        {"load_config__load_format": "tensorizer"},
-        {"load_config__load_format": "of a plug-in"},
-        {"weight_transfer_config": object()},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_weights_without_a_name_are_refused_where_blocks_outlive_them(change: dict[str, Any], tmp_path: Path) -> None:
-    changes = {"model_config__model": write_model(tmp_path / "model")} | change
-    with pytest.raises(ConfigError, match=r"cannot tell these weights .* 'disk' .* set weights_version"):
-        weights(UNNAMED, **changes)
-    assert weights(NAMED, **changes) == "by weights_version"
-    assert weights({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}, **changes) == ""
-    assert weights({"cpu_bytes_to_use": "1MiB"}, **changes) == ""
-
-
-def test_weights_from_elsewhere_are_refused_before_an_engine_starts() -> None:
-    for change in ({"load_config__load_format": "tensorizer"}, {"weight_transfer_config": object()}):
-        changes = {"kv_transfer_config__kv_connector_extra_config": UNNAMED, **change}
-        with pytest.raises(ConfigError, match="weights_version"):
-            check_engine(vllm_config(**changes))
-
-
-def test_the_scheduler_alone_reads_weights_where_workers_are_other_processes(tmp_path: Path) -> None:
-    config = vllm_config(parallel_config__distributed_executor_backend="mp", model_config__model="no/such-model")
-    worker = layout_of(config, kv_cache_config(attention()), parse_config(UNNAMED), is_worker=True)
-    assert worker.identity == {}
-    alone = vllm_config(model_config__model=write_model(tmp_path / "model"))
-    both = [
-        layout_of(alone, kv_cache_config(attention()), parse_config(UNNAMED), is_worker=each) for each in (False, True)
-    ]
-    assert both[0].identity == both[1].identity, "whichever comes first names the blocks"
 
 
 # ---------------------------------------------------------------------------------------------------- refusals

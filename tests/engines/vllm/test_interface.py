@@ -78,8 +78,9 @@ ATTRIBUTES = {
     ),
     ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype use_replayssm",
     ("vllm.config.model", "ModelConfig"): (
-        "model model_weights revision dtype seed trust_remote_code hf_config hf_text_config multimodal_config "
-        "override_generation_config try_get_generation_config use_mla is_hybrid get_total_num_kv_heads "
+        "model model_weights revision dtype seed trust_remote_code hf_config hf_overrides hf_text_config "
+        "multimodal_config override_generation_config try_get_generation_config use_mla is_hybrid "
+        "get_total_num_kv_heads "
         "get_total_num_hidden_layers original_max_model_len get_and_verify_max_len registry architecture"
     ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
