@@ -202,5 +202,5 @@ def test_a_load_that_fails_after_its_request_is_not_a_part_of_the_explanation(tm
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a directory"):
         parse_config({"cpu_bytes_to_use": 1, "record_trace": str(tmp_path / "no" / "t.jsonl")})
-    with pytest.raises(ConfigError, match="cannot be recorded"):
+    with pytest.raises(ConfigError, match=r"record_trace is .* a directory"):
         scheduler_that_records(tmp_path)

@@ -105,6 +105,6 @@ class GuardedManager(Boundary, OffloadingManager):
     reset_cache = guarded(OffloadingManager.reset_cache, _nothing)
     get_stats = guarded(OffloadingManager.get_stats, dict, dict)
     holds = guarded(OffloadingManager.holds, lambda keys: [False] * len(keys), _for_each)
-    sources = guarded(OffloadingManager.sources, lambda *_: {}, dict)
+    sources = guarded(OffloadingManager.sources, lambda *_: {}, lambda found, *_: dict(found))
     explain = guarded(OffloadingManager.explain, lambda keys, *_: [None] * len(keys), _for_each)
     shutdown = guarded(OffloadingManager.shutdown, _nothing)

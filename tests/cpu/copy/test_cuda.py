@@ -347,6 +347,8 @@ def test_copies_that_hang_at_start_are_refused_and_not_waited_for_again(
     with pytest.raises(TransferError, match="did not end within"):
         make_rig(cuda, make=make)
     assert made
+    for copies in kept:
+        assert all(each.close() for each in copies.lanes.values())  # type: ignore[attr-defined]
     cuda.calls.fake_forget_registrations()
 
 

@@ -174,7 +174,7 @@ class Lane:
         """Queues a job. Raises ``RuntimeError`` if no thread can be had, with nothing queued."""
         with self._changed:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=f"kvoffload-{self.direction.value}", daemon=True)
+                thread = threading.Thread(target=self._run, name=f"kvoffload-cuda-{self.direction.value}", daemon=True)
                 thread.start()
                 self._thread = thread
             self._queue.append(job)

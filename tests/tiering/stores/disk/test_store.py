@@ -57,17 +57,17 @@ class TestLargeBlocks:
     def test_checksums_are_made_while_the_blocks_are_written(self, open_store, monkeypatch) -> None:
         digesting, write_of = threading.Event(), SlabFile.write
 
-        def digest(layout: SlabFormat, *arguments: object) -> bytes:
+        def digest(layout: SlabFormat, key: OffloadKey, block: memoryview) -> tuple[memoryview, bytes]:
             digesting.set()
-            return entry_of(layout, *arguments)
+            return seal_of(layout, key, block)
 
         def write_slowly(file: SlabFile, first: int, blocks: Sequence[memoryview]) -> int:
             assert digesting.wait(120)
             assert not file.read_entries(first, 1).strip(b"\0"), "no entry before its payload"
             return write_of(file, first, blocks)
 
-        entry_of = SlabFormat.entry
-        monkeypatch.setattr("kvoffload.tiering.stores.disk.format.SlabFormat.entry", digest)
+        seal_of = SlabFormat.seal
+        monkeypatch.setattr(SlabFormat, "seal", digest)
         monkeypatch.setattr(SlabFile, "write", write_slowly)
         store = open_store(self.SIZE)
         assert write(store, *KEYS[:3], size=self.SIZE) == [True] * 3
