@@ -18,6 +18,7 @@ from kvoffload.tiering.stores.seal import SEAL_BYTES
 
 
 class ServiceContract(BlockStoreContract):
+    has_scan = False
     server: Any
     """``get(name)`` and ``put(name, value)`` reach its objects as another program would."""
 
