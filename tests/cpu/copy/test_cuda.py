@@ -342,13 +342,33 @@ def test_copies_that_hang_at_start_are_refused_and_not_waited_for_again(
             assert cuda.count("registrations") > 0
             assert kept
             cuda.calls.fake_let_all_go()
-            cuda.settle()
+            for copies in kept:  # the rest of the chain is submitted now, and has to end before the memory goes
+                assert all(each.close() for each in copies.lanes.values())  # type: ignore[attr-defined]
 
     with pytest.raises(TransferError, match="did not end within"):
         make_rig(cuda, make=make)
     assert made
-    for copies in kept:
-        assert all(each.close() for each in copies.lanes.values())  # type: ignore[attr-defined]
+    cuda.calls.fake_forget_registrations()
+
+
+def test_a_device_that_hangs_amid_a_large_job_is_not_waited_for_at_shutdown(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", [])
+    monkeypatch.setattr(lane, "PIECE_RUNS", 1)
+    rig = make_rig(cuda)
+    monkeypatch.setattr(lane, "DRAIN_S", 0.2)
+    before = cuda.count("batches")
+    cuda.calls.fake_hold(rig.stream_of(rig.store), 1)
+    rig.put(1, rig.store, range(0, 16, 2), range(8))
+    while cuda.count("batches") < before + lane.OPEN_PIECES:  # the thread waits for the first piece from now on
+        time.sleep(0.001)
+    rig.store.shutdown()
+    rig.load.shutdown()
+    assert rig.store.get_finished() == []
+    cuda.calls.fake_let_all_go()
+    cuda.settle()
+    rig.close()
     cuda.calls.fake_forget_registrations()
 
 

@@ -181,8 +181,7 @@ class Lane:
             self._changed.notify_all()
 
     def hurry(self, job: Job) -> None:
-        """Returns when ``job`` and all before it are submitted. Waits for no copy; at most for one piece of the job
-        that the lane's thread submits now."""
+        """Returns when ``job`` and all before it are submitted. Waits for no copy."""
         if job.is_submitted:
             return
         self._num_hurries += 1
@@ -311,8 +310,9 @@ class Lane:
                 if open_pieces:
                     driver.fill(self._spacer, 0, 1, stream)
                 if len(open_pieces) == OPEN_PIECES:
-                    if is_paced and not self._num_hurries:
-                        driver.synchronize_event(open_pieces[0].event)
+                    # Not by a call that waits: whoever hurries, a shutdown too, would wait with it.
+                    while is_paced and not self._num_hurries and not driver.is_done(open_pieces[0].event):
+                        time.sleep(_POLL_S)
                     open_pieces.popleft().release()
                 self._copy(piece)
                 open_pieces.append(self._pools.untimed.moment())
