@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples faults in ``src/kvoffload``, one at a time, and prints those that no test notices: ``make mutants``.
 
-Each fault is put into a temporary copy of the tree, where the tests that belong to its module run until one fails: the
-files that mirror its room, the machines of ``MACHINES``, and every other file that imports it. A test that fails is run
-again without the fault: one that fails then too proves nothing. A run that outlasts ``--timeout`` counts as noticed.
-The exit code is always 0: a survivor may be a fault that changes nothing, or only speed.
+A map of the suite comes first: which tests execute a line, and what they take. It is kept in ``build/mutants`` until a
+file of ``src`` or ``tests`` changes. Each fault is then put into a temporary copy of the tree, where the tests that
+execute its line run until one fails, the quickest files first. Lines that run at import, or in no process that the map
+saw, take the files that mirror the room or import the module. A test that fails is run again without the fault: one
+that fails then too proves nothing. The exit code is always 0: a survivor may be a fault that changes nothing, or only
+speed.
 
-None of the tools on the package index samples with a seed, picks tests by module and leaves the working tree alone.
+None of the tools on the package index samples with a seed, picks tests by line and leaves the working tree alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import functools
+import hashlib
 import os
 import random
 import re
@@ -24,23 +26,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from coverage import CoverageData
+
 ROOT = Path(__file__).parents[1]
 SRC, TESTS = ROOT / "src" / "kvoffload", ROOT / "tests"
-MACHINES = {
-    "cpu": ("test_manager_machine.py",),
-    "connector": ("test_connector_machine.py", "test_whole_machine.py"),
-    "tiering": ("test_tiering_machine.py", "test_load_policy_machine.py", "test_whole_machine.py"),
-    "tiering/stores/disk": ("test_slab_machine.py", "test_disk_machine.py"),
-    "tiering/stores/fs": ("test_disk_machine.py",),
-}
-SLOWER = ("stateful", "integration", "soak", "demo")
 UNTESTED = (SRC / "cpu" / "copy" / "cuda.py",)
 """Modules whose tests need more than this machine."""
 
@@ -54,7 +50,10 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 @dataclass(frozen=True, slots=True)
 class Mutant:
     path: Path
+    statement: int
+    """First line of its statement; 0 if it runs at import."""
     line: int
+    end: int
     span: tuple[int, int]
     """Bytes of the file that ``text`` replaces."""
     before: str
@@ -72,24 +71,30 @@ class Mutant:
 def mutants_of(path: Path) -> Iterator[Mutant]:
     source = path.read_bytes()
     starts = [0, *(match.end() for match in re.finditer(b"\n", source))]
-    for candidate in candidates(ast.parse(source)):
+    for candidate, statement in candidates(ast.parse(source)):
         for node, text in replacements(candidate):
             assert node.end_lineno is not None and node.end_col_offset is not None
             span = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-            yield Mutant(path, node.lineno, span, source[slice(*span)].decode(), text)
+            lines = node.lineno, node.end_lineno
+            yield Mutant(path, statement, *lines, span, source[slice(*span)].decode(), text)
 
 
-def candidates(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Nodes whose replacement could matter: not those of annotations, docstrings, messages, logs and invariants."""
+def candidates(node: ast.AST, called: bool = False, statement: int = 0) -> Iterator[tuple[ast.expr | ast.stmt, int]]:
+    """Nodes whose replacement could matter, with the first line of the statement if a call runs it.
+
+    Not those of annotations, docstrings, messages, logs and invariants.
+    """
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "keywords") and not isinstance(node, ast.Call):
             continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or is_beside_the_point(child):
                 continue
+            runs = called or (name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+            first = child.lineno if runs and isinstance(child, ast.stmt) else statement
             if isinstance(child, (ast.expr, ast.stmt)):
-                yield child
-            yield from candidates(child)
+                yield child, first
+            yield from candidates(child, runs, first)
 
 
 def is_beside_the_point(node: ast.AST) -> bool:
@@ -140,36 +145,56 @@ def replacements(node: ast.expr | ast.stmt) -> Iterator[tuple[ast.expr | ast.stm
 # ---------------------------------------------------------------------------------------------------------- the tests
 
 
-@functools.cache
-def imported_by(test: Path) -> frozenset[str]:
-    found = set()
-    for node in ast.walk(ast.parse(test.read_bytes())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-    return frozenset(found)
+class Map:
+    """Which tests execute a line, and the seconds of each test that passes."""
+
+    def __init__(self, directory: Path) -> None:
+        """Reads what ``Copy.make_map`` wrote."""
+        self._lines = CoverageData(str(directory / "lines"))
+        self._lines.read()
+        output = (directory / "output").read_text()
+        self._files: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        failed = failures(output)
+        for seconds, test in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +(tests/.*?)\s*$", output, flags=re.M):
+            if test not in failed:
+                times = self._files[test.split("::")[0]]
+                times[test] = times.get(test, 0.0) + float(seconds)
+
+    def tests_for(self, mutant: Mutant) -> dict[str, float]:
+        """Node ids and seconds, those of the file that is done first in front."""
+        contexts = self._lines.contexts_by_lineno(str(mutant.path.relative_to(ROOT))) if mutant.statement else {}
+        found = {context for line in range(mutant.statement, mutant.end + 1) for context in contexts.get(line, ())}
+        named = {context.rpartition("|")[0] for context in found}
+        # A fixture's lines are those of its first user, whoever else depends on it.
+        whole = {context.split("::")[0] for context in found if context.endswith("|setup")}
+        if not any(named):
+            whole = files_for(mutant.path)
+        chosen = [
+            {test: seconds for test, seconds in tests.items() if file in whole or test in named}
+            for file, tests in self._files.items()
+        ]
+        chosen.sort(key=lambda tests: sum(tests.values()))
+        return {test: tests[test] for tests in chosen for test in sorted(tests, key=tests.__getitem__)}
 
 
-def files_for(module: Path, tests: Path = TESTS) -> list[str]:
-    """Files of ``tests``, from its parent, those first that will notice most for their time."""
+def failures(output: str) -> list[str]:
+    return re.findall(r"^(?:FAILED|ERROR) (tests/[^\s\[]+(?:\[.*?\])?)(?: - .*)?$", output, flags=re.M)
+
+
+def files_for(module: Path) -> set[str]:
+    """Files of tests that mirror the room of ``module``, or name it."""
     inside = module.relative_to(SRC).with_suffix("")
     room, name = inside.parent, f"kvoffload.{'.'.join(inside.parts)}".removesuffix(".__init__")
-    machines = {f for place, files in MACHINES.items() if inside.is_relative_to(place) for f in files}
+    mirrors = TESTS.joinpath(room).glob("test_*.py" if room.parts else f"test_{inside.name}.py")
+    naming = (test for test in TESTS.rglob("test_*.py") if re.search(rf"\b{name}\b", test.read_text()))
+    return {str(test.relative_to(ROOT)) for test in (*mirrors, *naming)}
 
-    def rank(test: Path) -> tuple[int, Path] | None:
-        place = test.relative_to(tests)
-        imports = name in imported_by(test)
-        if place == room / f"test_{inside.name}.py":
-            return 0, place
-        if place.parts[0] in SLOWER:
-            return (3, place) if imports or place.name in machines else None
-        if place.parent == room and room.parts:
-            return 1, place
-        return (2, place) if imports else None
 
-    ranked = sorted(found for test in tests.rglob("test_*.py") if (found := rank(test)) is not None)
-    return [str(Path("tests") / place) for _, place in ranked]
+def listed_files() -> list[str]:
+    """Files of the working tree that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return sorted(name for name in listed.split("\0") if name and (ROOT / name).is_file())
 
 
 class Copy:
@@ -177,44 +202,54 @@ class Copy:
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
         self._root, self._timeout_s = directory, timeout_s
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT, check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        for name in filter(None, listed.stdout.split("\0")):
-            if (ROOT / name).is_file():
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / name, directory / name)
+        for name in listed_files():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, directory / name)
 
-    def judge(self, mutant: Mutant) -> tuple[str, str]:
-        """What became of it (``noticed``, ``survived`` and so on), and by which test."""
-        tests = files_for(mutant.path, self._root / "tests")
+    def make_map(self, jobs: int) -> Path:
+        """Runs the suite, unless it ran with these files before; returns where the map is."""
+        digest = hashlib.sha256()
+        for name in listed_files():
+            if name.startswith(("src/", "tests/")):
+                digest.update(name.encode() + b"\0" + hashlib.sha256((ROOT / name).read_bytes()).digest())
+        directory = ROOT / "build" / "mutants" / digest.hexdigest()[:16]
+        if not (directory / "output").exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            split = [f"-n{jobs}", "--dist=loadfile", "--no-loadscope-reorder"]
+            options = ["--cov", "--cov-context=test", "--cov-report=", "--durations=0", "--durations-min=0"]
+            code, output = self._run([*split, *options], 7200, COVERAGE_FILE=str(directory / "lines"))
+            if code not in (0, 1):
+                raise SystemExit(f"{output[-2000:]}\nThe suite ended with {code}: there is no map.")
+            (directory / "output").write_text(output)
+        return directory
+
+    def judge(self, mutant: Mutant, tests: dict[str, float]) -> tuple[str, str]:
+        """What became of it (``noticed``, ``survived`` and so on), and by which of ``tests``, with their seconds."""
         if not tests:
-            return "survived", "no test file belongs to this module"
+            return "survived", "no test belongs to this line"
         place = self._root / mutant.path.relative_to(ROOT)
         source = place.read_bytes()
         place.write_bytes(source[: mutant.span[0]] + mutant.text.encode() + source[mutant.span[1] :])
+        limits = [f"--timeout={self._timeout_s}", "--timeout-method=signal"]
+        limit_s = self._timeout_s + 10 * sum(tests.values())
         try:
-            code, output = self._run(tests)
+            code, output = self._run(["-x", *limits, *tests], limit_s)
         finally:
             place.write_bytes(source)
-        if code is None:
-            return "noticed", "a run without an end"
         if code == 0:
             return "survived", ""
-        failed = re.findall(r"^(?:FAILED|ERROR) (tests/[^\s\[]+(?:\[[^\]]*\])?)", output, flags=re.M)
         if code in (4, 5):
             return "not judged", f"pytest ended with {code}"
-        if not failed:
-            return "noticed", f"pytest ended with {code}"
-        if self._run(failed[:1])[0] != 0:
+        if not (failed := failures(output)):
+            return "noticed", "a run without an end" if code is None else f"pytest ended with {code}"
+        if self._run([*limits, failed[0]], limit_s)[0] != 0:
             return "not judged", f"{failed[0]} fails without the fault too"
         return "noticed", failed[0]
 
-    def _run(self, tests: list[str]) -> tuple[int | None, str]:
+    def _run(self, arguments: list[str], limit_s: float, **variables: str) -> tuple[int | None, str]:
         """Exit code (``None``: the time was up) and output."""
-        command = [sys.executable, "-m", "pytest", "-n0", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        environment = os.environ | {"PYTHONPATH": str(self._root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(self._root / "src"), "PYTHONDONTWRITEBYTECODE": "1", **variables}
         with tempfile.TemporaryDirectory() as directory, Path(directory, "output").open("w+") as output:
             os.chmod(directory, 0o755)  # some tests are other users'
             process = subprocess.Popen(
@@ -226,7 +261,7 @@ class Copy:
                 start_new_session=True,
             )
             try:
-                code: int | None = process.wait(self._timeout_s)
+                code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
@@ -251,7 +286,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--under", type=Path, default=SRC, help="a folder or file of src/kvoffload")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for the tests of one fault")
+    parser.add_argument(
+        "--timeout", type=float, default=120, help="seconds for a test, and for a run beyond ten times the map's"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 30)
@@ -264,16 +301,20 @@ def main() -> None:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(arguments.jobs):
             copies.put(Copy(Path(directory, str(number)), arguments.timeout))
+        first = copies.get()
+        suite = Map(first.make_map(arguments.jobs))
+        copies.put(first)
 
-        def judge(mutant: Mutant) -> tuple[str, str, float]:
+        def judge(mutant: Mutant, tests: dict[str, float]) -> tuple[str, str, float]:
             copy, begin_s = copies.get(), time.monotonic()
             try:
-                return *copy.judge(mutant), time.monotonic() - begin_s
+                return *copy.judge(mutant, tests), time.monotonic() - begin_s
             finally:
                 copies.put(copy)
 
         with ThreadPoolExecutor(arguments.jobs) as threads:
-            for number, (mutant, (verdict, test, seconds)) in enumerate(zip(mutants, threads.map(judge, mutants)), 1):
+            verdicts = threads.map(judge, mutants, map(suite.tests_for, mutants))
+            for number, (mutant, (verdict, test, seconds)) in enumerate(zip(mutants, verdicts), 1):
                 counts[verdict] += 1
                 survivors += [mutant] if verdict == "survived" else []
                 print(f"{number:4} {verdict:10} {seconds:4.0f} s  {mutant}  {test and f'({test})'}", flush=True)
