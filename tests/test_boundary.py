@@ -7,7 +7,7 @@ from kvoffload.boundary import Boundary, guarded
 
 
 class Seam:
-    def count(self, words: list[str], start: int = 0) -> int:
+    def count(self, words: list[str], start: int = 0, step: int = 1) -> int:
         raise NotImplementedError
 
 
@@ -28,16 +28,17 @@ class Foreign:
     def __init__(self, answer: object) -> None:
         self.answer = answer
 
-    def count(self, w: list[str], s: int = 0) -> object:
+    def count(self, w: list[str], s: int = 0, by: int = 1) -> object:
         if isinstance(self.answer, BaseException):
             raise self.answer
-        return self.answer or len(w) + s
+        return self.answer or len(w) * by + s
 
 
 def test_answers_come_in_the_shape_that_callers_rely_on() -> None:
     assert Guarded(Foreign("7")).count(["a"]) == 7
     assert Guarded(Foreign(None)).count(["a"], start=2) == 3
     assert Guarded(Foreign(None)).count(words=["a", "b"]) == 2
+    assert Guarded(Foreign(None)).count(["a", "b"], step=3) == 6
 
 
 @pytest.mark.parametrize("answer", ["no number", RuntimeError("broken"), GeneratorExit(), [1]])

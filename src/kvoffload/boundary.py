@@ -34,12 +34,13 @@ def guarded(
     that callers rely on, or raises. This includes exceptions that are no ``Exception``, such as a native client's
     panic, but not those that end the process.
     """
-    name, parameters = method.__name__, [*inspect.signature(method).parameters][1:]
+    name, parameters = method.__name__, [*inspect.signature(method).parameters.values()][1:]
 
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         given: tuple[object, ...] = args
-        if kwargs:  # foreign code may call its parameters what it likes
-            given += tuple(kwargs[each] for each in parameters[len(args) :] if each in kwargs)
+        if kwargs:  # by place: foreign code may call its parameters what it likes
+            last = max(at for at, each in enumerate(parameters) if each.name in kwargs)
+            given += tuple(kwargs.get(each.name, each.default) for each in parameters[len(args) : last + 1])
         try:
             answered: R = getattr(self.inner, name)(*given)
             return answered if answer is None else answer(answered, *given)
