@@ -127,3 +127,21 @@ def test_what_lacks_a_package_names_the_extra_that_brings_it() -> None:
     named = [re.findall(r"extra '(\w+)'", message) for message in messages]
     assert {extra for each in named for extra in each} <= project["optional-dependencies"].keys()
     assert not [message for message, extras in zip(messages, named, strict=True) if not extras]
+
+
+OF_OTHERS = {"--kv-transfer-config", "--shutdown-timeout", "--help"}
+"""Options of vLLM, and of every command."""
+
+
+def test_options_that_sentences_name_exist() -> None:
+    known = {
+        option
+        for module in MODULES.values()
+        for command in commands(module)
+        for each in command.params
+        for option in each.opts
+    }
+    sources = Path(kvoffload.__file__).parent
+    files = [path for folder in ("sim", "cli") for path in (sources / folder).rglob("*.py") if path.name != "page.py"]
+    named = {(option, path.name) for path in files for option in re.findall(r"--[a-z][a-z-]+", path.read_text())}
+    assert {option for option, _ in named} - known - OF_OTHERS == {"--version"}, sorted(named)

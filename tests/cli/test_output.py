@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,21 @@ def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with progress({"way": 3}, "turns") as advance:
         advance("way")
     assert "\x1b[" in capsys.readouterr().err
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe.json", tmp_path / "link.json", tmp_path / "target.json"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    link.symlink_to(target)
+    for path in (pipe, link):
+        check_out(path)
+        write_json(7, path)
+    assert os.read(reader, 100) == b"7\n"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert target.read_text() == "7\n"
 
 
 def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_block_size_that_is_ambiguous(tmp_path: Path) -> None:
     usual = write(tmp_path / "usual.jsonl", line(input_length=1, hash_ids=[1]))
     assert load_trace(usual).block_tokens == 512
     several = write(tmp_path / "several.jsonl", line(input_length=130, hash_ids=[1, 2]))
-    with pytest.raises(TraceError, match=r"several sizes fit \(64, 128\); give --block-tokens"):
+    with pytest.raises(TraceError, match=r"several sizes fit \(64, 128\); give block_tokens"):
         load_trace(several)
     unclear = write(tmp_path / "unclear.jsonl", line(input_length=100, hash_ids=[1]))
     assert load_trace(unclear, block_tokens=128).block_tokens == 128
@@ -200,7 +200,7 @@ def test_block_size_that_is_ambiguous(tmp_path: Path) -> None:
     )
     assert load_trace(none, block_tokens=200).block_tokens == 200
     odd = write(tmp_path / "odd.jsonl", line(input_length=1000, hash_ids=list(range(10))))
-    with pytest.raises(TraceError, match="give --block-tokens"):
+    with pytest.raises(TraceError, match="give block_tokens"):
         load_trace(odd)
 
 

@@ -113,7 +113,7 @@ def check_out(*paths: Path | None, suffixes: Sequence[str] = ()) -> None:
             raise ConfigError(f"--out: There is no folder {str(folder)!r} to write {path.name!r} to.")
         if path.is_dir():
             raise ConfigError(f"--out: {str(path)!r} is a folder; name a file in it.")
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if not _is_device(path) and not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(f"--out: This user may not write to the folder {str(folder)!r}.")
 
 
@@ -144,8 +144,17 @@ def _as_json(value: Any) -> bytes:
     return f"{json.dumps(value, indent=1)}\n".encode()
 
 
+def _is_device(path: Path) -> bool:
+    """Whether there is a pipe, ``/dev/null`` or the like, to which bytes are written, and which no file may replace."""
+    return path.exists() and not path.is_file()
+
+
 def _write(path: Path, data: bytes) -> None:
     """The whole file or nothing."""
+    if _is_device(path):
+        path.write_bytes(data)
+        return
+    path = path.resolve()  # a link stays one
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(data)

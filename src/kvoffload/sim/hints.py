@@ -32,7 +32,7 @@ def hinter(text: str) -> Callable[[Trace], Trace]:
             wrong = -1.0
         if 0 <= wrong <= 1:
             return partial(_noisy, wrong=wrong)
-    raise ConfigError(f"--hints is oracle, or noisy:P with a share P from 0 to 1, not {text!r}.")
+    raise ConfigError(f"hints is oracle, or noisy:P with a share P from 0 to 1, not {text!r}.")
 
 
 def true_hints(trace: Trace) -> Trace:

@@ -216,7 +216,9 @@ class _Reader:
             return usual
         if len(fitting) != 1:
             why = "no power of two fits" if not fitting else f"several sizes fit ({', '.join(map(str, fitting))})"
-            raise TraceError(f"{self._path}: tokens per hash id are not clear, {why}; give --block-tokens.")
+            raise TraceError(
+                f"{self._path}: tokens per hash id are not clear, {why}; give block_tokens in the file of --fleet."
+            )
         return fitting[0]
 
     def _error(self, number: int, what: str) -> TraceError:

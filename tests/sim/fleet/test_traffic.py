@@ -19,6 +19,13 @@ def test_a_copy_is_the_trace() -> None:
         crowd(trace, 0)
 
 
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_a_crowd_of_requests_that_come_at_once_comes_at_once(num_requests: int) -> None:
+    trace = synthesize("chat", num_requests, 1)
+    many = crowd(trace.stretched(0.0), 3)
+    assert many.times_s.tolist() == [0.0] * 3 * num_requests
+
+
 @pytest.mark.parametrize("kind", ["chat", "assistants", "agents"])
 def test_copies_share_what_is_common_and_nothing_else(kind: str) -> None:
     trace = synthesize(kind, 200, 3)

@@ -36,7 +36,8 @@ def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
     times = []
     for copy in range(copies):
         shift_s = 0.0 if copy == 0 else float(chance.uniform(0, duration_s))
-        times.append((trace.times_s - trace.times_s[0] + shift_s) % duration_s)
+        since_s = trace.times_s - trace.times_s[0]
+        times.append((since_s + shift_s) % duration_s if duration_s else since_s)  # 0: all requests come at once
     all_times = np.concatenate(times)
     sorted_at = np.argsort(all_times, kind="stable")
     copy_of, request_of = sorted_at // len(trace), sorted_at % len(trace)
