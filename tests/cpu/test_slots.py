@@ -115,19 +115,6 @@ def test_after_a_reset_a_slot_is_reused_once_its_old_transfer_has_ended(table: S
     assert counts(table) == (4, 0, 0)
 
 
-def test_ends_of_an_old_and_a_new_write_of_one_key_count_together(table: SlotTable) -> None:
-    table.reserve(keys(1))
-    table.reset()
-    table.reserve(keys(1))
-    table.end_write(keys(1), success=True)  # of either
-    block = table.get(key(1))
-    assert block is not None
-    assert not block.is_ready
-    table.end_write(keys(1), success=True)
-    assert block.is_ready
-    assert counts(table) == (3, 1, 0)
-
-
 def test_a_table_needs_a_slot() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         SlotTable(0, LRUCachePolicy)

@@ -29,17 +29,11 @@ KEYS = st.lists(st.integers(0, 11).map(key), max_size=5)
 
 @dataclass
 class Group:
-    """Overlapping transfers of one key and kind: nothing is given back before the last of them has ended."""
+    """The transfers of one slot. Once a reset has forgotten its key, the key is refused until all have ended."""
 
-    slots: set[int] = field(default_factory=set)
+    slot: int
     outstanding: int = 0
-    begun_since_reset: int = 0
-    failed: bool = False
-
-    def begin(self, slot: int) -> None:
-        self.slots.add(slot)
-        self.outstanding += 1
-        self.begun_since_reset += 1
+    is_forgotten: bool = False
 
 
 @dataclass
@@ -61,10 +55,10 @@ class Oracle:
 
     def held_slots(self) -> set[int]:
         groups = (*self.reads.values(), *self.writes.values())
-        return {*self.ready.values(), *(slot for group in groups for slot in group.slots)}
+        return {*self.ready.values(), *(group.slot for group in groups)}
 
-    def pinned(self) -> set[OffloadKey]:
-        return {one for one, group in self.reads.items() if group.begun_since_reset}
+    def forgotten(self) -> set[OffloadKey]:
+        return {one for all_of in (self.reads, self.writes) for one, group in all_of.items() if group.is_forgotten}
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -121,7 +115,7 @@ class ManagerMachine(RuleBasedStateMachine):
         spec = self.manager.prepare_load(loadable, ReqContext("a"))
         assert spec.block_ids.tolist() == [oracle.ready[one] for one in loadable]
         for one in loadable:
-            oracle.reads.setdefault(one, Group()).begin(oracle.ready[one])
+            oracle.reads.setdefault(one, Group(oracle.ready[one])).outstanding += 1
         self.loads.append(loadable)
 
     @rule(which=st.integers(0, 99))
@@ -144,11 +138,11 @@ class ManagerMachine(RuleBasedStateMachine):
         wanted = [one for one in dict.fromkeys(ask) if oracle.answer(one) is False]
         if self.threshold > 1:
             wanted = [one for one in wanted if oracle.counts.get(one, 0) >= self.threshold]
-        idle = set(oracle.ready) - oracle.pinned() - set(ask)
+        idle = set(oracle.ready) - set(oracle.reads) - set(ask)
         missing = max(len(wanted) - (NUM_BLOCKS - len(oracle.held_slots())), 0)
         before = snapshot(manager)
         output = manager.prepare_store(ask, ReqContext(name))
-        if missing > len(idle):
+        if missing > len(idle) or oracle.forgotten().intersection(wanted):
             assert output is None
             assert snapshot(manager) == before
             return
@@ -164,7 +158,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert set(slots) <= set(range(NUM_BLOCKS))
         for one, slot in zip(wanted, slots, strict=True):
             oracle.writing[one] = slot
-            oracle.writes.setdefault(one, Group()).begin(slot)
+            oracle.writes[one] = Group(slot, 1)
         self.stores.append(wanted)
 
     @rule(which=st.integers(0, 99), success=st.booleans())
@@ -175,14 +169,9 @@ class ManagerMachine(RuleBasedStateMachine):
         done = self.stores.pop(which % len(self.stores))
         self.manager.complete_store(done, None, success)
         for one in done:
-            group = oracle.writes[one]
-            group.outstanding -= 1
-            group.failed = group.failed or not success
-            if group.outstanding:
-                continue
             del oracle.writes[one]
             slot = oracle.writing.pop(one, None)
-            if slot is not None and not group.failed:
+            if slot is not None and success:
                 oracle.ready[one] = slot
 
     @rule()
@@ -191,7 +180,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.oracle.ready.clear()
         self.oracle.writing.clear()
         for group in (*self.oracle.reads.values(), *self.oracle.writes.values()):
-            group.begun_since_reset = 0
+            group.is_forgotten = True
 
     @invariant()
     def books_are_right(self) -> None:
@@ -228,8 +217,16 @@ def snapshot(manager: CPUOffloadingManager) -> Any:
     table = manager.slots
     slots = [(block.block_id, block.key, block.pins) for block in table._slots[: table._num_used]]
     free = [block.block_id for block in table._free]
-    overlaps = repr((table._orphans.reads, table._orphans.writes))
-    return order, slots, free, overlaps, table.num_in_flight, table.num_busy, table.num_stored, table.num_evicted
+    return (
+        order,
+        slots,
+        free,
+        list(table._orphans),
+        table.num_in_flight,
+        table.num_busy,
+        table.num_stored,
+        table.num_evicted,
+    )
 
 
 @pytest.mark.parametrize("threshold", [1, 2])

@@ -101,7 +101,6 @@ class TieringMachine(RuleBasedStateMachine):
         self.stores: list[Transfer] = []
         self.loads: list[Transfer] = []
         self.queued: set[OffloadKey] = set()
-        self.perhaps_queued: set[OffloadKey] = set()
         self.late_jobs: set[int] = set()
         self.asked: dict[str, _Unanswered] = {}
         self.least_spent_s: Counter[str] = Counter()
@@ -238,19 +237,9 @@ class TieringMachine(RuleBasedStateMachine):
         below = [tier for tier in self.rig.tiers if tier.lookup(key, context) is not False]
         if key in self._coming() | self.queued or any(key in store.keys for store in self.stores if not store.is_stale):
             return
-        if any(key in store.keys for store in self.stores) or self._is_late(key):
-            self.perhaps_queued.add(key)  # held up by a write from before a reset, or promoted beside it
-            return
         assert below, "deferred for a block that nobody has"
         if any(tier.lookup(key, context) for tier in below):
             self.queued.add(key)
-
-    def _is_late(self, key: OffloadKey) -> bool:
-        """Whether a promotion from before the last reset still writes ``key`` somewhere, as far as is known."""
-        return any(
-            key in job.metadata.keys and number in self.late_jobs
-            for number, job in self.manager._jobs.in_flight.items()
-        )
 
     def _coming(self) -> set[OffloadKey]:
         jobs = [job for tier in self.rig.tiers for job in tier.jobs.values()]
@@ -279,10 +268,8 @@ class TieringMachine(RuleBasedStateMachine):
 
     def complete_store(self, transfer: Transfer, success: bool, named: bool) -> None:
         before = [len(tier.log) for tier in self.rig.tiers]
-        overlap = any(set(other.keys) & set(transfer.keys) for other in self.stores)
-        was_ambiguous = self._was_ambiguous  # this call may end what was left from before a reset
         self.manager.complete_store(transfer.keys, transfer.context if named else None, success)
-        if success and not transfer.is_stale and not overlap and not was_ambiguous:
+        if success and not transfer.is_stale:
             for tier, start, mode in zip(self.rig.tiers, before, self.cascade):
                 submitted = [
                     key for call in tier.log[start:] if call.req_id == transfer.context.req_id for key in call.keys
@@ -332,10 +319,9 @@ class TieringMachine(RuleBasedStateMachine):
         ]
         found = [key for _, key in loads]
         assert len(found) == len(set(found)), "promoted twice"
-        assert set(found) <= self.queued | self.perhaps_queued
+        assert set(found) <= self.queued
         if everything:
             assert set(found) >= self.queued, "a promotion that was answered for is not begun"
-            self.perhaps_queued.clear()
         self.queued -= set(found)
 
     def end_job(self, tier: FakeTier, job_id: int, how: str, tear: bool) -> None:
@@ -366,10 +352,6 @@ class TieringMachine(RuleBasedStateMachine):
         assert not self.resident
 
     # ---------------------------------------------------------------------------------------------- invariants
-
-    @property
-    def _was_ambiguous(self) -> bool:
-        return bool(self.rig.primary.slots._orphans)
 
     def _take_events(self, is_reset: bool = False) -> None:
         for tier, unseen in zip(self.rig.tiers, self.never_below):

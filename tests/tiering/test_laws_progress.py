@@ -392,70 +392,44 @@ def test_slots_under_a_hung_tiers_io_stay_reserved_after_a_reset(
     assert rig.manager.prepare_store(prefix(4, of="z"), request) is not None
 
 
-@pytest.mark.parametrize("late_first", [True, False])
-def test_a_block_promoted_again_beside_its_own_late_read_is_never_wrong(
-    late_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_promoted_and_stored_again_once_its_late_read_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_blocks=8)
     monkeypatch.setattr(rig.tier, "drain_jobs", lambda: None)
-    rig.below(prefix(2))
-    rig.ask(prefix(2), rig.start("before"))
+    rig.below(prefix(3))
+    rig.ask(prefix(3)[1:], rig.start("before"))
     rig.step()
     rig.manager.reset_cache()
-    after = rig.start("after")
-    assert rig.ask(prefix(2), after) == [None, None]
+    meanwhile = rig.start("meanwhile")
+    assert rig.ask(prefix(3), meanwhile) == [None, False]
+    assert rig.manager.prepare_store(prefix(3)[1:], meanwhile) is None
+    rig.manager.on_request_finished(meanwhile)
     rig.step()
-    old, new = sorted(rig.tier.jobs)
-    slots = [set(rig.tier.jobs[job].block_ids.tolist()) for job in (old, new)]
-    assert not slots[0] & slots[1]
-    for job in (old, new) if late_first else (new, old):
-        rig.tier.finish([job])
-        rig.step()
-    assert rig.ask(prefix(2), after) == [True, True]
-    rig.load(prefix(2), after)
+    rig.finish()
+    after = rig.start("after")
+    assert rig.ask(prefix(3), after) == [True, None, None]
+    rig.step()
+    rig.finish()
+    rig.load(prefix(3), after)
     rig.manager.check_invariants()
 
 
-@pytest.mark.parametrize("old_first", [True, False])
-def test_stores_from_before_a_reset_publish_and_cascade_nothing(old_first: bool) -> None:
+@pytest.mark.parametrize("old_succeeds", [True, False])
+def test_stores_from_before_a_reset_publish_and_cascade_nothing(old_succeeds: bool) -> None:
     rig = Rig(num_blocks=8)
     before, after = rig.start("before"), rig.start("after")
     old = rig.write(keys(0), before)
     rig.manager.on_request_finished(before)
     rig.manager.reset_cache()
     assert [call.name for call in rig.tier.log if call.req_id == "before"] == ["on_new_request", "on_request_finished"]
+    assert rig.manager.prepare_store(keys(0), after) is None
+    rig.manager.complete_store(old, before, success=old_succeeds)
     rig.manager.check_invariants()
-    new = rig.write(keys(0), after)
-    assert new == old
-    contexts: list[ReqContext] = [before, after] if old_first else [after, before]
-    rig.manager.complete_store(old, contexts[0])
-    rig.manager.check_invariants()
-    assert not rig.tier.jobs, "two writes of one key are in flight: neither is trusted before both have ended"
-    rig.manager.complete_store(new, contexts[1])
+    assert not rig.tier.jobs
+    rig.manager.complete_store(rig.write(keys(0), after), after)
     rig.manager.check_invariants()
     assert [call.req_id for call in rig.tier.calls("submit_store")] == ["after"]
     assert rig.ask(keys(0), after) == [True]
     rig.load(keys(0), after)
-
-
-@pytest.mark.parametrize("late_succeeds", [True, False])
-def test_a_store_beside_a_late_promotion_of_its_block_ends_with_it(
-    late_succeeds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(num_blocks=8)
-    monkeypatch.setattr(rig.tier, "drain_jobs", lambda: None)
-    rig.below(keys(0))
-    rig.ask(keys(0), rig.start("before"))
-    rig.step()
-    rig.manager.reset_cache()
-    after = rig.start("after")
-    rig.manager.complete_store(rig.write(keys(0), after), after)
-    rig.manager.on_request_finished(after)
-    rig.step()
-    assert [call.name for call in rig.tier.log if call.req_id == "after"] == ["on_new_request"]
-    rig.finish(success=late_succeeds)
-    names = [call.name for call in rig.tier.log if call.req_id == "after"]
-    assert names == ["on_new_request", *["submit_store"] * late_succeeds, "on_request_finished"]
 
 
 def test_a_reset_ends_finished_requests_that_waited_for_a_parked_cascade() -> None:

@@ -21,7 +21,6 @@ from kvoffload.base import (
     RequestOffloadingContext,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.orphans import Orphans
 from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Union, with_options
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
@@ -57,9 +56,8 @@ class SlotTable:
     The keys of one ``reserve`` are consecutive blocks of a prefix, head first; later blocks are evicted first.
 
     ``reset`` forgets all blocks at once. A slot of a transfer in flight is used again only after that transfer has
-    ended, and the transfer publishes nothing. A forgotten key may be reserved again at once. While old and new
-    transfers of one key and kind overlap, an end cannot be matched to its transfer, so the last of them ends them all
-    (``kvoffload.cpu.orphans``).
+    ended, and the transfer publishes nothing. Until then its key cannot be reserved again, since the end of a transfer
+    names its key only.
 
     With ``enable_events`` the table records what appears and what leaves, in the order in which it becomes true.
     ``clock`` gives seconds and never goes back; blocks have their age from it. ``lost`` gets the blocks that leave.
@@ -95,7 +93,8 @@ class SlotTable:
         """Slots used so far. Those beyond them were never used."""
         self._free: list[BlockStatus] = []
         """Slots that were used and are free now. The last one is the next to be used."""
-        self._orphans = Orphans()
+        self._orphans: dict[OffloadKey, BlockStatus] = {}
+        """Blocks that a reset forgot while they were being read or written, until that has ended."""
         self._num_in_flight = 0
         self._num_read = 0
         self._clock = clock
@@ -167,11 +166,10 @@ class SlotTable:
         raise AssertionError(f"block {key.hex()} cannot be read: it is {state}")
 
     def unpin(self, keys: Collection[OffloadKey]) -> None:
-        """Gives back what one ``pin`` of these keys took. Where reads from before and after a reset overlap, the last
-        end gives back the pins of all. Ignores unknown keys. Giving back more than was taken is a bug of ours:
-        ``AssertionError``, and no pin is given back."""
-        if self._orphans.reads:
-            keys = [key for key in keys if not self._unpin_ambiguous(key)]
+        """Gives back what one ``pin`` of these keys took. Ignores unknown keys. Giving back more than was taken is a
+        bug of ours: ``AssertionError``, and no pin is given back."""
+        if self._orphans:
+            keys = self._end_forgotten(keys, is_write=False)
         newly_idle = 0
         blocks = self.get_all(keys)
         for at, block in enumerate(blocks):
@@ -193,22 +191,24 @@ class SlotTable:
                 block.pins += 1
         raise AssertionError(f"{refused!r} is given back more often than it was pinned")
 
-    def _unpin_ambiguous(self, key: OffloadKey) -> bool:
-        """Counts the end of a read if reads of ``key`` from before a reset are open. Returns whether there were any."""
-        overlap = self._orphans.reads.get(key)
-        if overlap is None:
-            return False
-        block = self.get(key)
-        begun_since = max(block.pins, 0) if block is not None else 0
-        if overlap.count_end(begun_since):
-            del self._orphans.reads[key]
-            self._num_read -= len(overlap.slots)
-            self._give_back(overlap.slots)
-            if block is not None and begun_since:
-                block.pins = 0
+    def _end_forgotten(self, keys: Iterable[OffloadKey], *, is_write: bool) -> list[OffloadKey]:
+        """Ends one transfer of each block that a reset forgot. Returns the other keys."""
+        others: list[OffloadKey] = []
+        for key in keys:
+            block = self._orphans.get(key)
+            if block is None or (block.pins < 0) is not is_write:
+                others.append(key)
+                continue
+            if is_write:
+                self._num_in_flight -= 1
+            elif block.pins > 1:
+                block.pins -= 1
+                continue
+            else:
                 self._num_read -= 1
-                self.policy.released([key])
-        return True
+            del self._orphans[key]
+            self._give_back([block])
+        return others
 
     # --------------------------------------------------------------------------------------------- writes
 
@@ -221,12 +221,15 @@ class SlotTable:
         """Puts the absent ones of ``keys`` in flight, each in a slot of its own, in the order of ``keys``.
 
         Evicts as many blocks as that takes, but none of ``keys`` or ``protected`` (which answers ``in`` in O(1)).
-        ``None``: not enough idle blocks, and nothing was changed. Each call steps over the protected blocks it meets,
+        ``None``: not enough idle blocks, or a transfer from before a reset still has the slot of one of ``keys``, and
+        nothing was changed. Each call steps over the protected blocks it meets,
         so a block that stays protected for long is better pinned, or touched, which moves it out of the way.
         """
         missing = [key for key, block in zip(keys, self.get_all(keys)) if block is None]
         if not missing:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+        if self._orphans and not self._orphans.keys().isdisjoint(missing):
+            return None
         if len(missing) > 1 and len(set(missing)) != len(missing):
             missing = list(dict.fromkeys(missing))
         num_victims = len(missing) - self.num_free
@@ -270,9 +273,8 @@ class SlotTable:
 
     def end_write(self, keys: Collection[OffloadKey], success: bool) -> None:
         """Ends the writes of ``keys``. Blocks in flight become ready; if not ``success``, their slots are freed."""
-        if self._orphans.writes:
-            keys, failed = self._split_ambiguous(keys, success)
-            self._abandon(failed)
+        if self._orphans:
+            keys = self._end_forgotten(keys, is_write=True)
         if success:
             self._publish(keys)
         else:
@@ -300,28 +302,6 @@ class SlotTable:
         freed.reverse()
         self._give_back(freed)
 
-    def _split_ambiguous(
-        self, keys: Collection[OffloadKey], success: bool
-    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Counts the ends of writes that overlap with writes from before a reset. Returns (keys whose writes end now,
-        keys to abandon, because one of their overlapping writes failed)."""
-        clear: list[OffloadKey] = []
-        lost: list[OffloadKey] = []
-        for key in keys:
-            overlap = self._orphans.writes.get(key)
-            if overlap is None:
-                clear.append(key)
-                continue
-            block = self.get(key)
-            begun_since = block is not None and block.pins < 0
-            if overlap.count_end(int(begun_since), success):
-                del self._orphans.writes[key]
-                self._num_in_flight -= len(overlap.slots)
-                self._give_back(overlap.slots)
-                if begun_since:
-                    (lost if overlap.failed else clear).append(key)
-        return clear, lost
-
     def _take_slots(self, n: int) -> list[BlockStatus]:
         """``n`` slots: first those never used, from the lowest on, then freed ones."""
         first, stop = self._num_used, min(self._num_used + n, self.num_blocks)
@@ -347,17 +327,16 @@ class SlotTable:
         """Forgets every block."""
         resident: list[OffloadKey] = []
         idle: list[BlockStatus] = []
-        old = {id(block) for block in self._orphans.slots()}
         for block in self._slots:
             key = block.key
-            if key is None or id(block) in old:
+            if key is None or key in self._orphans:
                 continue
             if block.pins >= 0:
                 resident.append(key)
             if block.pins == 0:
                 idle.append(block)
             else:
-                self._orphans.adopt(key, block)
+                self._orphans[key] = block
         self.policy.clear()
         self._give_back(reversed(idle))
         self._events.add(resident, removed=True)
@@ -392,10 +371,11 @@ class SlotTable:
         assert [block.block_id for block in self._slots] == list(range(len(self._slots)))
         assert all(block.key is None for block in self._slots[self._num_used :]), "an unused slot has a block"
         free = {block.block_id for block in self._free}
-        orphans = {block.block_id for block in self._orphans.slots()}
+        orphans = {block.block_id for block in self._orphans.values()}
         owned = {block.block_id: block for block in self._slots if self._is_owner(block)}
         assert len(free) == len(self._free), "a slot is free twice"
-        assert len(orphans) == len(self._orphans.slots()), "a slot has two old owners"
+        assert len(orphans) == len(self._orphans), "a slot has two old owners"
+        assert not any(self.get_all(self._orphans)), "a forgotten block is here again before its transfer has ended"
         assert len(free | orphans | owned.keys()) == len(free) + len(orphans) + len(owned), "a slot has two owners"
         assert len(free) + len(orphans) + len(owned) == self._num_used, "a slot is lost"
         assert len(owned) == len(self.policy), "the policy tracks blocks that own no slot"
@@ -404,8 +384,7 @@ class SlotTable:
         assert all(block.pins >= _IN_FLIGHT for block in busy), "negative pins"
         assert self._num_in_flight == sum(block.pins < 0 for block in busy)
         assert self._num_read == sum(block.pins > 0 for block in busy)
-        for kind in (self._orphans.reads, self._orphans.writes):
-            assert all(overlap.slots and overlap.begun >= len(overlap.slots) for overlap in kind.values())
+        assert all(block.key == key and block.pins for key, block in self._orphans.items())
         self.policy.check_invariants()
 
     def _is_owner(self, block: BlockStatus) -> bool:

@@ -85,18 +85,11 @@ class Cascades:
 
     def end_stores(self, keys: Sequence[OffloadKey]) -> Collection[Request]:
         """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored. Returns the
-        requests that have less open work now.
-
-        A store has ended when its block is no longer in flight. That may be later than its own end: while a write from
-        before a reset overlaps with it, the primary tier publishes neither until both have ended. The last of them may
-        be a late promotion.
-        """
+        requests that have less open work now."""
         stored: dict[Request, list[OffloadKey]] = {}
         storing = self._storing
         request: Request | None = None
         for key, block in zip(keys, self._primary.slots.get_all(keys) if storing else ()):
-            if block is not None and block.pins < 0:
-                continue  # still in flight
             owner = storing.pop(key, None)
             if owner is None:
                 continue

@@ -301,8 +301,7 @@ class TieringOffloadingManager(OffloadingManager):
                 cascades.append(job)
                 continue
             self._promotions.end(job)
-            # One that began before a reset may have delayed a newer write of the same key, which ends with it.
-            self._end_writes(job.metadata.keys)
+            self._end_writes(job.metadata.keys)  # they may be parked
         self._cascades.end(cascades)
         self._write_back.end(finished)
         self._planner.end_poll()

@@ -107,7 +107,7 @@ class Promotions:
         """
         request = wait.request
         hits = self._waits.hits_of(request)
-        at = start
+        at, most = start, _READ_AT
         while at < stop:
             own_room, total_room = self._waits.room_of(request, hits)
             room = min(own_room, total_room)
@@ -115,9 +115,12 @@ class Promotions:
                 self._refuse(request, keys[at], Miss.CLAIM_SHARE if own_room <= 0 else Miss.PROMOTION_SHARE)
                 break
             # What is certain to find a slot is reserved in one go, and what may find one, block by block.
-            count = max(1, min(self._certain_room(request, hits), room, stop - at, _READ_AT))
+            count = max(1, min(self._certain_room(request, hits), room, stop - at, most))
             portion = keys[at : at + count]
             slots = self._reserve(portion, request.context, hits)
+            if slots is None and count > 1:
+                most = 1  # a transfer from before a reset still has the slot of one of them
+                continue
             if slots is None:
                 self._refuse(request, portion[0], Miss.NO_ROOM)
                 break
@@ -227,10 +230,7 @@ class Promotions:
             return  # only its slots are left of it
         for key in job.metadata.keys:
             del self._batches[key]
-        blocks = self._primary.slots.get_all(job.succeeded)
-        # Where a write from before a reset overlaps, a block is published when that has ended too.
-        ready = [key for key, block in zip(job.succeeded, blocks) if block is not None and block.is_ready]
-        self._waits.arrived(ready, job.tier.name, job.ended_s)
+        self._waits.arrived(job.succeeded, job.tier.name, job.ended_s)
         self._waits.end_promotions(job.succeeded)
         self._waits.left(job.failed, Miss.PROMOTION_FAILED, job.ended_s)
 

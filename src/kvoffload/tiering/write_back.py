@@ -125,10 +125,7 @@ class WriteBack:
             return
         if not is_own:
             for key in job.succeeded:
-                # A promotion that overlaps with a write from before a reset publishes nothing yet, and perhaps never.
-                block = self._primary.slots.get(key)
-                if block is not None and block.is_ready:
-                    target.written.setdefault(key, 0)
+                target.written.setdefault(key, 0)
             return
         for key in job.failed:
             target.written.pop(key, None)
