@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from bench.core import Row, thread_medians
 from kvoffload.base import OffloadKey, ReqContext, TransferResult, make_offload_key
@@ -21,7 +25,9 @@ from kvoffload.connector import (
     ScheduledRequest,
     WorkerReport,
 )
+from kvoffload.connector.recording import Watch
 from kvoffload.cpu.manager import CPUOffloadingManager
+from kvoffload.engines.vllm.spans import Spans
 from kvoffload.metrics import Histogram
 from kvoffload.tiering import TieringOffloadingManager
 
@@ -39,6 +45,7 @@ class Request:
     num_prompt_tokens: int
     block_hashes: list[bytes] = field(default_factory=list)
     kv_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
 
     def grow(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -62,13 +69,14 @@ class Decoding:
         record_trace: str | None = None,
         policy: str = "lru",
         tiered: TieringOffloadingManager | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.groups = groups
         layout = EngineLayout(groups, BLOCK, "bench")
         config = OffloadingConfig(cpu_bytes_to_use=num_blocks, record_trace=record_trace)  # blocks of a byte each
         self.manager = tiered.primary_tier if tiered else CPUOffloadingManager(num_blocks, policy)
         self.manager.slots.make_records()  # as a served engine does
-        self.scheduler = OffloadingConnectorScheduler(tiered or self.manager, layout, config)
+        self.scheduler = OffloadingConnectorScheduler(tiered or self.manager, layout, config, watch=watch)
         self.requests = [Request(f"request-{n}", 0, prompt_tokens) for n in range(running)]
         self.num_blocks = num_blocks
         self.next_block = 0
@@ -257,24 +265,47 @@ def states_row(running: int, rounds: int, repeats: int) -> Row:
     )
 
 
+class _NoCollector(SpanExporter):
+    def export(self, spans: Sequence[object]) -> SpanExportResult:
+        return SpanExportResult.SUCCESS
+
+
 def watching_rows(running: int, decoded: int, rounds: int, repeats: int) -> list[Row]:
     """Requests from their arrival to their end: prompts of 1,000 tokens, the first half of which is loaded, and
-    ``decoded`` tokens. With a trace and its explanations against the usual, which has histograms, and the usual against
-    histograms that do nothing. Times are per request."""
-    with tempfile.TemporaryDirectory() as folder:
-        benches = [Decoding(0), Decoding(0, record_trace=f"{folder}/trace.jsonl"), Decoding(0)]
+    ``decoded`` tokens. Recorded or traced with their explanations against the usual, which has histograms, and the
+    usual against histograms that do nothing. Times are per request."""
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(_NoCollector()))
+    with tempfile.TemporaryDirectory() as folder, patch.object(trace, "get_tracer", provider.get_tracer):
+        benches = [
+            Decoding(0),
+            Decoding(0, record_trace=f"{folder}/trace.jsonl"),
+            Decoding(0, watch=Spans()),
+            Decoding(0),
+        ]
         lives = [partial(bench.serve, running, decoded, rounds) for bench in benches]
 
         def without_histograms() -> None:
             with patch.object(Histogram, "observe", lambda histogram, value: None):
-                lives[2]()
+                lives[3]()
 
-        usual, recorded, bare = thread_medians(lives[0], lives[1], without_histograms, repeats=repeats)
+        usual, recorded, traced, bare = thread_medians(*lives[:3], without_histograms, repeats=repeats)
         for bench in benches:
             bench.scheduler.shutdown()
+    provider.shutdown()
     name, scale = f"a request with {decoded} generated tokens, {running} at a time", 1e6 / running / rounds
     return [
         Row("connector", f"{name}, recorded", recorded * scale, "us", "no trace", recorded / usual),
+        Row("connector", f"{name}, traced", traced * scale, "us", "no trace", traced / usual),
+        Row(
+            "connector",
+            "what tracing all of them adds to a step",
+            percent := 100 * (traced - usual) / rounds / decoded / STEP_S,
+            "%",
+            "10 ms",
+            percent,
+            "<= 1",
+        ),
         Row("connector", name, usual * scale, "us", "histograms that do nothing", usual / bare, "<= 1.05"),
     ]
 

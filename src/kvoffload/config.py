@@ -405,6 +405,8 @@ class EngineLayout:
     for each rank of the node, and one for the scheduler where it runs."""
     events_enabled: bool = False
     """Whether the engine takes events. Without this the manager records none."""
+    traces_enabled: bool = False
+    """Whether the engine traces requests. Then losses of blocks are recorded, which explain what requests miss."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """Everything besides a block's key that changes its bytes: model, revision, dtype, layout. The number of ranks
     is not among it."""

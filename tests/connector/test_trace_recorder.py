@@ -57,13 +57,13 @@ def test_hints_of_clients_are_recorded(tmp_path: Path) -> None:
     assert [trace.next_use(request) for request in range(len(trace))] == list(NextUse)
 
 
-def test_holds_hashes_and_lengths_only(tmp_path: Path) -> None:
+def test_holds_ids_hashes_and_lengths_only(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=16)
-    recorder.arrived("secret request id", 1.0, keys("p"), 17)
+    recorder.arrived("cmpl-1", 1.0, keys("p"), 17)
     recorder.close()
     (line,) = recorder.path.read_text().splitlines()
-    assert set(json.loads(line)) == {"timestamp", "input_length", "output_length", "block_tokens", "hash_ids"}
-    assert "secret" not in line
+    names = {"timestamp", "request_id", "input_length", "output_length", "block_tokens", "hash_ids"}
+    assert set(json.loads(line)) == names
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -37,6 +37,7 @@ from kvoffload.connector import (
     WorkerReport,
 )
 from kvoffload.connector.groups import GroupGeometry, geometry_of
+from kvoffload.connector.recording import Watch
 
 __all__ = ["FakeEngine", "FakeRequest", "Scheduling", "Status", "slices_of"]
 
@@ -64,12 +65,13 @@ class FakeEngine:
         scheduling: Scheduling = Scheduling.SYNCHRONOUS,
         keeps_all_states: bool = True,
         make_worker: WorkerFactory | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """``keeps_all_states``: each state at a block's end is kept, not only the last one of the prompt."""
         self.manager = manager
         self.layout = layout
         self.groups: tuple[GroupGeometry, ...] = geometry_of(layout, config)
-        self.connector = OffloadingConnectorScheduler(manager, layout, config)
+        self.connector = OffloadingConnectorScheduler(manager, layout, config, watch=watch)
         self.pool = DevicePool(num_gpu_blocks)
         self.pages = [self._new_pages(num_gpu_blocks) for _ in range(layout.num_ranks)]
         self._factor = layout.block_size_factor(config)

@@ -18,6 +18,7 @@ from tests.ports import free_port
 from kvoffload.base import CanonicalKVCaches
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import OffloadingConnectorWorker
+from kvoffload.connector.recording import Watch
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.exporter import PrometheusExporter
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
@@ -56,6 +57,7 @@ class ServedTiers:
         make_tier: Callable[..., SecondaryTierManager] | Literal["disk"] | None = "disk",
         clock: Callable[[], float] = time.monotonic,
         block_worth: BlockWorth | None = None,
+        watch: Watch | None = None,
         **config: Any,
     ) -> None:
         region = _Region(num_blocks)
@@ -63,7 +65,7 @@ class ServedTiers:
         if make_tier == "disk":
             config["secondary_tiers"] = ({"type": "disk", "max_bytes": self.disk_bytes},)
         parsed = OffloadingConfig(cpu_bytes_to_use=num_blocks * PAGE_BYTES, eviction_policy="lru", **config)
-        lost = LostBlocks(clock=clock) if parsed.record_trace else NO_LOSSES
+        lost = LostBlocks(clock=clock) if parsed.record_trace or watch else NO_LOSSES
         primary = CPUPrimaryTierOffloadingManager(
             num_blocks, region, "lru", store_threshold=parsed.store_threshold, clock=clock, lost=lost
         )
@@ -94,6 +96,7 @@ class ServedTiers:
             num_gpu_blocks=12,
             num_slots=num_blocks,
             make_worker=make_worker,
+            watch=watch,
         )
         self._exporter = PrometheusExporter(["disk"], {"engine": "0"})
         self.port = free_port()

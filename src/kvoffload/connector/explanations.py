@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Explanations of requests: where the tokens of a prompt came from, what it waited for, and why the rest was missing.
 
-Only kept while a trace is recorded. Scheduler thread only.
+Only made while requests are recorded or traced. Scheduler thread only.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
@@ -17,9 +19,17 @@ from kvoffload.connector.requests import UNLIMITED, RequestOffloadState
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
 
-__all__ = ["DEVICE", "Explanation", "Explanations"]
+__all__ = ["DEVICE", "Explanation", "Explanations", "Phase"]
 
 DEVICE = "device"
+
+
+class Phase(NamedTuple):
+    """A time in which a request waited for one thing, by the scheduler side's clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
 
 
 @dataclass(slots=True)
@@ -29,8 +39,8 @@ class Explanation:
     phase: str | None
     """What it waits for now."""
     since_s: float
-    waited_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by what it waited for: ``queue`` (for the engine), ``tiers``, ``another load``, ``own transfers`` and
+    phases: list[Phase] = field(default_factory=list)
+    """What it waited for, in order: ``queue`` (for the engine), ``tiers``, ``another load``, ``own transfers`` and
     ``load``."""
     found: dict[str, int] = field(default_factory=dict)
     """Prompt tokens by where they were: on the device, in host memory (``CPU``), in a tier."""
@@ -38,12 +48,24 @@ class Explanation:
     """Prompt tokens that were computed, by cause. With ``found`` they are all tokens of the prompt."""
     lost_s: dict[str, float] = field(default_factory=dict)
     """For causes with a time, such as evictions: how long ago, as the mean over the tokens."""
+    promoted_bytes: dict[str, int] = field(default_factory=dict)
+    """What lower tiers brought to host memory while it waited, by tier."""
+    loaded_bytes: int = 0
+    """What its load copied to the device, on all ranks."""
 
     def enter(self, phase: str | None, now_s: float) -> None:
         """What it waits for from now on; ``None``: for nothing."""
         if self.phase is not None and now_s > self.since_s:
-            self.waited_s[self.phase] = self.waited_s.get(self.phase, 0.0) + now_s - self.since_s
+            self.phases.append(Phase(self.phase, self.since_s, now_s))
         self.phase, self.since_s = phase, now_s
+
+    @property
+    def waited_s(self) -> dict[str, float]:
+        """Seconds by what it waited for."""
+        waited_s: dict[str, float] = {}
+        for name, begin_s, end_s in self.phases:
+            waited_s[name] = waited_s.get(name, 0.0) + end_s - begin_s
+        return waited_s
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -51,11 +73,13 @@ class Explanation:
             "missed": self.missed,
             "lost_s": {cause: round(seconds, 1) for cause, seconds in self.lost_s.items()},
             "waited_s": {phase: round(seconds, 6) for phase, seconds in self.waited_s.items()},
+            "promoted_bytes": self.promoted_bytes,
+            "loaded_bytes": self.loaded_bytes,
         }
 
 
 class Explanations:
-    """Explains each request, and records the blocks that are lost, which explain what later ones miss.
+    """Explains requests, and records the blocks that are lost, which explain what later ones miss.
 
     The scheduler side reports what becomes of a request. The manager explains why it did not get a block
     (``OffloadingManager.explain``). A block that is here although it was not used lies after a missing one, and has its
@@ -67,10 +91,12 @@ class Explanations:
         manager: OffloadingManager,
         geometry: Sequence[GroupGeometry],
         num_slots: int,
+        block_bytes: int,
         clock: Callable[[], float],
     ) -> None:
         self._manager = manager
         self._num_slots = num_slots
+        self._block_bytes = block_bytes
         self._geometry = tuple(geometry)
         self._finest = finest_of(geometry)
         self._clock = clock
@@ -89,20 +115,22 @@ class Explanations:
 
     def deferred(self, state: RequestOffloadState, phase: str) -> None:
         """A lookup had no answer, because of ``phase``."""
-        explanation = self._open[state]
-        if not explanation.found:
+        explanation = self._open.get(state)
+        if explanation is not None and not explanation.found:
             explanation.enter(phase, self._clock())
 
     def answered(self, state: RequestOffloadState) -> None:
         """The lookup has an answer; the engine is to admit the request."""
-        explanation = self._open[state]
-        if not explanation.found and explanation.phase != "queue":
+        explanation = self._open.get(state)
+        if explanation is not None and not explanation.found and explanation.phase != "queue":
             explanation.enter("queue", self._clock())
+            blocks = Counter(self._manager.sources(state.context).values())
+            explanation.promoted_bytes = {tier: number * self._block_bytes for tier, number in blocks.items()}
 
     def admitted(self, state: RequestOffloadState, hits: dict[str, int]) -> None:
         """The request has GPU blocks. ``hits``: the tokens to load, by tier. Later admissions change nothing."""
-        explanation = self._open[state]
-        if explanation.found:
+        explanation = self._open.get(state)
+        if explanation is None or explanation.found:
             return
         explanation.enter("load" if hits else None, self._clock())
         prompt_tokens = state.request.num_prompt_tokens
@@ -130,12 +158,13 @@ class Explanations:
             for loss, old_loss in zip(losses, before, strict=True)
         ]
 
-    def load_ended(self, state: RequestOffloadState, success: bool) -> None:
+    def load_ended(self, state: RequestOffloadState, success: bool, num_bytes: int) -> None:
         """A load ended. If its request has ended too, it is not a part of the explanation."""
         explanation = self._open.get(state)
         if explanation is None or explanation.phase != "load":
             return
         explanation.enter(None, self._clock())
+        explanation.loaded_bytes = num_bytes
         if not success:
             lost = sum(explanation.found.values()) - explanation.found[DEVICE]
             explanation.found = {DEVICE: explanation.found[DEVICE]}
@@ -146,11 +175,12 @@ class Explanations:
 
     def end(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> Explanation | None:
         """The request ended. Blocks of it that were not accepted for store are lost; those from ``most_tokens`` on were
-        not to be stored. Returns its explanation, if it was ever admitted."""
-        explanation = self._open.pop(state)
-        explanation.enter(None, self._clock())
+        not to be stored. Returns its explanation, if it has one; without places it was never admitted."""
         self._record_losses(state, most_tokens, has_no_room)
-        return explanation if explanation.found else None
+        explanation = self._open.pop(state, None)
+        if explanation is not None:
+            explanation.enter(None, self._clock())
+        return explanation
 
     def _record_losses(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
         limit = state.limits.max_offload_tokens

@@ -27,7 +27,7 @@ from kvoffload.connector.loads import Loads
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.offers import StoreOffers
 from kvoffload.connector.prefetches import Prefetches
-from kvoffload.connector.recording import RequestRecording
+from kvoffload.connector.recording import RequestRecording, Watch
 from kvoffload.connector.requests import GroupState, RequestOffloadState
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats, add_stats
@@ -48,7 +48,8 @@ class OffloadingConnectorScheduler:
     are fenced, and flushed when the blocks are allocated again (``hold_sources`` where that is too late).
     ``manager`` is expected not to raise; adapters wrap it in ``connector.guard.GuardedManager``, where exceptions
     become misses. ``clock`` gives seconds and never goes back. ``leaves_out`` says which requests neither load nor
-    store anything, whatever they ask for: those whose block hashes the engine gets wrong.
+    store anything, whatever they ask for: those whose block hashes the engine gets wrong. ``watch`` gets explanations
+    of the requests that it wants to know of.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class OffloadingConnectorScheduler:
         config: OffloadingConfig,
         clock: Callable[[], float] = time.monotonic,
         leaves_out: Callable[[EngineRequest], bool] = lambda request: False,
+        watch: Watch | None = None,
     ) -> None:
         self._manager = manager
         self._leaves_out = leaves_out
@@ -68,7 +70,7 @@ class OffloadingConnectorScheduler:
         self._outbox = Outbox(self._jobs)
         num_slots = layout.num_slots(config)
         self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only, num_slots)
-        self._recording = RequestRecording(config.record_trace, manager, self._geometry, layout, config, clock)
+        self._recording = RequestRecording(config.record_trace, manager, self._geometry, layout, config, clock, watch)
         self._loads = Loads(manager, self._geometry, self._jobs, self._outbox)
         self._hits = Hits(manager, self._geometry, self._loads, self._recording, clock)
         self._prefetches = Prefetches(manager, self._geometry, self._hits)

@@ -31,7 +31,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.check_config(config)
         self.config = config
         self.layout = layout
-        self.lost = LostBlocks() if config.record_trace else NO_LOSSES
+        self.lost = LostBlocks() if config.record_trace or layout.traces_enabled else NO_LOSSES
         """What its managers and tiers record of lost blocks."""
         self.block_size_factor = layout.block_size_factor(config)
         self.block_bytes = layout.block_bytes(self.block_size_factor)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,9 @@ def environment_of_the_command(directory: Path) -> dict[str, str]:
 class Server:
     """A server of ``model``. ``extra`` are kvoffload's options besides the size of the CPU tier."""
 
-    def __init__(self, model: str, directory: Path, num_engines: int = 1, **extra: Any) -> None:
+    def __init__(
+        self, model: str, directory: Path, num_engines: int = 1, vllm_arguments: Sequence[str] = (), **extra: Any
+    ) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         # Engine cores that are more than one number their ports from this one on.
         self.events = f"ipc://{directory / 'events'}" if num_engines == 1 else f"tcp://127.0.0.1:{free_port()}"
@@ -73,6 +75,7 @@ class Server:
             *(() if loaded_requests_go_first() else ("--no-async-scheduling",)),
             *("--data-parallel-size", str(num_engines), "--api-server-count", "1"),
             *arguments,
+            *vllm_arguments,
             *(
                 "--kv-events-config",
                 json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}),

@@ -47,7 +47,7 @@ ATTRIBUTES = {
     ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",
     ("vllm.v1.request", "Request"): (
         "request_id block_hashes num_tokens num_prompt_tokens kv_transfer_params all_token_ids lora_request "
-        "skip_reading_prefix_cache mm_features prompt_embeds resumable kv_hints"
+        "skip_reading_prefix_cache mm_features prompt_embeds resumable kv_hints trace_headers"
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
     ("vllm.v1.core.block_pool", "BlockPool"): "null_block blocks touch free_blocks reset_prefix_cache",
@@ -88,8 +88,10 @@ ATTRIBUTES = {
     ),
     ("vllm.config.vllm", "VllmConfig"): (
         "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config "
-        "attention_config load_config weight_transfer_config use_v2_model_runner num_hash_lookahead_tokens"
+        "attention_config load_config weight_transfer_config use_v2_model_runner num_hash_lookahead_tokens "
+        "observability_config"
     ),
+    ("vllm.config.observability", "ObservabilityConfig"): "otlp_traces_endpoint",
     ("vllm.model_executor.models.registry", "_ModelRegistry"): "models",
     ("vllm.model_executor.models.registry", "_RegisteredModel"): "model_cls",
     ("vllm.model_executor.models.registry", "_LazyRegisteredModel"): "module_name class_name",

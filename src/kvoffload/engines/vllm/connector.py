@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
     from kvoffload.base import OffloadingSpec
     from kvoffload.config import EngineLayout, OffloadingConfig
+    from kvoffload.connector.recording import Watch
     from kvoffload.tiering.options import StoreOptions
 
 __all__ = ["KVOffloadConnector"]
@@ -360,6 +361,7 @@ class _SchedulerSide:
             layout,
             config,
             leaves_out=leaves_out,
+            watch=_spans() if layout.traces_enabled else None,
         )
         self._group_ids = group_ids
         self._steps = StepTranslator(group_ids)
@@ -469,6 +471,12 @@ class _SchedulerSide:
             return None
         self._stats_due_s = now_s + _STATS_INTERVAL_S
         return self._reporter.report(self.core.get_stats())
+
+
+def _spans() -> Watch:
+    from kvoffload.engines.vllm.spans import Spans  # loads OpenTelemetry
+
+    return Spans()
 
 
 class _WorkerSide:

@@ -318,6 +318,7 @@ def layout_of(
         rank_free=is_rank_free,
         num_processes=1 if one_process else ranks_per_node + (rank < ranks_per_node),
         events_enabled=events is not None and events.enable_kv_cache_events,
+        traces_enabled=vllm_config.observability_config.otlp_traces_endpoint is not None,
         identity=identity_of(vllm_config, kv_cache_config, config, is_rank_free) if names_blocks else {},
         hashes_are_stable=vllm_config.cache_config.prefix_caching_hash_algo in _CRYPTOGRAPHIC_HASHES,
         device_tokens=(
