@@ -69,8 +69,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine's, with tiers
     vLLM's ``LBHNC``."""
     record_trace: str | None = None
-    """File that receives a trace of the served requests, for ``kvoffload simulate``: hashes of block keys and lengths,
-    no tokens. Its owner alone may read it. ``{pid}`` in it becomes the process id, for engines with several
+    """File that receives a trace of the served requests, for ``kvoffload simulate``: ids, hashes of block keys and
+    lengths, no tokens. Its owner alone may read it. ``{pid}`` in it becomes the process id, for engines with several
     schedulers. Default: none."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options. Default: none."""
