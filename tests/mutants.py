@@ -249,7 +249,8 @@ class Copy:
     def _run(self, arguments: list[str], limit_s: float, **variables: str) -> tuple[int | None, str]:
         """Exit code (``None``: the time was up) and output."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-        environment = os.environ | {"PYTHONPATH": str(self._root / "src"), "PYTHONDONTWRITEBYTECODE": "1", **variables}
+        # Bytecode of a fault is stale once its source is restored, seconds later.
+        environment = os.environ | {"PYTHONPATH": str(self._root / "src"), "PYTHONDONTWRITEBYTECODE": "", **variables}
         with tempfile.TemporaryDirectory() as directory, Path(directory, "output").open("w+") as output:
             os.chmod(directory, 0o755)  # some tests are other users'
             process = subprocess.Popen(
