@@ -149,6 +149,30 @@ def test_keys_are_exchanged_without_an_empty_store(
     store.close()
 
 
+def test_blocks_under_an_old_key_give_all_of_their_room_to_new_ones(tmp_path: Path) -> None:
+    max_bytes = SlabFormat("", SIZE).slab_bytes(6 * 200)
+    many = keys(*range(6 * 200))
+    blocks = [memoryview(GOOD)] * len(many)
+
+    def opened(secret: bytes) -> DiskStore:
+        return DiskStore(tmp_path, SIZE, "ns", max_bytes=max_bytes, secret=secret)
+
+    older = opened(b"the old key of the fleet")
+    older.write(many, blocks)
+    assert len(older.resident or ()) > 0.7 * len(many)
+    newer = opened(b"the new key of the fleet")
+    rotating = Rotating(newer, [older])
+    for _ in range(20):
+        newer._quota.not_before_s = 0.0
+        rotating.write(many, blocks)
+        newer.refresh()
+        older._quota._answered.clear()  # not only every few seconds
+        older.refresh()
+    assert len(older.resident or ()) == 0
+    assert len(newer.resident or ()) > 0.7 * len(many)
+    rotating.close()
+
+
 def test_an_old_copy_that_is_evicted_is_not_lost_while_there_is_a_new_one(tmp_path: Path) -> None:
     older, newer = (open_store("disk", tmp_path, secret) for secret in SECRETS[1:3])
     for store in (older, newer):

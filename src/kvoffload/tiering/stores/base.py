@@ -96,6 +96,9 @@ class BlockStore(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Records that a prefix, head to tail, was used elsewhere: its blocks are evicted later, the tail first."""
 
+    def retire(self) -> None:
+        """Nothing is written from now on: what a bounded store holds gives way to the blocks of others beside it."""
+
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         """The blocks that are gone since the last call other than by ``discard``, and why. Any thread may call this, so
         it does no I/O and holds no lock for long."""

@@ -53,6 +53,9 @@ class StoreWrapper(BlockStore):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self.inner.touch(keys)
 
+    def retire(self) -> None:
+        self.inner.retire()
+
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         return self.inner.take_lost()
 
@@ -122,6 +125,8 @@ class Rotating(StoreWrapper):
     def __init__(self, inner: BlockStore, older: Sequence[BlockStore]) -> None:
         super().__init__(inner)
         self._all = (inner, *older)
+        for store in older:
+            store.retire()
         residents = [store.resident for store in self._all]
         self.resident = None if None in residents else _Joined([keys for keys in residents if keys is not None])
 
@@ -155,6 +160,10 @@ class Rotating(StoreWrapper):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         for store in self._all:
             store.touch(keys)
+
+    def retire(self) -> None:
+        for store in self._all:
+            store.retire()
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         lost = {key: cause for store in reversed(self._all) for key, cause in store.take_lost().items()}

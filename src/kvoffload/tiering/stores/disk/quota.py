@@ -74,6 +74,8 @@ class Quota:
         """The name of a slab that is being made."""
         self.not_before_s = 0.0
         """When a slab may be made again."""
+        self.is_retired = False
+        """Nothing is written here any more, so that whoever asks gets a slab."""
         self._error: OSError | None = None
         self._wants_until_s = 0.0
         self._lacks_all_since_s: float | None = None
@@ -109,7 +111,8 @@ class Quota:
         return excess is not None
 
     def share(self) -> list[str]:
-        """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we. Returns the
+        """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we, or while we are
+        retired to any. Returns the
         names of those that were given with their blocks. Raises ``OSError``."""
         given, now_s = list[str](), time.monotonic()
         num_own = sum(slab.is_own for slab in self._slabs.snapshot())
@@ -120,7 +123,7 @@ class Quota:
         self._answered = {process: answer for process, answer in self._answered.items() if now_s < answer[1]}
         for theirs in requests_of_others(self._root, self._access, self._request.process):
             is_answered = self._answered.get(theirs.process, (-1, 0.0))[0] == theirs.num_slabs
-            if is_answered or num_own <= theirs.num_slabs + 1:
+            if is_answered or num_own <= (0 if self.is_retired else theirs.num_slabs + 1):
                 continue
             slab = self._slabs.own_by_age()[0]
             if not self._slabs.give(slab):

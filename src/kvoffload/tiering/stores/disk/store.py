@@ -154,6 +154,9 @@ class DiskStore(RootedStore):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         self._slabs.use(self._hashed(keys)[::-1])
 
+    def retire(self) -> None:
+        self._quota.is_retired = True
+
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         return self._slabs.take_lost()
 
