@@ -22,6 +22,7 @@ from kvoffload.testing.stores import GatedStore
 from kvoffload.tiering.options import StoreOptions, parse_tiers
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.memory import MemoryStore
+from kvoffload.tiering.tier import StoreTier
 
 BYTES = 1000
 """Of a page, in pieces of 300 and 700."""
@@ -253,6 +254,24 @@ def test_a_failing_store_trips_its_breaker_and_is_used_again(make) -> None:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     assert not tiers.stats()[tripped]
+
+
+@pytest.mark.parametrize(
+    "call", ["lookup", "submit_load", "submit_store", "on_schedule_end", "get_finished_jobs", "holds"]
+)
+def test_a_tier_that_raises_keeps_no_slot(make, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = make(Gated(type="gated"), max_wait_s=0.2)
+    keys = keys_of(*range(8))
+    pages, others = Pages(8).fill(keys), Pages(8)
+    assert tiers.store(keys, pages.all()) == [True] * 8
+    with monkeypatch.context() as broken:
+        broken.setattr(StoreTier, call, lambda *_: 1 / 0)
+        for _ in range(3):  # more pages than there are slots
+            tiers.load(keys, others.all())
+            tiers.store(keys_of(*range(10, 18)), pages.all())
+    patient = time.monotonic() + PATIENT_S
+    while tiers.load(keys, pages.all()) != [True] * 8 or not all(tiers.store(keys_of(*range(20, 28)), pages.all())):
+        assert time.monotonic() < patient
 
 
 def test_three_threads_at_once(make) -> None:

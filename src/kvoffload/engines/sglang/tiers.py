@@ -18,8 +18,9 @@ import numpy.typing as npt
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.metrics import Stats, add_stats
-from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvoffload.tiering.base import JobMetadata, JobResult
 from kvoffload.tiering.options import StoreOptions, build_tier
+from kvoffload.tiering.tier_jobs import GuardedTier
 
 __all__ = ["Page", "PageTiers"]
 
@@ -80,15 +81,16 @@ class PageTiers:
         self._changed = threading.Condition()
         """Guards the tiers, which are for one thread, and all that follows."""
         self._ids = itertools.count(1)
-        self._open: dict[tuple[SecondaryTierManager, int], _Job] = {}
-        self._tiers: list[SecondaryTierManager] = []
+        self._open: dict[tuple[GuardedTier, int], _Job] = {}
+        self._tiers: list[GuardedTier] = []
         self._is_closed = False
         try:
-            for each in options:
+            for index, each in enumerate(options):
                 backlog = each.max_backlog_blocks or num_slots
                 limited = msgspec.structs.replace(each, max_backlog_blocks=backlog)
-                self._tiers.append(build_tier(limited, view, namespace))
-                self._tiers[-1].call_on_progress(self._wake)
+                # Guarded: if it raised amid a call, the call's slots would never be given back.
+                self._tiers.append(GuardedTier(index, build_tier(limited, view, namespace)))
+                self._tiers[-1].tier.call_on_progress(self._wake)
         except BaseException:
             self.close()
             raise
@@ -211,9 +213,14 @@ class PageTiers:
         for tier in self._tiers:
             tier.on_schedule_end()
             for result in tier.get_finished_jobs():
-                job = self._open.pop((tier, result.job_id))
-                job.results.append(result)
-                self._release(job)
+                self._ended(tier, result)
+
+    def _ended(self, tier: GuardedTier, result: JobResult) -> None:
+        """A tier has done what it could. Ignores what is not the end of a job in its hands."""
+        job = self._open.pop((tier, result.job_id), None)
+        if job is not None:
+            job.results.append(result)
+            self._release(job)
 
     def _wait(self, deadline_s: float) -> bool:
         """Waits until something may have changed. ``False``: the deadline has passed."""
@@ -241,38 +248,40 @@ class PageTiers:
         self,
         job: _Job,
         keys: Sequence[OffloadKey],
-        held: Mapping[SecondaryTierManager, Sequence[bool]],
+        held: Mapping[GuardedTier, Sequence[bool]],
         context: ReqContext,
     ) -> None:
         """Each tier of ``held`` gets what it lacks."""
         for tier, has in () if self._is_closed else held.items():
             if chosen := [each for each, at in enumerate(job.at) if not has[at]]:
-                tier.submit_store(self._begin(tier, job, chosen, keys, context, is_promotion=False))
+                self._submit(tier, job, chosen, keys, context, is_promotion=False)
         self._step()
 
-    def _begin(
+    def _submit(
         self,
-        tier: SecondaryTierManager,
+        tier: GuardedTier,
         job: _Job,
         chosen: Sequence[int],
         keys: Sequence[OffloadKey],
         context: ReqContext,
         *,
         is_promotion: bool,
-    ) -> JobMetadata:
-        """What ``tier`` is to do with those pages of ``job`` that ``chosen`` has the positions of. It is a user of the
-        slots from now on."""
+    ) -> None:
+        """``tier`` gets those pages of ``job`` that ``chosen`` has the positions of, and is a user of the slots until
+        it has ended."""
         job_id = next(self._ids)
         job.num_users += 1
         self._open[tier, job_id] = job
         slots = np.array([job.slots[each] for each in chosen], np.int64)
-        return JobMetadata(job_id, [keys[job.at[each]] for each in chosen], slots, is_promotion, context)
+        names = [keys[job.at[each]] for each in chosen]
+        if not tier.submit(JobMetadata(job_id, names, slots, is_promotion, context)):
+            self._ended(tier, JobResult(job_id, success=False))
 
     # ------------------------------------------------------------------------------------------- without the lock held
 
     def _load_from(
         self,
-        tier: SecondaryTierManager,
+        tier: GuardedTier,
         wanted: deque[int],
         keys: Sequence[OffloadKey],
         pages: Sequence[Page],
@@ -285,7 +294,7 @@ class PageTiers:
             with self._changed:
                 while job := self._take(self._for_reads, wanted):
                     flying.append(job)
-                    tier.submit_load(self._begin(tier, job, range(len(job.at)), keys, context, is_promotion=True))
+                    self._submit(tier, job, range(len(job.at)), keys, context, is_promotion=True)
                 self._step()
                 done = [job for job in flying if job.results]
                 if not done and not self._wait(deadline_s):
