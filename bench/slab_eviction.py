@@ -94,11 +94,13 @@ class _SlabReplay:
                 self._allocator.use(self._slots[block], stamps[block])
         new = [block for block in stamps if block not in self._slots]
         lacking = len(new) - self._allocator.free.num_slots
-        if lacking > 0:
-            for run in self._allocator.evict(self._allocator.grain_of(lacking), before):
+        lacking = self._allocator.grain_of(lacking) if lacking > 0 else 0
+        while lacking > 0 and (evicted := self._allocator.evict(lacking, before)):
+            for run in evicted:
                 for slot in range(run.start, run.stop):
                     del self._slots[self._blocks.pop(slot)]
                 self._allocator.release(run)
+                lacking -= run.count
         runs = self._allocator.take(len(new))
         slots = [slot for run in runs for slot in range(run.start, run.stop)]
         self._num_runs += len(runs_of(sorted(slots)))

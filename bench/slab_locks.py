@@ -18,7 +18,7 @@ import numpy as np
 from bench.core import Row
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.disk.allocator import Run
-from kvoffload.tiering.stores.disk.format import ENTRY, SlabFormat
+from kvoffload.tiering.stores.disk.format import ENTRY, PROBE_AT, HashedKey, SlabFormat
 from kvoffload.tiering.stores.disk.slabs import NewBlock, Slabs
 
 SLAB_SLOTS = (1 << 20) - 1
@@ -58,6 +58,21 @@ def _rows(num_slots: int, num_blocks: int) -> Iterator[Row]:
         _write(slabs, number * num_blocks, num_blocks)
         rounds.append(lock.take())
     yield from row("blocks are written over", *rounds)
+    _write(slabs, 3 * num_blocks, 1)  # a plan is there, of which the next call uses all
+    used = _keys_of(slabs)
+    lock.take()
+    slabs.touch(used)
+    yield from row("a prefix of 20,000 blocks is used", lock.take())
+    for slab in slabs.snapshot():
+        assert slab.used_ns is not None
+        slab.used_ns[slab.used_ns > 0] = time.time_ns()
+    _write(slabs, 3 * num_blocks + 1, 1)
+    yield from row("all of a plan was used meanwhile", lock.take())
+    num_cells, number = len(slabs._index._cells), len(tables)
+    while len(slabs._index._cells) == num_cells:
+        slabs.register(_Table(number, tables[0].num_slots, np.random.default_rng(number)), is_own=True)  # type: ignore[arg-type]
+        number += 1
+    yield from row("the index grows", lock.take())
     first, *others = slabs.snapshot()
     rounds = list[list[float]]()
     for _ in range(3):
@@ -73,7 +88,16 @@ def _rows(num_slots: int, num_blocks: int) -> Iterator[Row]:
     slabs.drop(others, "removed")
     slabs.take_lost()
     yield from row("all slabs are dropped", lock.take())
+    slabs.register(tables[0], is_own=True)  # type: ignore[arg-type]
+    yield from row("their cells are removed", lock.take())
     gc.enable()
+
+
+def _keys_of(slabs: Slabs) -> list[HashedKey]:
+    """20,000 blocks of the last slab."""
+    slab = slabs.snapshot()[-1]
+    entries = [bytes(slab.entry(index)) for index in range(min(20_000, slab.file.num_slots))]
+    return [HashedKey(int.from_bytes(entry[PROBE_AT : PROBE_AT + 4], "little"), entry[PROBE_AT:]) for entry in entries]
 
 
 def _write(slabs: Slabs, first: int, num_blocks: int) -> None:
@@ -86,7 +110,7 @@ def _write(slabs: Slabs, first: int, num_blocks: int) -> None:
         while not (runs := slabs.take(new)):
             slabs.release(slabs.evict(BATCH, time.time_ns()))
         for one in runs:
-            one.entries = b"".join(LAYOUT.entry(block.key, block.payload, block.stamp_ns) for block in one.blocks)
+            one.entries = b"".join(LAYOUT.entry(block.key, bytes(16), block.stamp_ns) for block in one.blocks)
             one.good = [Run(0, one.slots.count)]
         slabs.record(runs)
         done += sum(one.slots.count for one in runs)

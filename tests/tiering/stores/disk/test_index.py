@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvoffload.base import OffloadKey
@@ -94,96 +93,96 @@ def test_one_key_in_several_slots() -> None:
     assert len(index) == 1
 
 
-def test_a_reader_without_the_lock_finds_what_it_found_while_all_cells_are_moved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    index, absent = SlotIndex(), LAYOUT.hashed(OffloadKey(b"absent"))
-    held = [LAYOUT.hashed(key) for key in keys_of(*range(1500))]
-    place, meanwhile = index_module._place, list[bool | None]()
+class Counting:
+    """A lock that counts, and runs something whenever it is let go."""
 
-    def place_and_ask(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
-        meanwhile.extend(index.holds(key) for key in (held[0], absent))
-        place(array, cells)
+    def __init__(self, between: Callable[[], object] = lambda: None) -> None:
+        self.num_holds = 0
+        self._between = between
 
-    monkeypatch.setattr(index_module, "_place", place_and_ask)
-    for slot, key in enumerate(held):
-        put(index, SLAB_STRIDE + slot if slot else 0, key)
-        assert index.holds(key)
-        assert index.holds(absent) is False
+    def __enter__(self) -> None:
+        self.num_holds += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._between()
+
+
+def test_cells_that_change_while_they_are_copied_are_those_of_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each piece of the copy others add and remove blocks and drop slabs. Readers without the lock find what is
+    there."""
+    monkeypatch.setattr(index_module, "_CELLS_AT_ONCE", 64)
+    monkeypatch.setattr(index_module, "_CHANGES_AT_ONCE", 4)
+    rng, index, num_copies = random.Random(5), SlotIndex(), 0
+    keys = [crowded(key) if number % 8 == 0 else LAYOUT.hashed(key) for number, key in enumerate(keys_of(*range(1500)))]
+    oracle: dict[int, int] = {}
+    slabs, unused = list(range(1, 7)), list(range(7, 4000))
+
+    def change() -> None:
+        for _ in range(rng.randrange(12)):
+            number = rng.randrange(len(keys))
+            if number in oracle:
+                assert index.remove(keys[number].hash64 & 0xFFFF_FFFF, oracle.pop(number))
+            else:
+                oracle[number] = rng.choice(slabs) * SLAB_STRIDE + number
+                put(index, oracle[number], keys[number])
+        if rng.random() < 0.02:
+            slab = slabs.pop(rng.randrange(len(slabs)))
+            slabs.append(unused.pop())
+            if slab in index.tables:
+                index.drop_slab(slab)
+            for number in [number for number, slot in oracle.items() if slot // SLAB_STRIDE == slab]:
+                del oracle[number]
+        number = rng.randrange(len(keys))
+        assert index.holds(keys[number]) is (number in oracle)
+
+    for _ in range(16):
+        while not index._lacks_room(400):
+            change()
+        lock = Counting(change)
+        index.make_room(400, lock)
+        num_copies += lock.num_holds > 16
+        assert [index.find(key) for key in keys] == [oracle.get(number, -1) for number in range(len(keys))]
+        assert len(index) == len(oracle)
+        assert not index._lacks_room(0)
+        dropped = [slab for slab, table in index.tables.items() if not table]
+        assert index._num_dead == sum(index._cells.num_of[slab] for slab in dropped)
+    assert num_copies > 4
+
+
+def test_whoever_finds_no_room_in_the_middle_of_a_copy_makes_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_CELLS_AT_ONCE", 64)
+    index, held = SlotIndex(), [LAYOUT.hashed(key) for key in keys_of(*range(2900))]
+    left = list(enumerate(held))
+
+    def add_many() -> None:
+        for _ in range(min(200, len(left))):
+            put(index, *(SLAB_STRIDE + left[-1][0], left[-1][1]))
+            left.pop()
+
+    for _ in range(3):
+        add_many()
+    index.make_room(200, Counting(add_many))
+    while left:
+        add_many()
+    assert [index.find(key) for key in held] == [SLAB_STRIDE + slot for slot in range(len(held))]
+    assert len(index) == len(held)
+
+
+@pytest.mark.parametrize("num_blocks", [20_000, 80_000])
+def test_the_lock_is_let_go_after_each_piece_of_a_copy(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+    """Whatever the number of blocks."""
+    monkeypatch.setattr(index_module, "_CELLS_AT_ONCE", 1024)
+    index, held = SlotIndex(), np.random.default_rng(0).integers(1, 1 << 32, num_blocks, np.uint32)
+    index.make_room(num_blocks)
+    index.tables[1] = bytearray(num_blocks * ENTRY_BYTES)
+    index.add_many(held, np.arange(num_blocks) + SLAB_STRIDE)
+    num_cells, lock = len(index._cells), Counting()
+    index.make_room(num_cells, lock)
+    assert lock.num_holds >= num_cells // 1024
     index.drop_slab(1)
-    assert index.holds(absent) is False
-    assert index.holds(held[0])
-    assert index.holds(held[1]) is False
+    assert len(index) == 0
+    index.make_room(len(index._cells), lock)
     assert 1 not in index.tables, "the number may be used again"
-    index.remove(held[0].hash64 & 0xFFFF_FFFF, 0)
-    assert index.holds(held[0]) is False
-    assert meanwhile == [True, False] * 3, "twice for more cells, once for the slab"
-
-
-def test_a_reader_without_the_lock_waits_for_no_holder_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread holds the lock and moves all cells, as when a slab is dropped from a large store. It goes on only
-    after the lookups."""
-    index, lock = SlotIndex(), threading.Lock()
-    held = keys_of(*range(1500))
-    for slot, key in enumerate(held):
-        put(index, SLAB_STRIDE + slot if slot else 0, LAYOUT.hashed(key))
-    resident = ResidentKeys(index, lock, LAYOUT.hashed, lambda: iter(()))
-    is_moving, go_on, place = threading.Event(), threading.Event(), index_module._place
-
-    def place_late(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
-        is_moving.set()
-        assert go_on.wait(120)
-        place(array, cells)
-
-    def drop() -> None:
-        with lock:
-            index.drop_slab(1)
-
-    monkeypatch.setattr(index_module, "_place", place_late)
-    dropper = threading.Thread(target=drop)
-    dropper.start()
-    assert is_moving.wait(120)
-    found, is_answered = list[bool](), threading.Event()
-
-    def look() -> None:
-        found.extend(key in resident for key in (held[0], held[5], b"absent"))
-        is_answered.set()
-
-    reader = threading.Thread(target=look)
-    reader.start()
-    try:
-        assert is_answered.wait(60), "the reader waits for the holder of the lock"
-        assert found == [True, False, False]
-    finally:
-        go_on.set()
-        dropper.join()
-        reader.join()
-    assert not lock.locked()
-
-
-def test_to_drop_every_slab_takes_work_in_proportion_to_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in cells that are placed anew."""
-    index, placed, place = SlotIndex(), list[int](), index_module._place
-    num_slabs, per_slab = 128, 256
-    keys = [LAYOUT.hashed(key) for key in keys_of(*range(num_slabs * per_slab))]
-    for slab in range(num_slabs):
-        some = keys[slab * per_slab : (slab + 1) * per_slab]
-        index.tables[slab] = bytearray(b"".join(LAYOUT.entry(key, bytes(16), 0) for key in some))
-        hashes = np.array([key.hash64 & 0xFFFF_FFFF for key in some], np.uint32)
-        index.add_many(hashes, np.arange(per_slab) + slab * SLAB_STRIDE)
-
-    def place_and_count(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
-        placed.append(len(cells))
-        place(array, cells)
-
-    monkeypatch.setattr(index_module, "_place", place_and_count)
-    for slab in range(num_slabs):
-        index.drop_slab(slab)
-        left = keys[(slab + 1) * per_slab :]
-        assert len(index) == len(left)
-        assert all(index.find(key) >= 0 for key in left[:: 8 * per_slab])
-        assert index.find(keys[slab * per_slab]) == -1
-    assert sum(placed) <= 2 * len(keys)
 
 
 class Interrupted(dict[int, bytearray]):
@@ -223,7 +222,7 @@ def test_a_reader_without_the_lock_passes_over_a_slab_that_goes() -> None:
 
     def drop() -> None:
         index.drop_slab(0)
-        index.purge()
+        index.make_room(700)
 
     index.tables = Interrupted(index.tables, drop)
     with lock:  # which is not asked for

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.stores.disk import allocator as allocator_module
-from kvoffload.tiering.stores.disk.allocator import Run
+from kvoffload.tiering.stores.disk.allocator import BUSY, Run
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import HashedKey, SlabFormat
 from kvoffload.tiering.stores.disk.slabs import NewBlock, NewRun, Slab, Slabs
@@ -107,6 +107,69 @@ def test_reads_wait_for_no_plan_of_evictions(slabs: Slabs, monkeypatch) -> None:
     assert slabs.evict(2, 1 << 62) == [], "of a slab that was dropped meanwhile"
     assert [found for found, _ in plans] == [[True, False]]
     slabs.check_invariants()
+
+
+@pytest.mark.parametrize("meanwhile", ["a block is discarded", "its slab is dropped"])
+def test_what_is_chosen_for_eviction_is_gone_before_others_have_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """A plan ends in the middle of a call, and the next one is made without the lock."""
+    directory, slabs = os.open(tmp_path, os.O_RDONLY), Slabs(str(tmp_path), LAYOUT)
+    slabs.register(SlabFile.create("a", LAYOUT, 6400, directory, Access()), is_own=True)
+    (slab,) = slabs.snapshot()
+    keys = [LAYOUT.hashed(key) for key in keys_of(*range(6400))]
+    runs = slabs.take([NewBlock(key, memoryview(b""), 1 + at + at % 2 * 9000) for at, key in enumerate(keys)])
+    for run in runs:
+        run.entries = b"".join(LAYOUT.entry(block.key, bytes(16), 1) for block in run.blocks)
+        run.good = [Run(0, run.slots.count)]
+    slabs.record(runs)
+    make_plan, is_chosen = allocator_module._make_plan, slab.used_ns == BUSY
+
+    def plan(*args):
+        assert slab.used_ns is not None
+        chosen = np.flatnonzero((slab.used_ns == BUSY) > is_chosen).tolist()
+        is_chosen[chosen] = True
+        if chosen and meanwhile == "a block is discarded":
+            slabs.release(slabs.discard([keys[at] for at in chosen]))
+        elif chosen:
+            slabs.drop([slab], "removed")
+        return make_plan(*args)
+
+    monkeypatch.setattr(allocator_module, "_make_plan", plan)
+    for _ in range(4):
+        slabs.release(slabs.evict(1, 1 << 40))
+        slabs.check_invariants()
+    assert is_chosen.any()
+    slabs.close()
+    os.close(directory)
+
+
+def test_the_lock_is_let_go_between_blocks(slabs: Slabs) -> None:
+    lock, holds = slabs._lock, list[int]()
+    find, find_all = slabs._index.find, slabs._index.find_all
+
+    class Watched:
+        def __enter__(self) -> None:
+            lock.acquire()
+            holds.append(0)
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def asked(call, key):
+        holds[-1] += 1
+        return call(key)
+
+    slabs._lock = Watched()  # type: ignore[assignment]
+    slabs._index.find = lambda key: asked(find, key)  # type: ignore[method-assign]
+    slabs._index.find_all = lambda key: asked(find_all, key)  # type: ignore[method-assign]
+    many = [LAYOUT.hashed(key) for key in keys_of(*range(1000))]
+    for call in (slabs.touch, slabs.contains, slabs.discard):
+        call(many)
+        assert sum(holds) == 1000
+        assert max(holds) <= 64
+        holds.clear()
+    slabs._lock = lock
 
 
 def test_a_key_that_is_given_twice_is_discarded_once(slabs: Slabs) -> None:

@@ -8,7 +8,7 @@ no run crosses from one slab into another.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -41,7 +41,8 @@ _SAMPLE = 1 << 16
 """Slots of which the limit of a plan is found."""
 _GRAIN_SHARE = 64
 _MAX_GRAIN = 64
-_NOTHING = nullcontext()
+_LOOKED_AT_ONCE = 64
+"""Planned runs, and slots of one, that are looked at before others may have the lock."""
 
 
 @dataclass(slots=True, order=True)
@@ -152,8 +153,8 @@ class FreeRuns:
         self._by_count += [(run.count, run.start) for run in runs]
         self._by_count.sort()
 
-    def drop_slabs(self, slabs: Collection[int]) -> None:
-        dropped = [start for start in self._count_at if start // SLAB_STRIDE in slabs]
+    def drop_slab(self, slab: int) -> None:
+        dropped = [start for start in self._count_at if start // SLAB_STRIDE == slab]
         for start in dropped:
             count = self._count_at.pop(start)
             del self._start_of_end[start + count]
@@ -227,31 +228,28 @@ class Allocator:
         if runs and self._used_ns.get(runs[0].slab) is used_ns:
             self.free.add_slab(runs)
 
-    def drop_slabs(self, slabs: Iterable[int]) -> None:
-        """Their slots are no more for this process to write. Ignores slabs of others."""
-        own = {slab for slab in slabs if slab in self._used_ns}
-        if not own:
-            return
-        for slab in own:
-            self._num_slots -= len(self._used_ns.pop(slab))
-        self.free.drop_slabs(own)
+    def drop_slab(self, slab: int) -> None:
+        """Its slots are no more for this process to write. Ignores a slab of another."""
+        if (used_ns := self._used_ns.pop(slab, None)) is not None:
+            self._num_slots -= len(used_ns)
+            self.free.drop_slab(slab)
 
     def grain_of(self, count: int) -> int:
         """How many slots to evict where ``count`` are needed: more than a single one, so that free space is in runs."""
         return max(count, min(_MAX_GRAIN, self._num_slots // _GRAIN_SHARE))
 
-    def evict(self, count: int, before_ns: int, unlocked: AbstractContextManager[object] = _NOTHING) -> list[Run]:
-        """Evicts at least ``count`` slots if that many were used before ``before_ns`` at the latest. They are busy
-        afterwards: ``release`` makes them free. A new plan is made in ``unlocked``, in which others may change
-        anything."""
-        evicted = self._evict_planned(count, before_ns, self._plan.replan_at)
-        lacking = count - sum(run.count for run in evicted)
-        if lacking > 0:
+    def evict(
+        self, count: int, before_ns: int, unlocked: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> list[Run]:
+        """Evicts up to ``count`` slots of those that were used by ``before_ns`` for the last time, none if there are
+        none. They are busy afterwards: ``release`` makes them free. In ``unlocked`` contexts others may change anything
+        but the plan; none of them is entered once a slot is chosen."""
+        if not (evicted := self._evict_planned(count, before_ns, self._plan.replan_at, unlocked)):
             used_ns = dict(self._used_ns)
-            with unlocked:
-                plan = _make_plan(used_ns, lacking)
-            self._plan, self._next_run, self._left = plan, 0, []
-            evicted += self._evict_planned(lacking, before_ns, 0)
+            with unlocked():
+                self._plan, self._next_run, self._left = _NO_PLAN, 0, []
+                self._plan = _make_plan(used_ns, count)
+            evicted = self._evict_planned(count, before_ns, 0, unlocked)
         return evicted
 
     def take(self, count: int) -> list[Run]:
@@ -297,15 +295,25 @@ class Allocator:
         else:
             self._used_ns[run.slab][first : first + run.count] = value
 
-    def _evict_planned(self, lacking: int, before_ns: int, num_kept: int) -> list[Run]:
-        """Evicts slots of the plan until ``num_kept`` are left in it."""
-        evicted, plan = list[Run](), self._plan
+    def _evict_planned(
+        self, lacking: int, before_ns: int, num_kept: int, unlocked: Callable[[], AbstractContextManager[object]]
+    ) -> list[Run]:
+        """Evicts slots of the plan until ``num_kept`` are left in it, or many runs were looked at."""
+        evicted, plan, num_looked_at = list[Run](), self._plan, 0
         while lacking > 0 and plan.num_left > num_kept:
+            if (num_looked_at := num_looked_at + 1) % _LOOKED_AT_ONCE == 0:
+                if evicted:
+                    break
+                with unlocked():
+                    pass
             if self._left:
                 run = self._left.pop()
             else:
                 run = Run(int(plan.starts[self._next_run]), int(plan.counts[self._next_run]))
                 self._next_run += 1
+            if run.count > _LOOKED_AT_ONCE:
+                self._left.append(Run(run.start + _LOOKED_AT_ONCE, run.count - _LOOKED_AT_ONCE))
+                run = Run(run.start, _LOOKED_AT_ONCE)
             plan.num_left -= run.count
             for part in self._unused_parts(run, before_ns):
                 used = part

@@ -4,56 +4,61 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE
-from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, LENGTH_AT, PROBE_AT, HashedKey
+from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PROBE_AT, HashedKey
 
 __all__ = ["ResidentKeys", "SlotIndex"]
 
 _LEAST_CELLS = 1024
-_DEAD_SHARE = 4
-"""Cells of dropped slabs are removed when they are one in this many."""
+_CELLS_AT_ONCE = 1 << 14
+"""Cells that are copied before others may have the lock."""
+_CHANGES_AT_ONCE = 128
+_FEW_CELLS = 16
+"""So few are placed faster one by one."""
 _TRIES = 64
 """How often a lookup without the lock begins anew before it takes the lock."""
 _SLAB_SHIFT, _IN_SLAB = SLAB_STRIDE.bit_length() - 1, SLAB_STRIDE - 1
 _ENTRY_SHIFT = ENTRY_BYTES.bit_length() - 1
+_NUM_SLABS = 1 << (32 - _SLAB_SHIFT)
+_NOTHING = nullcontext()
 
 
 class SlotIndex:
-    """Open addressing with linear probing. One lock of the caller's guards it; ``holds`` alone does without.
+    """A hash table over tables that have the keys. One lock of the caller's guards it; ``holds`` alone does without,
+    and ``make_room`` takes it by itself.
 
-    A cell is a key's 32-bit hash and a slot's number, 0 if it is empty. A key is compared in the slot's entry, in
-    ``tables[slab]``. A key may be in several slots, if several processes have written it. The cells of a dropped slab
-    stay until they are many, with an empty table that matches no key, so that a drop costs the slab alone.
-
-    The invariant: between a cell's home (its hash modulo the number of cells) and its place, no cell is empty.
+    A key is compared in the slot's entry, in ``tables[slab]``. A key may be in several slots, if several processes have
+    written it. The cells of a dropped slab stay until the next ``make_room``, with an empty table that matches no key,
+    so that a drop costs nothing.
     """
 
     def __init__(self) -> None:
         self.tables: dict[int, bytearray] = {}
         """Entries of each slab, empty if it was dropped and its number must not be used yet. The caller changes an
         entry only while its slot is not in the index."""
-        self._array = np.zeros(_LEAST_CELLS, np.uint64)
-        self._mask = _LEAST_CELLS - 1
-        self._cells = self._array.data, self._mask
-        """Both at once, for a reader without the lock."""
-        self._count = 0
+        self._cells = _Cells(_LEAST_CELLS)
         self._num_dead = 0
+        """Cells of dropped slabs."""
         self._moves = 0
-        """Odd while cells are being moved, and another number afterwards."""
+        """Odd while a cell is being moved, and another number afterwards."""
+        self._journal: list[tuple[int, bool]] | None = None
+        """Changes since new cells are being filled: a cell, and whether it is held from now on."""
+        self._rebuilding = threading.Lock()
 
     def __len__(self) -> int:
-        return self._count
+        return self._cells.num_held - self._num_dead
 
     def find(self, key: HashedKey) -> int:
         """A slot with this key's block, -1 if there is none."""
         # ``find_all`` in short, as this is asked for each block.
-        (cells, mask), tables = self._cells, self.tables
+        (cells, mask), tables = self._cells.view, self.tables
         hash64, probe = key
         hash32 = hash64 & 0xFFFF_FFFF
         at = hash32 & mask
@@ -78,7 +83,7 @@ class SlotIndex:
 
     def find_all(self, key: HashedKey) -> Iterator[int]:
         """All slots with this key's block. The index must not change meanwhile."""
-        cells, mask = self._cells
+        cells, mask = self._cells.view
         hash32, probe = key.hash64 & 0xFFFF_FFFF, key.probe
         at = hash32 & mask
         while cell := cells[at]:
@@ -90,26 +95,152 @@ class SlotIndex:
             at = (at + 1) & mask
 
     def add(self, hash32: int, slot: int) -> None:
-        self.reserve(self._count + 1)
-        cells, mask = self._cells
-        at = hash32 & mask
-        while cells[at]:
-            at = (at + 1) & mask
-        cells[at] = hash32 << 32 | slot
-        self._count += 1
+        self._make_room_at_last(1)
+        cell = hash32 << 32 | slot
+        self._cells.add(cell)
+        if self._journal is not None:
+            self._journal.append((cell, True))
+
+    def add_many(self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]) -> None:
+        """Adds slots of one slab."""
+        self._make_room_at_last(len(slots))
+        cells = hashes.astype(np.uint64) << np.uint64(32) | slots.astype(np.uint64)
+        self._cells.add_many(cells)
+        if self._journal is not None:
+            self._journal += [(cell, True) for cell in cells.tolist()]
 
     def remove(self, hash32: int, slot: int) -> bool:
         """``False`` if the slot is not in the index."""
-        cells, mask = self._cells
-        cell, at = hash32 << 32 | slot, hash32 & mask
+        cell = hash32 << 32 | slot
+        self._moves += 1
+        moved = self._cells.remove(cell)
+        self._moves += 1
+        if moved is None:
+            return False
+        if self._journal is not None:
+            # Also what has moved, perhaps from where nobody has copied it yet to where somebody has been.
+            self._journal += [(cell, False), *((other, True) for other in moved)]
+        return True
+
+    def drop_slab(self, slab: int) -> None:
+        """Removes all slots of a slab. Its number is free when ``tables`` has it no more."""
+        self.tables[slab] = bytearray()
+        self._num_dead += self._cells.num_of[slab]
+        if not self._cells.num_of[slab]:
+            del self.tables[slab]
+
+    def clear(self) -> None:
+        """Removes everything."""
+        self._replace(_Cells(_LEAST_CELLS))
+        self.tables = {}
+
+    def make_room(self, count: int, lock: AbstractContextManager[object] = _NOTHING) -> None:
+        """Makes room for ``count`` more slots, and for the number of one more slab. The caller does not hold ``lock``,
+        which this takes for a few cells at a time."""
+        if self._lacks_room(count):
+            with self._rebuilding:
+                while self._lacks_room(count):
+                    self._rebuild(count, lock)
+
+    def _lacks_room(self, count: int) -> bool:
+        lacks_numbers = len(self.tables) >= _NUM_SLABS - 1 and self._num_dead > 0
+        return lacks_numbers or 3 * (self._cells.num_held + count) > 2 * len(self._cells)
+
+    def _make_room_at_last(self, count: int) -> None:
+        """For whoever holds the lock, and finds that others have used the room that was made: the last eighth is for
+        them. Only of a small index it may be too little."""
+        if self._cells.is_full_with(count):
+            self._rebuild(count, _NOTHING)
+
+    def _rebuild(self, count: int, lock: AbstractContextManager[object]) -> None:
+        """Copies the cells to new ones. What changes meanwhile is changed there too, before they are used. Readers
+        without the lock use the old cells until then, which do not change any more. Ends early if somebody else does
+        it, or if there is too little room for what came meanwhile."""
+        with lock:
+            old, journal = self._cells, list[tuple[int, bool]]()
+            self._journal = journal
+            num_held = len(self)
+            is_dropped = np.zeros(_NUM_SLABS, np.bool_)
+            is_dropped[[slab for slab, table in self.tables.items() if not table]] = True
+        new = _Cells(_cells_for(num_held + max(count, num_held // 16)))
+        for first in range(0, len(old), _CELLS_AT_ONCE):
+            with lock:
+                if self._journal is not journal:
+                    return
+                some = old.array[first : first + _CELLS_AT_ONCE].copy()
+            some = some[some != 0]
+            new.add_many(some[~is_dropped[_slabs_of(some)]])
+        new.count()
+        while True:
+            with lock:
+                if self._journal is not journal:
+                    return
+                if new.is_full_with(len(journal)):
+                    self._journal = None
+                    return
+                if len(journal) <= _CHANGES_AT_ONCE:
+                    new.replay(journal)
+                    self._replace(new)
+                    return
+                done, journal = journal, []
+                self._journal = journal
+            new.replay(done)
+
+    def _replace(self, new: _Cells) -> None:
+        self._cells, self._journal, self._num_dead = new, None, 0
+        for slab in [slab for slab, table in self.tables.items() if not table]:
+            self._num_dead += new.num_of[slab]  # it was dropped while they were copied
+            if not new.num_of[slab]:
+                del self.tables[slab]
+
+
+class _Cells:
+    """Open addressing with linear probing, in a fixed number of cells.
+
+    A cell is a key's 32-bit hash and a slot's number, 0 if it is empty. The invariant: between a cell's home (its hash
+    modulo the number of cells) and its place, no cell is empty.
+    """
+
+    def __init__(self, num_cells: int) -> None:
+        # Written to, so that whoever adds a block does not wait for the kernel to find a page.
+        self.array = np.full(num_cells, 0, np.uint64)
+        self._cells, self._mask = self.view = self.array.data, num_cells - 1
+        """Both at once, for a reader without the lock."""
+        self.num_held = 0
+        self.num_of = [0] * _NUM_SLABS
+        """By slab."""
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def is_full_with(self, count: int) -> bool:
+        """Whether with so many more fewer than an eighth would be empty, and searches become long."""
+        return 8 * (self.num_held + count) > 7 * len(self.array)
+
+    def add(self, cell: int, *, is_new: bool = True) -> None:
+        """``is_new``: the cell is known not to be here."""
+        cells, mask = self._cells, self._mask
+        at = (cell >> 32) & mask
+        while here := cells[at]:
+            if not is_new and here == cell:
+                return
+            at = (at + 1) & mask
+        cells[at] = cell
+        self.num_held += 1
+        self.num_of[(cell & 0xFFFF_FFFF) >> _SLAB_SHIFT] += 1
+
+    def remove(self, cell: int) -> list[int] | None:
+        """The cells that were moved for it. ``None`` if it is not here."""
+        cells, mask = self._cells, self._mask
+        at = (cell >> 32) & mask
         while (here := cells[at]) != cell:
             if not here:
-                return False
+                return None
             at = (at + 1) & mask
-        self._count -= 1
-        self._moves += 1
+        self.num_held -= 1
+        self.num_of[(cell & 0xFFFF_FFFF) >> _SLAB_SHIFT] -= 1
         # Close the gap: a later cell moves into it, unless its home lies after the gap.
-        gap = at
+        gap, moved = at, list[int]()
         while True:
             at = (at + 1) & mask
             here = cells[at]
@@ -118,57 +249,33 @@ class SlotIndex:
             home = (here >> 32) & mask
             if (at - home) & mask >= (at - gap) & mask:
                 cells[gap] = here
+                moved.append(here)
                 gap = at
         cells[gap] = 0
-        self._moves += 1
-        return True
+        return moved
 
-    def add_many(self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]) -> None:
-        self.reserve(self._count + len(slots))
-        _place(self._array, hashes.astype(np.uint64) << np.uint64(32) | slots.astype(np.uint64))
-        self._count += len(slots)
+    def replay(self, changes: Iterable[tuple[int, bool]]) -> None:
+        for cell, is_held in changes:
+            if is_held:
+                self.add(cell, is_new=False)
+            else:
+                self.remove(cell)
 
-    def drop_slab(self, slab: int) -> None:
-        """Removes all slots of a slab, which are those with an entry in its table. Its number is free when ``tables``
-        has it no more."""
-        num_held = int(np.count_nonzero(np.frombuffer(self.tables[slab], np.uint8)[LENGTH_AT::ENTRY_BYTES]))
-        self.tables[slab] = bytearray()
-        self._count -= num_held
-        self._num_dead += num_held
-        if _DEAD_SHARE * self._num_dead >= len(self._array):
-            self.purge()
+    def add_many(self, cells: npt.NDArray[np.uint64]) -> None:
+        """Adds cells of one slab, or of several before a ``count``. Ignores those that are here."""
+        if len(cells):
+            self.num_held += len(cells)
+            self.num_of[int(_slabs_of(cells[:1])[0])] += len(cells)
+            _place(self.array, cells)
 
-    def purge(self) -> None:
-        """Removes the cells of dropped slabs, so that their numbers are free."""
-        held = self._array[self._array != 0]
-        is_dropped = np.zeros(max(self.tables, default=0) + 1, np.bool_)
-        is_dropped[[slab for slab, table in self.tables.items() if not table]] = True
-        kept = held[~is_dropped[(held & np.uint64(0xFFFF_FFFF)) >> np.uint64(_SLAB_SHIFT)]]
-        self._rebuild(kept)
-        self.tables = {slab: table for slab, table in self.tables.items() if table}
-
-    def clear(self) -> None:
-        """Removes everything."""
-        self._rebuild(self._array[:0])
-        self.tables = {}
-
-    def reserve(self, count: int) -> None:
-        """Makes room for ``count`` slots in all."""
-        if 3 * (count + self._num_dead) <= 2 * len(self._array):
-            return
-        if self._num_dead:
-            self.purge()
-        if 3 * count > 2 * len(self._array):
-            self._rebuild(self._array[self._array != 0], count)
-
-    def _rebuild(self, held: npt.NDArray[np.uint64], room_for: int = 0) -> None:
-        """Readers without the lock use the old cells, which do not change any more, until the new ones are complete."""
-        # Written to, so that whoever adds a block does not wait for the kernel to find a page.
-        array = np.full(_cells_for(max(room_for, len(held))), 0, np.uint64)
-        _place(array, held)
-        self._array, self._mask = array, len(array) - 1
-        self._cells = array.data, self._mask
-        self._count, self._num_dead = len(held), 0
+    def count(self) -> None:
+        """Counts all cells."""
+        counts = np.zeros(_NUM_SLABS, np.int64)
+        for first in range(0, len(self.array), _CELLS_AT_ONCE):
+            some = self.array[first : first + _CELLS_AT_ONCE]
+            counts += np.bincount(_slabs_of(some[some != 0]), minlength=_NUM_SLABS)
+        self.num_of = counts.tolist()
+        self.num_held = sum(self.num_of)
 
 
 def _cells_for(count: int) -> int:
@@ -179,15 +286,24 @@ def _cells_for(count: int) -> int:
     return num_cells
 
 
+def _slabs_of(cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    return ((cells & np.uint64(0xFFFF_FFFF)) >> np.uint64(_SLAB_SHIFT)).astype(np.int64)
+
+
 def _place(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
     mask = np.uint64(len(array) - 1)
     places = (cells >> np.uint64(32)) & mask
-    while len(cells):
+    while len(cells) > _FEW_CELLS:
         # Cells that want the same empty place: one of them wins, the others look further, as in ``add``.
         is_free = array[places] == 0
         array[places[is_free]] = cells[is_free]
         left = array[places] != cells
         cells, places = cells[left], (places[left] + np.uint64(1)) & mask
+    view, last = array.data, len(array) - 1
+    for cell, at in zip(cells.tolist(), places.tolist(), strict=True):
+        while (here := view[at]) and here != cell:
+            at = (at + 1) & last
+        view[at] = cell
 
 
 class ResidentKeys(Collection[OffloadKey]):

@@ -7,8 +7,9 @@ import errno
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,8 +49,8 @@ _log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
 _MAX_LOST = 1 << 18
-_KEYS_AT_ONCE = 64
-_CELLS_AT_ONCE = 1 << 10
+_KEYS_AT_ONCE = 32
+_CELLS_AT_ONCE = 1 << 9
 _SLOTS_AT_ONCE = 1 << 14
 """Keys, cells and times of use that are dealt with before others may have the lock."""
 _EVICTED_AT_ONCE = 16
@@ -163,8 +164,11 @@ class Slabs:
         self.num_corrupt = 0
         self._last_number = 0
         self._last_stamp_ns = 0
-        self._lost: list[tuple[OffloadKey, LossCause]] = []
-        """Not a dictionary, which stops everybody whenever it grows."""
+        self._lost: deque[tuple[OffloadKey, LossCause]] = deque()
+        """Not a dictionary or a list, which stop everybody whenever they grow."""
+        self._unused: deque[SlabFile] = deque()
+        """Files of dropped slabs that no call uses any more. They are closed without the lock: to unmap a file, or to
+        end one that is unlinked, takes long."""
         self._is_closed = False
         self._is_limit_said = False
 
@@ -185,11 +189,19 @@ class Slabs:
     # --------------------------------------------------------------------------------------------- blocks of a call
 
     def contains(self, keys: Sequence[HashedKey]) -> list[bool]:
-        with self._lock:
-            return [self._index.find(key) >= 0 for key in keys]
+        answers = list[bool]()
+        for first in range(0, len(keys), _KEYS_AT_ONCE):
+            with self._lock:
+                answers += [self._index.find(key) >= 0 for key in keys[first : first + _KEYS_AT_ONCE]]
+        return answers
+
+    def touch(self, keys: Sequence[HashedKey]) -> None:
+        """Records a use of each block that is here, in this order."""
+        for first in range(0, len(keys), _KEYS_AT_ONCE):
+            self.use(keys[first : first + _KEYS_AT_ONCE])
 
     def use(self, keys: Sequence[HashedKey]) -> tuple[list[bool], range]:
-        """Records a use of each block that is here. Returns which are, and the time of each use (nanoseconds), later
+        """As ``touch`` for the blocks of a batch. Returns which are here, and the time of each use (nanoseconds), later
         than all before."""
         with self._lock:
             slots = [self._index.find(key) for key in keys]
@@ -214,6 +226,7 @@ class Slabs:
 
     def take(self, blocks: Sequence[NewBlock]) -> list[NewRun]:
         """Takes free slots for the ``blocks``, or for the first of them if there are too few."""
+        self._index.make_room(len(blocks), self._lock)
         with self._lock:
             runs, first = list[NewRun](), 0
             for slots in self._allocator.take(len(blocks)):
@@ -230,19 +243,23 @@ class Slabs:
                 if not run.slab.is_dropped:
                     self._record(run)
                 self._unpin(run.slab)
+        self._close_unused()
 
     def discard(self, keys: Sequence[HashedKey]) -> list[BusyRun]:
         """Forgets blocks. Returns slots of ours that are to be emptied. A neighbour's block may come back when its page
         changes."""
-        with self._lock:
-            removed = list[int]()
-            for key in keys:
-                for slot in list(self._index.find_all(key)):
-                    slab = self.open[slot // SLAB_STRIDE]
-                    self._remove(slab, slot % SLAB_STRIDE, None)
-                    if slab.is_own:
-                        removed.append(slot)
-            return self._busy(runs_of(sorted(removed)))
+        runs = list[BusyRun]()
+        for first in range(0, len(keys), _KEYS_AT_ONCE):
+            with self._lock:
+                removed = list[int]()
+                for key in keys[first : first + _KEYS_AT_ONCE]:
+                    for slot in list(self._index.find_all(key)):
+                        slab = self.open[slot // SLAB_STRIDE]
+                        self._remove(slab, slot % SLAB_STRIDE, None)
+                        if slab.is_own:
+                            removed.append(slot)
+                runs += self._busy(runs_of(sorted(removed)))
+        return runs
 
     def evict(self, count: int, before_ns: int) -> list[BusyRun]:
         """Evicts at least ``count`` blocks, if that many were used by ``before_ns`` for the last time. Returns their
@@ -253,7 +270,7 @@ class Slabs:
             lacking = self._allocator.grain_of(count)
             while lacking > 0:
                 with self._lock:
-                    evicted = self._allocator.evict(min(lacking, _EVICTED_AT_ONCE), before_ns, self._unlocked())
+                    evicted = self._allocator.evict(min(lacking, _EVICTED_AT_ONCE), before_ns, self._unlocked)
                     for slots in evicted:
                         for slot in range(slots.start, slots.stop):
                             self._remove(self.open[slots.slab], slot % SLAB_STRIDE, "evicted")
@@ -290,11 +307,13 @@ class Slabs:
                     self._allocator.release(run.slots)
                     self._change(run.slab, run.slots.first, run.slots.count)
                 self._unpin(run.slab)
+        self._close_unused()
 
     def unpin(self, slabs: Iterable[Slab]) -> None:
         with self._lock:
             for slab in slabs:
                 self._unpin(slab)
+        self._close_unused()
 
     def entry(self, slab: Slab, index: int) -> bytes:
         with self._lock:
@@ -311,7 +330,7 @@ class Slabs:
         if not self._lost:
             return {}
         with self._lock:
-            lost, self._lost = self._lost, []
+            lost, self._lost = self._lost, deque()
         return dict(lost)
 
     # -------------------------------------------------------------------------------------------------- whole slabs
@@ -332,9 +351,7 @@ class Slabs:
     def expect(self, slabs_bytes: Iterable[int]) -> None:
         """Slabs of these sizes are to be registered: makes room for their blocks in the index. To grow with each of
         them would move all cells again and again, with the lock held."""
-        num_slots = sum(map(self._layout.slots_in, slabs_bytes))
-        with self._lock:
-            self._index.reserve(num_slots)
+        self._index.make_room(sum(map(self._layout.slots_in, slabs_bytes)), self._lock)
 
     def register(self, file: SlabFile, is_own: bool) -> None:
         """Takes over ``file``, a few blocks at a time. Raises ``OSError`` if the table cannot be read."""
@@ -343,6 +360,8 @@ class Slabs:
             entries = file.read_entries(0, file.num_slots)
             table = np.frombuffer(entries, ENTRY)
             used_ns = self._times_of(table, file.read_uses()) if is_own else None
+            held = np.flatnonzero(table["length"])
+            self._index.make_room(len(held), self._lock)
             with self._lock:
                 if self._is_closed:
                     raise OSError(errno.ESHUTDOWN, "the store is closed", self._root)
@@ -352,9 +371,9 @@ class Slabs:
         except OSError:
             file.close()
             raise
-        held = np.flatnonzero(table["length"])
         hashes, slots = table["hash"][held], held + slab.number * SLAB_STRIDE
         for first in range(0, len(held), _CELLS_AT_ONCE):
+            self._index.make_room(_CELLS_AT_ONCE, self._lock)
             with self._lock:
                 if slab.is_dropped:
                     return
@@ -368,6 +387,7 @@ class Slabs:
         new = np.frombuffer(entries, np.uint64).reshape(-1, 8)
         changed = np.flatnonzero((old != new).any(axis=1)).tolist()
         for begin in range(0, len(changed), _KEYS_AT_ONCE):
+            self._index.make_room(_KEYS_AT_ONCE, self._lock)
             with self._lock:
                 if slab.is_dropped:
                     return
@@ -393,16 +413,21 @@ class Slabs:
         with self._lock:
             if slab.users or slab.is_dropped:
                 return False
-            self._allocator.drop_slabs([slab.number])
+            self._allocator.drop_slab(slab.number)
             slab.used_ns = None
-            slab.changed_pages.clear()  # to count them later would overwrite what its next owner counts
+            slab.changed_pages = set()  # to count them later would overwrite what its next owner counts
             return True
 
     def drop(self, slabs: Iterable[Slab], cause: LossCause) -> list[Slab]:
         """Stops using slabs, whose blocks are lost for ``cause``. Returns those that were still in use."""
-        with self._lock:
-            dropped = [slab for slab in slabs if not slab.is_dropped]
-            self._drop(dropped)
+        dropped = list[Slab]()
+        for slab in slabs:
+            with self._lock:
+                if slab.is_dropped:
+                    continue
+                self._drop(slab)
+            dropped.append(slab)
+        self._close_unused()
         for slab in dropped:
             held = np.flatnonzero(slab.view()["length"]).tolist()
             for first in range(0, len(held), _KEYS_AT_ONCE):
@@ -422,12 +447,14 @@ class Slabs:
 
     def take_changes(self) -> list[tuple[Slab, list[int]]]:
         """Our slabs with changes that neighbours do not know of, pinned, and the pages that have them."""
+        changed = list[tuple[Slab, set[int]]]()
         with self._lock:
-            changed = [(slab, list(slab.changed_pages)) for slab in self.open.values() if slab.changed_pages]
-            for slab, _ in changed:
-                slab.users += 1
-                slab.changed_pages.clear()
-            return changed
+            for slab in self.open.values():
+                if slab.changed_pages:
+                    changed.append((slab, slab.changed_pages))
+                    slab.users += 1
+                    slab.changed_pages = set()
+        return [(slab, list(pages)) for slab, pages in changed]
 
     def pin_used(self, slabs: Iterable[Slab]) -> list[Slab]:
         """Those of the ``slabs`` with times of use to write down, pinned."""
@@ -477,11 +504,12 @@ class Slabs:
             for slab in self.open.values():
                 slab.is_dropped = True
                 if not slab.users:
-                    slab.file.close()
+                    self._unused.append(slab.file)
             self.open.clear()
             self.by_name.clear()
             self._index.clear()
             self._allocator = Allocator()
+        self._close_unused()
 
     def check_invariants(self) -> None:
         """Recomputes the state from the tables."""
@@ -536,7 +564,7 @@ class Slabs:
     def _unpin(self, slab: Slab) -> None:
         slab.users -= 1
         if slab.is_dropped and not slab.users:
-            slab.file.close()
+            self._unused.append(slab.file)
 
     def _record(self, new: NewRun) -> None:
         slab, start, first = new.slab, new.slots.start, new.slots.first
@@ -602,20 +630,17 @@ class Slabs:
         if is_gone:
             self._note_lost(before, hashed_before, "evicted")  # what else it may be, only its owner knows
 
-    def _drop(self, slabs: Sequence[Slab]) -> None:
+    def _drop(self, slab: Slab) -> None:
         """The entries of a dropped slab do not change any more."""
-        self._allocator.drop_slabs([slab.number for slab in slabs])
-        for slab in slabs:
-            slab.is_dropped = True
-            self._index.drop_slab(slab.number)
-            del self.open[slab.number]
-            del self.by_name[slab.file.name]
-            if not slab.users:
-                slab.file.close()
+        self._allocator.drop_slab(slab.number)
+        slab.is_dropped = True
+        self._index.drop_slab(slab.number)
+        del self.open[slab.number]
+        del self.by_name[slab.file.name]
+        if not slab.users:
+            self._unused.append(slab.file)
 
     def _next_number(self) -> int:
-        if len(self._index.tables) >= _LAST_SLAB:
-            self._index.purge()
         for _ in range(_LAST_SLAB):
             self._last_number = self._last_number % _LAST_SLAB + 1
             if self._last_number not in self._index.tables:
@@ -623,6 +648,11 @@ class Slabs:
         raise OSError(errno.EMFILE, "too many slabs", self._root)
 
     # ------------------------------------------------------------------------------------------------------ without
+
+    def _close_unused(self) -> None:
+        while self._unused:
+            with suppress(IndexError):  # another thread closes the last one
+                self._unused.popleft().close()
 
     def _times_of(self, table: npt.NDArray[np.void], uses: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """When each slot of a slab was used, for the allocator."""

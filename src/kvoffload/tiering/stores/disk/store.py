@@ -152,7 +152,7 @@ class DiskStore(RootedStore):
         yield from self._slabs.keys()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self._slabs.use(self._hashed(keys)[::-1])
+        self._slabs.touch(self._hashed(keys)[::-1])
 
     def retire(self) -> None:
         self._quota.is_retired = True
