@@ -412,8 +412,6 @@ class EngineLayout:
     is not among it."""
     hashes_are_stable: bool = True
     """Whether the same tokens give the same block hashes in another process. Persistent tiers need that."""
-    unstable_hash_hint: str = ""
-    """The engine's option that makes hashes stable, for the error message."""
     device_tokens: int | None = None
     """Tokens of prompts that the device's own prefix cache holds; ``None``: not known. Only traces have it."""
 

@@ -114,6 +114,67 @@ def test_where_resets_are_not_about_tiers_the_name_alone_decides(tmp_path: Path)
 
 
 @pytest.mark.parametrize("reset_tiers", [True, False])
+def test_weights_that_changed_do_not_get_their_old_name_back(reset_tiers: bool, tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    epochs = Epochs(by_file(path, "one", reset_tiers=reset_tiers))
+    seen = {epochs.use().seed}
+    for begin in (epochs.change, epochs.reset, epochs.reset):
+        begin()
+        assert epochs.use().seed not in seen
+        seen.add(epochs.current.seed)
+    for version in ("two", "one"):  # whoever writes a name after the update vouches for it
+        path.write_text(version)
+        epochs.reset()
+        assert epochs.current.seed == Epochs(config(weights_version=version)).current.seed
+    epochs.use()
+    assert epochs.get_stats() == {("cache_resets", "own"): 3, ("cache_resets", "named"): 2}
+
+
+def test_a_name_may_come_before_the_weights_but_counts_once_it_is_said_again(tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    epochs = Epochs(by_file(path, "one"))
+    epochs.use()
+    path.write_text("two")
+    epochs.reset()
+    named = epochs.current.seed
+    epochs.change()
+    assert epochs.current.seed != named
+    epochs.reset()
+    assert epochs.current.seed == named
+    epochs.change()
+    epochs.use()  # a request has computed with weights that nobody has named since
+    epochs.reset()
+    assert epochs.current.seed != named
+
+
+def test_the_steps_of_one_update_are_one_epoch() -> None:
+    epochs = Epochs(config())
+    epochs.use()
+    for device_is_empty in (False, False, True):
+        epochs.change((), device_is_empty)
+        assert epochs.current.is_closed is not device_is_empty
+    assert epochs.get_stats() == {("cache_resets", "own"): 1}
+    epochs.use()
+    epochs.change()
+    assert epochs.get_stats() == {("cache_resets", "own"): 2}
+
+
+def test_in_a_closed_epoch_nothing_is_stored_until_the_device_is_empty() -> None:
+    rig = Rig()
+    rig.store_prefix(16)
+    waiting = rig.arrive(Request("waiting", 9, "q"))
+    rig.scheduler.change_weights(device_is_empty=False)
+    assert rig.scheduler.is_closed
+    for request in (waiting, Request("new", 9, "r")):
+        assert rig.admit(request, [20, 21, 22], computed=4).stores == ()
+        rig.finish(request)
+        assert rig.step().final_stores == ()
+    rig.scheduler.open_epoch()
+    rig.store_prefix(16)
+    assert rig.ask(rig.arrive(Request("again", 17))) == (16, True)
+
+
+@pytest.mark.parametrize("reset_tiers", [True, False])
 def test_a_name_that_cannot_be_read_any_more_costs_the_blocks_alone(
     reset_tiers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

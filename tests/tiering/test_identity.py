@@ -9,9 +9,8 @@ import re
 import pytest
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
-from kvoffload.errors import ConfigError
 from kvoffload.tiering import spec
-from kvoffload.tiering.spec import check_hashes_are_stable, persistent_namespace
+from kvoffload.tiering.spec import persistent_namespace
 
 FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 4096)
 LAYOUT = EngineLayout(
@@ -60,9 +59,7 @@ def test_windows_of_different_length_are_different() -> None:
 
 
 def test_what_does_not_change_bytes_does_not_change_the_namespace() -> None:
-    same = change(
-        instance_id="instance-2", rank=1, identity=dict(reversed(LAYOUT.identity.items())), unstable_hash_hint="x"
-    )
+    same = change(instance_id="instance-2", rank=1, identity=dict(reversed(LAYOUT.identity.items())))
     assert persistent_namespace(same, 1) == persistent_namespace(LAYOUT, 1)
 
 
@@ -72,10 +69,3 @@ def test_a_namespace_begins_with_readable_words_and_can_name_a_directory() -> No
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,80}", odd)
     assert not odd.startswith(".")
     assert re.fullmatch(r"[0-9a-f]{32}", persistent_namespace(change(identity={}), 1))
-
-
-def test_the_refusal_of_unstable_hashes_has_the_engines_own_hint() -> None:
-    check_hashes_are_stable(LAYOUT, "fs")
-    unstable = change(hashes_are_stable=False, unstable_hash_hint="Set PYTHONHASHSEED=0 for every process.")
-    with pytest.raises(ConfigError, match=r"'fs'.*Set PYTHONHASHSEED=0 for every process\.$"):
-        check_hashes_are_stable(unstable, "fs")

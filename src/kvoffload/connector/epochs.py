@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs: a reset makes the keys of all blocks others, so that no tier finds what was computed before it."""
+"""Epochs: a reset, or an update of weights, makes the keys of all blocks others, so that no tier finds what was
+computed before it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """The time between two resets. Blocks of epochs with other weights have other keys.
+    """The time between two resets or updates of weights. Blocks of epochs with other weights have other keys.
 
     The key of a block has the engine's hash as it is if ``seed`` is empty. Otherwise the hash is masked, byte by byte
     (exclusive or), with a mask made of ``seed``. So keys keep their length, masking twice gives the hash again, and
@@ -36,6 +37,8 @@ class Epoch:
     """
 
     seed: bytes = b""
+    is_closed: bool = False
+    """What requests compute may rest on KV of earlier weights that the device has kept, so they store nothing."""
 
     def mask(self, block_hash: bytes) -> bytes:
         """The engine's hash as keys have it, and back."""
@@ -58,6 +61,9 @@ class Epoch:
 FIRST = Epoch()
 """Of an engine without a ``weights_version``, until it is reset."""
 
+_OWN = b"own\0"
+"""How the seeds begin of epochs that nobody else knows."""
+
 
 @functools.lru_cache(maxsize=16)
 def _mask(seed: bytes, size: int) -> int:
@@ -70,6 +76,7 @@ _MEANINGS = {
     "kept": "Host memory is empty, and the tiers keep their blocks.",
 }
 """What a reset may begin, and what it means."""
+_CLOSED = "Nothing is stored until a reset of the engine's own cache succeeds, since it has blocks of before."
 
 
 class Epochs:
@@ -80,9 +87,13 @@ class Epochs:
         self._config = config
         self._version = config.read_weights_version()
         """What was read last."""
-        self.current = _of_version(self._version)
+        self.current = Epoch(_seed_of(self._version))
         self._is_unused = False
-        """A reset named the current epoch, and no request has used it."""
+        """A reset named the current epoch, and no request has computed anything since."""
+        self._has_changed = False
+        """The weights have changed since ``_version`` was given to them, which names no others."""
+        self._used: Epoch | None = None
+        """The last one in which a request looked for its blocks."""
         self._counts: dict[str, int] = {}
         self._num_stale_jobs = 0
         self._untaken: list[OffloadingEvent] = []
@@ -94,26 +105,42 @@ class Epochs:
     def use(self) -> Epoch:
         """The current epoch, for a request whose blocks are to have its keys."""
         self._is_unused = False
+        self._used = self.current
         return self.current
 
-    def reset(self, events: Iterable[OffloadingEvent] = ()) -> None:
-        """Begins an epoch. ``events``: those of the current one that the engine has not taken."""
+    def reset(self, events: Iterable[OffloadingEvent] = (), device_is_empty: bool = True) -> None:
+        """Begins an epoch. ``events``: those of the current one that the engine has not taken. ``device_is_empty``: the
+        engine has forgotten all that it had computed; otherwise the epoch is closed."""
         self._untaken = self.take_events(events)
         try:
             version = self._config.read_weights_version()
         except ConfigError as exc:
             logger.warning("%s", exc)
-            self._begin("own", Epoch(b"own\0" + secrets.token_bytes(16)))
+            self._begin("own", _own_seed(), device_is_empty)
             return
-        named = _of_version(version)
-        if self._config.reset_tiers and version == self._version and not self._is_unused:
-            self._begin("own", Epoch(b"own\0" + secrets.token_bytes(16)), version)
-        elif named.seed == self.current.seed:
-            self._begin("kept", named, version)
+        seed = _seed_of(version)
+        if version == self._version and not self._is_unused and (self._config.reset_tiers or self._has_changed):
+            self._begin("own", _own_seed(), device_is_empty, version)
+        elif seed == self.current.seed:
+            self._begin("kept", seed, device_is_empty or not self.current.is_closed, version)
         else:
-            self._version = version
-            self._begin("named", named, version)
+            self._version, self._has_changed = version, False
+            self._begin("named", seed, device_is_empty, version)
             self._is_unused = True
+
+    def change(self, events: Iterable[OffloadingEvent] = (), device_is_empty: bool = True) -> None:
+        """Weights may have changed, and nobody has said which they are now: begins an epoch of the engine's own.
+        Arguments as for ``reset``."""
+        self._untaken = self.take_events(events)
+        self._has_changed = True
+        if self.current.seed.startswith(_OWN) and self.current is not self._used:
+            self.current = replace(self.current, is_closed=not device_is_empty)  # one more step of the same update
+        else:
+            self._begin("own", _own_seed(), device_is_empty)
+
+    def open(self) -> None:
+        """The engine has forgotten what it had computed, so blocks of the current epoch may be stored."""
+        self.current = replace(self.current, is_closed=False)
 
     def take_events(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
         """``events``, which are of the current epoch, after those that ``reset`` kept, with the engine's own hashes."""
@@ -131,12 +158,17 @@ class Epochs:
             stats["stale_jobs",] = self._num_stale_jobs
         return stats
 
-    def _begin(self, kind: str, epoch: Epoch, version: str = "") -> None:
-        self.current = epoch
+    def _begin(self, kind: str, seed: bytes, device_is_empty: bool, version: str = "") -> None:
+        self.current = Epoch(seed, is_closed=not device_is_empty)
         self._counts[kind] = self._counts.get(kind, 0) + 1
         name = f", weights_version {version!r}" if version else ""
-        logger.info("Cache reset %d: %s epoch%s. %s", sum(self._counts.values()), kind, name, _MEANINGS[kind])
+        meaning = _MEANINGS[kind] if device_is_empty else f"{_MEANINGS[kind]} {_CLOSED}"
+        logger.info("Cache reset %d: %s epoch%s. %s", sum(self._counts.values()), kind, name, meaning)
 
 
-def _of_version(version: str) -> Epoch:
-    return Epoch(b"version\0" + version.encode()) if version else FIRST
+def _seed_of(version: str) -> bytes:
+    return b"version\0" + version.encode() if version else FIRST.seed
+
+
+def _own_seed() -> bytes:
+    return _OWN + secrets.token_bytes(16)

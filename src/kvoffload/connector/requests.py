@@ -104,8 +104,8 @@ class RequestKeys:
     epoch: Epoch
     """The epoch of the keys: the one in which the request was admitted. A reset does not change what it has on the
     device."""
-    is_outdated: bool = False
-    """A reset has ended that epoch, so the request stores nothing more: what it computes rests on what it has."""
+    is_outdated: bool = field(init=False)
+    """The epoch has ended or is closed, so the request stores nothing more: what it computes rests on what it has."""
     num_hashes: int = 0
     """Block hashes that ``extend`` has seen."""
     num_prompt_tokens: int = field(init=False)
@@ -115,6 +115,7 @@ class RequestKeys:
     _own: set[OffloadKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.is_outdated = self.epoch.is_closed
         self.num_prompt_tokens = self.request.num_prompt_tokens
 
     def extend(self, geometry: Sequence[GroupGeometry]) -> bool:
@@ -143,7 +144,7 @@ class RequestKeys:
 
     def enter(self, epoch: Epoch) -> None:
         """The keys are those of ``epoch`` from now on. If they are others, nothing was offered under them yet."""
-        is_same, self.epoch, self.is_outdated = epoch.seed == self.epoch.seed, epoch, False
+        is_same, self.epoch, self.is_outdated = epoch.seed == self.epoch.seed, epoch, epoch.is_closed
         if not is_same:
             self.num_hashes = 0
             for own in self.groups:

@@ -313,7 +313,7 @@ class OffloadingConnectorScheduler:
         """Whether the engine must keep stepping although it has nothing to compute."""
         return bool(self._jobs.in_flight or self._prefetches) or self._manager.has_pending_work()
 
-    def reset_cache(self) -> bool:
+    def reset_cache(self, device_is_empty: bool = True) -> bool:
         """Begins another epoch: no block of before is found any more, neither in host memory nor, unless ``Epochs``
         keeps them, in the tiers below. Jobs in flight become stale: they end as usual.
 
@@ -321,15 +321,34 @@ class OffloadingConnectorScheduler:
         both epochs have the same keys, it goes on in the new one. A load in flight still brings the bytes that it was
         to bring, since its slots stay pinned until it ends.
 
+        ``device_is_empty``: the engine has no block of before, neither in a request nor in its own prefix cache. If it
+        has, nothing is stored until ``open_epoch``.
+
         Returns whether the blocks of the tiers below are still found.
         """
+        return self._begin_epoch(self._epochs.reset, device_is_empty)
+
+    def change_weights(self, device_is_empty: bool) -> bool:
+        """As ``reset_cache``, for weights that may have changed without a name: no name of before stands for them."""
+        return self._begin_epoch(self._epochs.change, device_is_empty)
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing is stored, since the device may have KV of earlier weights."""
+        return self._epochs.current.is_closed
+
+    def open_epoch(self) -> None:
+        """The device has no block of before the epoch any more."""
+        self._epochs.open()
+
+    def _begin_epoch(self, begin: Callable[[Iterable[OffloadingEvent], bool], None], device_is_empty: bool) -> bool:
         for state in self._requests.values():
             self._offers.forget(state)
             state.forget_computed()
         self._prefetches.reset()
         self._manager.reset_cache()
         ended = self._epochs.current
-        self._epochs.reset(self._manager.take_events())
+        begin(self._manager.take_events(), device_is_empty)
         self._recording.reset(ended)
         for state in self._requests.values():
             state.keys.is_outdated = True

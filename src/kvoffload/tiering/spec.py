@@ -78,11 +78,9 @@ def check_hashes_are_stable(layout: EngineLayout, tier_type: str) -> None:
     could find its blocks, and they would fill the quota."""
     if layout.hashes_are_stable:
         return
-    hint = layout.unstable_hash_hint.rstrip(". ")
-    remedy = f" {hint}." if hint else " Make the engine's block hashes the same in every process."
     raise ConfigError(
         f"The secondary tier {tier_type!r} keeps blocks for other processes, but this engine's block hashes differ "
-        f"from process to process, so no other process would find them.{remedy}"
+        "from process to process, so no other process would find them. Make them the same in every process."
     )
 
 

@@ -29,6 +29,7 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32. Keys
     are packed alike whatever the host."""
     monkeypatch.setattr(identity, "cpu_packing", lambda vllm_config, spec: "vec")
+    monkeypatch.setattr(identity, "cpu_build", lambda: "a build")
     if not HAS_VLLM:
         for module in (layout, slices):
             monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)

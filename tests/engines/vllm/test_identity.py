@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ NAMED = {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [DISK], "weights_version
 UNNAMED = {name: value for name, value in NAMED.items() if name != "weights_version"}
 
 
-PACKING = identity.cpu_packing
+PACKING, BUILD = identity.cpu_packing, identity.cpu_build
 
 
 @pytest.fixture(autouse=True)
@@ -468,6 +469,24 @@ def test_hosts_that_pack_keys_otherwise_are_apart(monkeypatch: pytest.MonkeyPatc
         names[isa] = PLAIN.namespace(), engine(device_config__device_type="cuda").namespace()
     assert names["amx"][0] != names["vec"][0]
     assert names["amx"][1] == names["vec"][1], "GPUs pack keys alike"
+
+
+def test_builds_of_compiled_attention_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "cpu_build", BUILD)
+    vllm = ModuleType("vllm")
+    vllm.__file__ = str(tmp_path / "__init__.py")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    names = []
+    for content in (b"one", b"two"):
+        (tmp_path / "_C.abi3.so").write_bytes(content * 5000)
+        names.append((PLAIN.namespace(), engine(device_config__device_type="cuda").namespace()))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: "another host")
+    names.append((PLAIN.namespace(), names[0][1]))
+    assert len({name for name, _ in names}) == 3
+    assert len({name for _, name in names}) == 1
+    (tmp_path / "_C.abi3.so").unlink()
+    with pytest.raises(ConfigError, match=r"build for this CPU is not known.*'disk'.*leave out"):
+        PLAIN.namespace()
 
 
 def test_a_cpu_whose_packing_is_not_known_is_refused_where_others_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 
 from kvoffload.engines.facts import COUNTS, Table
 
-__all__ = ["ENVIRONMENT_COUNTS", "ENVIRONMENT_IS_HARMLESS", "FIELDS", "POOL_IS_HARMLESS", "WEIGHTS_FROM_ELSEWHERE"]
+__all__ = ["ENVIRONMENT_IS_HARMLESS", "FIELDS", "POOL_IS_HARMLESS", "WEIGHTS_FROM_ELSEWHERE"]
 
 FIELDS: Final[Table] = {
     "ServerArgs": {
@@ -271,12 +271,3 @@ ENVIRONMENT_IS_HARMLESS: Final = {
     for name in names.split()
 }
 """Variables ``SGLANG_...``. All others that are set count."""
-
-ENVIRONMENT_COUNTS: Final = (
-    *("SGLANG_", "AITER_", "ROCM_QUICK_REDUCE_", "DEEP_NORMAL_MODE_", "FLASHINFER_NVFP4_"),
-    *("USE_TRITON_W8A8_FP8_KERNEL", "USE_ROCM_AITER_ROPE_BACKEND", "CK_MOE", "FLA_USE_FAST_OPS", "TIMM_FUSED_ATTN"),
-    *("FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH", "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH", "ASCEND_USE_F"),
-    *("VIDEO_MAX_PIXELS", "XHS_VIDEO_JPEG_QUALITY"),
-)
-"""How the names begin of all variables that choose a precision or a kernel, or what the model sees of a medium. SGLang
-reads some 160 more that are not its own: where libraries, devices and servers are."""

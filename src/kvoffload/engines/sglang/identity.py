@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 from kvoffload.engines.facts import COUNTS, UnclearError, facts_of
-from kvoffload.engines.sglang.facts import ENVIRONMENT_COUNTS, ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
+from kvoffload.engines.sglang.facts import ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.updates import DEFAULT_VERSION
+from kvoffload.engines.variables import counted
 from kvoffload.engines.weights import WEIGHT_FILES, changed_since, fingerprint, local_directory
 from kvoffload.errors import ConfigError
 
@@ -122,12 +123,9 @@ def _check_long_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> None
 
 
 def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """What counts of the variables that SGLang reads, of which it has hundreds."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name.startswith(ENVIRONMENT_COUNTS) and name not in ENVIRONMENT_IS_HARMLESS
-    }
+    """The variables that are set and count, SGLang's and others."""
+    own = [name for name in sorted(environment) if name.startswith("SGLANG_") and name not in ENVIRONMENT_IS_HARMLESS]
+    return {name: environment[name] for name in (*own, *counted(environment))}
 
 
 def weights_of(args: Any, resolved: Mapping[str, Any], version: str, since_s: float) -> dict[str, str]:

@@ -49,6 +49,7 @@ from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.slices import offloaded_groups, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
+from kvoffload.engines.vllm.updates import Adapters, Device, unwatch, watch
 from kvoffload.engines.vllm.versions import has_wrong_hashes, hash_lookahead_tokens, hit_source
 from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
@@ -145,7 +146,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=group_ids if len(group_ids) < len(kv_cache_config.kv_cache_groups) else None,
+                encodings_are_shared=vllm_config.ec_transfer_config is not None,
             )
+            watch(vllm_config, self._scheduler)
         else:
             self._worker = _WorkerSide(spec, layout, kv_cache_config)
 
@@ -164,6 +167,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
+            unwatch(self._scheduler)
             self._scheduler.core.shutdown()
         if self._worker is not None:
             self._worker.core.shutdown()
@@ -351,16 +355,20 @@ class _SchedulerSide:
         blocks_are_written_early: bool = False,
         can_describe: bool = True,
         group_ids: Sequence[int] | None = None,
+        encodings_are_shared: bool = False,
     ) -> None:
         """``leaves_out``: whether keys of a request say too little of its blocks. ``can_describe``: a block's hash
         covers its tokens and those before, so that events can say what it is of. ``group_ids``: vLLM's numbers of the
-        groups that are offloaded; ``None``: all are."""
+        groups that are offloaded; ``None``: all are. ``encodings_are_shared``: those of media come from other engines
+        too."""
         manager = GuardedManager(spec.get_manager())
+        self._adapters = Adapters()
+        self._device = Device(encodings_are_shared)
         self.core = OffloadingConnectorScheduler(
             manager,
             layout,
             config,
-            leaves_out=leaves_out,
+            leaves_out=lambda request: self._adapters.leaves_out(request) or leaves_out(request),
             watch=_spans() if layout.traces_enabled else None,
         )
         self._group_ids = group_ids
@@ -374,6 +382,8 @@ class _SchedulerSide:
             describe=config.self_describing_kv_events and layout.events_enabled and can_describe,
             places=self._places,
         )
+        self._updates: set[str] = set()
+        """Calls of workers that were taken for an update of weights, and told about."""
         self._ended_events: list[Any] = []
         """Those of epochs that have ended, which vLLM has not taken."""
         self._reporter = StatsReporter()
@@ -392,12 +402,15 @@ class _SchedulerSide:
         if self._holds_blocks:
             self._held = HeldBlocks(pool)
             self.core.hold_sources(self._held)
+        self._device.bind(pool, lambda: len(self._held.blocks_without_request()) if self._held is not None else 0)
 
     def on_new_request(self, request: Any) -> None:
         self._track(request)
         self.core.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.core.is_closed and self._device.is_empty():
+            self.core.open_epoch()
         self._track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
         answer = self.core.get_num_new_matched_tokens(request, num_computed_tokens)
         self._refused_waiting |= answer[0] is not None
@@ -424,6 +437,8 @@ class _SchedulerSide:
         return sources
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
+        if scheduler_output.scheduled_encoder_inputs:
+            self._device.encoders_run()
         step = self._steps.step(scheduler_output)
         if self._has_states:
             step = with_states(step, scheduler_output, self._group_ids)
@@ -457,7 +472,27 @@ class _SchedulerSide:
         return self._events.translate(events) if self._publishes_events else []
 
     def reset_cache(self) -> None:
-        tiers_are_kept = self.core.reset_cache()
+        self._begin_epoch(self.core.reset_cache)
+
+    def weights_may_change(self, method: str) -> None:
+        if method not in self._updates:
+            self._updates.add(method)
+            logger.warning(
+                "kvoffload takes %s for an update of vLLM's weights. Nothing of before is found again, and nothing is "
+                "stored while vLLM's prefix cache has blocks of before: reset it with the connector.",
+                method,
+            )
+        self._device.weights_may_change()
+        self._begin_epoch(self.core.change_weights)
+
+    def encoder_cache_is_reset(self) -> None:
+        self._device.encoder_cache_is_reset()
+
+    def adapter_is_loaded(self, adapter: Any) -> None:
+        self._adapters.loaded(adapter)
+
+    def _begin_epoch(self, begin: Callable[[bool], bool]) -> None:
+        tiers_are_kept = begin(self._device.is_empty())
         self._ended_events += self._translate()
         if not tiers_are_kept:
             self._ended_events += self._events.forget_tiers()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a process' environment changes the bytes of a block: vLLM's variables, and the plug-ins that it loads."""
+"""What of a process' environment changes the bytes of a block: variables, and the plug-ins that vLLM loads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import functools
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from kvoffload.engines.facts import COUNTS, UnclearError
+from kvoffload.engines.variables import SERVICES, counted
 
 __all__ = ["VARIABLES", "environment", "plugins", "unknown_variables"]
 
@@ -147,31 +147,27 @@ VARIABLES: Mapping[str, str] = {
 """Reasons, each with the variables of vLLM's ``envs.py`` (0.32 and 0.33) and those that vLLM itself sets. One that
 stands nowhere counts as soon as it is set. What vLLM sets in some of its processes alone must not count."""
 
-_SERVICES = re.compile(
-    r"VLLM_(.*_)?SERVICE_(HOST|PORT(_\w+)?)|VLLM_(.*_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
-)
-"""What Kubernetes sets for each service whose name begins with ``vllm``."""
-
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points whose code runs in engines."""
 
 
 def environment() -> dict[str, str]:
-    """vLLM's variables that are set and count. Values are hashed, since stores keep facts where others may read."""
+    """The variables that are set and count. Values are hashed, since stores keep facts where others may read."""
     known = dict(_counted())
     texts = {name: hashlib.sha256(os.fsencode(os.environ[name])).hexdigest()[:32] for name in known}
     return {"environment": json.dumps(texts, sort_keys=True)}
 
 
 def unknown_variables() -> list[str]:
-    """Variables that count because ``VARIABLES`` lacks them."""
+    """Variables that count because no table knows them."""
     return [name for name, reason in _counted() if reason is None]
 
 
 def _counted() -> list[tuple[str, str | None]]:
     reasons = {name: reason for reason, names in VARIABLES.items() for name in names.split()}
-    ours = [name for name in sorted(os.environ) if name.startswith("VLLM_") and not _SERVICES.fullmatch(name)]
-    return [(name, reasons.get(name)) for name in ours if reasons.get(name, COUNTS) == COUNTS]
+    ours = [name for name in sorted(os.environ) if name.startswith("VLLM_") and not SERVICES.fullmatch(name)]
+    found = [(name, reasons.get(name)) for name in ours if reasons.get(name, COUNTS) == COUNTS]
+    return found + [(name, None) for name in counted(os.environ)]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
@@ -18,7 +19,7 @@ from kvoffload.engines.vllm.environment import environment, plugins, unknown_var
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups
 from kvoffload.engines.vllm.weights import drafter_with_kv, weights_of
-from kvoffload.engines.weights import outliving_tier
+from kvoffload.engines.weights import fingerprint, outliving_tier
 from kvoffload.errors import ConfigError
 
 __all__ = ["has_named_media", "identity_of", "unknown_options"]
@@ -92,6 +93,8 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
         for prefix, part in _parts(vllm_config, config):
             facts |= facts_of(part, FIELDS, prefix)
         facts |= _layers(vllm_config, kv_cache_config, is_rank_free)
+        if vllm_config.device_config.device_type == "cpu" and outliving_tier(config) is not None:
+            facts["build for this CPU"] = cpu_build()
     except UnclearError as exc:
         if (tier := outliving_tier(config)) is not None:
             raise ConfigError(
@@ -159,6 +162,19 @@ def cpu_packing(vllm_config: Any, spec: Any) -> str:
         return str(_get_attn_isa(**{name: values[name] for name in inspect.signature(_get_attn_isa).parameters}))
     except Exception as exc:  # a private function of vLLM, which may be anything in a newer one
         raise UnclearError(f"way to pack keys on this CPU is not known ({exc!r})") from exc
+
+
+def cpu_build() -> str:
+    """Tells builds of vLLM's compiled attention apart, and hosts that run other parts of one: under one name of
+    instructions keys may be packed in two orders, as on ARM with and without those for bfloat16."""
+    try:
+        import torch
+        import vllm
+
+        found = [torch.backends.cpu.get_cpu_capability(), torch.cpu._is_avx512_bf16_supported()]  # as vLLM chooses one
+        return f"{fingerprint(Path(vllm.__file__).parent, ('_C*.so',))} {found}"
+    except Exception as exc:  # torch's functions are private
+        raise UnclearError(f"build for this CPU is not known ({exc!r})") from exc
 
 
 def _division(parallel: Any) -> str:

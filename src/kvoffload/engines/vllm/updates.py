@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that change while vLLM serves: vLLM tells no connector.
+
+Whatever an engine does with its workers goes through one method of its executor. So that is watched, once there is a
+connector: each call that is not known to leave the weights alone counts as an update. Importing this module does not
+load vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvoffload.engines.vllm.versions import hashes_have_adapter_paths
+
+__all__ = ["HARMLESS", "Adapters", "Device", "Listener", "unwatch", "watch"]
+
+logger = logging.getLogger(__name__)
+
+_RESET_ENCODER = "reset_encoder_cache"
+_ADD_ADAPTER = "add_lora"
+
+HARMLESS = frozenset(
+    # A step.
+    "execute_model sample_tokens execute_dummy_batch take_draft_token_ids synchronize_device "
+    # What is asked once there is a scheduler.
+    "get_kv_connector_handshake_metadata get_supported_tasks supports_draft_weight_updates check_health "
+    "get_model_inspection compute_weight_checksums get_encoder_timing_stats get_compilation_match_table "
+    "get_simple_cpu_offload_num_cpu_blocks profile save_sharded_state save_tensorized_model shutdown "
+    # Caches of media, and adapters, which keys tell apart.
+    f"reset_mm_cache release_late_interaction_query_cache {_RESET_ENCODER} "
+    f"{_ADD_ADAPTER} remove_lora pin_lora list_loras".split()
+)
+"""Methods of vLLM's workers (0.30 to 0.33) that leave the model's weights alone. ``test_updates`` knows all others that
+vLLM calls by name."""
+
+
+class Listener(Protocol):
+    """Who hears of calls, before they are made, on the thread that makes them: the scheduler's."""
+
+    def weights_may_change(self, method: str) -> None: ...
+
+    def encoder_cache_is_reset(self) -> None: ...
+
+    def adapter_is_loaded(self, adapter: Any) -> None: ...
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+"""Of all engines in this process: whose workers are called is not told. A false alarm is a miss."""
+
+
+def watch(vllm_config: Any, listener: Listener) -> None:
+    """From now on ``listener`` hears of all that the engine of ``vllm_config`` does with its workers."""
+    from vllm.v1.executor.abstract import Executor
+
+    executor = Executor.get_class(vllm_config)
+    if not hasattr(executor.collective_rpc, "tells_kvoffload"):
+        executor.collective_rpc = _told(executor.collective_rpc)
+    _listeners.add(listener)
+
+
+def unwatch(listener: Listener) -> None:
+    _listeners.discard(listener)
+
+
+def _told(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def collective_rpc(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **more: Any
+    ) -> Any:
+        for listener in list(_listeners):
+            try:
+                _tell(listener, method, (*args, *(kwargs or {}).values()))
+            except Exception:
+                logger.exception("kvoffload cannot follow a call of vLLM's workers")
+        return call(self, method, timeout, args, kwargs, **more)
+
+    collective_rpc.tells_kvoffload = True  # type: ignore[attr-defined]
+    return collective_rpc
+
+
+def _tell(listener: Listener, method: Any, arguments: tuple[Any, ...]) -> None:
+    if not isinstance(method, str):
+        listener.weights_may_change("a function")
+    elif method not in HARMLESS:
+        listener.weights_may_change(repr(method))
+    elif method == _RESET_ENCODER:
+        listener.encoder_cache_is_reset()
+    elif method == _ADD_ADAPTER:
+        for adapter in arguments:
+            listener.adapter_is_loaded(adapter)
+
+
+class Adapters:
+    """Which LoRA adapters have been loaded twice: maybe from other files, under keys that have name and path alone."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[str, ...], int] = {}
+        """By what keys have of an adapter, vLLM's number for it when it was seen first."""
+        self._replaced: set[tuple[str, ...]] = set()
+
+    def loaded(self, adapter: Any) -> None:
+        """vLLM has loaded ``adapter``, or will for a request."""
+        key = (adapter.lora_name, adapter.lora_path) if hashes_have_adapter_paths() else (adapter.lora_name,)
+        if adapter.load_inplace or self._ids.setdefault(key, adapter.lora_int_id) != adapter.lora_int_id:
+            self._replaced.add(key)
+
+    def leaves_out(self, request: Any) -> bool:
+        """Whether the request has an adapter that was replaced."""
+        adapter = request.lora_request
+        if adapter is None:
+            return False
+        self.loaded(adapter)
+        return not self._replaced.isdisjoint(((adapter.lora_name, adapter.lora_path), (adapter.lora_name,)))
+
+
+class Device:
+    """What the device may have of weights before their last update: KV in vLLM's block pool, and outputs of encoders.
+    Scheduler thread only."""
+
+    def __init__(self, outputs_are_shared: bool) -> None:
+        """``outputs_are_shared``: those of encoders come from other engines too, whose weights are not known."""
+        self._pool: Any = None
+        self._num_held: Callable[[], int] = lambda: 0
+        self._outputs_are_shared = outputs_are_shared
+        self._has_outputs = outputs_are_shared
+        self._has_old_outputs = False
+
+    def bind(self, pool: Any, num_held: Callable[[], int]) -> None:
+        """``num_held``: blocks that no request has, and stores alone keep from being free."""
+        self._pool, self._num_held = pool, num_held
+
+    def encoders_run(self) -> None:
+        self._has_outputs = True
+
+    def encoder_cache_is_reset(self) -> None:
+        if not self._outputs_are_shared:
+            self._has_outputs = self._has_old_outputs = False
+
+    def weights_may_change(self) -> None:
+        self._has_old_outputs |= self._has_outputs
+
+    def is_empty(self) -> bool:
+        """Neither a request nor vLLM's prefix cache has a block, and vLLM has no old output of an encoder."""
+        pool = self._pool
+        if pool is None or self._has_old_outputs or len(pool.cached_block_hash_to_block):
+            return False
+        return bool(pool.get_num_free_blocks() + self._num_held() == pool.num_gpu_blocks - 1)  # one is never used

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that change while vLLM serves: what is taken for an update, and what is stored and found after one."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.engines.models import SmallModel
+from tests.engines.vllm.interface import Sources
+from tests.engines.vllm.steps import BLOCK, Steps, aborted
+
+from kvoffload.engines.vllm import updates
+from kvoffload.engines.vllm.updates import HARMLESS, Adapters, Device, unwatch, watch
+
+UPDATES = """
+apply_model reload_weights update_weights start_weight_update start_draft_weight_update finish_weight_update
+init_weight_transfer_engine shutdown_weight_transfer_engine reset_weights sleep wake_up discard checkpoint_prepare
+checkpoint_restore elastic_ep_execute handle_ft_command reinitialize_distributed update_max_model_len
+"""
+"""What vLLM calls by name and counts as an update: it may be one, or it is too rare to look at."""
+
+BEFORE_A_SCHEDULER = """
+adjust_rank compile_or_warm_up_model determine_available_memory get_kv_cache_spec get_supported_kv_cache_layouts
+init_device init_worker initialize_from_config load_model set_kv_cache_layout update_environment_variables
+"""
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def weights_may_change(self, method: str) -> None:
+        self.calls.append(method)
+
+    def encoder_cache_is_reset(self) -> None:
+        self.calls.append("encoder")
+
+    def adapter_is_loaded(self, adapter: Any) -> None:
+        self.calls.append(adapter)
+
+
+class Executor:
+    """As vLLM's executors are."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None, non_block: bool = False
+    ) -> list[Any]:
+        self.made.append((method, timeout, args, kwargs, non_block))
+        return ["done"]
+
+    @classmethod
+    def get_class(cls, vllm_config: Any) -> type:
+        return vllm_config.executor  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch) -> Executor:
+    module = ModuleType("vllm.v1.executor.abstract")
+    module.Executor = Executor  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.executor"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return type("Own", (Executor,), {})()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def heard(executor: Executor) -> Iterator[Heard]:
+    listener = Heard()
+    for _ in range(2):  # twice does nothing more
+        watch(SimpleNamespace(executor=type(executor)), listener)
+    yield listener
+    unwatch(listener)
+
+
+def test_each_call_that_is_not_known_to_be_harmless_is_an_update(executor: Executor, heard: Heard) -> None:
+    for method in (*HARMLESS, "reload_weights", "something_new", print, b"execute_model"):
+        assert executor.collective_rpc(method, 5, args=(1,), non_block=True) == ["done"]
+        assert executor.made[-1] == (method, 5, (1,), None, True)
+    assert [each for each in heard.calls if each not in (1, "encoder")] == [
+        "'reload_weights'",
+        "'something_new'",
+        "a function",
+        "a function",
+    ]
+    unwatch(heard)
+    heard.calls.clear()
+    executor.collective_rpc("reload_weights")
+    assert heard.calls == []
+    assert not hasattr(Executor.collective_rpc, "tells_kvoffload"), "other executors stay as they are"
+
+
+def test_an_update_is_told_of_before_it_is_made_and_no_listener_can_fail_it(executor: Executor, heard: Heard) -> None:
+    def fail(method: str) -> None:
+        assert executor.made == []
+        raise RuntimeError
+
+    heard.weights_may_change = fail  # type: ignore[method-assign]
+    assert executor.collective_rpc("reload_weights") == ["done"]
+    assert len(executor.made) == 1
+
+
+@pytest.mark.parametrize(
+    "call", [{"args": ("adapter",)}, {"kwargs": {"lora_request": "adapter"}}, {"args": ("adapter",), "kwargs": None}]
+)
+def test_adapters_and_encoders_are_told_of(executor: Executor, heard: Heard, call: dict[str, Any]) -> None:
+    executor.collective_rpc("add_lora", **call)
+    executor.collective_rpc("reset_encoder_cache")
+    assert set(heard.calls) == {"adapter", "encoder"}
+
+
+def adapter(name: str, path: str, number: int = 1, load_inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=number, load_inplace=load_inplace)
+
+
+def of(adapter: Any) -> Any:
+    return SimpleNamespace(lora_request=adapter)
+
+
+@pytest.mark.parametrize("keys_have_paths", [True, False])
+def test_requests_of_an_adapter_that_was_loaded_twice_are_left_out(
+    keys_have_paths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "hashes_have_adapter_paths", lambda: keys_have_paths)
+    adapters = Adapters()
+    for _ in range(2):
+        assert not adapters.leaves_out(of(None))
+        assert not adapters.leaves_out(of(adapter("a", "/a")))
+        assert not adapters.leaves_out(of(adapter("b", "/b", 2)))
+    adapters.loaded(adapter("a", "/a", load_inplace=True))
+    assert adapters.leaves_out(of(adapter("a", "/a")))
+    assert not adapters.leaves_out(of(adapter("b", "/b", 2)))
+    # Unloaded and loaded again: the files may be others.
+    assert adapters.leaves_out(of(adapter("b", "/b", 3)))
+    assert adapters.leaves_out(of(adapter("b", "/b", 2)))
+    # From elsewhere: that is in the keys, but for vLLM 0.30.
+    assert not adapters.leaves_out(of(adapter("c", "/c1", 4)))
+    assert adapters.leaves_out(of(adapter("c", "/c2", 5))) is not keys_have_paths
+
+
+class Pool:
+    num_gpu_blocks = 10
+
+    def __init__(self, free: int, cached: int) -> None:
+        self.free, self.cached_block_hash_to_block = free, dict.fromkeys(range(cached))
+
+    def get_num_free_blocks(self) -> int:
+        return self.free
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "cached", "is_empty"), [(9, 0, 0, True), (8, 0, 0, False), (9, 0, 1, False), (7, 2, 0, True)]
+)
+def test_a_device_without_blocks_is_empty(free: int, held: int, cached: int, is_empty: bool) -> None:
+    device = Device(outputs_are_shared=False)
+    assert not device.is_empty()
+    device.bind(Pool(free, cached), lambda: held)
+    assert device.is_empty() is is_empty
+
+
+def test_what_encoders_made_of_old_weights_is_waited_for() -> None:
+    device = Device(outputs_are_shared=False)
+    device.bind(Pool(9, 0), lambda: 0)
+    device.weights_may_change()
+    assert device.is_empty()
+    device.encoders_run()
+    assert device.is_empty()
+    device.weights_may_change()
+    assert not device.is_empty()
+    device.encoder_cache_is_reset()
+    assert device.is_empty()
+    shared = Device(outputs_are_shared=True)
+    shared.bind(Pool(9, 0), lambda: 0)
+    assert shared.is_empty()
+    shared.weights_may_change()
+    shared.encoder_cache_is_reset()
+    assert not shared.is_empty()
+
+
+# ------------------------------------------------------------------------------------------------ with vLLM
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_all_methods_that_vllm_calls_by_name_are_known(sources: Sources) -> None:
+    called = set(calls_in(sources.root / "vllm"))
+    assert called >= {"execute_model", "reload_weights", "sleep", "add_lora"}
+    assert called - HARMLESS - {*UPDATES.split(), *BEFORE_A_SCHEDULER.split()} == set()
+
+
+def calls_in(directory: Path) -> Iterator[str]:
+    for file in directory.rglob("*.py"):
+        text = file.read_text()
+        if "collective_rpc" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("collective_rpc") and node.args:
+                method = node.args[0]
+                if isinstance(method, ast.Constant):
+                    yield str(method.value)
+
+
+def tokens(first: int, blocks: int) -> list[int]:
+    return list(range(first, first + blocks * BLOCK + 1))
+
+
+def update(steps: Steps) -> None:
+    """As ``LLM.collective_rpc`` does it."""
+    from vllm.v1.executor import UniProcExecutor
+
+    worker = SimpleNamespace(reload_weights=lambda: None)
+    UniProcExecutor.collective_rpc(SimpleNamespace(driver_worker=worker), "reload_weights")  # type: ignore[arg-type]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_after_an_update_the_device_is_emptied_before_anything_is_stored(llama: SmallModel, asynchronous: bool) -> None:
+    steps = Steps(llama.path, asynchronous, 40, slots=40)
+    prompt = tokens(100, 4)
+    steps.add("first", prompt, 1)
+    steps.drain()
+    assert steps.stored_blocks(prompt) == [0, 1, 2, 3]
+    running = steps.add("running", tokens(200, 3), 30)
+    steps.step()
+    update(steps)
+    num_stores = len(steps.stores())
+    assert steps.hit_blocks(prompt) == 0
+    # On the device vLLM finds two blocks of the old weights, and computes the others.
+    steps.add("mixed", [*prompt[: 2 * BLOCK], *tokens(300, 3)], 1)
+    for _ in range(6):
+        steps.step()
+    assert not steps.scheduler.reset_prefix_cache(reset_connector=True)  # something runs
+    steps.add("still mixed", [*prompt[: 2 * BLOCK], *tokens(400, 3)], 1)
+    for _ in range(4):
+        steps.step()
+    assert not running.is_finished()
+    assert len(steps.stores()) == num_stores
+    steps.scheduler.finish_requests("running", aborted())
+    steps.drain()
+    assert len(steps.stores()) == num_stores
+    # vLLM's own reset is enough: the epoch goes on with what is computed from now on.
+    assert steps.scheduler.reset_prefix_cache()
+    steps.add("again", prompt, 1)
+    steps.drain()
+    assert steps.stored_blocks(prompt) == [0, 1, 2, 3]
+    steps.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_a_paused_engine_that_was_reset_goes_on_storing_after_the_update(llama: SmallModel) -> None:
+    """As training loops do: pause and clear, several calls that bring the weights, resume."""
+    steps = Steps(llama.path, False, 40, slots=40)
+    prompt = tokens(100, 4)
+    steps.add("first", prompt, 1)
+    steps.drain()
+    assert steps.scheduler.reset_prefix_cache(reset_connector=True)
+    for _ in range(3):
+        update(steps)
+    assert steps.hit_blocks(prompt) == 0
+    steps.add("again", prompt, 1)
+    steps.drain()
+    assert steps.stored_blocks(prompt) == [0, 1, 2, 3]
+    steps.close()
+    update(steps)  # nobody listens any more
