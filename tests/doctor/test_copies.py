@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from tests.cpu.copy.fake_cuda import FakeCuda, cuda
 
 from kvoffload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.cpu.copy import cuda as backend
+from kvoffload.cpu.copy import self_check
 from kvoffload.cpu.copy.plan import CopyLayout
 from kvoffload.doctor.copies import (
     DevicePlace,
@@ -81,6 +84,26 @@ def test_memory_that_cannot_be_pinned_is_what_is_wrong(cuda: FakeCuda) -> None:
     checked = check_copies_under_load(DevicePlace(cuda.device(idle)), seconds=0)
     assert checked.wrong is not None
     assert "refused the rest" in checked.wrong
+    cuda.driver.destroy_stream(idle)
+
+
+def test_copies_that_hang_are_what_is_wrong_and_nothing_waits_for_them(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "_TIMEOUT_S", 0.2)
+    kept: list[Any] = []
+    monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", kept)
+    idle = cuda.driver.create_stream()
+    cuda.calls.fake_hold_new_streams(1)
+    checked = check_copies_under_load(DevicePlace(cuda.device(idle)), seconds=0)
+    cuda.calls.fake_hold_new_streams(0)
+    assert checked.wrong is not None
+    assert "did not end within" in checked.wrong
+    cuda.calls.fake_let_all_go()
+    for copies in kept:
+        assert all(lane.close() for lane in copies.lanes.values())
+    assert cuda.count("faults") == 0, "their memory was freed"
+    cuda.calls.fake_forget_registrations()
     cuda.driver.destroy_stream(idle)
 
 

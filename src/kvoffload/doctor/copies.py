@@ -25,6 +25,7 @@ from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandle
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.host import MOVER, make_host_handlers
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef
+from kvoffload.cpu.copy.self_check import CopiesHang, check_copies
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.doctor.report import Checked, PageSpeed, Speed
 from kvoffload.doctor.timing import interleaved_medians, thread_medians
@@ -258,23 +259,31 @@ class DevicePlace(Place):
                 for value in range(8):
                     driver.fill(address, value, num_bytes, self._device.compute_stream())
 
-            try:
+            with _unless_copies_hang(lambda: driver.synchronize(self._device.compute_stream())):
                 yield fill
-            finally:
-                driver.synchronize(self._device.compute_stream())
 
     @contextmanager
     def _allocated(self, num_bytes: int) -> Iterator[int]:
         address = self._device.driver.allocate(num_bytes)
-        try:
+        with _unless_copies_hang(lambda: self._device.driver.free(address)):
             yield address
-        finally:
-            self._device.driver.free(address)
 
     def _make_handlers(self, view: memoryview, layout: CopyLayout) -> Handlers:
         from kvoffload.cpu.copy.cuda import make_cuda_handlers
 
         return make_cuda_handlers(CanonicalKVCaches([], []), view, layout, self._device)
+
+
+@contextmanager
+def _unless_copies_hang(undo: Callable[[], None]) -> Iterator[None]:
+    """Calls ``undo`` at the end, but not after ``CopiesHang``: on a device that hangs it would never return."""
+    with ExitStack() as stack:
+        stack.callback(undo)
+        try:
+            yield
+        except CopiesHang:
+            stack.pop_all()
+            raise
 
 
 class _LargeDeviceCopies(LargeCopies):
@@ -400,8 +409,6 @@ def matmul_slowdown(place: Place, page_bytes: int, num_bytes: int, layers: int) 
 def check_copies_under_load(place: Place, seconds: float, seed: int = 0) -> Checked:
     """Chains of conflicting jobs and random jobs in turn, over pages of 4 KiB and 64 KiB, beside compute. Every byte
     is compared. Makes at least one round of each, and ends early at the first wrong byte or failed copy."""
-    from kvoffload.cpu.copy.self_check import check_copies
-
     end_s = time.monotonic() + seconds
     jobs = num_bytes = 0
     try:
