@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvoffload.base import OffloadingEvent, OffloadKey
 
-__all__ = ["NO_EVENTS", "PendingEvents"]
+__all__ = ["NO_EVENTS", "PendingEvents", "checked_events"]
 
 _MIN_KEYS = 65_536
+
+
+def checked_events(events: Iterable[object]) -> list[OffloadingEvent]:
+    """``events``, which are foreign. Raises ``TypeError`` if one is none."""
+    found: list[OffloadingEvent] = []
+    for event in events:
+        if not isinstance(event, OffloadingEvent) or not all(isinstance(key, bytes) for key in event.keys):
+            raise TypeError(f"this is not an event: {event!r:.100}")
+        found.append(event)
+    return found
 
 
 class PendingEvents:

@@ -9,11 +9,12 @@ and ``kvoffload.exporter`` export them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
 from math import inf, nextafter
+from numbers import Integral, Real
 
 __all__ = [
     "HOST",
@@ -29,6 +30,7 @@ __all__ = [
     "Stats",
     "add_stats",
     "buckets_of",
+    "checked_stats",
     "initial_series",
     "typical_value",
 ]
@@ -86,7 +88,9 @@ class Metric:
     def fits(self, sample: Sample) -> bool:
         """Whether ``sample`` is one of this metric's."""
         extra = 2 if self.kind is Kind.HISTOGRAM else 0
-        return sample[0] == self.name and len(sample) == 1 + len(self.labels) + extra
+        if sample[0] != self.name or len(sample) != 1 + len(self.labels) + extra:
+            return False
+        return not extra or (sample[-2] in ("count", "sum") and sample[-1] in buckets_of(self))
 
 
 class Histogram:
@@ -425,6 +429,18 @@ def add_stats(parts: Iterable[Stats]) -> Stats:
             join = JOIN.get(sample[0]) if sample in total else None
             total[sample] = join(known, value) if join else known + value
     return total
+
+
+def checked_stats(found: Mapping[object, object]) -> Stats:
+    """The samples of ``found``, which is foreign, that can be told: with words for labels, as many as the metric has,
+    and a number."""
+    stats: Stats = {}
+    for sample, value in found.items():
+        if isinstance(sample, tuple) and sample and all(isinstance(word, str) for word in sample):
+            metric = METRICS.get(sample[0])
+            if isinstance(value, Real) and (metric is None or metric.fits(sample)):
+                stats[sample] = int(value) if isinstance(value, Integral) else float(value)
+    return stats
 
 
 def initial_series(tiers: Sequence[str] = ()) -> Iterator[tuple[Metric, tuple[str, ...]]]:

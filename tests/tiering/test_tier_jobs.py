@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.tiering.rig import Memory, keys
 
-from kvoffload.base import ReqContext
+from kvoffload.base import OffloadingEvent, ReqContext
 from kvoffload.testing import FakeTier
 from kvoffload.tiering.base import JobResult
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
@@ -104,6 +104,28 @@ def test_whatever_a_tier_raises_becomes_its_mildest_answer_and_is_logged_once(
             guarded.touch(keys(1), REQUEST)
     assert guarded.faults == 2 * len(calls)
     assert len(caplog.records) == len(calls)
+
+
+def test_what_is_no_event_and_what_no_metric_counts_are_left_out(tier: FakeTier) -> None:
+    guarded = GuardedTier(0, tier)
+    event = OffloadingEvent(keys(1), "fake", removed=False)
+    for events in ([event, "none"], [OffloadingEvent(["no key"], "fake", removed=False)], 7, [None]):  # type: ignore[list-item]
+        tier.take_events = lambda events=events: events  # type: ignore[method-assign, misc]
+        assert list(guarded.take_events()) == []
+    tier.take_events = lambda: iter([event])  # type: ignore[method-assign, assignment, return-value]
+    assert list(guarded.take_events()) == [event]
+    good = {("tier_blocks", "fake"): 3, ("tier_batch_seconds", "fake", "read", "count", "+Inf"): 2, ("its_own",): 1.5}
+    bad = {
+        ("tier_blocks",): 1,
+        ("tier_batch_seconds", "fake", "read", "count", "7.77"): 1,
+        ("tier_blocks", 5): 1,
+        "tier_blocks": 1,
+        (): 1,
+        ("tier_bytes", "fake"): None,
+    }
+    tier.get_stats = lambda: {**bad, **good, ("tier_quota_bytes", "fake"): np.int64(4)}  # type: ignore[method-assign, dict-item]
+    assert guarded.get_stats() == {**good, ("tier_quota_bytes", "fake"): 4}
+    assert type(guarded.get_stats()["tier_quota_bytes", "fake"]) is int
 
 
 @pytest.mark.parametrize("answer", [1, 0, np.True_, np.array([True, False]), "yes"])

@@ -17,7 +17,9 @@ from kvoffload.base import (
 )
 from kvoffload.boundary import Boundary, guarded
 from kvoffload.errors import TransferError
+from kvoffload.events import checked_events
 from kvoffload.logs import RateLimitedLog
+from kvoffload.metrics import checked_stats
 
 __all__ = ["GuardedManager"]
 
@@ -100,10 +102,10 @@ class GuardedManager(Boundary, OffloadingManager):
     on_request_finished = guarded(OffloadingManager.on_request_finished, _nothing)
     note_step = guarded(OffloadingManager.note_step, _nothing)
     on_schedule_end = guarded(OffloadingManager.on_schedule_end, _nothing)
-    take_events = guarded(OffloadingManager.take_events, lambda: (), tuple)
+    take_events = guarded(OffloadingManager.take_events, lambda: (), checked_events)
     has_pending_work = guarded(OffloadingManager.has_pending_work, lambda: False, bool)
     reset_cache = guarded(OffloadingManager.reset_cache, _nothing)
-    get_stats = guarded(OffloadingManager.get_stats, dict, dict)
+    get_stats = guarded(OffloadingManager.get_stats, dict, checked_stats)
     holds = guarded(OffloadingManager.holds, lambda keys: [False] * len(keys), _for_each)
     sources = guarded(OffloadingManager.sources, lambda *_: {}, lambda found, *_: dict(found))
     explain = guarded(OffloadingManager.explain, lambda keys, *_: [None] * len(keys), _for_each)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.boundary import Boundary, guarded
+from kvoffload.events import checked_events
+from kvoffload.metrics import checked_stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 __all__ = ["GuardedTier", "TierJob", "TierJobs"]
@@ -94,8 +96,8 @@ class GuardedTier(Boundary):
     on_schedule_end = guarded(SecondaryTierManager.on_schedule_end, lambda: None)
     has_pending_work = guarded(SecondaryTierManager.has_pending_work, lambda: False, bool)
     drain_jobs = guarded(SecondaryTierManager.drain_jobs, lambda: None)
-    take_events = guarded(SecondaryTierManager.take_events, lambda: (), list)
-    get_stats = guarded(SecondaryTierManager.get_stats, dict, dict)
+    take_events = guarded(SecondaryTierManager.take_events, lambda: (), checked_events)
+    get_stats = guarded(SecondaryTierManager.get_stats, dict, checked_stats)
     is_readable = guarded(SecondaryTierManager.is_readable, lambda: True, bool)
     holds = guarded(SecondaryTierManager.holds, lambda keys: [False] * len(keys), _for_each)
     shutdown = guarded(SecondaryTierManager.shutdown, lambda: None)

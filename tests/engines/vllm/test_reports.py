@@ -87,6 +87,16 @@ def test_plain_events_name_hashes_only_one_event_per_group() -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("describe", [False, True])
+def test_keys_that_no_block_of_the_engine_has_are_left_out(describe: bool) -> None:
+    translator = EventTranslator(LAYOUT, factor=1, describe=describe)
+    strange = [OffloadKey(b""), OffloadKey(b"ab"), make_offload_key(b"hash", 2), make_offload_key(b"", 0)]
+    for removed in (False, True):
+        (event,) = translator.translate([OffloadingEvent([*strange, key("b", 0)], "disk", removed)])
+        assert event.block_hashes == [b"b-0"]
+
+
+@BOTH
 def test_states_have_vllms_word_and_no_tokens() -> None:
     groups = (*LAYOUT.groups[:1], KVGroupLayout(GroupKind.SINGLE_STATE, 4, 8))
     translator = EventTranslator(replace(LAYOUT, groups=groups), factor=1, describe=True)

@@ -203,7 +203,7 @@ class EventTranslator:
 
     def _stored(self, event: OffloadingEvent) -> Iterator[Any]:
         place = self._announced.place(event.medium)
-        for group, keys in _by_group(event.keys):
+        for group, keys in self._by_group(event.keys):
             plain: list[OffloadKey] = []
             for key in keys:
                 if not self._announced.add(event.medium, key):
@@ -215,6 +215,15 @@ class EventTranslator:
                     yield self._described(event.medium, key, group, *found)
             if plain:
                 yield self._event([_external(key) for key in plain], group, place)
+
+    def _by_group(self, keys: Iterable[OffloadKey]) -> Iterable[tuple[int, list[OffloadKey]]]:
+        """Without keys that no block of this engine has: a damaged directory names some."""
+        groups: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            group = get_offload_group_idx(key)
+            if group < len(self._kinds) and get_offload_block_hash(key):
+                groups.setdefault(group, []).append(key)
+        return groups.items()
 
     def _described(self, tier: str, key: OffloadKey, group: int, tracked: _Tracked, hash_index: int) -> Any:
         """All of the engine's blocks in the block of ``key``, but for those that are known by another block."""
@@ -291,13 +300,6 @@ def _extra_keys(request: Any, first_token: int, stop_token: int) -> tuple[Any, .
 
     hashed: tuple[Any, ...] | None = generate_block_hash_extra_keys(request, first_token, stop_token, 0)[0]
     return hashed
-
-
-def _by_group(keys: Iterable[OffloadKey]) -> Iterator[tuple[int, list[OffloadKey]]]:
-    groups: dict[int, list[OffloadKey]] = {}
-    for key in keys:
-        groups.setdefault(get_offload_group_idx(key), []).append(key)
-    yield from groups.items()
 
 
 def _external(key: OffloadKey) -> Any:
