@@ -20,9 +20,9 @@ from tests.engines.greedy import Baseline
 from tests.engines.models import SEED, SmallModel, write_falcon_h1, write_gemma3, write_llama
 from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import HAS_VLLM, run_child, states_baseline
-from tests.engines.vllm.interface import Sources
 from tests.engines.vllm.server import Server
 
+from kvoffload.engines.vllm.sources import Sources
 from kvoffload.engines.vllm.versions import NEWEST, drafters_are_proven, vllm_release
 
 NEXT = "0.33.0"

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.engines.vllm.interface import Sources
 
 from kvoffload.engines.facts import COUNTS, UnclearError
 from kvoffload.engines.variables import counted
 from kvoffload.engines.vllm import environment as module
 from kvoffload.engines.vllm.environment import VARIABLES, environment, plugins, unknown_variables
+from kvoffload.engines.vllm.sources import Sources
 
 SET_BY_ALL = {"VLLM_USE_DEEP_GEMM_E8M0"}
 """What vLLM sets while it reads a model's configuration, in the process from which all others descend."""

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from tests.engines.vllm.interface import Sources
 
 from kvoffload.engines.facts import COUNTS
 from kvoffload.engines.vllm.fields import FIELDS
+from kvoffload.engines.vllm.sources import Sources
 
 FOLLOWED = {
     COUNTS,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from tests.engines.models import SmallModel
-from tests.engines.vllm.interface import Sources
 from tests.engines.vllm.steps import BLOCK, Steps, aborted
 
 from kvoffload.engines.vllm import updates
+from kvoffload.engines.vllm.sources import Sources
 from kvoffload.engines.vllm.updates import HARMLESS, Adapters, Device, unwatch, watch
 
 UPDATES = """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other versions of vLLM are refused when the connector is imported, in a sentence that names the range."""
+"""Versions of vLLM that are too old, or newer and without what the adapter touches, are refused when the connector is
+imported, in a sentence that names the range."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from tests.engines.vllm.harness import ROOT
 
-from kvoffload.engines.vllm.versions import NEWEST, OLDEST, release_of, vllm_release
+from kvoffload.engines.vllm import versions
+from kvoffload.engines.vllm.versions import NEWEST, OLDEST, release_of, untried_version, vllm_release
 from kvoffload.errors import ConfigError
 
 
@@ -23,18 +25,20 @@ from kvoffload.errors import ConfigError
         ("0.32.0+cpu", (0, 32)),
         ("0.32.1rc1", (0, 32)),
         ("0.33.0.post1", (0, 33)),
+        ("0.34.0", (0, 34)),
+        ("1.31.0", (1, 31)),
     ],
 )
 def test_versions_of_the_range(version: str, release: tuple[int, int]) -> None:
     assert release_of(version) == release
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.3.0", "0.34.0", "0.330.0", "1.31.0", "0.1.dev1+g123", "dev", ""])
+@pytest.mark.parametrize("version", ["0.29.1", "0.3.0", "0.1.dev1+g123", "dev", ""])
 def test_other_versions_are_refused_in_one_sentence(version: str) -> None:
     with pytest.raises(ConfigError) as caught:
         release_of(version)
     assert str(caught.value) == (
-        f"kvoffload works with vLLM 0.30 to 0.33, and this is vLLM {version}: install one of those versions."
+        f"kvoffload works with vLLM 0.30 to 0.33 and newer, and this is vLLM {version}: install one of those versions."
     )
 
 
@@ -65,8 +69,14 @@ def import_beside(version: str, directory: Path) -> str:
 
 def test_the_import_of_the_connector_refuses_before_it_needs_anything_of_vllm(tmp_path: Path) -> None:
     assert import_beside("0.29.0", tmp_path).startswith(
-        "kvoffload.errors.ConfigError: kvoffload works with vLLM 0.30 to 0.33, and this is vLLM 0.29.0"
+        "kvoffload.errors.ConfigError: kvoffload works with vLLM 0.30 to 0.33 and newer, and this is vLLM 0.29.0"
     )
+
+
+def test_a_newer_version_that_lacks_something_is_refused_by_its_name(tmp_path: Path) -> None:
+    said = import_beside("0.34.0", tmp_path)
+    assert "ConfigError: kvoffload works with vLLM 0.30 to 0.33, and vLLM 0.34.0 differs in " in said
+    assert "vllm.config.KVTransferConfig; " in said
 
 
 def test_the_import_of_the_connector_goes_on_with_a_version_of_the_range(tmp_path: Path) -> None:
@@ -101,7 +111,7 @@ print("patched" if hasattr(read, "__wrapped__") else "untouched")
 """
 
 
-@pytest.mark.parametrize(("version", "is_patched"), [("0.32.0", True), ("0.34.0", False), ("dev", False)])
+@pytest.mark.parametrize(("version", "is_patched"), [("0.32.0", True), ("0.34.0", True), ("dev", False)])
 @pytest.mark.parametrize("factory", [FACTORY, "", "raise RuntimeError"])
 def test_servers_that_do_not_name_kvoffload_start(version: str, is_patched: bool, factory: str, tmp_path: Path) -> None:
     done = run_beside(
@@ -118,6 +128,18 @@ def test_servers_that_do_not_name_kvoffload_start(version: str, is_patched: bool
 def test_vllm_may_have_nothing_that_is_expected_of_it(tmp_path: Path) -> None:
     done = run_beside("0.32.0", tmp_path, "from kvoffload.engines.vllm import register; register()")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.vllm
+def test_a_newer_version_that_lacks_nothing_starts_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert untried_version() is None
+    monkeypatch.setattr(versions, "NEWEST", (0, 29))  # the lane's is newer
+    vllm_release.cache_clear()
+    try:
+        assert vllm_release() > versions.NEWEST
+        assert f"this is vLLM {versions.installed_version()}" in str(untried_version())
+    finally:
+        vllm_release.cache_clear()
 
 
 @pytest.mark.vllm

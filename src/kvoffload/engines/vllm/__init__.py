@@ -18,7 +18,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.config_file import ENVIRONMENT
-from kvoffload.engines.vllm.versions import vllm_release
+from kvoffload.engines.vllm.versions import installed_version, release_of, vllm_release
 
 if TYPE_CHECKING:
     from kvoffload.engines.vllm.connector import KVOffloadConnector
@@ -45,12 +45,12 @@ def register() -> None:
     """Tells vLLM the connector's name; vLLM calls this once in each process, whether or not a server names kvoffload.
     Idempotent.
 
-    It never raises, and a vLLM outside of the supported range stays as it is but for the name: whoever uses the name
-    there reads which versions kvoffload works with.
+    It never raises, and a vLLM that is too old stays as it is but for the name: whoever uses the name there reads which
+    versions kvoffload works with. A newer one is looked at when the name is used.
     """
     try:
         _register_name()
-        vllm_release()
+        release_of(installed_version())
         _prepare_engine_arguments()
     except Exception as exc:  # noqa: BLE001 - servers that use other connectors or none must start
         logger.debug("kvoffload is not set up in this process: %s", exc)
@@ -124,6 +124,7 @@ def _fill_in(arguments: Any) -> None:
     if isinstance(given, dict):  # from Python
         given = arguments.kv_transfer_config = KVTransferConfig(**given)
     if given is None and not arguments.kv_offloading_size:
+        vllm_release()
         arguments.kv_transfer_config = KVTransferConfig(
             kv_connector=_NAME, kv_role="kv_both", kv_load_failure_policy=_FAILURE_POLICY
         )

@@ -50,7 +50,7 @@ from kvoffload.engines.vllm.slices import offloaded_groups, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
 from kvoffload.engines.vllm.updates import Adapters, Device, unwatch, watch
-from kvoffload.engines.vllm.versions import has_wrong_hashes, hash_lookahead_tokens, hit_source
+from kvoffload.engines.vllm.versions import has_wrong_hashes, hash_lookahead_tokens, hit_source, untried_version
 from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import make_spec
@@ -132,6 +132,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: _WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             logger.info("kvoffload offloads %d KV group(s) to %r", len(layout.groups), spec)
+            if untried := untried_version():
+                logger.warning("%s", untried)
             if config.secondary_tiers and not layout.rank_free:
                 reason = why_not_rank_free(vllm_config, kv_cache_config)
                 logger.info("kvoffload's tiers serve engines with as many ranks alone: %s", reason)

@@ -8,9 +8,12 @@ neither vLLM nor torch.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
+from pathlib import Path
 from typing import Any, cast
 
+from kvoffload.engines.vllm.sources import Sources
 from kvoffload.errors import ConfigError
 
 __all__ = [
@@ -23,41 +26,79 @@ __all__ = [
     "hash_lookahead_tokens",
     "hashes_have_adapter_paths",
     "hit_source",
+    "installed_version",
     "kv_tp_replicas",
     "names_states",
     "release_of",
     "says_what_is_sharded",
+    "untried_version",
     "vllm_release",
 ]
 
 OLDEST, NEWEST = (0, 30), (0, 33)
-"""Major and minor version. The tests run with all of them but the newest, which was compared by its sources alone."""
+"""Major and minor version. The tests run with all of them but the newest, which was compared by its sources alone. What
+comes later starts if it has all that the adapter touches (``surface.py``)."""
 
 _0_31, _0_32, _0_33 = (0, 31), (0, 32), (0, 33)
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Major and minor version of ``version``. Raises ``ConfigError`` for one that is not supported."""
+    """Major and minor version of ``version``. Raises ``ConfigError`` for one that is older than all that are supported,
+    or has no number."""
     found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
     release = (int(found[1]), int(found[2])) if found else None
-    if release is None or not OLDEST <= release <= NEWEST:
+    if release is None or release < OLDEST:
         raise ConfigError(
-            f"kvoffload works with vLLM {_text(OLDEST)} to {_text(NEWEST)}, and this is vLLM {version}: install one of "
-            "those versions."
+            f"kvoffload works with {_range()} and newer, and this is vLLM {version}: install one of those versions."
         )
     return release
+
+
+def _range() -> str:
+    return f"vLLM {_text(OLDEST)} to {_text(NEWEST)}"
 
 
 def _text(release: tuple[int, int]) -> str:
     return ".".join(map(str, release))
 
 
-@functools.cache
-def vllm_release() -> tuple[int, int]:
-    """``release_of`` the vLLM in this process. vLLM's own number counts, since its builds have various names."""
+def installed_version() -> str:
+    """vLLM's own number counts, since its builds have various names."""
     from vllm.version import __version__
 
-    return release_of(__version__)
+    return str(__version__)
+
+
+@functools.cache
+def vllm_release() -> tuple[int, int]:
+    """``release_of`` the vLLM in this process. Raises ``ConfigError`` for one that is newer than all that were tried
+    and lacks something that the adapter touches."""
+    version = installed_version()
+    release = release_of(version)
+    if release > NEWEST:
+        from kvoffload.engines.vllm.surface import missing
+
+        package = importlib.util.find_spec("vllm")
+        assert package is not None
+        assert package.submodule_search_locations
+        lacks = missing(Sources(Path(package.submodule_search_locations[0]).parent), release)
+        if lacks:
+            more = f" and {len(lacks) - 3} more" if len(lacks) > 3 else ""
+            raise ConfigError(
+                f"kvoffload works with {_range()}, and vLLM {version} differs in {'; '.join(lacks[:3])}{more}: install "
+                "one of those versions, or a newer kvoffload."
+            )
+    return release
+
+
+def untried_version() -> str | None:
+    """What to tell whoever runs a vLLM that is newer than all that were tried; ``None``: it is one of those."""
+    if vllm_release() <= NEWEST:
+        return None
+    return (
+        f"kvoffload was tried with {_range()}, and this is vLLM {installed_version()}: it has all that kvoffload "
+        "touches, and its answers were compared with nothing"
+    )
 
 
 def hit_source(medium: str, locality: str | None) -> Any:

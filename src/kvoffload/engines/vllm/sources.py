@@ -7,16 +7,23 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
+__all__ = ["Method", "Sources", "imports_of_vllm", "methods_of"]
+
 
 @dataclass(frozen=True)
 class Method:
+    """A method or a function."""
+
     parameters: tuple[str, ...]
     """Without ``self`` or ``cls``; keyword-only ones behind, then "*" and "**" if it takes any."""
+    required: frozenset[str]
+    """Those without a default."""
     is_abstract: bool
 
 
 class Sources:
-    """A tree of vLLM's Python files; ``root`` is the directory that holds the package ``vllm``."""
+    """A tree of vLLM's Python files, read when they are asked for; ``root`` is the directory that holds the package
+    ``vllm``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -51,20 +58,18 @@ class Sources:
         raise LookupError(f"{dotted} has no class {name}")
 
     def methods(self, dotted: str, name: str) -> dict[str, Method]:
-        return {
-            node.name: method_of(node) for node in self.class_of(dotted, name).body if isinstance(node, ast.FunctionDef)
-        }
+        return methods_of(self.class_of(dotted, name))
+
+    def functions(self, dotted: str) -> dict[str, Method]:
+        return methods_of(self.module(dotted))
 
     def attributes(self, dotted: str, name: str) -> set[str]:
-        """Fields, properties, methods and what ``__init__`` assigns; bases in the same module included."""
+        """Fields, properties, methods and what ``__init__`` assigns; bases in the same module included. Raises
+        ``LookupError`` if there is no such class."""
         cls = self.class_of(dotted, name)
         found: set[str] = set()
-        for base in cls.bases:
-            if isinstance(base, ast.Name) and base.id in self.top_level_names(dotted):
-                try:
-                    found |= self.attributes(dotted, base.id)
-                except LookupError:
-                    pass  # imported from elsewhere
+        for base in self._bases(dotted, cls):
+            found |= self.attributes(dotted, base)
         for node in cls.body:
             if isinstance(node, ast.FunctionDef):
                 found.add(node.name)
@@ -79,15 +84,22 @@ class Sources:
                 found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         return found
 
+    def required_fields(self, dotted: str, name: str) -> set[str]:
+        """Of a dataclass or a struct: what cannot be left out when one is made; bases in the same module included."""
+        cls = self.class_of(dotted, name)
+        found: set[str] = set()
+        for base in self._bases(dotted, cls):
+            found |= self.required_fields(dotted, base)
+        for node in cls.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                is_field = not ast.unparse(node.annotation).startswith("ClassVar")
+                (found.add if node.value is None and is_field else found.discard)(node.target.id)
+        return found
 
-def method_of(node: ast.FunctionDef) -> Method:
-    arguments = node.args
-    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
-    if names and names[0] in ("self", "cls"):
-        names = names[1:]
-    names += [each.arg for each in arguments.kwonlyargs]
-    names += ["*"] * (arguments.vararg is not None) + ["**"] * (arguments.kwarg is not None)
-    return Method(tuple(names), any("abstractmethod" in ast.dump(each) for each in node.decorator_list))
+    def _bases(self, dotted: str, cls: ast.ClassDef) -> list[str]:
+        """Those that the module itself defines."""
+        classes = {node.name for node in self.module(dotted).body if isinstance(node, ast.ClassDef)}
+        return [base.id for base in cls.bases if isinstance(base, ast.Name) and base.id in classes]
 
 
 def imports_of_vllm(path: Path) -> set[tuple[str, str]]:
@@ -98,3 +110,22 @@ def imports_of_vllm(path: Path) -> set[tuple[str, str]]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm"
         for alias in node.names
     }
+
+
+def methods_of(node: ast.Module | ast.ClassDef) -> dict[str, Method]:
+    return {each.name: method_of(each) for each in node.body if isinstance(each, ast.FunctionDef)}
+
+
+def method_of(node: ast.FunctionDef) -> Method:
+    arguments = node.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    required = names[: len(names) - len(arguments.defaults)]
+    required += [
+        each.arg for each, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value is None
+    ]
+    if names and names[0] in ("self", "cls"):
+        names = names[1:]
+    names += [each.arg for each in arguments.kwonlyargs]
+    names += ["*"] * (arguments.vararg is not None) + ["**"] * (arguments.kwarg is not None)
+    is_abstract = any("abstractmethod" in ast.dump(each) for each in node.decorator_list)
+    return Method(tuple(names), frozenset(required).intersection(names), is_abstract)
